@@ -1,0 +1,52 @@
+"""gbfunc trains neural networks through a genomic bottleneck, as pure functions on PyTorch.
+
+The weights of a p-net (any `nn.Module`) are generated, tile by tile, by tiny g-nets that see only the coordinates of a
+weight; only the genome, which is the g-nets' parameters and the few direct ones, is trained, saved and shipped.
+"""
+
+from gbfunc.artifact import load, save
+from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
+from gbfunc.generate import generate, init_genome, materialize, sample_noise
+from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
+from gbfunc.optim import Optimizer, torch_optimizer, torch_schedule
+from gbfunc.plan import Plan, make_plan
+from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
+from gbfunc.train import StepInfo, TrainState, TrainStep, make_train_step
+from gbfunc.types import Genome
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Genome",
+    "Optimizer",
+    "Plan",
+    "StepInfo",
+    "TileGrid",
+    "TrainState",
+    "TrainStep",
+    "binary",
+    "constant",
+    "from_module",
+    "generate",
+    "gnet",
+    "gray",
+    "grid",
+    "init_genome",
+    "join_tiles",
+    "load",
+    "low_rank",
+    "make_plan",
+    "make_train_step",
+    "materialize",
+    "one_hot",
+    "per_axis",
+    "periodic",
+    "sample_noise",
+    "save",
+    "split_tiles",
+    "stochastic",
+    "tile_grid",
+    "torch_optimizer",
+    "torch_schedule",
+    "xox",
+]

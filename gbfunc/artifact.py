@@ -1,0 +1,184 @@
+"""The genome as one self-describing file, `genome.safetensors`: leaves, and the plan as JSON in the header. No pickle.
+
+Everything is checked on the way in: a file that is cut short, flipped, misnamed, misshapen, not finite or that declares
+absurd sizes gives a `ValueError`, and nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from gbfunc.generate import check_genome
+from gbfunc.plan import DTYPES, FORMAT, Plan, file_layout, file_metadata
+from gbfunc.types import Genome, GenomeLike, Params
+
+_MAX_PNET_BYTES = 64 << 30
+
+
+def _digest(plan_json: str, tensors: Params) -> str:
+    """SHA-256 of the plan and of every tensor's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(plan_json.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _flat(genome: GenomeLike) -> Params:
+    flat = {f"gnets/{e}/{k}": v for e, leaves in genome.gnets.items() for k, v in leaves.items()}
+    flat |= {f"direct/{k}": v for k, v in genome.direct.items()}
+    flat |= {f"buffers/{k}": v for k, v in genome.buffers.items()}
+    return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in flat.items()}
+
+
+def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike) -> int:
+    """Write a genome with its plan: all that is needed to build the p-net's weights again.
+
+    The file appears whole or not at all (temporary file, fsync, rename).
+
+    Args:
+        path: where to; a file that is there is replaced.
+        plan: the plan.
+        genome: a `Genome` or `TrainState`.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        ValueError: if the genome does not fit the plan or holds values that are not finite.
+        OSError: if the file cannot be written; what was there before is intact.
+    """
+    check_genome(plan, genome)
+    flat = _flat(genome)
+    _check_layout(plan, {k: tuple(v.shape) for k, v in flat.items()})
+    _check_values(plan, flat, "the genome")
+    data = to_bytes(flat, file_metadata(plan, _digest(plan.to_json(), flat)))
+    _replace(Path(path), data)
+    return len(data)
+
+
+def _replace(target: Path, data: bytes) -> None:
+    """Put `data` in the place of a file, whole or not at all, also after a loss of power."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    # The new name is on disk only when its folder is; only POSIX opens folders.
+    if os.name == "posix":
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    factories: Sequence[Callable[..., Any]] = (),
+    max_pnet_bytes: int = _MAX_PNET_BYTES,
+) -> tuple[Plan, Genome]:
+    """Read what `save` wrote, with everything checked.
+
+    Args:
+        path: the file.
+        factories: the factories of `from_module`, where the plan uses any: a file alone runs no code.
+        max_pnet_bytes: largest p-net that the file may declare; a small file can declare a huge one.
+
+    Returns:
+        The plan and the genome, on the CPU.
+
+    Raises:
+        FileNotFoundError: if there is nothing at `path`.
+        ValueError: if what is there is not a sound genome, saying what is wrong.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no genome file at {os.fspath(path)!r}")
+    if not Path(path).is_file():
+        raise ValueError(f"{os.fspath(path)!r} is not a sound genome: it is not a file")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            if "plan" not in metadata or "format" not in metadata:
+                raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
+            if metadata["format"] != FORMAT:
+                raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
+            plan = Plan.from_json(metadata["plan"], tuple(factories))
+            shapes = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118 (not a dict)
+            _check_size(plan, max_pnet_bytes, sum(map(math.prod, shapes.values())))
+            _check_layout(plan, shapes)
+            flat = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError, OSError, MemoryError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is not a sound genome: {error}") from error
+    try:
+        if _digest(metadata["plan"], flat) != metadata.get("sha256"):
+            raise ValueError("its digest does not fit its content: the file is damaged")
+        _check_values(plan, flat, "it")
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)!r} is not a sound genome: {error}") from error
+    gnets: dict[str, Params] = {}
+    for name, tensor in flat.items():
+        if name.startswith("gnets/"):
+            ensemble, leaf = name.removeprefix("gnets/").split("/", 1)
+            gnets.setdefault(ensemble, {})[leaf] = tensor
+    direct, buffers = (
+        {k.removeprefix(p): v for k, v in flat.items() if k.startswith(p)} for p in ("direct/", "buffers/")
+    )
+    return plan, Genome(gnets, direct, buffers)
+
+
+def _check_size(plan: Plan, limit: int, numbers: int) -> None:
+    """Refuse sizes that the file does not bear out, before anything of such a size is made."""
+    size = sum(t.numel * DTYPES[t.dtype].itemsize for t in plan.tensors) + plan.buffer_bytes
+    if size > limit:
+        raise ValueError(
+            f"it declares a p-net of {size:,} bytes, over the limit of {limit:,}: pass max_pnet_bytes if you trust it"
+        )
+    slots = [slot for tensor in plan.tensors for slot in tensor.slots]
+    if (needed := sum(slot.n_params for slot in slots)) > numbers:
+        raise ValueError(f"it declares g-nets of {needed:,} parameters or more, but holds {numbers:,} numbers in all")
+    for slot in slots:
+        dims = slot.dims
+        codes = slot.grid.n_tiles * (dims.rows * dims.row_width + dims.cols * dims.col_width) * plan.dtype.itemsize
+        if codes > limit or (slot.grid.n_tiles > 1 and not slot.n_params):
+            raise ValueError(f"it declares codes of {codes:,} bytes in {slot.grid.n_tiles:,} tiles")
+
+
+def _check_layout(plan: Plan, shapes: dict[str, tuple[int, ...]]) -> None:
+    expected = file_layout(plan)
+    if expected.keys() != shapes.keys():
+        missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+        raise ValueError(f"its tensors are not those of its plan: missing {missing}, unknown {unknown}")
+    for name, (shape, _) in expected.items():
+        if shapes[name] != shape:
+            raise ValueError(f"tensor {name!r} has shape {shapes[name]}, its plan says {shape}")
+
+
+def _check_values(plan: Plan, flat: dict[str, Tensor], what: str) -> None:
+    for name, (_, dtype) in file_layout(plan).items():
+        tensor = flat[name]
+        if tensor.dtype != dtype:
+            raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, its plan says {dtype}")
+        # Buffers may hold infinities on purpose (attention masks); trained leaves may not.
+        if not name.startswith("buffers/") and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{what} holds values that are not finite in {name!r}")
+        if name.startswith("buffers/") and bool(torch.isnan(tensor).any()):
+            raise ValueError(f"{what} holds NaN in {name!r}")

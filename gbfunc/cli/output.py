@@ -1,0 +1,126 @@
+"""Files that commands write, each replaced in one step, and the tables they print."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def make_folder(path: Path) -> Path:
+    """Make a folder for results, so that a path that cannot be one is known before hours of training.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(f"--out {path} is a file, expected a folder") from None
+    return path
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file beside its place, then move it there: it is never seen half-written."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_metrics(path: Path, metrics: Mapping[str, object]) -> None:
+    """One JSON object."""
+    _replace(path, (json.dumps(metrics, indent=2) + "\n").encode())
+
+
+def write_history(path: Path, runs: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+    """A row an epoch as CSV; the first column names the run."""
+    text = io.StringIO()
+    fields = ["run", *next(iter(runs.values()))[0]]
+    writer = csv.DictWriter(text, fields, lineterminator="\n")
+    writer.writeheader()
+    for run, rows in runs.items():
+        writer.writerows({"run": run, **row} for row in rows)
+    _replace(path, text.getvalue().encode())
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """A PNG."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    _replace(path, content.getvalue())
+
+
+def write_run(
+    folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Mapping[str, float]]]
+) -> None:
+    """`metrics.json`, `history.csv` and `learning_curve.png`."""
+    from gbfunc.plots import learning_curve
+
+    write_history(folder / "history.csv", runs)
+    write_figure(folder / "learning_curve.png", learning_curve(runs))
+    # Last: where it stands, the others do too.
+    write_metrics(folder / "metrics.json", metrics)
+
+
+def print_metrics(metrics: Mapping[str, Any]) -> None:
+    """One genome's figures of merit on standard output."""
+    m = metrics
+    table = _table("", f"{m['task']}: genome", "dense p-net", "ratio")
+    table.add_row(
+        "parameters", f"{m['genome_params']:,}", f"{m['pnet_params']:,}", f"{m['ratio_params']:.1f}"
+    )
+    table.add_row("bytes", f"{m['genome_bytes']:,}", f"{m['dense_bytes']:,}", f"{m['ratio_bytes']:.1f}")
+    table.add_row("validation accuracy", f"{m['val_accuracy']:.2%}")
+    table.add_row("test accuracy", f"{m['test_accuracy']:.2%}")
+    if "seconds" in m:
+        table.add_row("training", f"{m['steps']:,} steps", f"{m['seconds']:.1f} s")
+    Console().print(table)
+
+
+def print_comparison(metrics: Mapping[str, Any]) -> None:
+    """The genome beside both dense nets on standard output."""
+    m = metrics
+    table = _table("network", "parameters", "bytes on disk", "test accuracy")
+    sizes, small = "-".join(map(str, m["sizes"])), "-".join(map(str, m["small_dense_sizes"]))
+    table.add_row(
+        f"{sizes}, dense", f"{m['pnet_params']:,}", f"{m['dense_bytes']:,}", f"{m['dense_test_accuracy']:.2%}"
+    )
+    table.add_row(
+        f"{sizes}, from a genome ({m['ratio_params']:.1f}x)",
+        f"{m['genome_params']:,}",
+        f"{m['genome_bytes']:,}",
+        f"{m['test_accuracy']:.2%}",
+    )
+    small_bytes = 4 * m["small_dense_params"]
+    table.add_row(
+        f"{small}, dense",
+        f"{m['small_dense_params']:,}",
+        f"{small_bytes:,}",
+        f"{m['small_dense_test_accuracy']:.2%}",
+    )
+    console = Console()
+    console.print(table)
+    console.print(
+        "Bytes: the genome's whole file; dense nets in float32, without a file's header.", style="dim"
+    )
+
+
+def _table(first: str, *columns: str) -> Table:
+    """An empty table: the first column is text, the others are numbers."""
+    table = Table(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table

@@ -1,0 +1,55 @@
+"""`gbfunc train`: train a genome on a task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gbfunc.cli.options import TrainingOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gbfunc.cli.fit import Fit
+    from gbfunc.cli.job import Job
+
+GENOME_FILE = "genome.safetensors"
+
+
+@dataclass(frozen=True)
+class Train(TrainingOptions):
+    """Train a genome on real data; measure it as its file holds it."""
+
+    def run(self) -> None:
+        """Train, write the results, print them."""
+        from gbfunc.cli.job import make_job, results_folder
+        from gbfunc.cli.output import print_metrics, write_run
+
+        job = make_job(self)
+        with results_folder(self.out) as folder:
+            result, _, metrics = train_genome(job, self, folder)
+            if self.out is not None:
+                write_run(folder, metrics, {"genome": result.history})
+            print_metrics(metrics)
+
+
+def train_genome(
+    job: Job, options: TrainingOptions, folder: Path
+) -> tuple[Fit, nn.Module, dict[str, object]]:
+    """Train a job's genome, save it, read the file back and measure what it holds.
+
+    Returns:
+        The training, the network read back, and its metrics.
+    """
+    import gbfunc as gb
+    from gbfunc.cli.fit import fit, genome_trainer, total_steps
+    from gbfunc.cli.job import genome_metrics, read_genome
+
+    steps = total_steps(job.task, job.recipe)
+    trainer = genome_trainer(job.plan, job.pnet, job.recipe, steps, options.seed)
+    result = fit(trainer, job.task, job.recipe, label="genome", seed=options.seed)
+    path = folder / GENOME_FILE
+    gb.save(path, job.plan, result.state)
+    plan, _, net = read_genome(path, options, job.task)
+    return result, net, genome_metrics(options, plan, path, net, job.task, result)

@@ -1,0 +1,284 @@
+"""Codes of the rows and columns of a weight matrix: what a g-net sees instead of an index.
+
+Bit codes (`binary`, `gray`, `one_hot`) number the rows *of a tile*, so all tiles of a shape share them. `grid` codes
+describe a position on an axis that has a geometry (an image, a kernel), so they are global and sliced per tile.
+Bits are +-1 and come from integer arithmetic alone: the same on every device.
+
+Suffixes: n rows or columns of the axis, k width of a code, u blocks (distinct tiles along the axis), t rows of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+_MAX_AXIS = 1 << 31
+
+
+def bit_width(n: int) -> int:
+    """Bits that tell `n` things apart: ceil(log2(n)), 0 for one thing."""
+    return (n - 1).bit_length()
+
+
+def _bits(index_n: NDArray[np.int64], width: int) -> Array:
+    """+-1 bits of integers, most significant first: [n] -> [n, width]."""
+    shifts = np.arange(width - 1, -1, -1, dtype=np.int64)
+    return (2 * ((index_n[:, None] >> shifts) & 1) - 1).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How one axis of a matrix is coded. Subclasses are static, hashable descriptions."""
+
+    type: ClassVar[str]
+    local: ClassVar[bool] = True
+    """True where the code numbers positions within a tile, so that every tile has the same one."""
+
+    def width(self, n: int) -> int:
+        """Numbers per code on an axis of `n`."""
+        raise NotImplementedError
+
+    def codes(self, n: int) -> Array:
+        """Codes of positions 0 .. n-1: [n, k], all distinct."""
+        raise NotImplementedError
+
+    def check(self, n: int) -> None:
+        """Raise `ValueError` where the encoding cannot code an axis of `n`."""
+
+    def tile_codes(self, n: int, tile: int) -> Array:
+        """Codes of the tiles that cut an axis of `n` into pieces of `tile`: [u, t, k], u = 1 where tiles share them.
+
+        Positions past the end of the axis repeat the last one; what is generated for them is cropped.
+        """
+        if self.local:
+            return self.codes(tile)[None]
+        n_tiles = -(-n // tile)
+        index = np.minimum(np.arange(n_tiles * tile), n - 1)
+        return self.codes(n)[index].reshape(n_tiles, tile, self.width(n))
+
+    def tile_width(self, n: int, tile: int) -> int:
+        """Numbers per code in a tile of `tile` out of an axis of `n`."""
+        return self.width(tile if self.local else n)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able description; `encoding_from_json` reads it back."""
+        return {"type": self.type, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Binary(Encoding):
+    """Plain binary numbers as +-1 bits."""
+
+    type: ClassVar[str] = "binary"
+
+    def width(self, n: int) -> int:
+        """ceil(log2(n))."""
+        return bit_width(n)
+
+    def codes(self, n: int) -> Array:
+        """[n, ceil(log2(n))]."""
+        return _bits(np.arange(n, dtype=np.int64), bit_width(n))
+
+
+@dataclass(frozen=True)
+class Gray(Encoding):
+    """Reflected binary (Gray) numbers as +-1 bits: neighbours differ in one bit."""
+
+    type: ClassVar[str] = "gray"
+
+    def width(self, n: int) -> int:
+        """ceil(log2(n))."""
+        return bit_width(n)
+
+    def codes(self, n: int) -> Array:
+        """[n, ceil(log2(n))]."""
+        index = np.arange(n, dtype=np.int64)
+        return _bits(index ^ (index >> 1), bit_width(n))
+
+
+@dataclass(frozen=True)
+class OneHot(Encoding):
+    """One indicator per position (0 or 1)."""
+
+    type: ClassVar[str] = "one_hot"
+
+    def width(self, n: int) -> int:
+        """n."""
+        return n
+
+    def codes(self, n: int) -> Array:
+        """[n, n]."""
+        return np.eye(n)
+
+
+@dataclass(frozen=True)
+class Grid(Encoding):
+    """Positions on a (row-major) grid, coded axis by axis; axes of length 1 need no code."""
+
+    dims: tuple[int, ...]
+    code: Literal["coordinate", "gray", "binary"] = "coordinate"
+    bandwidth: float = 6.0
+    type: ClassVar[str] = "grid"
+    local: ClassVar[bool] = False
+
+    def check(self, n: int) -> None:
+        """Raise `ValueError` unless the grid has `n` positions."""
+        if math.prod(self.dims) != n:
+            size = "x".join(map(str, self.dims))
+            raise ValueError(f"grid({size}) codes {math.prod(self.dims)} positions, but the axis has {n}")
+
+    def width(self, n: int) -> int:
+        """One number an axis for coordinates, ceil(log2) an axis for bits."""
+        return sum(1 if self.code == "coordinate" else bit_width(d) for d in self.dims if d > 1)
+
+    def codes(self, n: int) -> Array:
+        """[n, k]: the codes of all axes side by side."""
+        self.check(n)
+        axes = []
+        for index, d in zip(np.indices(self.dims).reshape(len(self.dims), -1), self.dims, strict=True):
+            if d == 1:
+                continue
+            if self.code == "coordinate":
+                axes.append(np.linspace(-self.bandwidth, self.bandwidth, d)[index][:, None])
+            else:
+                axes.append(_ENCODINGS[self.code]().codes(d)[index])
+        return np.concatenate(axes, 1) if axes else np.zeros((n, 0))
+
+
+@dataclass(frozen=True)
+class PerAxis(Encoding):
+    """Channels x kernel positions (row-major): the code of the channel beside the code of the position.
+
+    Tiles cut channels and never positions, so the positions' code is the same in every tile.
+    """
+
+    channels: Encoding
+    positions: Encoding
+    n_positions: int
+    type: ClassVar[str] = "per_axis"
+
+    @property
+    def local(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the channels' code."""
+        return self.channels.local
+
+    def check(self, n: int) -> None:
+        """Raise `ValueError` unless whole kernels fill the axis."""
+        if n % self.n_positions:
+            raise ValueError(f"an axis of {n} does not hold whole kernels of {self.n_positions} positions")
+        self.channels.check(n // self.n_positions)
+        self.positions.check(self.n_positions)
+
+    def width(self, n: int) -> int:
+        """Sum of both widths."""
+        return self.channels.width(n // self.n_positions) + self.positions.width(self.n_positions)
+
+    def codes(self, n: int) -> Array:
+        """[n, k_channels + k_positions]."""
+        self.check(n)
+        channels, positions = n // self.n_positions, self.n_positions
+        return np.concatenate(
+            [
+                np.repeat(self.channels.codes(channels), positions, 0),
+                np.tile(self.positions.codes(positions), (channels, 1)),
+            ],
+            1,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able description."""
+        return {
+            "type": self.type,
+            "channels": self.channels.to_json(),
+            "positions": self.positions.to_json(),
+            "n_positions": self.n_positions,
+        }
+
+
+def binary() -> Encoding:
+    """Plain binary code of the position within a tile: ceil(log2(n)) numbers of +-1."""
+    return Binary()
+
+
+def gray() -> Encoding:
+    """Gray code of the position within a tile: ceil(log2(n)) numbers of +-1, one changes from neighbour to neighbour."""
+    return Gray()
+
+
+def one_hot() -> Encoding:
+    """One indicator per position within a tile: n numbers."""
+    return OneHot()
+
+
+def grid(
+    *dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate", bandwidth: float = 6.0
+) -> Encoding:
+    """Code of an axis that has a geometry: a flattened image `grid(28, 28)`, a sequence `grid(1024)`.
+
+    Args:
+        dims: lengths of the axes, row-major; their product is the length of the coded axis.
+        code: `"coordinate"`: each axis as one number in [-bandwidth, bandwidth]; `"gray"` or `"binary"`: bits an axis.
+        bandwidth: largest coordinate; more makes weights vary faster along the axis.
+
+    Raises:
+        ValueError: for no axis, an axis shorter than 1, an unknown code, or a bandwidth that is not positive.
+    """
+    if not dims or any(not isinstance(d, int) or isinstance(d, bool) or not 1 <= d <= _MAX_AXIS for d in dims):
+        raise ValueError(f"grid expects one or more axis lengths >= 1, got {dims}")
+    if code not in ("coordinate", "gray", "binary"):
+        raise ValueError(f"code must be 'coordinate', 'gray' or 'binary', got {code!r}")
+    if not (isinstance(bandwidth, int | float) and math.isfinite(bandwidth) and bandwidth > 0):
+        raise ValueError(f"bandwidth must be a positive number, got {bandwidth!r}")
+    return Grid(tuple(dims), code, float(bandwidth))
+
+
+def per_axis(channels: Encoding, positions: Encoding, n_positions: int) -> Encoding:
+    """Code of a convolution's columns: `channels` for the input channel, `positions` for the place in the kernel.
+
+    Args:
+        channels: code of the input channels.
+        positions: code of the kernel positions, such as `grid(3, 3)`.
+        n_positions: positions of the kernel, 9 for 3 x 3.
+
+    Raises:
+        ValueError: if `n_positions` is below 1 or not what `positions` codes.
+    """
+    if not isinstance(n_positions, int) or n_positions < 1:
+        raise ValueError(f"n_positions must be an int >= 1, got {n_positions!r}")
+    positions.check(n_positions)
+    return PerAxis(channels, positions, n_positions)
+
+
+_ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType({"binary": Binary, "gray": Gray, "one_hot": OneHot})
+
+ENCODINGS: Mapping[str, Callable[[dict[str, Any]], Encoding]] = MappingProxyType(
+    {
+        "binary": lambda d: binary(),
+        "gray": lambda d: gray(),
+        "one_hot": lambda d: one_hot(),
+        "grid": lambda d: grid(*d["dims"], code=d["code"], bandwidth=d["bandwidth"]),
+        "per_axis": lambda d: per_axis(
+            encoding_from_json(d["channels"]), encoding_from_json(d["positions"]), d["n_positions"]
+        ),
+    }
+)
+"""Every encoding by its type, as a reader of its JSON form."""
+
+
+def encoding_from_json(data: dict[str, Any]) -> Encoding:
+    """Read what `Encoding.to_json` wrote.
+
+    Raises:
+        ValueError: for an unknown type or fields that do not fit it.
+    """
+    try:
+        return ENCODINGS[data["type"]](data)
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"not an encoding: {data!r}; known types are {sorted(ENCODINGS)}") from error

@@ -1,0 +1,66 @@
+"""The types of g-net. A new one is one file and one entry in `HYPERNETS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from gbfunc.hypernets.base import Hypernet, Leaf, n_params
+from gbfunc.hypernets.constant import constant
+from gbfunc.hypernets.low_rank import low_rank
+from gbfunc.hypernets.mlp import gnet
+from gbfunc.hypernets.module import from_module
+from gbfunc.hypernets.periodic import periodic
+from gbfunc.hypernets.stochastic import stochastic
+from gbfunc.hypernets.xox import xox
+
+__all__ = [
+    "HYPERNETS",
+    "Hypernet",
+    "Leaf",
+    "constant",
+    "from_module",
+    "gnet",
+    "hypernet_from_json",
+    "low_rank",
+    "n_params",
+    "periodic",
+    "stochastic",
+    "xox",
+]
+
+HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(
+    {
+        "periodic": periodic,
+        "constant": constant,
+        "gnet": gnet,
+        "stochastic": stochastic,
+        "low_rank": low_rank,
+        "xox": xox,
+        "module": from_module,
+    }
+)
+"""Every hypernetwork by its type, as its factory."""
+
+
+def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:
+    """Read what `Hypernet.to_json` wrote.
+
+    Args:
+        data: the description.
+        factories: factories of `from_module` by import path; a file alone never makes one run.
+
+    Raises:
+        ValueError: for an unknown type, options that do not fit it, or a factory that is not given.
+    """
+    try:
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
+        if data["type"] == "module":
+            path = options.pop("factory")
+            if path not in factories:
+                raise ValueError(f"the file needs the g-net factory {path!r}: pass it as load(..., factories=[...])")
+            options["factory"] = factories[path]
+        return HYPERNETS[data["type"]](**options)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a hypernetwork: {data!r}; known types are {sorted(HYPERNETS)}") from error

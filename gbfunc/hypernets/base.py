@@ -1,0 +1,160 @@
+"""The contract of a hypernetwork: a static description with a pure `init` and a pure `apply`.
+
+Suffixes: T tiles, G groups of tiles, r rows and c columns of a tile, p and q widths of their codes, H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gbfunc.types import Factors, Kernel, Params, TileDims
+
+
+class Leaf(NamedTuple):
+    """One array of a g-net's parameters.
+
+    Attributes:
+        shape: its shape for ONE g-net.
+        role: `"linear"` where the tile is (jointly) linear in it, so that `init` may rescale it; else `"code"`.
+        scope: `"tile"`: each tile has its own; `"group"`: the tiles of a group share it.
+    """
+
+    shape: tuple[int, ...]
+    role: Literal["code", "linear"]
+    scope: Literal["tile", "group"] = "tile"
+
+
+@dataclass(frozen=True)
+class Hypernet:
+    """A type of g-net with its options: static, hashable, JSON-able. Subclasses are made by their factory.
+
+    Its size (features, hidden width, rank, genes) is None until a plan chooses it.
+    """
+
+    type: ClassVar[str]
+    default_size: ClassVar[int] = 32
+    """The size where the user gives neither a size nor a target for the whole genome."""
+    sizable: ClassVar[bool] = True
+    """False where there is nothing to choose."""
+    stochastic: ClassVar[bool] = False
+    """True where `apply` takes noise."""
+    factorised: ClassVar[bool] = False
+    """True where `apply` returns `Factors`."""
+    batched: ClassVar[bool] = False
+    """True where `apply` broadcasts over leading dimensions as it is: then no `vmap` is needed for many tiles."""
+    standardised: ClassVar[bool] = True
+    """True where a tile is scaled to the p-net's own initial deviation; False where it is the weight as it stands."""
+
+    @property
+    def size(self) -> int | None:
+        """Features, hidden width, rank or genes."""
+        raise NotImplementedError
+
+    def with_size(self, size: int) -> Hypernet:
+        """The same type with another size."""
+        raise NotImplementedError
+
+    def max_size(self, dims: TileDims) -> int | None:
+        """The size from which on a larger one adds nothing, or None."""
+        return None
+
+    @property
+    def shares(self) -> bool:
+        """Whether groups of tiles share leaves."""
+        return False
+
+    def leaves(self, dims: TileDims) -> dict[str, Leaf]:
+        """The g-net's leaves, by name."""
+        raise NotImplementedError
+
+    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
+        """Draw the leaves of all g-nets of an ensemble: `{leaf: [T or G, *shape]}` in float32 on the CPU."""
+        raise NotImplementedError
+
+    def apply(
+        self,
+        leaves: Params,
+        row_codes_rp: Tensor,
+        col_codes_cq: Tensor,
+        *,
+        noise: Params | None = None,
+        kernel: Kernel = "auto",
+    ) -> Tensor | Factors:
+        """One g-net's tile: [r, c], or its factors ([r, k], [c, k]).
+
+        Args:
+            leaves: leaves of ONE g-net (`vmap` supplies the tiles), or of many where the type is `batched`.
+            row_codes_rp: codes of the rows: [r, p].
+            col_codes_cq: codes of the columns: [c, q].
+            noise: what `noise_shapes` asked for, or None for the mean.
+            kernel: implementation, where the type has several.
+        """
+        raise NotImplementedError
+
+    def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
+        """Shapes of the standard normal noise that one g-net takes, by name."""
+        return {}
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able description, without what is at its default."""
+        default = type(self)()
+        fields = {k: v for k, v in asdict(self).items() if v != getattr(default, k)}
+        return {"type": self.type, **fields}
+
+
+def n_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
+    """Parameters of `n_tiles` g-nets in `n_groups` groups, everything counted."""
+    total = 0
+    for leaf in hypernet.leaves(dims).values():
+        count = n_tiles if leaf.scope == "tile" else n_groups
+        for n in leaf.shape:
+            count *= n
+        total += count
+    return total
+
+
+def draw(
+    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float]
+) -> Params:
+    """Normal leaves of standard deviation `stds[name]` (zeros where it is 0), tile by tile from one generator."""
+    drawn = {}
+    for name, leaf in leaves.items():
+        shape = (n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape)
+        # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
+        drawn[name] = torch.randn(shape, generator=generator) * stds[name]
+    return drawn
+
+
+def check_size(name: str, size: Any) -> None:
+    """Raise `ValueError` unless `size` is None or an int >= 1."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"{name} must be an int >= 1 or None (chosen by the plan), got {size!r}")
+
+
+@dataclass(frozen=True)
+class Sized(Hypernet):
+    """A hypernetwork whose size is one int field, named by `size_field`."""
+
+    size_field: ClassVar[str]
+
+    @property
+    def size(self) -> int | None:
+        """The int field."""
+        return getattr(self, self.size_field)
+
+    def with_size(self, size: int) -> Hypernet:
+        """The same type with another size."""
+        return replace(self, **{self.size_field: size})
+
+    @property
+    def known_size(self) -> int:
+        """The size, which a plan has chosen by now."""
+        size = self.size
+        if size is None:
+            raise ValueError(f"{self.type} has no size yet: a plan chooses it")
+        return size

@@ -1,0 +1,145 @@
+r"""MLP g-nets over the codes of a weight, as in the genomic bottleneck (Shuvaev et al., PNAS 2024, doi 10.1073/pnas.2409160121).
+
+The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$, one
+product a row and a column, never one a weight. With one ReLU layer the rest is one fused reduction (`gbfunc.kernels`);
+other activations and deeper nets run in chunks of rows that are recomputed in backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gbfunc.hypernets.base import Hypernet, Leaf, check_size, draw
+from gbfunc.kernels import chunked_apply, relu_tiles
+from gbfunc.types import Kernel, Params, TileDims
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"relu": F.relu, "tanh": torch.tanh, "gelu": F.gelu, "sin": torch.sin}
+)
+"""Activations of an MLP g-net."""
+
+
+@dataclass(frozen=True)
+class GNet(Hypernet):
+    """See `gnet`."""
+
+    hidden: tuple[int, ...] | None = None
+    activation: str = "relu"
+    type: ClassVar[str] = "gnet"
+
+    @property
+    def size(self) -> int | None:
+        """Width of the first hidden layer."""
+        return None if self.hidden is None else self.hidden[0]
+
+    def with_size(self, size: int) -> Hypernet:
+        """All layers scaled so that the first has `size` units."""
+        if self.hidden is None:
+            return replace(self, hidden=(size,))
+        hidden = tuple(max(1, round(n * size / self.hidden[0])) for n in self.hidden[1:])
+        return replace(self, hidden=(size, *hidden))
+
+    def leaves(self, dims: TileDims) -> dict[str, Leaf]:
+        """Separable first layer, hidden layers `weight_i` and `bias_i`, and the head."""
+        if self.hidden is None:
+            raise ValueError(f"{self.type} has no size yet: a plan chooses it")
+        first = self.hidden[0]
+        leaves = {
+            "row_weight": Leaf((dims.row_width, first), "code"),
+            "col_weight": Leaf((dims.col_width, first), "code"),
+            "bias": Leaf((first,), "code"),
+        }
+        for i, (n, m) in enumerate(zip(self.hidden, self.hidden[1:], strict=False), start=1):
+            leaves |= {f"weight_{i}": Leaf((n, m), "code"), f"bias_{i}": Leaf((m,), "code")}
+        return leaves | self._head(self.hidden[-1])
+
+    def _head(self, width: int) -> dict[str, Leaf]:
+        return {"out_weight": Leaf((width,), "linear"), "out_bias": Leaf((), "linear")}
+
+    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
+        """He-normal weights (He et al., 2015); normal biases spread the kinks over the codes."""
+        leaves = self.leaves(dims)
+        sine = self.activation == "sin"
+        stds = {}
+        for name, leaf in leaves.items():
+            if name in ("row_weight", "col_weight"):
+                stds[name] = 1.0 if sine else math.sqrt(2 / max(1, dims.row_width + dims.col_width))
+            elif leaf.shape and "weight" in name:
+                stds[name] = math.sqrt(2 / leaf.shape[0])
+            else:
+                stds[name] = 1.0 if name == "bias" else 0.0
+        drawn = draw(leaves, n_tiles, n_groups, generator, stds)
+        if sine:
+            drawn["bias"] = torch.rand(drawn["bias"].shape, generator=generator) * (2 * math.pi)
+        return drawn
+
+    def _mean(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, head: str, kernel: Kernel) -> Tensor:
+        """The tile of one head: [r, c]."""
+        a_rH = row_codes_rp @ leaves["row_weight"] + leaves["bias"]
+        b_cH = col_codes_cq @ leaves["col_weight"]
+        depth = len(self.hidden or ())
+        if depth == 1 and self.activation == "relu":
+            tile = relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], kernel=kernel)
+        else:
+            names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")] + [f"{head}_weight"]
+            rest = {name: leaves[name] for name in names}
+            activation = ACTIVATIONS[self.activation]
+
+            def upper(pre: Tensor, params: Params) -> Tensor:
+                x = activation(pre)
+                for i in range(1, depth):
+                    x = activation(x @ params[f"weight_{i}"] + params[f"bias_{i}"])
+                return x @ params[f"{head}_weight"]
+
+            tile = chunked_apply(upper, a_rH, b_cH, rest)
+        return tile + leaves[f"{head}_bias"]
+
+    def apply(
+        self,
+        leaves: Params,
+        row_codes_rp: Tensor,
+        col_codes_cq: Tensor,
+        *,
+        noise: Params | None = None,
+        kernel: Kernel = "auto",
+    ) -> Tensor:
+        """The tile [r, c]."""
+        return self._mean(leaves, row_codes_rp, col_codes_cq, "out", kernel)
+
+
+def check_mlp(hidden: tuple[int, ...] | None, activation: str) -> tuple[int, ...] | None:
+    """The hidden widths as a tuple.
+
+    Raises:
+        ValueError: for no hidden layer, widths below 1, or an unknown activation.
+    """
+    if hidden is not None:
+        if not isinstance(hidden, list | tuple) or not hidden:
+            raise ValueError(f"hidden must be a tuple of one or more widths, or None, got {hidden!r}")
+        for width in hidden:
+            check_size("a hidden width", width if width is not None else 0)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
+    return None if hidden is None else tuple(hidden)
+
+
+def gnet(hidden: tuple[int, ...] | None = None, activation: str = "relu") -> Hypernet:
+    """An MLP over the codes of a weight, of any depth: torchGB's and the paper's g-net.
+
+    Args:
+        hidden: widths of the hidden layers; None is one layer whose width the plan chooses (32 without a size target).
+            A plan with a size target scales nothing that is given here.
+        activation: `"relu"`, `"tanh"`, `"gelu"` or `"sin"`.
+
+    Raises:
+        ValueError: for options out of range.
+    """
+    return GNet(check_mlp(hidden, activation), activation)

@@ -1,0 +1,171 @@
+"""A g-net from any `nn.Module`: stacked by `torch.func.stack_module_state`, called by `torch.func.functional_call`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import get_ident
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
+
+from gbfunc.hypernets.base import Hypernet, Leaf
+from gbfunc.kernels import chunked_apply
+from gbfunc.types import Kernel, Params, TileDims
+
+Factory = Callable[[int], nn.Module]
+
+
+_GAIN, _SHIFT = "gain", "shift"
+
+
+def _build(factory: Factory, width: int, seed: int) -> nn.Module:
+    """A module of its own, drawn from a seed; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # A tile of one weight has codes of width 0, which torch warns of for good reason elsewhere.
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op", UserWarning)
+        torch.manual_seed(seed)
+        return factory(width)
+
+
+@lru_cache(maxsize=64)
+def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
+    """The module without its weights; one a thread, because `functional_call` swaps weights in and out of it."""
+    with torch.device("meta"):
+        return _build(factory, width, 0)
+
+
+@lru_cache(maxsize=64)
+def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
+    """Parameters of the `nn.Linear` of one output that ends the module; none where something else follows it."""
+    module = _build(factory, width, 0)
+    if not isinstance(module, nn.Module):
+        return frozenset()
+    weights = {name: p.detach().double() for name, p in module.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, width, generator=generator, dtype=torch.float64)
+    heads = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and m.out_features == 1]
+    for head in reversed(heads):
+        names = [n for n in weights if n in (f"{head}.weight", f"{head}.bias") or (not head and n in ("weight", "bias"))]
+        u, v = (
+            {n: torch.randn(weights[n].shape, generator=generator, dtype=torch.float64) for n in names} for _ in range(2)
+        )
+
+        def end(values: Params) -> Tensor:
+            return functional_call(module, weights | values, (x,))
+
+        # Tried out, because nothing but the forward pass says what follows the layer.
+        with torch.no_grad():
+            found, expected = end({n: v[n] - 2 * u[n] for n in names}), end(v) - 2 * end(u)
+        if torch.allclose(found, expected, rtol=1e-9, atol=1e-9):
+            return frozenset(names)
+    return frozenset()
+
+
+@dataclass(frozen=True)
+class FromModule(Hypernet):
+    """See `from_module`."""
+
+    factory: Factory | None = None
+    type: ClassVar[str] = "module"
+    sizable: ClassVar[bool] = False
+
+    @property
+    def size(self) -> int | None:
+        """Nothing to choose: the factory knows."""
+        return 0
+
+    def _factory(self) -> Factory:
+        if self.factory is None:
+            raise ValueError("from_module needs a factory")
+        return self.factory
+
+    def leaves(self, dims: TileDims) -> dict[str, Leaf]:
+        """The module's parameters; where its end is not linear, a gain and a shift beside them."""
+        width = dims.row_width + dims.col_width
+        linear = _linear_leaves(self._factory(), width)
+        leaves = {}
+        for name, parameter in _skeleton(self._factory(), width, get_ident()).named_parameters():
+            leaves[name] = Leaf(tuple(parameter.shape), "linear" if name in linear else "code")
+        return leaves if linear else leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
+
+    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
+        """The module's own initialisation, one seed a tile."""
+        width = dims.row_width + dims.col_width
+        seeds = torch.randint(0, 2**62, (n_tiles,), generator=generator).tolist()
+        drawn, _ = stack_module_state([_build(self._factory(), width, seed) for seed in seeds])
+        drawn = {name: leaf.detach().float() for name, leaf in drawn.items()}
+        if not _linear_leaves(self._factory(), width):
+            drawn |= {_GAIN: torch.ones(n_tiles), _SHIFT: torch.zeros(n_tiles)}
+        return drawn
+
+    def apply(
+        self,
+        leaves: Params,
+        row_codes_rp: Tensor,
+        col_codes_cq: Tensor,
+        *,
+        noise: Params | None = None,
+        kernel: Kernel = "auto",
+    ) -> Tensor:
+        """The tile [r, c]: the module on the codes of each weight, a chunk of rows at a time."""
+        p, q = row_codes_rp.shape[-1], col_codes_cq.shape[-1]
+        skeleton = _skeleton(self._factory(), p + q, get_ident())
+        inner = {k: v for k, v in leaves.items() if k not in (_GAIN, _SHIFT)}
+        # Codes side by side, as a sum: [row code, 0] + [0, column code].
+        a = torch.nn.functional.pad(row_codes_rp, (0, q))
+        b = torch.nn.functional.pad(col_codes_cq, (p, 0))
+        tile = chunked_apply(lambda x, params: functional_call(skeleton, params, (x,))[..., 0], a, b, inner)
+        return tile * leaves[_GAIN] + leaves[_SHIFT] if _GAIN in leaves else tile
+
+    def to_json(self) -> dict[str, Any]:
+        """The factory by its import path, for the reader's information: a file never makes it run.
+
+        Raises:
+            ValueError: if it has none (a lambda or a local function).
+        """
+        factory = self._factory()
+        path = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', '')}"
+        if "<" in path or path.startswith(":") or path.endswith(":"):
+            raise ValueError(f"from_module's factory must be importable by name to be saved, got {factory!r}")
+        return {"type": self.type, "factory": path}
+
+
+def factory_path(hypernet: Hypernet) -> str | None:
+    """Import path of the hypernetwork's factory, or None where it has none."""
+    return hypernet.to_json()["factory"] if isinstance(hypernet, FromModule) else None
+
+
+def from_module(factory: Factory) -> Hypernet:
+    """A g-net from any module: `factory(width)` builds an `nn.Module` that maps [..., width] -> [..., 1].
+
+    Its input is the row code beside the column code of a weight. Where it ends in an `nn.Linear` of one output, `init`
+    rescales that; else the g-net gets a learned gain and shift (two parameters a tile, counted).
+
+    Args:
+        factory: builds the module; it must be importable by name if the genome is to be saved, and is given to
+            `load` again.
+
+    Raises:
+        TypeError: if it is not callable.
+        ValueError: if what it builds is not a module without buffers, of one output, or has parameters named gain or shift.
+    """
+    if not callable(factory):
+        raise TypeError(f"from_module expects a callable (width -> nn.Module), got {type(factory).__name__}")
+    module = _skeleton(factory, 2, get_ident())
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"the factory must return an nn.Module, got {type(module).__name__}")
+    if any(True for _ in module.buffers()):
+        raise ValueError("a g-net module must have no buffers (batch norm is out of place there)")
+    if {_GAIN, _SHIFT} & {name for name, _ in module.named_parameters()}:
+        raise ValueError(f"a g-net module must not have parameters of its own called {_GAIN!r} or {_SHIFT!r}")
+    out = module(torch.empty(3, 2, device="meta"))
+    if tuple(out.shape) != (3, 1):
+        raise ValueError(f"the factory's module must map [..., width] to [..., 1]; [3, 2] gave {list(out.shape)}")
+    return FromModule(factory)
+
+

@@ -1,0 +1,225 @@
+"""Tiles of any g-net in row blocks that are recomputed in the backward pass: bounded memory, any order of derivative.
+
+A `RowMap` is a function of one g-net whose inputs are either cut along the rows of its tile or shared by all rows, and
+whose outputs are either cut along the rows or summed over them. The derivatives of a row map, in reverse and in forward
+mode, are row maps too, so one `autograd.Function` evaluates them all.
+
+Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from gbfunc.types import Params
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+DEFAULT_MAX_BYTES = 64 * 2**20
+"""Memory of one block: large enough that dispatch costs nothing, small beside the weights of a p-net that needs blocks."""
+
+
+class RowMap(NamedTuple):
+    """A function of one g-net that can be evaluated some rows at a time.
+
+    Attributes:
+        fn: `(row inputs [r, ...], shared inputs) -> (row outputs [r, ...], outputs to sum over the rows)`.
+        row_inputs: number of row inputs.
+        shared_inputs: number of shared inputs.
+        row_outputs: number of row outputs.
+        summed_outputs: number of outputs to sum over the rows.
+        row_bytes: estimated memory that one row of one tile takes while it is evaluated.
+        max_bytes: memory that one block may take.
+    """
+
+    fn: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+    row_inputs: int
+    shared_inputs: int
+    row_outputs: int
+    summed_outputs: int
+    row_bytes: int
+    max_bytes: int
+
+
+def row_vjp(m: RowMap) -> RowMap:
+    """Reverse derivative: `(row inputs + row cotangents), (shared inputs + sums' cotangents) -> gradients of the inputs`."""
+
+    def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
+        _, pull = torch.func.vjp(m.fn, rows[: m.row_inputs], shared[: m.shared_inputs])
+        return pull((rows[m.row_inputs :], shared[m.shared_inputs :]))
+
+    return m._replace(
+        fn=fn,
+        row_inputs=m.row_inputs + m.row_outputs,
+        shared_inputs=m.shared_inputs + m.summed_outputs,
+        row_outputs=m.row_inputs,
+        summed_outputs=m.shared_inputs,
+        row_bytes=2 * m.row_bytes,
+    )
+
+
+def row_jvp(m: RowMap) -> RowMap:
+    """Forward derivative: `(row inputs + their tangents), (shared inputs + their tangents) -> tangents of the outputs`."""
+
+    def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
+        primals = (rows[: m.row_inputs], shared[: m.shared_inputs])
+        tangents = (rows[m.row_inputs :], shared[m.shared_inputs :])
+        # The gradient is linear in the cotangents, and its own gradient in them is the forward derivative. `torch.func.jvp`
+        # would be refused here under `torch.autograd.forward_ad`, which does not nest.
+        outputs, pull = torch.func.vjp(m.fn, *primals)
+        _, push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))
+        return push(tangents)[0]
+
+    return m._replace(
+        fn=fn, row_inputs=2 * m.row_inputs, shared_inputs=2 * m.shared_inputs, row_bytes=2 * m.row_bytes
+    )
+
+
+def _pieces(length: int, longest: int) -> Iterator[slice]:
+    """Cut `length` into the fewest pieces of at most `longest`, as even as they can be."""
+    step = -(-length // -(-length // longest))
+    for start in range(0, length, step):
+        yield slice(start, min(length, start + step))
+
+
+def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
+    """Evaluate in blocks of tiles and rows: row inputs [T, r, ...], shared inputs [T, ...] -> all outputs, [T, ...]."""
+    tiles, length = rows[0].shape[:2]
+    at_once = max(1, m.max_bytes // m.row_bytes)
+    outputs: list[Tensor] = []
+    # The forward pass may run under autocast while the recomputation does not: both must see the same precision.
+    with torch.autocast(rows[0].device.type, enabled=False):
+        for t in _pieces(tiles, max(1, at_once // length)):
+            for i in _pieces(length, min(length, at_once)):
+                block = torch.vmap(m.fn)(tuple(x[t, i] for x in rows), tuple(x[t] for x in shared))
+                if not outputs:
+                    outputs += [x.new_empty(tiles, length, *x.shape[2:]) for x in block[0]]
+                    outputs += [x.new_zeros(tiles, *x.shape[1:]) for x in block[1]]
+                for whole, part in zip(outputs[: m.row_outputs], block[0], strict=True):
+                    whole[t, i] = part
+                for whole, part in zip(outputs[m.row_outputs :], block[1], strict=True):
+                    whole[t] += part
+    return tuple(outputs)
+
+
+def batch_tiles(size: int, in_dims: tuple[int | None, ...], tensors: Tensors) -> Tensors:
+    """Fold the dimension of a surrounding vmap into that of the tiles: N of [T, ...] -> [N T, ...]; unbatched ones repeat."""
+    batched = (
+        x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims, strict=True)
+    )
+    return tuple(x.flatten(0, 1) for x in batched)
+
+
+class _RowMapFunction(torch.autograd.Function):
+    """Evaluates a `RowMap` and keeps nothing but its inputs: row inputs [T, r, ...], then shared inputs [T, ...]."""
+
+    @staticmethod
+    def forward(m: RowMap, *inputs: Tensor) -> Tensors:
+        return _evaluate(m, inputs[: m.row_inputs], inputs[m.row_inputs :])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.map = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        m: RowMap = ctx.map
+        inputs = ctx.saved_tensors
+        rows = inputs[: m.row_inputs] + cotangents[: m.row_outputs]
+        shared = inputs[m.row_inputs :] + cotangents[m.row_outputs :]
+        return (None, *apply_row_map(row_vjp(m), rows, shared))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], m: RowMap, *inputs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
+        flat = batch_tiles(info.batch_size, in_dims[1:], inputs)
+        outputs = apply_row_map(m, flat[: m.row_inputs], flat[m.row_inputs :])
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
+
+
+class _DualRowMapFunction(_RowMapFunction):
+    """The same with forward mode, in a class of its own because Dynamo refuses a Function that has a `jvp`."""
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
+        m: RowMap = ctx.map
+        inputs = ctx.saved_tensors
+        filled = tuple(torch.zeros_like(x) if d is None else d for x, d in zip(inputs, tangents, strict=True))
+        rows = inputs[: m.row_inputs] + filled[: m.row_inputs]
+        shared = inputs[m.row_inputs :] + filled[m.row_inputs :]
+        return apply_row_map(row_jvp(m), rows, shared)
+
+
+class _TracedRowMapFunction(_RowMapFunction):
+    """The same for Dynamo."""
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        m: RowMap = ctx.map
+        inputs = ctx.saved_tensors
+        rows = inputs[: m.row_inputs] + cotangents[: m.row_outputs]
+        shared = inputs[m.row_inputs :] + cotangents[m.row_outputs :]
+        return (None, *_evaluate(row_vjp(m), rows, shared))
+
+
+def apply_row_map(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
+    """Evaluate a row map for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> all outputs, [T, ...]."""
+    if torch.compiler.is_compiling():
+        return _TracedRowMapFunction.apply(m, *rows, *shared)
+    return _DualRowMapFunction.apply(m, *rows, *shared)
+
+
+def chunked_apply(
+    fn: Callable[[Tensor, Params], Tensor],
+    A: Tensor,
+    B: Tensor,
+    params: Params,
+    *,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> Tensor:
+    """Generate one g-net's tile from separable pre-activations, in row blocks that backward recomputes.
+
+    Under `torch.vmap` over g-nets the blocks run over tiles as well, so the bound holds for the whole ensemble.
+    Derivatives of any order and mode reach `A`, `B` and every entry of `params`, and nothing that `fn` closes over.
+
+    Args:
+        fn: what follows the first layer, for some rows: `(pre-activations [rows, c, H], params) -> weights [rows, c]`.
+            It treats the rows independently and draws no random numbers.
+        A: pre-activations of the rows, bias included [r, H].
+        B: pre-activations of the columns [c, H].
+        params: parameters of the remaining layers, floating point.
+        max_bytes: memory that the activations of one block may take, as estimated from the widths of the layers. A single row of
+            a single tile is never divided.
+
+    Returns:
+        The tile [r, c].
+
+    Raises:
+        ValueError: if `A` and `B` are not matrices of the same width, `max_bytes` is not positive, or `fn` returns another shape.
+    """
+    if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[1]:
+        raise ValueError(f"expected A [r, H] and B [c, H] of one g-net, got {list(A.shape)} and {list(B.shape)}")
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes must be positive, got {max_bytes}")
+    names = tuple(params)
+    (length, hidden), cols = A.shape, B.shape[0]
+
+    def row_fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
+        (A_rH,), (B_cH, *leaves) = rows, shared
+        W_rc = fn(A_rH[:, None] + B_cH, dict(zip(names, leaves, strict=True)))
+        if W_rc.shape != (A_rH.shape[0], cols):
+            raise ValueError(f"fn must return weights {[A_rH.shape[0], cols]}, got {list(W_rc.shape)}")
+        return (W_rc,), ()
+
+    # A layer's weight and bias both reach its width, so this counts each activation about twice: before and after its
+    # nonlinearity, which is what a forward pass keeps for backward.
+    floats = 2 * hidden + sum(max(p.shape, default=1) for p in params.values())
+    m = RowMap(row_fn, 1, 1 + len(names), 1, 0, cols * floats * A.element_size(), max_bytes)
+    (W_1rc,) = apply_row_map(m, (A[None],), (B[None], *(params[n][None] for n in names)))
+    return W_1rc[0]

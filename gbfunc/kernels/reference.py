@@ -1,0 +1,39 @@
+"""The tile of a ReLU g-net as plain broadcast expressions: the definition that every other form must agree with.
+
+Suffixes: T tiles; r, c rows and columns of a tile; H hidden units. Memory is O(T r c H).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Precision of the sums over inputs of `dtype`: float32 for half precisions, else `dtype` itself."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def reference_tiles(A: Tensor, B: Tensor, v: Tensor) -> Tensor:
+    """Generate tiles, `W[i, j] = sum_h v[h] relu(A[i, h] + B[j, h])`: [..., r, H], [..., c, H], [..., H] -> [..., r, c]."""
+    A_rH, B_cH, v_H = (x.to(compute_dtype(A.dtype)) for x in (A, B, v))
+    hidden_rcH = torch.relu(A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3))
+    return (hidden_rcH * v_H.unsqueeze(-2).unsqueeze(-2)).sum(-1).to(A.dtype)
+
+
+def reference_sums(g: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """Sum the cotangent over the active columns, `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`.
+
+    The same sum over the rows is `reference_sums(g.mT, B, A)`. The result keeps the precision of the sums.
+
+    Args:
+        g: cotangent of the tiles [..., r, c].
+        A: pre-activations of the rows [..., r, H].
+        B: pre-activations of the columns [..., c, H].
+
+    Returns:
+        The sums [..., r, H].
+    """
+    g_rc, A_rH, B_cH = (x.to(compute_dtype(A.dtype)) for x in (g, A, B))
+    active_rcH = A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3) > 0
+    return torch.where(active_rcH, g_rc.unsqueeze(-1), 0).sum(-2)

@@ -1,0 +1,246 @@
+"""Sizes from a target: how the genome's parameters are split over the slots, and how each slot is cut into tiles.
+
+The rules (design): features in proportion to numel^(1/3), at least one a slot, the rest filled greedily by the largest
+deficit; the fewest tiles with `2 * features <= min(r, c)`, halving the longer side; met from below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from gbfunc.encoding import Encoding
+from gbfunc.hypernets import Hypernet, n_params
+from gbfunc.tiling import MaxTile, TileGrid, tile_grid
+from gbfunc.types import MatrixDims, TileDims
+
+_TOLERANCE = 0.02
+"""A target may be missed by this much before slots of equal shape get unequal sizes (one more ensemble)."""
+
+_THIN = 64
+"""A matrix with a side below this stays whole while 2 * features <= this: cutting it would save no time."""
+
+
+@dataclass
+class Unit:
+    """Slots of equal shape, codes and hypernetwork, which get equal sizes: the sharing group, or one slot.
+
+    Attributes:
+        matrix: their matrix.
+        hypernet: their hypernetwork; its size is what is sought unless it has one.
+        codes: codes of rows and columns.
+        max_tile: largest tile, None for the rule above.
+        count: number of slots.
+        cut: tiles along rows and columns where `max_tile` is None.
+        size: the size found.
+    """
+
+    matrix: MatrixDims
+    hypernet: Hypernet
+    codes: tuple[Encoding, Encoding]
+    max_tile: MaxTile
+    count: int
+    cut: tuple[int, int] = (1, 1)
+    size: int = 1
+    fixed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fixed = self.hypernet.size is not None
+        if self.fixed:
+            # The whole matrix: smaller tiles only shorten min(r, c), so no cut helps a size that is given.
+            self.size = self.hypernet.size or 0
+
+    @property
+    def numel(self) -> int:
+        """Weights of one slot."""
+        return self.matrix.rows * self.matrix.cols
+
+    @property
+    def cost(self) -> int:
+        """Parameters of all its slots at the present size and cut."""
+        return self.cost_of(self.cut, self.size)
+
+    def grid(self, cut: tuple[int, int] | None = None) -> TileGrid:
+        """Its tiles."""
+        if self.max_tile is not None:
+            return tile_grid(self.matrix, self.max_tile)
+        unit = self.numel // self.matrix.rows // max(1, self._channels)
+        n_rows, n_cols = cut or self.cut
+        rows, cols = -(-self.matrix.rows // n_rows), unit * -(-self._channels // n_cols)
+        return TileGrid(self.matrix.rows, self.matrix.cols, rows, cols)
+
+    @property
+    def _channels(self) -> int:
+        unit = 1
+        for k in self.matrix.kernel:
+            unit *= k
+        return self.matrix.cols // unit
+
+    def sized(self, size: int | None = None) -> Hypernet:
+        """Its hypernetwork with a size."""
+        return self.hypernet if self.fixed else self.hypernet.with_size(self.size if size is None else size)
+
+    def dims(self, cut: tuple[int, int] | None = None) -> TileDims:
+        """Its tile as a g-net sees it."""
+        g = self.grid(cut)
+        row, col = self.codes
+        widths = row.tile_width(g.rows, g.tile_rows), col.tile_width(g.cols, g.tile_cols)
+        return TileDims(g.tile_rows, g.tile_cols, *widths)
+
+    def cost_of(self, cut: tuple[int, int], size: int) -> int:
+        """Parameters of all its slots at a size and cut."""
+        hypernet, tiles = self.sized(size), self.grid(cut).n_tiles
+        groups = tiles if hypernet.shares else tiles * self.count
+        return _cost(hypernet, self.dims(cut), tiles * self.count, groups)
+
+    def largest(self, cut: tuple[int, int], budget: float) -> int:
+        """The largest size within the budget, the weights' own number and the type's limit; at least 1."""
+        limit = self.hypernet.max_size(self.dims(cut)) or self.numel
+        budget = min(budget, self.numel * self.count)
+        low, high = 1, 2
+        while high <= limit and self.cost_of(cut, high) <= budget:
+            low, high = high, 2 * high
+        high = min(high, limit + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.cost_of(cut, middle) <= budget else (low, middle)
+        return low
+
+    def fits(self, cut: tuple[int, int], size: int) -> bool:
+        """The rule for the number of tiles."""
+        dims = self.dims(cut)
+        thin = min(self.matrix.rows, self.matrix.cols) < _THIN and 2 * size <= _THIN
+        return thin or 2 * size <= min(dims.rows, dims.cols)
+
+    def _halved(self, cut: tuple[int, int]) -> tuple[int, int] | None:
+        """The longer side of the tile cut in two, or None where nothing is left to cut."""
+        grid = self.grid(cut)
+        channels = grid.tile_cols // max(1, self.matrix.cols // max(1, self._channels))
+        if grid.tile_rows >= grid.tile_cols and grid.tile_rows > 1:
+            return min(2 * cut[0], self.matrix.rows), cut[1]
+        if channels > 1:
+            return cut[0], min(2 * cut[1], self._channels)
+        return (min(2 * cut[0], self.matrix.rows), cut[1]) if grid.tile_rows > 1 else None
+
+    def set_budget(self, budget: float) -> None:
+        """Choose the cut (fewest tiles that the rule allows) and the size for a number of parameters."""
+        if self.fixed:
+            return
+        cut: tuple[int, int] | None = (1, 1)
+        if self.max_tile is None:
+            while cut is not None and not self.fits(cut, self.largest(cut, budget)):
+                finer = self._halved(cut)
+                if finer is None or self.cost_of(finer, 1) > min(budget, self.numel * self.count):
+                    break
+                cut = finer
+        self.cut = cut or (1, 1)
+        self.size = self.largest(self.cut, budget)
+
+    def refine(self, budget: int) -> None:
+        """Use up a budget in finer steps than whole sizes: the fewest tiles near the present cut that nearly do."""
+        if self.fixed or self.max_tile is not None or self.cut == (1, 1):
+            return
+        found = [(self.cost, self.cut, self.size)]
+        for n_rows in range(self.cut[0], min(2 * self.cut[0], self.matrix.rows) + 1):
+            for n_cols in range(self.cut[1], min(2 * self.cut[1], self._channels) + 1):
+                cut = (n_rows, n_cols)
+                size = self.largest(cut, budget)
+                cost = self.cost_of(cut, size)
+                if cost <= budget and self.fits(cut, size):
+                    found.append((cost, cut, size))
+        enough = min((1 - _TOLERANCE / 2) * budget, max(cost for cost, _, _ in found))
+        near = [f for f in found if f[0] >= enough]
+        _, self.cut, self.size = min(near, key=lambda f: (f[1][0] * f[1][1], -f[0]))
+
+
+@lru_cache(maxsize=65536)
+def _cost(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
+    return n_params(hypernet, dims, n_tiles, n_groups)
+
+
+def allocate(units: list[Unit], budget: int, impossible: Callable[[int], Exception]) -> list[tuple[Unit, int]]:
+    """Choose every unit's size so that all together cost at most `budget` parameters, and almost that.
+
+    Args:
+        units: what is to be sized; changed in place.
+        budget: parameters for all of them.
+        impossible: makes the error for a budget below the least possible cost, which it is given.
+
+    Returns:
+        `(unit, extra)`: the first `extra` slots of a unit of several unshared slots may have one size more.
+
+    Raises:
+        Exception: `impossible(least)`.
+    """
+    for unit in units:
+        unit.set_budget(0)
+    least = sum(unit.cost for unit in units)
+    if least > budget:
+        raise impossible(least)
+    low, high = 0.0, 1.0
+    while _spend(units, high) <= budget and high < 1e9:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _spend(units, middle) <= budget else (low, middle)
+    _spend(units, low)
+    left = budget - sum(unit.cost for unit in units)
+    left -= _fill(units, low, left)
+    for unit in sorted(units, key=lambda u: -u.numel):
+        if left > 0:
+            before = unit.cost
+            unit.refine(before + left)
+            left -= unit.cost - before
+    extras = []
+    for unit in units:
+        extra, step = _extra(unit, left) if left > _TOLERANCE * budget else (0, 0)
+        left -= extra * step
+        extras.append((unit, extra))
+    return extras
+
+
+def _share(unit: Unit, level: float) -> float:
+    """The unit's parameters at a level: level * numel^(1/3) features of the whole matrix, in parameters."""
+    first = unit.cost_of((1, 1), 1)
+    a_feature = max(1, unit.cost_of((1, 1), 2) - first) if unit.max_tile is None else first
+    return level * unit.numel ** (1 / 3) * a_feature
+
+
+def _spend(units: list[Unit], level: float) -> int:
+    for unit in units:
+        if not unit.fixed:
+            unit.set_budget(_share(unit, level))
+    return sum(unit.cost for unit in units)
+
+
+def _fill(units: list[Unit], level: float, left: int) -> int:
+    """Raise sizes one by one, the largest deficit first, as long as the step fits: parameters spent."""
+    spent = 0
+    while True:
+        steps = []
+        for unit in units:
+            limit = unit.hypernet.max_size(unit.dims())
+            if unit.fixed or (limit is not None and unit.size >= limit):
+                continue
+            cost = unit.cost_of(unit.cut, unit.size + 1)
+            step = cost - unit.cost
+            whole = unit.max_tile is not None or unit.fits(unit.cut, unit.size + 1)
+            if step <= left - spent and cost <= unit.numel * unit.count and whole:
+                steps.append(((_share(unit, level) - unit.cost) / step, unit, step))
+        if not steps:
+            return spent
+        _, unit, step = max(steps, key=lambda s: s[0])
+        unit.size += 1
+        spent += step
+
+
+def _extra(unit: Unit, left: int) -> tuple[int, int]:
+    """How many slots of a unit can have one size more for what is left, and what each costs."""
+    limit = unit.hypernet.max_size(unit.dims())
+    if unit.fixed or unit.count == 1 or unit.sized().shares or (limit is not None and unit.size >= limit):
+        return 0, 0
+    step = (unit.cost_of(unit.cut, unit.size + 1) - unit.cost) // unit.count
+    if step <= 0 or (unit.max_tile is None and not unit.fits(unit.cut, unit.size + 1)):
+        return 0, 0
+    return min(unit.count - 1, left // step), step

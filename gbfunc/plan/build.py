@@ -1,0 +1,242 @@
+"""`make_plan`: from a p-net, a hypernetwork and a size to a static plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from gbfunc.hypernets import Hypernet, periodic
+from gbfunc.plan.budget import Unit, allocate
+from gbfunc.plan.filesize import genome_file_bytes
+from gbfunc.plan.select import Choice, Codes, Rule, check_encodings, choose, default_codes, dtype_name, initial_scale
+from gbfunc.plan.spec import BufferPlan, Plan, Slot, TensorPlan
+from gbfunc.pnet import buffers_of, check_pnet
+from gbfunc.tiling import MaxTile, check_max_tile
+
+_DIRECT_SHARE = 0.25
+"""Direct vectors may take this part of a size target; beyond it the longest are generated."""
+
+_BYTE_ROUNDS = 12
+
+
+class _Part(NamedTuple):
+    choice: Choice
+    part: int
+    unit_key: tuple[Any, ...]
+
+
+def make_plan(
+    pnet: nn.Module,
+    hypernet: Hypernet | None = None,
+    *,
+    genome_params: int | None = None,
+    genome_bytes: int | None = None,
+    compression: float | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rules: Sequence[Rule] = (),
+    encodings: Mapping[str, Codes] | None = None,
+    max_tile: MaxTile = None,
+) -> Plan:
+    """Plan how a p-net's weights grow from a genome.
+
+    By default the weights of linear, convolution and attention layers are generated, and biases, norms and embeddings
+    are direct parameters. At most one size target may be given, and none with an explicit size; with neither, every
+    matrix has one tile and its type's default size (32 features, 32 hidden units, rank 4, 8 genes).
+
+    Args:
+        pnet: any `nn.Module`; it is only looked at. Its initial weights set the scale of the generated ones.
+        hypernet: the type of g-net, `periodic()` by default.
+        genome_params: most parameters of the whole genome, direct ones included.
+        genome_bytes: most bytes of the genome's file, header and buffers included.
+        compression: least ratio of the p-net's parameters to the genome's.
+        include: regular expressions (`re.search`) for parameters to generate beside the default ones.
+        exclude: regular expressions for parameters to keep direct, whatever else names them.
+        rules: `(pattern, hypernetwork or None)`: other types for some parameters, None for direct; the first match counts.
+        encodings: `{parameter: (rows, columns)}`: codes of the axes of its matrix, None for the default (`binary`).
+        max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns);
+            a convolution's columns count channels.
+
+    Returns:
+        The plan. A size target is met from below, within 2 % where the sizes' steps allow.
+
+    Raises:
+        ValueError: for a p-net that cannot be used, patterns that match nothing, contradictory sizes, or a target that
+            cannot be reached (it names the smallest genome and what stands in the way).
+        TypeError: for arguments of a wrong type.
+    """
+    check_pnet(pnet)
+    check_max_tile(max_tile)
+    hypernet = periodic() if hypernet is None else hypernet
+    if not isinstance(hypernet, Hypernet):
+        raise TypeError(f"hypernet must come from a factory such as gb.periodic(), got {hypernet!r}")
+    choices = choose(pnet, hypernet, include, exclude, rules)
+    codes = check_encodings(encodings or {}, choices)
+    buffers = tuple(
+        BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved) for name, (b, saved) in buffers_of(pnet).items()
+    )
+    total = sum(c.owned.tensor.numel() for c in choices)
+    target = _target(total, genome_params, genome_bytes, compression, hypernet)
+
+    def build(params: int | None, words: str) -> Plan:
+        fresh = [Choice(c.owned, c.kind, c.hypernet, c.movable, c.note) for c in choices]
+        return _build(fresh, params, codes, max_tile, buffers, words, hypernet)
+
+    if target is None or genome_bytes is None:
+        params, words = target or (None, "")
+        return build(params, words)
+    return _for_bytes(build, genome_bytes, target[0], target[1])
+
+
+def _target(
+    total: int, params: int | None, size: int | None, compression: float | None, hypernet: Hypernet
+) -> tuple[int, str] | None:
+    given = {"genome_params": params, "genome_bytes": size, "compression": compression}
+    named = {k: v for k, v in given.items() if v is not None}
+    if not named:
+        return None
+    if len(named) > 1:
+        raise ValueError(f"give at most one of genome_params, genome_bytes and compression, got {named}")
+    (key, value), *_ = named.items()
+    if hypernet.size is not None and hypernet.sizable:
+        raise ValueError(f"{key}={value} and an explicit size ({hypernet}) exclude each other: drop one")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or (key != "compression" and not isinstance(value, int)) or not value > (key == "compression"):
+        kind = "a number > 1" if key == "compression" else "an int >= 1"
+        raise ValueError(f"{key} must be {kind}, got {value!r}")
+    if key == "compression":
+        return int(total / value), f"{value:g}x fewer parameters, at most {int(total / value):,}"
+    if key == "genome_params":
+        if value >= total:
+            raise ValueError(f"genome_params={value:,} is no compression: the p-net has {total:,} parameters")
+        return int(value), f"at most {value:,} parameters"
+    return int(value) // 4, f"at most {value:,} bytes"
+
+
+def _for_bytes(build: Any, limit: int, guess: int, words: str) -> Plan:
+    """The largest plan whose file stays within `limit` bytes, by correcting the parameters from below."""
+    best, low = None, None
+    for _ in range(_BYTE_ROUNDS):
+        try:
+            plan = build(guess, words)
+        except _Impossible as error:
+            low, guess = error, error.least
+            plan = build(guess, words)
+        over = genome_file_bytes(plan) - limit
+        if over <= 0 and (best is None or plan.genome_params > best.genome_params):
+            best = plan
+        if -0.02 * limit <= over <= 0 or (over > 0 and low is not None and guess == low.least):
+            break
+        guess = max(1, guess - -(-over // plan.dtype.itemsize))
+    if best is None:
+        raise ValueError(
+            f"{words} cannot be reached: the smallest genome's file has {genome_file_bytes(build(guess, words)):,} bytes "
+            f"(header and buffers included)"
+        ) from low
+    return best
+
+
+class _Impossible(ValueError):
+    """A size target below the smallest genome, which `least` is."""
+
+    least = 0
+
+
+def _spill(choices: list[Choice], target: int, hypernet: Hypernet) -> None:
+    """Generate the longest vectors where direct ones would take too much of the target."""
+    movable = sorted((c for c in choices if c.movable), key=lambda c: -c.owned.tensor.numel())
+    direct = sum(c.owned.tensor.numel() for c in choices if c.hypernet is None and c.kind.name == "vector")
+    for choice in movable:
+        n = choice.owned.tensor.numel()
+        unit = Unit(choice.matrices[0], hypernet, default_codes(choice.matrices[0], (None, None)), None, 1)
+        if direct <= _DIRECT_SHARE * target or unit.cost_of((1, 1), 1) >= n:
+            return
+        choice.hypernet = hypernet
+        choice.note = "generated: direct vectors would take over a quarter of the target"
+        direct -= n
+
+
+def _build(
+    choices: list[Choice],
+    target: int | None,
+    codes: Mapping[str, Codes],
+    max_tile: MaxTile,
+    buffers: tuple[BufferPlan, ...],
+    words: str,
+    hypernet: Hypernet,
+) -> Plan:
+    if target is not None:
+        _spill(choices, target, hypernet)
+    parts: list[_Part] = []
+    units: dict[tuple[Any, ...], Unit] = {}
+    for choice in choices:
+        if choice.hypernet is None:
+            continue
+        own = choice.hypernet
+        if target is None and own.size is None:
+            own = choice.hypernet = own.with_size(own.default_size)
+        tile = max_tile if own.sizable else None
+        for part, matrix in enumerate(choice.matrices):
+            pair = default_codes(matrix, codes.get(choice.name, (None, None)))
+            key = (matrix, own, pair, _group(choice, part) if own.shares else "")
+            parts.append(_Part(choice, part, key))
+            if key in units:
+                units[key].count += 1
+            else:
+                units[key] = Unit(matrix, own, pair, tile, 1)
+    extras = {key: 0 for key in units}
+    if target is not None:
+        direct = sum(c.owned.tensor.numel() for c in choices if c.hypernet is None)
+        found = allocate(list(units.values()), target - direct, lambda least: _too_small(choices, target, direct, least))
+        extras = {key: extra for key, (_, extra) in zip(units, found, strict=True)}
+    slots: dict[str, list[Slot]] = {}
+    for choice, part, key in parts:
+        unit = units[key]
+        size = unit.size + 1 if extras[key] > 0 else unit.size
+        extras[key] -= 1
+        scale, offset = initial_scale(choice, choice.matrices[part], part)
+        sized = unit.sized(size)
+        if not sized.standardised:
+            scale, offset = 1.0, 0.0
+        group = _group(choice, part) if sized.shares else ""
+        slots.setdefault(choice.name, []).append(Slot(sized, unit.grid(), *unit.codes, scale, offset, group))
+    return Plan(
+        tuple(
+            TensorPlan(
+                *(c.name, c.shape, dtype_name(c.owned.tensor.dtype), c.kind.name),
+                slots=tuple(slots.get(c.name, ())),
+                aliases=c.owned.aliases,
+                note=c.note,
+            )
+            for c in choices
+        ),
+        buffers,
+        words,
+    )
+
+
+def _group(choice: Choice, part: int) -> str:
+    """What slots have in common that share code weights: kind, name without numbers, part and shape."""
+    matrix = choice.matrices[part]
+    return f"{re.sub(r'[0-9]+', '*', choice.name)}:{part}:{matrix.rows}x{matrix.cols}"
+
+
+def _too_small(choices: list[Choice], target: int, direct: int, least: int) -> _Impossible:
+    kept = sorted((c for c in choices if c.hypernet is None), key=lambda c: -c.owned.tensor.numel())
+    total = sum(c.owned.tensor.numel() for c in choices)
+    smallest = direct + least
+    big = [c for c in kept if len(c.shape) > 1 and c.owned.tensor.numel() > 0.05 * target]
+    words = f"a genome of {target:,} parameters cannot be reached: the smallest possible one here has {smallest:,} "
+    words += f"({total / smallest:.1f}x): {direct:,} direct parameters and {least:,} of g-nets at their smallest size"
+    if kept:
+        words += "; the largest direct tensors are " + ", ".join(
+            f"{c.name} ({c.owned.tensor.numel():,})" for c in kept[:3]
+        )
+    if big:
+        words += "; generate them too: include=[" + ", ".join(repr(re.escape(c.name)) for c in big[:3]) + "]"
+    error = _Impossible(words)
+    error.least = smallest
+    return error

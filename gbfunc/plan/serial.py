@@ -1,0 +1,117 @@
+"""A plan as JSON, and back with every field checked: the text may come from a stranger's file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gbfunc.encoding import Encoding, encoding_from_json
+from gbfunc.hypernets import Hypernet, hypernet_from_json
+from gbfunc.plan.spec import DTYPES, BufferPlan, Plan, Slot, TensorPlan
+from gbfunc.tiling import TileGrid
+from gbfunc.types import JSON
+
+VERSION = 1
+_MAX_TILES = 1 << 24
+
+
+def plan_to_json(plan: Plan) -> str:
+    """Compact JSON: hypernetworks and encodings once each, slots as short lists that refer to them."""
+    hypernets: dict[Hypernet, int] = {}
+    encodings: dict[Encoding, int] = {}
+    tensors = []
+    for tensor in plan.tensors:
+        entry: JSON = {"name": tensor.name, "shape": list(tensor.shape), "kind": tensor.kind}
+        if tensor.dtype != "float32":
+            entry["dtype"] = tensor.dtype
+        if tensor.aliases:
+            entry["aliases"] = list(tensor.aliases)
+        if tensor.note:
+            entry["note"] = tensor.note
+        if tensor.slots:
+            entry["slots"] = [
+                [
+                    hypernets.setdefault(slot.hypernet, len(hypernets)),
+                    slot.grid.tile_rows,
+                    slot.grid.tile_cols,
+                    encodings.setdefault(slot.row_code, len(encodings)),
+                    encodings.setdefault(slot.col_code, len(encodings)),
+                    slot.scale,
+                    slot.offset,
+                    *([slot.group] if slot.group else []),
+                ]
+                for slot in tensor.slots
+            ]
+        tensors.append(entry)
+    data = {
+        "version": VERSION,
+        "hypernets": [h.to_json() for h in hypernets],
+        "encodings": [e.to_json() for e in encodings],
+        "tensors": tensors,
+        **({"buffers": [list(b) for b in plan.buffers]} if plan.buffers else {}),
+        **({"target": plan.target} if plan.target else {}),
+    }
+    return json.dumps(data, separators=(",", ":"))
+
+
+def plan_from_json(text: str, factories: Sequence[Callable[..., Any]] = ()) -> Plan:
+    """Read what `plan_to_json` wrote.
+
+    Raises:
+        ValueError: for anything that is not a sound plan.
+    """
+    by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
+    try:
+        data = json.loads(text)
+        if data["version"] != VERSION:
+            raise ValueError(f"plan version {data['version']!r} is not {VERSION}, the one known here")
+        hypernets = [hypernet_from_json(h, by_path) for h in data["hypernets"]]
+        encodings = [encoding_from_json(e) for e in data["encodings"]]
+        tensors = tuple(_tensor(entry, hypernets, encodings) for entry in data["tensors"])
+        buffers = tuple(_buffer(*entry) for entry in data.get("buffers", []))
+        plan = Plan(tensors, buffers, _text(data.get("target", "")))
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
+    if (tiles := sum(s.grid.n_tiles for t in plan.tensors for s in t.slots)) > _MAX_TILES:
+        raise ValueError(f"the plan declares {tiles} tiles; at most {_MAX_TILES} are read")
+    return plan
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {value!r}")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = tuple(value)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+        raise TypeError(f"expected a shape, got {value!r}")
+    return shape
+
+
+def _buffer(name: Any, shape: Any, dtype: Any, persistent: Any) -> BufferPlan:
+    if dtype not in DTYPES or not isinstance(persistent, bool):
+        raise TypeError(f"expected a buffer [name, shape, dtype, persistent], got dtype {dtype!r}")
+    return BufferPlan(_text(name), _shape(shape), dtype, persistent)
+
+
+def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -> TensorPlan:
+    bare = TensorPlan(
+        name=_text(entry["name"]),
+        shape=_shape(entry["shape"]),
+        dtype=_text(entry.get("dtype", "float32")),
+        kind=_text(entry["kind"]),
+        aliases=tuple(_text(a) for a in entry.get("aliases", [])),
+        note=_text(entry.get("note", "")),
+    )
+    if "slots" not in entry:
+        return bare
+    slots = []
+    for values, matrix in zip(entry["slots"], bare.matrices, strict=True):
+        h, tile_rows, tile_cols, row_code, col_code, scale, offset, *group = values
+        grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)
+        codes = encodings[row_code], encodings[col_code]
+        slots.append(Slot(hypernets[h], grid, *codes, float(scale), float(offset), *map(_text, group)))
+    return TensorPlan(bare.name, bare.shape, bare.dtype, bare.kind, tuple(slots), bare.aliases, bare.note)

@@ -1,0 +1,113 @@
+"""Figures: functions that return a matplotlib `Figure`, ready for `savefig`; no window, no global state.
+
+Suffixes: R rows and C columns of a weight matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+
+# M. Okabe and K. Ito, Color Universal Design (2008): told apart with every common colour vision deficiency.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("-", "--", "-.", ":")
+# Diverging and without red-green contrast.
+WEIGHTS = "PuOr"
+_MAX_FIELDS = 64
+
+
+def learning_curve(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
+    """Training loss and validation accuracy against epochs, one line a run.
+
+    Args:
+        runs: history of each run by its label: rows of `epoch`, `train_loss` (nats), `val_accuracy` (0 to 1).
+
+    Raises:
+        ValueError: if there is no run.
+    """
+    if not runs:
+        raise ValueError("learning_curve expects at least one run, got none")
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    for i, (label, rows) in enumerate(runs.items()):
+        style = {
+            "color": PALETTE[i % len(PALETTE)],
+            "linestyle": LINES[i % len(LINES)],
+            "marker": "o" if len(rows) == 1 else None,
+            "label": label,
+        }
+        epochs = [row["epoch"] for row in rows]
+        loss_axes.plot(epochs, [row["train_loss"] for row in rows], **style)
+        accuracy_axes.plot(epochs, [100 * row["val_accuracy"] for row in rows], **style)
+    loss_axes.set(xlabel="epoch", ylabel="training loss (cross entropy, nats)", yscale="log")
+    accuracy_axes.set(xlabel="epoch", ylabel="validation accuracy (%)")
+    for axes in (loss_axes, accuracy_axes):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    accuracy_axes.legend(frameon=False, loc="lower right")
+    return figure
+
+
+def weight_images(
+    nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None
+) -> Figure:
+    """Weight matrices of several nets of the same shapes side by side, as images: a row of images a net.
+
+    Args:
+        nets: the 2-d weights [R, C] of each net by label, then by parameter name; other tensors are left out.
+        image_shape: rows and columns of the image that the first matrix reads; its first rows are then shown
+            as such images too (what each hidden unit responds to).
+
+    Raises:
+        ValueError: if there is no net or no matrix, or if the nets differ in their matrices.
+    """
+    matrices = {label: _matrices(weights) for label, weights in nets.items()}
+    shapes = [{name: m.shape for name, m in by_name.items()} for by_name in matrices.values()]
+    if not shapes or not shapes[0] or any(s != shapes[0] for s in shapes):
+        raise ValueError(f"weight_images expects nets with the same weight matrices, got {shapes}")
+    names = list(shapes[0])
+    n_columns = len(names) + (image_shape is not None)
+    figure = Figure(figsize=(3.4 * n_columns, 3.1 * len(matrices)), layout="constrained")
+    grid = figure.subplots(len(matrices), n_columns, squeeze=False)
+    for axes_row, (label, by_name) in zip(grid, matrices.items(), strict=True):
+        if image_shape is not None:
+            fields = _fields(by_name[names[0]], image_shape)
+            _show(axes_row[0], fields, f"{label}: rows of {names[0]}", "pixel column", "pixel row")
+            axes_row[0].set(xticks=[], yticks=[])
+        for axes, name in zip(axes_row[n_columns - len(names) :], names, strict=True):
+            _show(axes, by_name[name], f"{label}: {name}", "input unit", "output unit")
+    return figure
+
+
+def _matrices(weights: Mapping[str, Tensor]) -> dict[str, NDArray[np.float32]]:
+    """The 2-d tensors among `weights` as arrays [R, C]."""
+    return {name: w.detach().float().cpu().numpy() for name, w in weights.items() if w.ndim == 2}
+
+
+def _fields(weight_RC: NDArray[np.float32], image_shape: tuple[int, int]) -> NDArray[np.float32]:
+    """The first rows of a matrix as images, in a square mosaic with empty seams."""
+    if weight_RC.shape[1] != math.prod(image_shape):
+        raise ValueError(f"rows of {weight_RC.shape[1]} weights are no images of {image_shape}")
+    side = math.isqrt(min(_MAX_FIELDS, len(weight_RC)))
+    h, w = image_shape
+    mosaic = np.full((side * (h + 1) - 1, side * (w + 1) - 1), np.nan, np.float32)
+    for i, row in enumerate(weight_RC[: side * side]):
+        top, left = (i // side) * (h + 1), (i % side) * (w + 1)
+        mosaic[top : top + h, left : left + w] = row.reshape(h, w)
+    return mosaic
+
+
+def _show(axes: Axes, image: NDArray[np.float32], title: str, xlabel: str, ylabel: str) -> None:
+    """An image with a colour scale symmetric about zero, whose ends are the 99.5th percentile."""
+    limit = float(np.nanquantile(np.abs(image), 0.995)) or 1.0
+    shown = axes.imshow(image, cmap=WEIGHTS, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+    axes.set_title(title, fontsize=9)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    bar = axes.figure.colorbar(shown, ax=axes, shrink=0.8)
+    bar.set_label("weight")

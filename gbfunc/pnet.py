@@ -1,0 +1,224 @@
+"""The p-net as a pure function of its parameters and buffers: the only `functional_call` of a p-net.
+
+The function works on a skeleton: a copy of the module whose tensors have no storage. So the user's module is never
+touched, and a module that reaches for its own weights behind the function's back fails loudly instead of silently.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.checkpoint import checkpoint
+
+from gbfunc.types import Params, TensorMap
+
+_WRAPPERS = {
+    "DistributedDataParallel": "DDP never synchronises the genome's gradient: pass the module inside it (ddp.module)",
+    "DataParallel": "it copies the module's own weights, not the generated ones: pass the module inside it (.module)",
+    "FullyShardedDataParallel": "FSDP owns the weights and ignores generated ones: pass the module before wrapping it",
+    "FSDPModule": "FSDP2 owns the weights and ignores generated ones: pass the module before fully_shard",
+    "OptimizedModule": "pass the module before torch.compile (its ._orig_mod) and compile the training step instead",
+}
+_CHECKPOINT = (
+    "this p-net calls torch.utils.checkpoint inside its forward: backward would recompute with the module's own weights "
+    "instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
+)
+
+
+class Owned(NamedTuple):
+    """A parameter of a p-net, with the module and attribute that hold it.
+
+    Attributes:
+        name: its name in the p-net, the first one where it is tied.
+        aliases: its other names.
+        tensor: the parameter.
+        module: the layer it belongs to (the parametrised layer, not its list of parametrisations).
+        attribute: its name there.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    tensor: Tensor
+    module: nn.Module
+    attribute: str
+
+
+def check_pnet(pnet: nn.Module) -> None:
+    """Refuse what cannot be a pure function of its parameters.
+
+    Raises:
+        TypeError: if `pnet` is not an `nn.Module`.
+        ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, naming what to do instead.
+    """
+    if not isinstance(pnet, nn.Module):
+        raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
+    for name, module in pnet.named_modules():
+        for base in type(module).__mro__:
+            if base.__name__ in _WRAPPERS:
+                where = f" at {name!r}" if name else ""
+                raise ValueError(f"the p-net is wrapped in {base.__name__}{where}: {_WRAPPERS[base.__name__]}")
+    for name, parameter in pnet.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
+
+
+def owned_parameters(pnet: nn.Module) -> list[Owned]:
+    """Every parameter once, in the p-net's order, with its aliases and its owner."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in pnet.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    owned = []
+    for name, parameter in pnet.named_parameters():
+        module, attribute = _owner(pnet, name, tuple(parameter.shape))
+        owned.append(Owned(name, tuple(names[id(parameter)][1:]), parameter, module, attribute))
+    return owned
+
+
+def _owner(pnet: nn.Module, name: str, shape: tuple[int, ...]) -> tuple[nn.Module, str]:
+    prefix, _, attribute = name.rpartition(".")
+    module = pnet.get_submodule(prefix)
+    if isinstance(module, ParametrizationList):
+        # `fc.parametrizations.weight.original1` is the weight of `fc` where it has the weight's shape.
+        layer, _, parametrised = prefix.rpartition(".parametrizations.")
+        if not layer and prefix.startswith("parametrizations."):
+            parametrised = prefix.removeprefix("parametrizations.")
+        return pnet.get_submodule(layer), parametrised
+    return module, attribute
+
+
+def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
+    """Every buffer once: `{name: (tensor, persistent)}`."""
+    saved = set(pnet.state_dict(keep_vars=True))
+    return {name: (buffer, name in saved) for name, buffer in pnet.named_buffers()}
+
+
+def skeleton_of(pnet: nn.Module) -> nn.Module:
+    """A copy of the module with every parameter and buffer on the meta device; no data is copied.
+
+    Raises:
+        ValueError: if the module cannot be copied.
+    """
+    return _copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
+
+
+def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A deep copy in which every parameter and buffer is what `replace(name, tensor)` returns; ties are kept."""
+    memo: dict[int, Any] = {}
+    for name, parameter in pnet.named_parameters():
+        fresh = replace(name, parameter.detach())
+        memo[id(parameter)] = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
+    for name, buffer in pnet.named_buffers():
+        memo[id(buffer)] = replace(name, buffer.detach())
+    for module in pnet.modules():
+        for value in vars(module).values():
+            # Activations that a forward left behind carry a graph, which deepcopy refuses.
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach()
+    try:
+        return copy.deepcopy(pnet, memo)
+    except Exception as error:
+        raise ValueError(f"the p-net ({type(pnet).__name__}) cannot be deep-copied: {error}") from error
+
+
+def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap) -> nn.Module:
+    """A copy of the module that holds the given weights and buffers as its own; ties and modes are kept."""
+    both = {**weights, **buffers}
+    return _copy_with(pnet, lambda name, tensor: both[name].detach().clone())
+
+
+class _CheckpointWatch:
+    """Notices a call of `torch.utils.checkpoint.checkpoint` inside a forward, however it was imported."""
+
+    def __init__(self) -> None:
+        self.code = inspect.unwrap(checkpoint).__code__
+        self.seen = False
+
+    def __enter__(self) -> _CheckpointWatch:
+        self.previous: Any = sys.getprofile()
+        # Before Python 3.12 cProfile holds the same place and is not callable: it must be paused, not put back.
+        self.paused = self.previous is not None and not callable(self.previous)
+        if self.paused:
+            self.previous.disable()
+        sys.setprofile(self._event)
+        return self
+
+    def _event(self, frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code is self.code:
+            self.seen = True
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None if self.paused else self.previous)
+        if self.paused:
+            self.previous.enable()
+
+
+class PureNet:
+    """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
+
+    Changes of buffers, in place (BatchNorm's running statistics) or by assignment, land in the `buffers` dict that is
+    passed, so pass clones. It keeps the training mode the module has when it is made. Calls from several threads take turns.
+    """
+
+    def __init__(self, pnet: nn.Module) -> None:
+        check_pnet(pnet)
+        self.skeleton = skeleton_of(pnet)
+        self._shapes = {o.name: (tuple(o.tensor.shape), o.aliases) for o in owned_parameters(pnet)}
+        self._buffers = set(buffers_of(pnet))
+        self._lock = threading.RLock()
+        self._watched = False
+
+    def check(self, weights: TensorMap, buffers: TensorMap) -> None:
+        """Compare names and shapes with the module's.
+
+        Raises:
+            ValueError: for a missing, misspelt or misshapen tensor (`functional_call` lets some of them pass).
+        """
+        for what, expected, given in (("parameter", set(self._shapes), weights), ("buffer", self._buffers, buffers)):
+            if expected != set(given):
+                missing, unknown = sorted(expected - set(given)), sorted(set(given) - expected)
+                raise ValueError(f"{what}s do not fit the p-net: missing {missing}, unknown {unknown}")
+        for name, (shape, _) in self._shapes.items():
+            if tuple(weights[name].shape) != shape:
+                raise ValueError(f"parameter {name!r} must have shape {shape}, got {tuple(weights[name].shape)}")
+
+    def __call__(self, weights: TensorMap, buffers: Params, *args: Any, **kwargs: Any) -> Any:
+        """The p-net's output for these weights.
+
+        Raises:
+            ValueError: if the p-net checkpoints inside its forward, or the first tensors it is given do not fit it.
+        """
+        if torch.compiler.is_compiling():
+            return self._call(weights, buffers, args, kwargs)
+        with self._lock:
+            if self._watched:
+                return self._call(weights, buffers, args, kwargs)
+            self.check(weights, buffers)
+            with _CheckpointWatch() as watch:
+                out = self._call(weights, buffers, args, kwargs)
+            if watch.seen:
+                raise ValueError(_CHECKPOINT)
+            self._watched = True
+            return out
+
+    def _call(self, weights: TensorMap, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = {**weights, **buffers}
+        out = functional_call(self.skeleton, tensors, args, kwargs)
+        # functional_call leaves what the module assigned to its buffers in the dict it was given.
+        for name, buffer in buffers.items():
+            if tensors[name] is not buffer:
+                buffers[name] = tensors[name]
+        return out
+
+
+def detached(tensors: TensorMap) -> Params:
+    """The same tensors without graph: views, not copies."""
+    return {name: tensor.detach() for name, tensor in tensors.items()}

@@ -1,0 +1,123 @@
+"""MNIST: 70,000 real handwritten digits of 28 x 28 pixels, by Y. LeCun, C. Cortes and C. Burges.
+
+Suffixes: N images, P pixels of an image.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gbfunc.tasks.base import Recipe, Split, Task, hold_out
+from gbfunc.tasks.mlp import check_sizes, mlp, mlp_plan_options
+
+SIZES = (784, 800, 10)
+IMAGE_SHAPE = (28, 28)
+N_TRAIN, N_TEST, N_VAL = 60_000, 10_000, 5_000
+SPLIT_SEED = 0
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Read a gzipped IDX file of unsigned bytes of a known shape.
+
+    Format: two zero bytes, 8 (unsigned byte), the number of axes, their lengths (32-bit, big-endian),
+    the data.
+
+    Args:
+        path: the file.
+        shape: what it must hold.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is damaged or holds something else.
+    """
+    header = bytes((0, 0, 8, len(shape))) + b"".join(n.to_bytes(4, "big") for n in shape)
+    size = len(header) + math.prod(shape)
+    try:
+        with gzip.open(path) as file:
+            # One byte more than expected: a longer file does not pass, and a bomb does not fill the memory.
+            content = file.read(size + 1)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no such MNIST file: {path}") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"damaged MNIST file {path}: {error}") from error
+    if content[:4] != header[:4]:
+        raise ValueError(f"{path} is not an IDX file of {len(shape)}-d bytes: expected to start with "
+                         f"{header[:4].hex()}, got {content[:4].hex() or 'nothing'}")  # fmt: skip
+    if content[: len(header)] != header:
+        got = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, len(header), 4))
+        raise ValueError(f"{path} must hold an array of shape {shape}, its header says {got}")
+    if len(content) != size:
+        relation = "more" if len(content) > size else f"{len(content)}"
+        raise ValueError(f"{path} must unpack to {size} bytes, got {relation}")
+    return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape)
+
+
+def load_mnist(
+    data_dir: Path,
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+    """Images [N, P] and labels [N] for training, then for the test, from the four `.gz` files in `data_dir`.
+
+    Raises:
+        FileNotFoundError: if the folder or a file is missing.
+        ValueError: if a file is damaged.
+    """
+    if not data_dir.is_dir():
+        raise FileNotFoundError(f"no such folder: {data_dir} (it must hold MNIST's four IDX .gz files)")
+    arrays = []
+    for stem, n in (("train", N_TRAIN), ("t10k", N_TEST)):
+        images = read_idx(data_dir / f"{stem}-images-idx3-ubyte.gz", (n, *IMAGE_SHAPE))
+        path = data_dir / f"{stem}-labels-idx1-ubyte.gz"
+        labels = read_idx(path, (n,))
+        if labels.max() > 9:
+            raise ValueError(f"{path} must hold labels 0 to 9, got {labels.max()}")
+        arrays += [images.reshape(n, -1), labels.astype(np.int64)]
+    return tuple(arrays)
+
+
+def mnist(data_dir: Path | None = None, sizes: tuple[int, ...] | None = None) -> Task:
+    """The MNIST task; 5,000 training images, the same ones always, are held out for validation.
+
+    Args:
+        data_dir: folder with the four IDX `.gz` files.
+        sizes: layer sizes of the p-net, by default 784-800-10 (636,010 parameters).
+
+    Raises:
+        FileNotFoundError: if the folder or a file is missing.
+        ValueError: if no folder is given, a file is damaged, or the sizes do not fit the data.
+    """
+    sizes = check_sizes(SIZES if sizes is None else sizes, 784, 10)
+    if data_dir is None:
+        raise ValueError("the mnist task needs --data-dir: the folder with MNIST's four IDX .gz files")
+    images_NP, labels_N, test_images_NP, test_labels_N = load_mnist(data_dir)
+    val, train = hold_out(labels_N, (N_VAL,), SPLIT_SEED)
+    mean, std = float(images_NP[train].mean()), float(images_NP[train].std())
+
+    def split(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Split:
+        x = torch.from_numpy(images.astype(np.float32)).sub_(mean).div_(std)
+        return Split(x, torch.from_numpy(labels))
+
+    def recipe(genome_params: float) -> Recipe:
+        encodings, rules = mlp_plan_options(sizes, IMAGE_SHAPE, bandwidth=6.0)
+        # The smallest genomes train best with a high rate, which is unstable for larger ones.
+        small = genome_params <= 1_000
+        lr, betas = (8e-2, (0.9, 0.95)) if small else (4e-2, (0.9, 0.99))
+        return Recipe(encodings, rules, lr=lr, dense_lr=1e-3, betas=betas, batch_size=256, epochs=30)
+
+    return Task(
+        name="mnist",
+        sizes=sizes,
+        image_shape=IMAGE_SHAPE,
+        train=split(images_NP[train], labels_N[train]),
+        val=split(images_NP[val], labels_N[val]),
+        test=split(test_images_NP, test_labels_N),
+        build=lambda seed: mlp(sizes, seed),
+        recipe=recipe,
+        genome_params=1_973,
+    )

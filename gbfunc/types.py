@@ -1,0 +1,69 @@
+"""Shared names: the containers that every room passes around, and nothing that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+Params: TypeAlias = dict[str, Tensor]
+"""Flat `{name: tensor}`."""
+
+GNets: TypeAlias = dict[str, Params]
+"""`{ensemble: {leaf: tensor}}`; a leaf has a leading dimension of tiles [T, ...] or of groups [G, ...]."""
+
+Kernel: TypeAlias = Literal["auto", "eager", "compiled", "reference"]
+"""Which implementation generates the tiles of a ReLU g-net."""
+
+JSON: TypeAlias = dict[str, Any]
+
+
+class Genome(NamedTuple):
+    """Everything that is needed to build the p-net, and all that is trained, saved and shipped.
+
+    Attributes:
+        gnets: leaves of every ensemble of g-nets.
+        direct: the p-net's parameters that no g-net generates (biases, norms, ...), by name.
+        buffers: the p-net's buffers (running statistics, ...), by name.
+    """
+
+    gnets: GNets
+    direct: Params
+    buffers: Params
+
+
+class Factors(NamedTuple):
+    """A tile as two thin matrices: `tile = left @ right.T`, left [..., r, k], right [..., c, k]."""
+
+    left: Tensor
+    right: Tensor
+
+
+class TileDims(NamedTuple):
+    """What a g-net must know of its tile: rows, columns, and the widths of their codes."""
+
+    rows: int
+    cols: int
+    row_width: int
+    col_width: int
+
+
+class MatrixDims(NamedTuple):
+    """A matrix that a tensor folds from.
+
+    Attributes:
+        rows: number of rows (output channels).
+        cols: number of columns (input channels x kernel positions).
+        kernel: kernel shape that every group of columns spans, `()` where there is none; tiles never cut it.
+    """
+
+    rows: int
+    cols: int
+    kernel: tuple[int, ...] = ()
+
+
+GenomeLike: TypeAlias = Any
+"""A `Genome` or anything with the same three attributes, such as a `TrainState`."""
+
+TensorMap: TypeAlias = Mapping[str, Tensor]

@@ -1,0 +1,205 @@
+"""Hypothesis strategies: matrix shapes, tile grids, encodings, hypernetworks, layers and p-nets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.encoding import Encoding
+from gbfunc.hypernets import Hypernet
+
+
+def linear_end(width: int) -> nn.Module:
+    """A g-net module that ends in a linear layer."""
+    return nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def bounded_end(width: int) -> nn.Module:
+    """A g-net module whose last layer with weights is not its end."""
+    return nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, 1), nn.Tanh())
+
+
+def all_linear(width: int) -> nn.Module:
+    """A g-net module that is nothing but a linear layer."""
+    return nn.Linear(width, 1)
+
+
+class Conv1D(nn.Module):
+    """The linear layer of Hugging Face transformers, which stores its weight as [in, out]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+EXAMPLES: Mapping[str, tuple[Hypernet, ...]] = MappingProxyType(
+    {
+        "periodic": (
+            gb.periodic(1),
+            gb.periodic(5),
+            gb.periodic(3, "kind"),
+            gb.periodic(4, "kind", frequency=1.5),
+        ),
+        "constant": (gb.constant(), gb.constant(-0.25)),
+        "gnet": (
+            gb.gnet((2,)),
+            gb.gnet((7,)),
+            gb.gnet((4, 3)),
+            gb.gnet((3,), "tanh"),
+            gb.gnet((3, 4, 2), "gelu"),
+            gb.gnet((4,), "sin"),
+        ),
+        "stochastic": (gb.stochastic((5,)), gb.stochastic((4, 3), "tanh")),
+        "low_rank": (gb.low_rank(1), gb.low_rank(3)),
+        "xox": (gb.xox(1), gb.xox(3)),
+        "module": (gb.from_module(linear_end), gb.from_module(bounded_end), gb.from_module(all_linear)),
+    }
+)
+"""Hypernetworks of every type; the contract tests run over all of them."""
+
+FACTORIES = (linear_end, bounded_end, all_linear)
+"""What `Plan.from_json` and `load` need for the examples."""
+
+ALL_EXAMPLES = [h for examples in EXAMPLES.values() for h in examples]
+
+
+def matrices(most: int = 40) -> st.SearchStrategy[tuple[int, int]]:
+    """Rows and columns."""
+    side = st.integers(1, most)
+    return st.tuples(side, side)
+
+
+def max_tiles(most: int = 45) -> st.SearchStrategy[int | tuple[int, int] | None]:
+    """Largest tiles in every form."""
+    side = st.integers(1, most)
+    return st.one_of(st.none(), side, st.tuples(side, side))
+
+
+def divisors(n: int) -> list[int]:
+    """Divisors of n."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@st.composite
+def grid_dims(draw: st.DrawFn, n: int) -> tuple[int, ...]:
+    """Axis lengths whose product is n."""
+    dims = []
+    while n > 1 and len(dims) < 3 and draw(st.booleans()):
+        dims.append(draw(st.sampled_from(divisors(n))))
+        n //= dims[-1]
+    return (*dims, n)
+
+
+@st.composite
+def encodings(draw: st.DrawFn, n: int, nested: bool = True) -> Encoding:
+    """Any encoding that fits an axis of n."""
+    kind = draw(st.sampled_from(["binary", "gray", "one_hot", "grid", *(["per_axis"] if nested else [])]))
+    if kind == "grid":
+        code = draw(st.sampled_from(["coordinate", "gray", "binary"]))
+        return gb.grid(*draw(grid_dims(n)), code=code, bandwidth=draw(st.sampled_from([0.5, 2.0, 6.0])))
+    if kind == "per_axis":
+        positions = draw(st.sampled_from(divisors(n)))
+        inner = draw(encodings(n // positions, False)), draw(encodings(positions, False))
+        return gb.per_axis(*inner, positions)
+    return {"binary": gb.binary, "gray": gb.gray, "one_hot": gb.one_hot}[kind]()
+
+
+class LayerCase(NamedTuple):
+    """A layer with the weight that is looked at, and the kind that should claim it."""
+
+    module: nn.Module
+    attribute: str
+    kind: str
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight."""
+        return getattr(self.module, self.attribute).detach()
+
+
+def _convolution(transposed: bool, sizes: Sequence[int], kernel: Sequence[int], groups: int) -> nn.Module:
+    plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    turned = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    layer: Callable[..., nn.Module] = (turned if transposed else plain)[len(kernel) - 1]
+    return layer(sizes[0] * groups, sizes[1] * groups, tuple(kernel), groups=groups, bias=False)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> LayerCase:
+    """A layer of any kind and an odd shape."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    small = st.integers(1, 6)
+    kind = draw(
+        st.sampled_from(
+            [
+                "linear",
+                "transposed_linear",
+                "conv",
+                "conv_transpose",
+                "attention_in",
+                "attention",
+                "embedding",
+            ]
+            + ["vector", "matrix"]
+        )
+    )
+    n, m = draw(small), draw(small)
+    if kind in ("conv", "conv_transpose"):
+        kernel = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        module = _convolution(kind == "conv_transpose", (n, m), kernel, draw(st.integers(1, 3)))
+        return LayerCase(module, "weight", kind)
+    if kind == "attention_in":
+        return LayerCase(nn.MultiheadAttention(n * m, n), "in_proj_weight", kind)
+    if kind == "attention":
+        module = nn.MultiheadAttention(n * m, n, kdim=n * m + 1, vdim=draw(small))
+        return LayerCase(module, draw(st.sampled_from(["q", "k", "v"])) + "_proj_weight", kind)
+    if kind == "vector":
+        return LayerCase(draw(st.sampled_from([nn.LayerNorm(n), nn.PReLU()])), "weight", kind)
+    simple: dict[str, Callable[[], nn.Module]] = {
+        "linear": lambda: nn.Linear(n, m),
+        "transposed_linear": lambda: Conv1D(n, m),
+        "embedding": lambda: nn.Embedding(n, m),
+        "matrix": lambda: nn.Bilinear(n, m, draw(small)),
+    }
+    return LayerCase(simple[kind](), "weight", kind)
+
+
+@st.composite
+def mlps(draw: st.DrawFn, most: int = 120) -> nn.Sequential:
+    """Multilayer perceptrons of one to three linear layers."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    sizes = draw(st.lists(st.integers(1, most), min_size=2, max_size=4))
+    modules: list[nn.Module] = []
+    for n, m in zip(sizes, sizes[1:], strict=False):
+        modules += [nn.Linear(n, m, bias=draw(st.booleans())), nn.ReLU()]
+    return nn.Sequential(*modules[:-1])
+
+
+@st.composite
+def convnets(draw: st.DrawFn, most: int = 24) -> nn.Sequential:
+    """Two convolutions with batch norm and a linear head."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    a, b, groups = draw(st.integers(1, most)), draw(st.integers(1, most)), draw(st.integers(1, 2))
+    return nn.Sequential(
+        nn.Conv2d(3, a * groups, draw(st.sampled_from([1, 3, (3, 5)]))),
+        nn.BatchNorm2d(a * groups),
+        nn.Conv2d(a * groups, b * groups, 3, groups=groups),
+        nn.Flatten(),
+        nn.Linear(b * groups * 4, 10),
+    )
+
+
+def pnets() -> st.SearchStrategy[nn.Module]:
+    """Small p-nets."""
+    return st.one_of(mlps(), convnets())

@@ -1,0 +1,275 @@
+"""The command line from end to end on real digits, and its errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.cli.demo import small_width
+from gbfunc.cli.options import HypernetName, TaskName
+from gbfunc.hypernets import HYPERNETS
+from gbfunc.tasks import TASKS, accuracy
+
+QUICK = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "2", "--batch-size", "100"]
+METRICS = {
+    "task": str,
+    "hypernet": str,
+    "pnet_params": int,
+    "genome_params": int,
+    "ratio_params": float,
+    "dense_bytes": int,
+    "genome_bytes": int,
+    "ratio_bytes": float,
+    "test_accuracy": float,
+    "val_accuracy": float,
+    "train_loss": float,
+    "seconds": float,
+    "steps": int,
+    "seed": int,
+}
+
+
+def read(folder: Path) -> tuple[dict, list[dict[str, str]]]:
+    with (folder / "history.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return json.loads((folder / "metrics.json").read_text()), rows
+
+
+def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a" / "run"
+    assert main(["train", *QUICK, "--seed", "3", "--out", str(out)]) == 0
+    metrics, rows = read(out)
+    assert {k: type(v) for k, v in metrics.items() if k in METRICS} == METRICS
+    assert metrics["task"] == "digits" and metrics["hypernet"] == "periodic" and metrics["seed"] == 3
+    assert metrics["pnet_params"] == 65 * 48 + 49 * 10 and metrics["genome_params"] <= 300
+    assert metrics["ratio_params"] == metrics["pnet_params"] / metrics["genome_params"]
+    assert metrics["dense_bytes"] == 4 * metrics["pnet_params"]
+    assert metrics["genome_bytes"] == (out / "genome.safetensors").stat().st_size
+    assert metrics["steps"] == 2 * (1_197 // 100)
+    assert [row["epoch"] for row in rows] == ["1", "2"] and rows[-1]["step"] == str(metrics["steps"])
+    assert float(rows[-1]["train_loss"]) == metrics["train_loss"] < float(rows[0]["train_loss"])
+    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in out.iterdir()) == [
+        "genome.safetensors",
+        "history.csv",
+        "learning_curve.png",
+        "metrics.json",
+    ]
+    # What is reported is what the file holds.
+    plan, genome = gb.load(out / "genome.safetensors")
+    task = TASKS["digits"](sizes=(64, 48, 10))
+    net = gb.materialize(plan, genome, task.build(0))
+    assert accuracy(net, task.test) == metrics["test_accuracy"] > 0.2
+    told = capsys.readouterr()
+    assert "\r" not in told.err and "\x1b" not in told.err + told.out
+    assert told.err.splitlines() == [
+        line for line in told.err.splitlines() if line.startswith("genome: epoch ")
+    ]
+    assert f"{metrics['test_accuracy']:.2%}" in told.out
+
+    assert main(["eval", "--genome", str(out / "genome.safetensors")]) == 0
+    assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_genome(tmp_path: Path) -> None:
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert main(["train", *QUICK, "--epochs", "1", "--seed", seed, "--out", str(tmp_path / name)]) == 0
+    a, b, c = (load_file(tmp_path / n / "genome.safetensors") for n in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a | b)
+    assert not all(torch.equal(a[name], c[name]) for name in a | c)
+
+
+def test_demo_compares_three_nets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *QUICK, "--out", str(tmp_path)]) == 0
+    metrics, rows = read(tmp_path)
+    assert METRICS.keys() <= metrics.keys()
+    assert metrics["small_dense_params"] >= metrics["genome_params"]
+    assert 0 <= metrics["dense_test_accuracy"] <= 1 and 0 <= metrics["small_dense_test_accuracy"] <= 1
+    assert [row["run"] for row in rows] == ["genome"] * 2 + ["dense p-net"] * 2 + ["small dense net"] * 2
+    assert len({row["step"] for row in rows}) == 2
+    assert (tmp_path / "weights.png").read_bytes().startswith(b"\x89PNG")
+    table = capsys.readouterr().out
+    for key in ("pnet_params", "genome_params", "genome_bytes", "dense_bytes", "small_dense_params"):
+        assert f"{metrics[key]:,}" in table
+    for key in ("test_accuracy", "dense_test_accuracy", "small_dense_test_accuracy"):
+        assert f"{metrics[key]:.2%}" in table
+
+
+@pytest.mark.parametrize("hypernet", get_args(HypernetName))
+def test_every_hypernet_trains(hypernet: str, tmp_path: Path) -> None:
+    options = ["--sizes", "64", "48", "10", "--compression", "2", "--epochs", "1", "--hypernet", hypernet]
+    assert main(["train", *options, "--lr", "0.01", "--out", str(tmp_path)]) == 0
+    metrics, _ = read(tmp_path)
+    assert metrics["hypernet"] == hypernet and metrics["ratio_params"] >= 2
+
+
+def test_names_cover_the_tables() -> None:
+    assert set(get_args(TaskName)) == set(TASKS)
+    # A constant is for a rule, and a module's factory has no name on a command line.
+    assert set(get_args(HypernetName)) == set(HYPERNETS) - {"constant", "module"}
+
+
+def test_results_are_replaced_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").write_text("old")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["train", *QUICK, "--epochs", "1", "--out", str(tmp_path)]) == 0
+    assert read(tmp_path)[0]["task"] == "digits"
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not [p for p in tmp_path.iterdir() if p.suffix == ".part"]
+
+
+def test_without_out_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *QUICK, "--epochs", "1"]) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--compression", "20", "--sizes", "64", "128", "10"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("0.weight", "0.bias", "2.weight", "2.bias"))
+
+
+def test_mnist_from_the_command_line(
+    shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ["--task", "mnist", "--data-dir", str(shared_data / "mnist")]
+    options = [
+        "--sizes",
+        "784",
+        "16",
+        "10",
+        "--genome-params",
+        "200",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "5000",
+    ]
+    assert main(["train", *data, *options, "--out", str(tmp_path)]) == 0
+    metrics, _ = read(tmp_path)
+    assert metrics["task"] == "mnist" and metrics["steps"] == 11
+    capsys.readouterr()
+    assert main(["eval", *data, "--genome", str(tmp_path / "genome.safetensors")]) == 0
+    assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train", "--task", "mnist"], "--data-dir"),
+        (["train", "--task", "mnist", "--data-dir", "/no/such/folder"], "/no/such/folder"),
+        (["train", "--sizes", "64", "10", "12"], "must start with 64 inputs and end with 10"),
+        (["train", "--epochs", "0"], "--epochs must be at least 1, got 0"),
+        (["train", "--lr", "nan"], "--lr must be a positive number, got nan"),
+        (["train", "--batch-size", "5000"], "got 5000"),
+        (["train", "--batch-size", "0"], "got 0"),
+        (["train", "--seed", "-1"], "--seed must be at least 0 and below 2**63, got -1"),
+        (["plan", "--seed", str(2**63)], "--seed must be"),
+        (["plan", "--compression", "1e-320"], "1e-320"),
+        (["train", "--device", "abacus"], "--device 'abacus' cannot be used"),
+        (["train", "--genome-params", "500", "--compression", "40"], "at most one"),
+        (["plan", "--genome-params", "3"], "3"),
+        (["plan", "--compression", "nan"], "--compression must be a positive number, got nan"),
+        (["demo", "--compression", "-1"], "--compression must be a positive number, got -1.0"),
+        (["eval", "--genome", "/no/such/genome"], "no such genome file: /no/such/genome"),
+    ],
+)
+def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("gbfunc: error: ") and message in told.err and told.err.count("\n") == 1
+
+
+def test_cuda_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert main(["train", "--device", "cuda"]) == 2
+    assert "--device 'cuda' cannot be used" in capsys.readouterr().err
+
+
+def test_out_that_is_a_file_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert main(["train", "--out", str(tmp_path / "file")]) == 2
+    told = capsys.readouterr().err
+    assert "is a file, expected a folder" in told and told.count("\n") == 1
+    assert main(["train", "--out", str(tmp_path / "file" / "below")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_eval_refuses_what_is_no_genome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "genome.safetensors"
+    path.write_bytes(b"not a genome")
+    assert main(["eval", "--genome", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_eval_refuses_a_genome_of_another_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pnet = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 10))
+    plan = gb.make_plan(pnet, gb.periodic(features=2))
+    step = gb.make_train_step(
+        plan, pnet, lambda net, batch: net(batch).sum(), gb.torch_optimizer(torch.optim.SGD, lr=0.1)
+    )
+    gb.save(tmp_path / "g.safetensors", plan, step.init(seed=0))
+    assert main(["eval", "--genome", str(tmp_path / "g.safetensors")]) == 2
+    assert "must start with 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv", [["train", "--nope", "3"], ["train", "--epochs", "many"], ["dance"], [], ["eval"]]
+)
+def test_the_parser_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "plan", "train", "eval"])
+def test_help_names_every_option_with_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "--task" in text and "digits" in text and "--data-dir" in text
+    assert ("--epochs" in text) == (command in ("demo", "train"))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from gbfunc.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'sklearn', 'matplotlib', 'scipy', 'pandas'} & sys.modules.keys()\n"
+        "sys.exit(bool(heavy))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gbfunc", "plan", "--nope"], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "nope" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("genome_params", [5, 85, 86, 300, 2_062])
+def test_the_small_net_is_the_smallest_that_is_no_smaller(genome_params: int) -> None:
+    def size(width: int) -> int:
+        return 65 * width + (width + 1) * 10
+
+    width = small_width(genome_params, (64, 500, 10))
+    assert size(width) >= genome_params and (width == 1 or size(width - 1) < genome_params)

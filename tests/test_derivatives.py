@@ -1,0 +1,149 @@
+"""Derivatives of generation and of a loss through it: finite differences, torch.func, forward mode, populations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from strategies import bounded_end
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from trees_equal import copy_tree
+from zoo import ZOO, dtype_of, genome_of, loss_fn, noise_of, small
+
+import gbfunc as gb
+from gbfunc.hypernets import Hypernet
+from gbfunc.pnet import PureNet
+
+VARIETY = (gb.periodic(5), gb.periodic(3, "kind"), gb.constant(-0.25), gb.gnet((7,)), gb.gnet((4, 3)))
+VARIETY += (
+    gb.gnet((3,), "tanh"),
+    gb.stochastic((5,)),
+    gb.low_rank(3),
+    gb.xox(3),
+    gb.from_module(bounded_end),
+)
+HYPERNETS = pytest.mark.parametrize("hypernet", VARIETY, ids=str)
+
+
+def trained(genome: gb.Genome) -> tuple[Any, Any]:
+    return genome.gnets, genome.direct
+
+
+def objective(plan: gb.Plan, pnet: nn.Module, batch: Tensor, noise: Any = None) -> Callable[[Any], Tensor]:
+    """The loss of a batch as a function of (gnets, direct)."""
+    net = PureNet(pnet)
+    buffers = {name: b.detach().clone() for name, b in pnet.named_buffers()}
+
+    def loss(leaves: tuple[Any, Any]) -> Tensor:
+        weights = gb.generate(plan, gb.Genome(*leaves, {}), noise=noise)
+        return loss_fn(lambda x: net(weights, dict(buffers), x), batch)
+
+    return loss
+
+
+@HYPERNETS
+def test_gradients_equal_finite_differences(hypernet: Hypernet) -> None:
+    _, plan, genome = small(hypernet)
+    leaves, spec = tree_flatten(trained(genome))
+    # Away from the start: there biases of 0 put whole tiles on the kink of a ReLU.
+    leaves = [(leaf + 0.1 * torch.cos(9 * leaf + 1)).requires_grad_() for leaf in leaves]
+    noise = noise_of(plan)
+
+    def weights(*values: Tensor) -> Tensor:
+        gnets, direct = tree_unflatten(values, spec)
+        made = gb.generate(plan, gb.Genome(gnets, direct, {}), noise=noise)
+        return torch.cat([weight.flatten() for weight in made.values()])
+
+    assert torch.autograd.gradcheck(weights, leaves, eps=1e-7, atol=1e-5, rtol=1e-5, fast_mode=True)
+
+
+TRANSFORMED = (
+    "mlp",
+    "grouped_conv",
+    "transposed_conv",
+    "conv_bn_eval",
+    "attention",
+    "tied",
+    "lstm",
+    "weight_norm",
+)
+TRANSFORMED += (
+    "gnet",
+    "stochastic",
+    "shared",
+    "mixed",
+    "conv1d",
+    "bfloat16",
+    "float64",
+    "no_direct",
+    "only_direct",
+)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_torch_func_equals_autograd(name: str) -> None:
+    pnet, plan, genome = genome_of(ZOO[name])
+    loss = objective(plan, pnet, ZOO[name].batch(dtype_of(pnet)), noise_of(plan))
+    leaves = copy_tree(trained(genome))
+    for leaf in tree_leaves(leaves):
+        leaf.requires_grad_()
+    value = loss(leaves)
+    expected = torch.autograd.grad(value, tree_leaves(leaves), allow_unused=True)
+    expected = [
+        torch.zeros_like(x) if g is None else g for x, g in zip(tree_leaves(leaves), expected, strict=True)
+    ]
+
+    gradient, func_value = torch.func.grad_and_value(loss)(trained(genome))
+    torch.testing.assert_close(func_value, value.detach())
+    torch.testing.assert_close(tree_leaves(gradient), expected, rtol=1e-4, atol=1e-6)
+
+    _, vjp = torch.func.vjp(loss, trained(genome))
+    torch.testing.assert_close(
+        tree_leaves(vjp(torch.ones_like(func_value))[0]), expected, rtol=1e-4, atol=1e-6
+    )
+
+
+# torch's own forward derivatives are loaded by way of torch.jit.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@HYPERNETS
+def test_forward_derivatives_equal_backward_ones(hypernet: Hypernet) -> None:
+    pnet, plan, genome = small(hypernet)
+    batch = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+    loss = objective(plan, pnet, batch, noise_of(plan))
+    gradient = torch.func.grad(loss)(trained(genome))
+    tangent = tree_map(lambda x: torch.cos(7 * x), trained(genome))
+    _, slope = torch.func.jvp(loss, (trained(genome),), (tangent,))
+    expected = sum((g * t).sum() for g, t in zip(tree_leaves(gradient), tree_leaves(tangent), strict=True))
+    torch.testing.assert_close(slope, expected, rtol=1e-10, atol=1e-12)
+
+
+@HYPERNETS
+def test_vmap_over_a_population_equals_a_loop(hypernet: Hypernet) -> None:
+    pnet, plan, _ = small(hypernet)
+    people = [trained(gb.init_genome(plan, pnet, seed)) for seed in range(3)]
+    stacked = tree_map(lambda *x: torch.stack(x), *people)
+    loss = objective(plan, pnet, torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3), noise_of(plan))
+
+    weights = torch.vmap(lambda leaves: gb.generate(plan, gb.Genome(*leaves, {})))(stacked)
+    alone = [gb.generate(plan, gb.Genome(*leaves, {})) for leaves in people]
+    expected = tree_map(lambda *x: torch.stack(x), *alone)
+    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+
+    gradients, losses = torch.vmap(torch.func.grad_and_value(loss))(stacked)
+    each = [torch.func.grad_and_value(loss)(leaves) for leaves in people]
+    torch.testing.assert_close(losses, torch.stack([value for _, value in each]), rtol=1e-10, atol=1e-12)
+    expected = tree_map(lambda *x: torch.stack(x), *[gradient for gradient, _ in each])
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv_bn_eval", "gnet", "shared", "tied"])
+def test_vmap_over_a_population_of_pnets(name: str) -> None:
+    pnet, plan, _ = genome_of(ZOO[name])
+    people = [trained(gb.init_genome(plan, pnet, seed)) for seed in range(3)]
+    stacked = tree_map(lambda *x: torch.stack(x), *people)
+    loss = objective(plan, pnet, ZOO[name].batch())
+    expected = torch.stack([loss(leaves) for leaves in people])
+    torch.testing.assert_close(torch.vmap(loss)(stacked), expected, rtol=1e-5, atol=1e-6)

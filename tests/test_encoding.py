@@ -1,0 +1,167 @@
+"""Codes: distinct, +-1, as narrow as can be, the same for the same place however the axis is cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gbfunc as gb
+from gbfunc.encoding import ENCODINGS, Encoding, bit_width, encoding_from_json
+from tests import oracles
+from tests.strategies import encodings
+
+AXIS = st.integers(1, 70)
+
+
+@st.composite
+def coded_axes(draw: st.DrawFn) -> tuple[Encoding, int]:
+    n = draw(AXIS)
+    return draw(encodings(n)), n
+
+
+@given(coded_axes())
+def test_codes_are_distinct_and_as_wide_as_announced(case: tuple[Encoding, int]) -> None:
+    encoding, n = case
+    codes = encoding.codes(n)
+    assert codes.shape == (n, encoding.width(n))
+    assert codes.dtype == np.float64
+    assert np.isfinite(codes).all()
+    assert len(np.unique(codes, axis=0)) == n or (n == 1 and codes.shape == (1, 0))
+
+
+@given(coded_axes())
+def test_codes_equal_a_loop_over_positions(case: tuple[Encoding, int]) -> None:
+    encoding, n = case
+    expected = np.array([oracles.code(encoding.to_json(), n, i) for i in range(n)]).reshape(n, -1)
+    np.testing.assert_allclose(encoding.codes(n), expected, rtol=0, atol=1e-12)
+
+
+@given(coded_axes(), st.integers(1, 70))
+def test_codes_of_tiles_equal_a_loop_over_tiles(case: tuple[Encoding, int], longest: int) -> None:
+    encoding, n = case
+    unit = encoding.to_json().get("n_positions", 1)
+    tile = unit * min(longest, n // unit)
+    found = encoding.tile_codes(n, tile)
+    assert encoding.tile_width(n, tile) == found.shape[-1]
+    assert len(found) == (1 if encoding.local else -(-n // tile))
+    for block in range(-(-n // tile)):
+        own = found[0 if len(found) == 1 else block]
+        for i in range(min(tile, n - block * tile)):
+            np.testing.assert_allclose(
+                own[i], oracles.tile_code(encoding, n, tile, block, i), rtol=0, atol=1e-12
+            )
+
+
+@given(coded_axes())
+def test_json_round_trip(case: tuple[Encoding, int]) -> None:
+    encoding, _ = case
+    again = encoding_from_json(json.loads(json.dumps(encoding.to_json())))
+    assert again == encoding
+    assert hash(again) == hash(encoding)
+
+
+@pytest.mark.parametrize("make", [gb.binary, gb.gray])
+@given(n=st.integers(1, 3000))
+def test_bits_are_plus_minus_one_and_fewest(make: Any, n: int) -> None:
+    codes = make().codes(n)
+    assert codes.shape[1] == (math.ceil(math.log2(n)) if n > 1 else 0) == bit_width(n)
+    assert set(np.unique(codes)) <= {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("n", [2**30 - 1, 2**30, 2**30 + 1, 2**53 + 1])
+def test_bit_width_is_integer_arithmetic(n: int) -> None:
+    assert 2 ** (bit_width(n) - 1) < n <= 2 ** bit_width(n)
+
+
+@given(st.integers(2, 500))
+def test_gray_neighbours_differ_in_one_bit(n: int) -> None:
+    codes = gb.gray().codes(n)
+    assert (np.sum(codes[1:] != codes[:-1], axis=1) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "width"),
+    [(gb.binary(), 0), (gb.gray(), 0), (gb.one_hot(), 1), (gb.grid(1), 0), (gb.grid(1, 1), 0)],
+)
+def test_an_axis_of_one(encoding: Encoding, width: int) -> None:
+    assert encoding.codes(1).shape == (1, width)
+    assert encoding.tile_codes(1, 1).shape == (1, 1, width)
+
+
+def test_grid_coordinates_span_the_bandwidth_row_major() -> None:
+    codes = gb.grid(28, 28, bandwidth=6.0).codes(784)
+    assert codes.shape == (784, 2)
+    np.testing.assert_allclose(codes[[0, 27, 756, 783]], [[-6, -6], [-6, 6], [6, -6], [6, 6]])
+    assert (np.diff(codes.reshape(28, 28, 2)[0, :, 1]) > 0).all()
+
+
+def test_grid_defaults_to_a_bandwidth_of_six() -> None:
+    assert np.abs(gb.grid(3, 5).codes(15)).max() == 6.0
+    assert np.abs(gb.grid(3, 5, bandwidth=0.25).codes(15)).max() == 0.25
+
+
+def test_grid_bits_an_axis() -> None:
+    assert gb.grid(28, 28, code="gray").width(784) == 10
+    assert gb.grid(3, 5, code="binary").width(15) == 5
+
+
+def test_grid_is_global_and_bits_are_local() -> None:
+    whole = gb.grid(4, 6).codes(24)
+    np.testing.assert_array_equal(gb.grid(4, 6).tile_codes(24, 8).reshape(24, 2), whole)
+    assert len(gb.binary().tile_codes(24, 8)) == 1
+
+
+def test_per_axis_repeats_the_position_in_every_channel() -> None:
+    codes = gb.per_axis(gb.binary(), gb.grid(3, 3), 9).codes(4 * 9)
+    assert codes.shape == (36, 2 + 2)
+    np.testing.assert_array_equal(codes[:, 2:].reshape(4, 9, 2), np.stack([gb.grid(3, 3).codes(9)] * 4))
+    assert (codes[:9, :2] == codes[0, :2]).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: gb.grid(), "one or more axis lengths"),
+        (lambda: gb.grid(0), "axis lengths >= 1"),
+        (lambda: gb.grid(3, -1), "axis lengths >= 1"),
+        (lambda: gb.grid(2.0), "axis lengths >= 1"),  # pyright: ignore[reportArgumentType]
+        (lambda: gb.grid(3, code="hex"), "'coordinate', 'gray' or 'binary'"),  # pyright: ignore[reportArgumentType]
+        (lambda: gb.grid(3, bandwidth=0.0), "positive"),
+        (lambda: gb.grid(3, bandwidth=math.nan), "positive"),
+        (lambda: gb.grid(28, 28).check(700), r"grid\(28x28\) codes 784 positions, but the axis has 700"),
+        (lambda: gb.per_axis(gb.binary(), gb.grid(3, 3), 8), "9 positions, but the axis has 8"),
+        (lambda: gb.per_axis(gb.binary(), gb.binary(), 0), "n_positions"),
+        (lambda: gb.per_axis(gb.binary(), gb.grid(3, 3), 9).check(20), "whole kernels of 9"),
+    ],
+)
+def test_errors_say_what_was_expected(call: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"type": "hex"},
+        {"type": []},
+        {"type": "grid"},
+        {"type": "grid", "dims": 3, "code": "gray", "bandwidth": 1.0},
+    ]
+    + [{"type": "per_axis", "channels": {}, "positions": {}, "n_positions": 1}, [], None, "binary"]
+    + [{"type": "grid", "dims": [3], "code": "gray", "bandwidth": math.inf}],
+)
+def test_json_of_anything_else_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError):
+        encoding_from_json(data)
+
+
+def test_every_encoding_has_a_reader() -> None:
+    made = [gb.binary(), gb.gray(), gb.one_hot(), gb.grid(3), gb.per_axis(gb.binary(), gb.grid(3), 3)]
+    assert {e.type for e in made} == set(ENCODINGS)

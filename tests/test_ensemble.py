@@ -1,0 +1,177 @@
+"""Ensembles: many g-nets in one call are a loop over single ones, and slots start at the p-net's own deviation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.encoding import Encoding
+from gbfunc.ensemble import apply_tiles, dense_tiles, init_leaves, tile_leaves
+from gbfunc.hypernets import Hypernet
+from gbfunc.tiling import TileGrid, join_tiles, tile_grid
+from gbfunc.types import Params, TileDims
+from tests import oracles
+from tests.strategies import ALL_EXAMPLES, EXAMPLES, encodings, matrices
+
+contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=repr)
+standardised = pytest.mark.parametrize("hypernet", [h for h in ALL_EXAMPLES if h.standardised], ids=repr)
+
+
+def stacked(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> Params:
+    generator = torch.Generator().manual_seed(0)
+    drawn = hypernet.init(dims, n_tiles, n_groups, generator)
+    return {k: v.double() + 0.1 * torch.randn(v.shape, generator=generator) for k, v in drawn.items()}
+
+
+@contract
+@pytest.mark.parametrize("row_blocks", [1, 3])
+@pytest.mark.parametrize("col_blocks", [1, 3])
+def test_an_ensemble_equals_a_loop_over_gnets(hypernet: Hypernet, row_blocks: int, col_blocks: int) -> None:
+    dims = TileDims(4, 5, 2, 3)
+    generator = torch.Generator().manual_seed(1)
+    row = torch.randn(row_blocks, 4, 2, generator=generator, dtype=torch.float64)
+    col = torch.randn(col_blocks, 5, 3, generator=generator, dtype=torch.float64)
+    groups = torch.tensor([0, 1, 0])
+    leaves = stacked(hypernet, dims, 3, 2)
+    shapes = hypernet.noise_shapes(dims)
+    noise = {k: torch.randn(3, *s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}
+    own = tile_leaves(leaves, hypernet.leaves(dims), groups)
+    for drawn in (None, noise or None):
+        tiles = dense_tiles(apply_tiles(hypernet, dims, own, row, col, noise=drawn))
+        if not leaves:
+            tiles = tiles.expand(3, -1, -1)
+        for t in range(3):
+            single = hypernet.apply(
+                {k: v[groups[t]] if hypernet.leaves(dims)[k].scope == "group" else v[t] for k, v in leaves.items()},
+                row[t % row_blocks],
+                col[t % col_blocks],
+                noise=None if drawn is None else {k: v[t] for k, v in drawn.items()},
+            )
+            torch.testing.assert_close(tiles[t], dense_tiles(single), rtol=1e-12, atol=1e-12)
+
+
+@contract
+def test_leaves_of_no_numbers_may_be_left_out(hypernet: Hypernet) -> None:
+    """A column of a vector has a code of width 0: its weights are not stored."""
+    dims, row = TileDims(6, 1, 3, 0), torch.from_numpy(gb.binary().codes(6))[None]
+    col = torch.zeros(1, 1, 0, dtype=torch.float64)
+    leaves = stacked(hypernet, dims, 2, 2)
+    kept = {k: v for k, v in leaves.items() if v.numel()}
+    found = dense_tiles(apply_tiles(hypernet, dims, kept, row, col))
+    assert torch.equal(found, dense_tiles(apply_tiles(hypernet, dims, leaves, row, col)))
+
+
+def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, seed: int = 0) -> Tensor:
+    """The matrix of one slot as `init_leaves` makes it."""
+    widths = row.tile_width(grid.rows, grid.tile_rows), col.tile_width(grid.cols, grid.tile_cols)
+    dims = TileDims(grid.tile_rows, grid.tile_cols, *widths)
+    ensemble_codes = []
+    for codes, axis in ((row.tile_codes(grid.rows, grid.tile_rows), 1), (col.tile_codes(grid.cols, grid.tile_cols), 0)):
+        full = np.expand_dims(codes, axis)
+        full = np.broadcast_to(full, (grid.n_rows, grid.n_cols, *codes.shape[1:]))
+        ensemble_codes.append(torch.from_numpy(full.reshape(grid.n_tiles, *codes.shape[1:]).copy()).float())
+    groups = range(grid.n_tiles)
+    generator = torch.Generator().manual_seed(seed)
+    leaves = init_leaves(hypernet, dims, groups, [(0, grid)], *ensemble_codes, generator)
+    tiles = dense_tiles(apply_tiles(hypernet, dims, leaves, *ensemble_codes))
+    return join_tiles(tiles, grid)
+
+
+@st.composite
+def slots(draw: st.DrawFn) -> tuple[TileGrid, Encoding, Encoding]:
+    """Slots of 1,000 weights or a few more, tall, wide or square, whole or cut."""
+    rows = draw(st.sampled_from([2, 10, 25, 40, 300]))
+    cols = -(-1000 // rows) + draw(st.integers(0, 9))
+    grid = tile_grid((rows, cols), draw(st.sampled_from([None, 40, (64, 17)])))
+    codes = [draw(st.sampled_from([gb.binary(), gb.gray(), gb.grid(n)])) for n in (rows, cols)]
+    return grid, codes[0], codes[1]
+
+
+@standardised
+@settings(max_examples=8)
+@given(slots(), st.integers(0, 99))
+def test_slots_start_at_unit_deviation_and_zero_mean(hypernet: Hypernet, slot: tuple, seed: int) -> None:
+    matrix = slot_of(hypernet, *slot, seed=seed)
+    assert bool(torch.isfinite(matrix).all())
+    assert abs(float(matrix.std()) - 1) < 0.05
+    assert abs(float(matrix.mean())) < 0.05
+
+
+@standardised
+@pytest.mark.parametrize("n", [1000, 1500])
+def test_long_vectors_too(hypernet: Hypernet, n: int) -> None:
+    matrix = slot_of(hypernet, TileGrid(n, 1, n, 1), gb.binary(), gb.binary())
+    assert abs(float(matrix.std()) - 1) < 0.05
+    assert abs(float(matrix.mean())) < 0.05
+
+
+@standardised
+@given(matrices(6), st.integers(0, 99))
+@settings(max_examples=8)
+def test_the_smallest_slots_are_finite(hypernet: Hypernet, matrix: tuple[int, int], seed: int) -> None:
+    found = slot_of(hypernet, tile_grid(matrix), gb.binary(), gb.binary(), seed=seed)
+    assert bool(torch.isfinite(found).all())
+    assert float(found.abs().max()) < 1e3
+
+
+def test_every_slot_of_an_ensemble_is_standardised_by_itself() -> None:
+    pnet = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40), nn.Linear(40, 50))
+    for name, examples in EXAMPLES.items():
+        plan = gb.make_plan(pnet, examples[-1], max_tile=20)
+        weights = gb.generate(plan, gb.init_genome(plan, pnet, 3))
+        for tensor in plan.generated:
+            if examples[-1].standardised:
+                ratio = float(weights[tensor.name].std() / tensor.slots[0].scale)
+                assert abs(ratio - 1) < 0.05, (name, tensor.name)
+
+
+@pytest.mark.parametrize("max_tile", [None, 5, 6, 8])
+def test_slots_of_other_codes_in_one_ensemble(max_tile: int | None) -> None:
+    """Same tile and same widths of codes, but other codes: each slot must see its own."""
+    pnet = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12))
+    codes = {"0.weight": (gb.gray(), gb.binary()), "1.weight": (gb.binary(), gb.gray())}
+    plan = gb.make_plan(pnet.double(), gb.periodic(3), max_tile=max_tile, encodings=codes)
+    assert len(plan.ensembles) == 1
+    genome = gb.init_genome(plan, pnet)
+    found, expected = gb.generate(plan, genome), oracles.weights(plan, genome)
+    for name in expected:
+        np.testing.assert_allclose(found[name].detach().numpy(), expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("max_tile", [None, 4, (12, 4), (4, 12)])
+def test_grids_of_other_positions_in_one_ensemble(max_tile: int | tuple[int, int] | None) -> None:
+    pnet = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3))).double()
+    codes = {
+        "0.weight": (gb.grid(12), gb.grid(12)),
+        "1.weight": (gb.grid(12, bandwidth=2.0), gb.grid(12)),
+        "2.weight": (gb.grid(12), gb.grid(12, bandwidth=3.0)),
+    }
+    plan = gb.make_plan(pnet, gb.gnet((3,)), max_tile=max_tile, encodings=codes)
+    assert len(plan.ensembles) == 1
+    genome = gb.init_genome(plan, pnet)
+    found, expected = gb.generate(plan, genome), oracles.weights(plan, genome)
+    for name in expected:
+        np.testing.assert_allclose(found[name].detach().numpy(), expected[name], rtol=1e-9, atol=1e-12)
+
+
+@given(st.data())
+@settings(max_examples=15)
+def test_any_codes_and_tiles(data: st.DataObject) -> None:
+    pnet = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6), nn.Linear(6, 4)).double()
+    codes = {f"{i}.weight": (data.draw(encodings(n)), data.draw(encodings(m))) for i, n, m in ((0, 4, 6), (1, 6, 4))}
+    max_tile = data.draw(st.sampled_from([None, 2, 3, (2, 6), (4, 3)]))
+    hypernet = data.draw(st.sampled_from([gb.periodic(2), gb.periodic(2, "kind"), gb.gnet((2,)), gb.stochastic((2,))]))
+    try:
+        plan = gb.make_plan(pnet, hypernet, max_tile=max_tile, encodings=codes)
+    except ValueError as error:
+        assert "whole kernels" in str(error)  # A per-axis code whose positions do not fill a tile.
+        return
+    genome = gb.init_genome(plan, pnet)
+    found, expected = gb.generate(plan, genome), oracles.weights(plan, genome)
+    for name in expected:
+        np.testing.assert_allclose(found[name].detach().numpy(), expected[name], rtol=1e-9, atol=1e-12)

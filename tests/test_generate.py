@@ -1,0 +1,279 @@
+"""Generation: equal to a loop over single weights, differentiable in every way, pure, and a plain module in the end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import ALL_EXAMPLES, convnets, linear_end, mlps
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from trees_equal import copy_tree, photograph, same_bits
+from zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, noise_of, small
+
+import gbfunc as gb
+from gbfunc.hypernets import Hypernet
+from gbfunc.pnet import PureNet
+
+ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
+EACH = pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
+HYPERNETS = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=str)
+
+
+# --- oracle --------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_generate_equals_a_loop_over_single_weights(animal: Animal) -> None:
+    _, plan, genome = genome_of(animal)
+    noise = noise_of(plan)
+    weights = gb.generate(plan, genome, noise=noise)
+    expected = oracles.weights(plan, genome, noise)
+    assert list(weights) == [t.name for t in plan.tensors] == list(expected)
+    for t in plan.tensors:
+        assert weights[t.name].dtype == getattr(torch, t.dtype)
+        tolerance = 2e-2 if t.dtype == "bfloat16" else 1e-12 if t.dtype == "float64" else 2e-5
+        torch.testing.assert_close(
+            weights[t.name].double(),
+            torch.from_numpy(np.array(expected[t.name])),
+            rtol=tolerance,
+            atol=tolerance,
+        )
+
+
+@HYPERNETS
+def test_generate_equals_the_loop_in_float64_for_every_hypernetwork(hypernet: Hypernet) -> None:
+    _, plan, genome = small(hypernet)
+    for noise in (None, noise_of(plan)):
+        expected = oracles.weights(plan, genome, noise)
+        for name, weight in gb.generate(plan, genome, noise=noise).items():
+            torch.testing.assert_close(
+                weight, torch.from_numpy(np.array(expected[name])), rtol=1e-10, atol=1e-10
+            )
+
+
+@given(st.one_of(mlps(9), convnets(3)), st.sampled_from(ALL_EXAMPLES), st.integers(1, 7), st.integers(0, 9))
+def test_generate_equals_the_loop_for_any_pnet(
+    pnet: nn.Module, hypernet: Hypernet, tile: int, seed: int
+) -> None:
+    pnet = pnet.double()
+    plan = gb.make_plan(pnet, hypernet, max_tile=tile)
+    genome = gb.init_genome(plan, pnet, seed)
+    expected = oracles.weights(plan, genome)
+    for name, weight in gb.generate(plan, genome).items():
+        torch.testing.assert_close(weight, torch.from_numpy(np.array(expected[name])), rtol=1e-9, atol=1e-9)
+
+
+# --- purity --------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_generation_is_pure(animal: Animal) -> None:
+    pnet, plan, genome = genome_of(animal)
+    before, picture, random = copy_tree(genome), photograph(pnet), torch.get_rng_state()
+    first, second = gb.generate(plan, genome), gb.generate(plan, genome)
+    gb.materialize(plan, genome, pnet)
+    assert same_bits(first, second)
+    assert same_bits(gb.init_genome(plan, pnet, 0), genome)
+    assert same_bits(genome, before) and same_bits(photograph(pnet), picture)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gnet", "shared"])
+def test_weights_are_generated_in_full_precision_under_autocast(name: str) -> None:
+    _, plan, genome = genome_of(ZOO[name])
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = gb.generate(plan, genome)
+    assert same_bits(weights, gb.generate(plan, genome))
+
+
+def test_noise_is_an_argument() -> None:
+    _, plan, genome = genome_of(ZOO["stochastic"])
+    mean = gb.generate(plan, genome)
+    noise = noise_of(plan)
+    assert same_bits(noise, noise_of(plan))
+    drawn = gb.generate(plan, genome, noise=noise)
+    zero = gb.generate(
+        plan, genome, noise=copy_tree({e: {k: v * 0 for k, v in n.items()} for e, n in noise.items()})
+    )
+    for t in plan.generated:
+        assert not torch.isclose(drawn[t.name], mean[t.name]).any()
+        torch.testing.assert_close(zero[t.name], mean[t.name])
+    assert gb.sample_noise(ZOO["mlp"].plan(mlp()), torch.Generator()) == {}
+
+
+# --- genomes -------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_a_fresh_genome_has_the_planned_leaves_and_the_pnets_own_direct_values(animal: Animal) -> None:
+    pnet, plan, genome = genome_of(animal)
+    shapes = {e.name: {k: torch.Size(s) for k, s in e.shapes.items()} for e in plan.ensembles if e.shapes}
+    assert {e: {k: v.shape for k, v in leaves.items()} for e, leaves in genome.gnets.items()} == shapes
+    assert all(v.dtype == plan.dtype for leaves in genome.gnets.values() for v in leaves.values())
+    own = dict(pnet.named_parameters())
+    for name, value in genome.direct.items():
+        assert not value.requires_grad and value.device.type == "cpu" and value.isfinite().all()
+        assert own[name].is_meta or torch.equal(value, own[name])
+    assert same_bits(genome.buffers, {k: v.detach() for k, v in pnet.named_buffers()})
+    assert plan.genome_params == sum(v.numel() for v in tree_leaves([genome.gnets, genome.direct]))
+
+
+def test_a_genome_has_tensors_of_its_own() -> None:
+    pnet, _, genome = genome_of(ZOO["conv_bn"])
+    before = copy_tree(genome)
+    with torch.no_grad():
+        for tensor in [*pnet.parameters(), *pnet.buffers()]:
+            tensor.fill_(9)
+    assert same_bits(genome, before)
+
+
+def test_seeds_tell_genomes_apart() -> None:
+    _, _, a = genome_of(ZOO["mlp"], 0)
+    _, _, b = genome_of(ZOO["mlp"], 1)
+    pairs = zip(tree_leaves(a.gnets), tree_leaves(b.gnets), strict=True)
+    assert not any(torch.equal(x, y) for x, y in pairs)
+
+
+def test_a_meta_pnet_starts_like_a_real_one() -> None:
+    """The weights of norms are 1, vectors 0, and matrices have deviation 1 / sqrt(fan_in)."""
+    with torch.device("meta"):
+        pnet = nn.Sequential(nn.Embedding(300, 64), nn.LayerNorm(64), nn.Linear(64, 100))
+    plan = gb.make_plan(pnet, gb.periodic(16))
+    weights = gb.generate(plan, gb.init_genome(plan, pnet))
+    assert torch.equal(weights["1.weight"], torch.ones(64)) and torch.equal(
+        weights["1.bias"], torch.zeros(64)
+    )
+    assert torch.equal(weights["2.bias"], torch.zeros(100))
+    for name in ("0.weight", "2.weight"):
+        assert float(weights[name].std()) == pytest.approx(1 / 8, rel=0.05)
+
+
+def test_meta_buffers_are_refused() -> None:
+    with torch.device("meta"):
+        pnet = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="buffers .*running_mean.* are on the meta device"):
+        gb.init_genome(gb.make_plan(pnet), pnet)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.Linear(6, 7),
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+        nn.Sequential(mlp(), nn.Identity()),
+    ],
+    ids=["missing", "shape", "names"],
+)
+def test_another_pnet_is_refused(other: nn.Module) -> None:
+    _, plan, genome = genome_of(ZOO["mlp"])
+    for door in (lambda: gb.init_genome(plan, other), lambda: gb.materialize(plan, genome, other)):
+        with pytest.raises(
+            ValueError, match="the plan was made for another p-net: this one differs in .*weight"
+        ):
+            door()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda g: g._replace(direct={}), r"missing .*direct\['0.bias'\]"),
+        (
+            lambda g: g._replace(direct={**g.direct, "0.wieght": torch.zeros(1)}),
+            r"unknown .*direct\['0.wieght'\]",
+        ),
+        (lambda g: g._replace(gnets={}), r"missing .*gnets\["),
+        (lambda g: g._replace(gnets={**g.gnets, "more": {"phase": torch.zeros(1)}}), r"unknown .*\['more'\]"),
+        (
+            lambda g: g._replace(direct={**g.direct, "0.bias": torch.zeros(1)}),
+            r"\['0.bias'\] is \(1,\), expected \(7,\)",
+        ),
+        (
+            lambda g: g._replace(gnets={e: {k: v[:1] for k, v in n.items()} for e, n in g.gnets.items()}),
+            r"wrong shape .*\['phase'\] is \(1, 2\), expected \(\d, 2\)",
+        ),
+    ],
+    ids=["no direct", "misspelt", "no g-nets", "unknown ensemble", "broadcastable", "too few tiles"],
+)
+def test_a_genome_that_does_not_fit_is_refused(spoil: Callable[[gb.Genome], gb.Genome], words: str) -> None:
+    pnet, plan, genome = genome_of(ZOO["mlp"])
+    for door in (lambda g: gb.generate(plan, g), lambda g: gb.materialize(plan, g, pnet)):
+        with pytest.raises(ValueError, match=f"the genome does not fit the plan: .*{words}"):
+            door(spoil(genome))
+
+
+# --- materialize ---------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_a_materialised_pnet_is_a_plain_module(animal: Animal) -> None:
+    pnet, plan, genome = genome_of(animal)
+    net = gb.materialize(plan, genome, pnet)
+    assert [(n, type(m).__name__, m.training) for n, m in net.named_modules()] == [
+        (n, type(m).__name__, m.training) for n, m in pnet.named_modules()
+    ]
+    assert not any(type(m).__module__.startswith("gbfunc") for m in net.modules())
+    described = {
+        k: (type(v), v.shape, v.dtype, v.requires_grad) for k, v in pnet.state_dict(keep_vars=True).items()
+    }
+    made = net.state_dict(keep_vars=True)
+    assert {k: (type(v), v.shape, v.dtype, v.requires_grad) for k, v in made.items()} == described
+    assert all(v.device.type == "cpu" and v.is_leaf and v.grad is None for v in made.values())
+
+    batch = animal.batch(dtype_of(net))
+    buffers = copy_tree(genome.buffers)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(2)
+        expected = loss_fn(lambda x: PureNet(pnet)(gb.generate(plan, genome), buffers, x), batch)
+        torch.manual_seed(2)
+        torch.testing.assert_close(loss_fn(net, batch), expected, rtol=0, atol=0)
+    assert same_bits(dict(net.named_buffers()), {k: b.detach() for k, b in buffers.items()})
+
+
+def test_a_materialised_pnet_shares_nothing_with_the_genome() -> None:
+    pnet, plan, genome = genome_of(ZOO["conv_bn"])
+    before = copy_tree(genome)
+    net = gb.materialize(plan, genome, pnet)
+    F.mse_loss(net(ZOO["conv_bn"].batch()), torch.zeros(8, 3)).backward()
+    torch.optim.SGD(net.parameters(), 1.0).step()
+    assert same_bits(genome, before)
+    copy.deepcopy(net)
+
+
+def test_tied_weights_stay_tied() -> None:
+    pnet, plan, genome = genome_of(ZOO["tied"])
+    net: Any = gb.materialize(plan, genome, pnet)
+    assert net.head.weight is net.embedding.weight
+    assert torch.equal(net.head.weight, gb.generate(plan, genome)["embedding.weight"])
+    assert plan.pnet_params == sum(p.numel() for p in pnet.parameters())
+
+
+def test_a_parametrised_pnet_stays_parametrised() -> None:
+    pnet, plan, genome = genome_of(ZOO["weight_norm"])
+    net: Any = gb.materialize(plan, genome, pnet)
+    names = ("0.parametrizations.weight.original0", "0.parametrizations.weight.original1")
+    g, v = (gb.generate(plan, genome)[name] for name in names)
+    torch.testing.assert_close(net[0].weight, g * v / v.norm(dim=1, keepdim=True))
+
+
+def test_a_genome_without_the_buffers_is_refused() -> None:
+    pnet, plan, genome = genome_of(ZOO["conv_bn"])
+    with pytest.raises(ValueError, match="buffers do not fit the p-net: missing .*running_var"):
+        gb.materialize(plan, genome._replace(buffers={}), pnet)
+
+
+def test_g_nets_from_modules_leave_the_random_state_alone() -> None:
+    random = torch.get_rng_state()
+    pnet, plan, genome = small(gb.from_module(linear_end))
+    after_pnet = torch.get_rng_state()
+    gb.init_genome(plan, pnet, 1)
+    assert torch.equal(torch.get_rng_state(), after_pnet)
+    assert random.shape == after_pnet.shape and genome.gnets

@@ -1,0 +1,276 @@
+"""The contract of a hypernetwork, over every type in the table, and what is special to each."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.encoding import Encoding
+from gbfunc.ensemble import dense_tiles
+from gbfunc.hypernets import HYPERNETS, Hypernet, hypernet_from_json, n_params
+from gbfunc.types import Factors, Params, TileDims
+from tests import oracles
+from tests.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, bounded_end, linear_end
+
+BY_PATH = {f"{f.__module__}:{f.__qualname__}": f for f in FACTORIES}
+contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=repr)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tile_dims(rows: int, cols: int, row_code: Encoding, col_code: Encoding) -> TileDims:
+    return TileDims(rows, cols, row_code.width(rows), col_code.width(cols))
+
+
+def codes(rows: int, cols: int, row_code: Encoding, col_code: Encoding) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(row_code.codes(rows)), torch.from_numpy(col_code.codes(cols))
+
+
+def one_gnet(hypernet: Hypernet, dims: TileDims, seed: int = 0) -> Params:
+    """Leaves of one g-net in float64, none of them at a special value."""
+    generator = seeded(seed)
+    drawn = hypernet.init(dims, 1, 1, generator)
+    return {k: v[0].double() + 0.1 * torch.randn(v[0].shape, generator=generator) for k, v in drawn.items()}
+
+
+def noise_of(hypernet: Hypernet, dims: TileDims) -> Params:
+    shapes = hypernet.noise_shapes(dims)
+    return {k: torch.randn(s, generator=seeded(1), dtype=torch.float64) for k, s in shapes.items()}
+
+
+def dense(tile: Tensor | Factors) -> Tensor:
+    return tile if isinstance(tile, Tensor) else tile.left @ tile.right.mT
+
+
+def test_every_type_has_examples() -> None:
+    assert set(EXAMPLES) == set(HYPERNETS)
+    for name, examples in EXAMPLES.items():
+        assert {h.type for h in examples} == {name}
+
+
+@contract
+@given(n=st.integers(2, 9), m=st.integers(2, 9), n_tiles=st.integers(1, 4), n_groups=st.integers(1, 3))
+def test_init_draws_what_leaves_announce(hypernet: Hypernet, n: int, m: int, n_tiles: int, n_groups: int) -> None:
+    dims = tile_dims(n, m, gb.binary(), gb.gray())
+    leaves = hypernet.leaves(dims)
+    drawn = hypernet.init(dims, n_tiles, n_groups, seeded())
+    count = {"tile": n_tiles, "group": n_groups}
+    assert {k: tuple(v.shape) for k, v in drawn.items()} == {
+        k: (count[leaf.scope], *leaf.shape) for k, leaf in leaves.items()
+    }
+    assert all(v.dtype == torch.float32 and bool(torch.isfinite(v).all()) for v in drawn.values())
+    assert sum(v.numel() for v in drawn.values()) == n_params(hypernet, dims, n_tiles, n_groups)
+
+
+@contract
+def test_init_depends_on_its_generator_alone(hypernet: Hypernet) -> None:
+    dims = tile_dims(6, 5, gb.binary(), gb.binary())
+    before = torch.random.get_rng_state()
+    first, again, other = (hypernet.init(dims, 3, 2, seeded(s)) for s in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    assert not first or any(not torch.equal(first[k], other[k]) for k in first)
+
+
+@contract
+@pytest.mark.parametrize("axes", [(gb.binary(), gb.gray()), (gb.grid(3, 2), gb.one_hot())], ids=["bits", "grid"])
+def test_a_tile_equals_a_loop_over_weights(hypernet: Hypernet, axes: tuple[Encoding, Encoding]) -> None:
+    dims, (row, col) = tile_dims(6, 5, *axes), codes(6, 5, *axes)
+    leaves, noise = one_gnet(hypernet, dims), noise_of(hypernet, dims)
+    numpy = {k: v.numpy() for k, v in leaves.items()}
+    for own in (None, noise or None):
+        found = dense(hypernet.apply(leaves, row, col, noise=own))
+        expected = oracles.tile(hypernet, numpy, row.numpy(), col.numpy(), {k: v.numpy() for k, v in (own or {}).items()})
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
+@contract
+def test_factors_come_where_they_are_announced(hypernet: Hypernet) -> None:
+    dims, (row, col) = tile_dims(6, 5, gb.binary(), gb.binary()), codes(6, 5, gb.binary(), gb.binary())
+    tile = hypernet.apply(one_gnet(hypernet, dims), row, col)
+    assert isinstance(tile, Factors) == hypernet.factorised
+    if isinstance(tile, Factors):
+        assert tile.left.shape[0] == 6 and tile.right.shape[0] == 5
+        assert tile.left.shape[1] == tile.right.shape[1]
+    assert dense_tiles(tile).shape == (6, 5)
+
+
+@contract
+def test_gradients_equal_finite_differences(hypernet: Hypernet) -> None:
+    dims, (row, col) = tile_dims(4, 3, gb.binary(), gb.binary()), codes(4, 3, gb.binary(), gb.binary())
+    leaves, noise = one_gnet(hypernet, dims), noise_of(hypernet, dims) or None
+    names = list(leaves)
+
+    def tile(*values: Tensor) -> Tensor:
+        return dense(hypernet.apply(dict(zip(names, values, strict=True)), row, col, noise=noise))
+
+    values = [leaves[k].requires_grad_() for k in names]
+    if names:
+        assert torch.autograd.gradcheck(tile, values)
+        used = torch.autograd.grad(tile(*values).square().sum(), values)
+        assert all(bool(g.abs().max() > 0) for g in used)
+
+
+@contract
+def test_a_tile_is_jointly_linear_in_its_linear_leaves(hypernet: Hypernet) -> None:
+    dims, (row, col) = tile_dims(6, 5, gb.binary(), gb.binary()), codes(6, 5, gb.binary(), gb.binary())
+    first, second = (one_gnet(hypernet, dims, s) for s in (0, 1))
+    linear = [k for k, leaf in hypernet.leaves(dims).items() if leaf.role == "linear"]
+    assert bool(linear) == hypernet.standardised
+
+    def tile(values: Params) -> Tensor:
+        return dense(hypernet.apply(first | values, row, col))
+
+    if linear:
+        u, v = ({k: leaves[k] for k in linear} for leaves in (first, second))
+        both = tile({k: 2 * u[k] - 3 * v[k] for k in linear})
+        torch.testing.assert_close(both, 2 * tile(u) - 3 * tile(v), rtol=1e-9, atol=1e-9)
+
+
+@contract
+def test_json_round_trip(hypernet: Hypernet) -> None:
+    again = hypernet_from_json(json.loads(json.dumps(hypernet.to_json())), BY_PATH)
+    assert again == hypernet
+    assert hash(again) == hash(hypernet)
+
+
+@contract
+def test_size_and_with_size(hypernet: Hypernet) -> None:
+    assert isinstance(hypernet.size, int)
+    if not hypernet.sizable:
+        return
+    assert hypernet.with_size(hypernet.size) == hypernet
+    bigger = hypernet.with_size(hypernet.size + 3)
+    assert bigger.size == hypernet.size + 3
+    assert hypernet.size < (hypernet.size + 3)
+    dims = tile_dims(6, 5, gb.binary(), gb.binary())
+    sizes = [n_params(hypernet.with_size(s), dims, 2, 1) for s in range(1, 12)]
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("name", sorted(set(HYPERNETS) - {"constant", "module"}))
+def test_without_a_size_a_plan_must_choose(name: str) -> None:
+    hypernet = HYPERNETS[name]()
+    assert hypernet.size is None
+    assert hypernet.with_size(3).size == 3
+    assert hypernet_from_json(hypernet.to_json(), {}) == hypernet
+    with pytest.raises(ValueError, match="no size yet"):
+        hypernet.leaves(TileDims(3, 3, 2, 2))
+
+
+def test_stochastic_noise_is_reparameterised() -> None:
+    hypernet, dims = gb.stochastic((4,)), tile_dims(6, 5, gb.binary(), gb.binary())
+    row, col = codes(6, 5, gb.binary(), gb.binary())
+    leaves, noise = one_gnet(hypernet, dims), noise_of(gb.stochastic((4,)), dims)
+    mean = dense(hypernet.apply(leaves, row, col))
+    torch.testing.assert_close(dense(hypernet.apply(leaves, row, col, noise={"weight": 0 * noise["weight"]})), mean)
+    drawn = [dense(hypernet.apply(leaves, row, col, noise={"weight": s * noise["weight"]})) - mean for s in (1, 2)]
+    torch.testing.assert_close(drawn[1], 2 * drawn[0])
+    assert bool((drawn[0].sign() == noise["weight"].sign()).all())
+    mean_only = gb.gnet((4,)).apply(leaves, row, col)
+    torch.testing.assert_close(mean_only, mean)
+
+
+def test_stochastic_spread_starts_at_five_per_cent() -> None:
+    hypernet, dims = gb.stochastic((4,)), tile_dims(6, 5, gb.binary(), gb.binary())
+    row, col = (c.float() for c in codes(6, 5, gb.binary(), gb.binary()))
+    leaves = {k: v[0] for k, v in hypernet.init(dims, 1, 1, seeded()).items()}
+    spread = hypernet.apply(leaves, row, col, noise={"weight": torch.ones(6, 5)}) - hypernet.apply(leaves, row, col)
+    torch.testing.assert_close(spread, torch.full((6, 5), float(np.exp(-3.0))), rtol=1e-4, atol=0)
+
+
+def test_shared_periodic_tiles_own_two_coefficients_a_feature() -> None:
+    dims = TileDims(128, 128, 7, 7)
+    own, shared = gb.periodic(10), gb.periodic(10, "kind")
+    assert n_params(own, dims, 3, 3) == 3 * 10 * (7 + 7 + 2)
+    assert n_params(shared, dims, 12, 2) == 2 * 10 * (7 + 7) + 12 * 10 * 2
+    assert shared.shares and not own.shares
+
+
+def test_low_rank_and_xox_stop_at_the_shorter_side() -> None:
+    dims = TileDims(6, 4, 0, 0)
+    assert gb.low_rank().max_size(dims) == gb.xox().max_size(dims) == 4
+    assert gb.periodic().max_size(dims) is None
+
+
+def test_gnet_scales_all_layers_with_the_first() -> None:
+    assert gb.gnet((8, 4)).with_size(16) == gb.gnet((16, 8))
+    assert gb.gnet((8, 1)).with_size(1) == gb.gnet((1, 1))
+
+
+def test_from_module_with_a_linear_end_needs_no_gain() -> None:
+    dims = TileDims(4, 3, 2, 2)
+    assert set(gb.from_module(linear_end).leaves(dims)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    bounded = gb.from_module(bounded_end).leaves(dims)
+    assert set(bounded) == {"0.weight", "0.bias", "2.weight", "2.bias", "gain", "shift"}
+    assert {k for k, leaf in bounded.items() if leaf.role == "linear"} == {"gain", "shift"}
+
+
+def test_from_module_draws_as_the_module_does() -> None:
+    leaves = gb.from_module(linear_end).init(TileDims(4, 3, 2, 2), 50, 50, seeded())
+    # nn.Linear draws uniformly within 1 / sqrt(fan_in).
+    assert 0.45 < float(leaves["0.weight"].abs().max()) <= 0.5
+    assert not torch.equal(leaves["0.weight"][0], leaves["0.weight"][1])
+
+
+def two_outputs(width: int) -> nn.Module:
+    return nn.Linear(width, 2)
+
+
+def normalised(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 1), nn.BatchNorm1d(1))
+
+
+def no_module(width: int) -> Any:
+    return width
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: gb.periodic(0), ValueError, "features must be an int >= 1"),
+        (lambda: gb.periodic(2.5), ValueError, "features must be an int >= 1"),
+        (lambda: gb.periodic(True), ValueError, "features must be an int >= 1"),
+        (lambda: gb.periodic(3, "all"), ValueError, "share must be 'none' or 'kind', got 'all'"),
+        (lambda: gb.periodic(3, frequency=0.0), ValueError, "frequency must be a positive number"),
+        (lambda: gb.constant(float("nan")), ValueError, "finite number"),
+        (lambda: gb.constant("0"), ValueError, "finite number"),
+        (lambda: gb.gnet(()), ValueError, "one or more widths"),
+        (lambda: gb.gnet(32), ValueError, "tuple of one or more widths"),
+        (lambda: gb.gnet((32, 0)), ValueError, "hidden width must be an int >= 1"),
+        (lambda: gb.gnet((32,), "swish"), ValueError, r"one of \['gelu', 'relu', 'sin', 'tanh'\], got 'swish'"),
+        (lambda: gb.stochastic((None,)), ValueError, "hidden width"),
+        (lambda: gb.low_rank(-1), ValueError, "rank must be an int >= 1"),
+        (lambda: gb.xox(0), ValueError, "genes must be an int >= 1"),
+        (lambda: gb.from_module(3), TypeError, "expects a callable"),
+        (lambda: gb.from_module(two_outputs), ValueError, r"\[3, 2\] gave \[3, 2\]"),
+        (lambda: gb.from_module(normalised), ValueError, "no buffers"),
+        (lambda: gb.from_module(no_module), ValueError, "must return an nn.Module, got int"),
+        (lambda: gb.from_module(lambda n: nn.Linear(n, 1)).to_json(), ValueError, "importable by name"),
+    ],
+)
+def test_errors_say_what_was_expected(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{}, [], None, "periodic", {"type": "swish"}, {"type": ["periodic"]}, {"type": "periodic", "features": "3"}]
+    + [{"type": "periodic", "width": 3}, {"type": "gnet", "hidden": 3}, {"type": "gnet", "hidden": [3, [4]]}]
+    + [{"type": "module"}, {"type": "module", "factory": "os:system"}, {"type": "constant", "value": None}]
+    + [{"type": "periodic", "features": 3, "frequency": "1"}, {"type": "module", "factory": ["os:system"]}],
+)
+def test_json_of_anything_else_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError):
+        hypernet_from_json(data, {})

@@ -1,0 +1,202 @@
+"""The shape of the repository: who may import whom, where each hazard lives, how long a file may be."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import jupytext
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "gbfunc"
+
+# Lowest first; a room (a module or a subpackage) imports only from itself and from the rows above its own.
+LEVELS = (
+    {"types"},
+    {"trees", "tiling", "encoding", "collective"},
+    {"kernels"},
+    {"hypernets", "layers", "factored", "optim", "pnet"},
+    {"plan"},
+    {"ensemble"},
+    {"generate"},
+    {"train", "artifact", "checkpoint"},
+    {"__init__"},
+    {"tasks", "plots"},
+    {"bench"},
+    {"cli"},
+    {"__main__"},
+)
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+TOP_LEVEL = {"gbfunc", "tests", "notebooks", "pyproject.toml", "README.md", "LICENSE"}
+MAX_LINES = 300
+
+SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
+TESTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
+NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def room_of(path: str) -> str:
+    """The room of a file: `gbfunc/plan/spec.py` -> `plan`."""
+    return Path(path).parts[1].removesuffix(".py")
+
+
+def parse(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=path)
+
+
+def imported_modules(tree: ast.AST, path: str) -> Iterator[str]:
+    """Full dotted names of all that a file imports, `from a import b` as `a.b`, relative imports resolved."""
+    package = Path(path).parts[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            parts = [*base, *(node.module.split(".") if node.module else ())]
+            yield from (".".join([*parts, alias.name]) for alias in node.names)
+
+
+def imported_rooms(tree: ast.AST, path: str) -> set[str]:
+    """Rooms of gbfunc that a file imports; a name taken from gbfunc itself counts as `__init__`."""
+    rooms = set()
+    for module in imported_modules(tree, path):
+        package, *rest = module.split(".")
+        if package == "gbfunc":
+            rooms.add(rest[0] if rest and rest[0] in LEVEL else "__init__")
+    return rooms
+
+
+def upward_imports(tree: ast.AST, path: str) -> set[str]:
+    """Rooms that a file imports although they are not below its own."""
+    own = room_of(path)
+    return {room for room in imported_rooms(tree, path) - {own} if LEVEL[room] >= LEVEL[own]}
+
+
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    """The tree without the bodies of `if TYPE_CHECKING:`."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            self.generic_visit(node)
+            return node.orelse if ast.unparse(node.test).endswith("TYPE_CHECKING") else node
+
+    return Strip().visit(tree)
+
+
+def uses_distributed(tree: ast.Module, path: str) -> bool:
+    """Whether a file reaches for `torch.distributed` at run time, by import or by attribute."""
+    tree = without_type_checking(tree)
+    dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = dotted | set(imported_modules(tree, path))
+    return any(f"{name}.".startswith("torch.distributed.") for name in names)
+
+
+def names_used(tree: ast.AST) -> set[str]:
+    """Every plain name, attribute and imported name in a file."""
+    used = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            used.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.alias):
+            used.add(node.name.rpartition(".")[2])
+    return used
+
+
+def calls_print(tree: ast.AST) -> bool:
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+
+
+def test_every_file_has_a_level() -> None:
+    strangers = {path for path in SOURCES if room_of(path) not in LEVEL}
+    assert not strangers, "give each a place in LEVELS and in the design's table"
+
+
+def test_imports_come_from_lower_levels() -> None:
+    placed = [path for path in SOURCES if room_of(path) in LEVEL]
+    upward = {path: upward_imports(parse(path), path) for path in placed}
+    assert {path: rooms for path, rooms in upward.items() if rooms} == {}
+
+
+def test_only_collective_uses_torch_distributed() -> None:
+    users = {path for path in SOURCES if uses_distributed(parse(path), path)}
+    assert users <= {"gbfunc/collective.py"}
+
+
+def test_only_pnet_calls_the_pnet_functionally() -> None:
+    callers = {path for path in SOURCES if "functional_call" in names_used(parse(path))}
+    # A g-net made of a module is called so too, in one more place.
+    assert callers <= {"gbfunc/pnet.py", "gbfunc/hypernets/module.py"}
+
+
+def test_only_the_cli_prints() -> None:
+    assert {path for path in SOURCES if calls_print(parse(path)) and room_of(path) != "cli"} == set()
+
+
+def test_files_are_short() -> None:
+    lines = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in SOURCES + TESTS}
+    assert {path: n for path, n in lines.items() if n > MAX_LINES} == {}
+
+
+def test_no_file_is_a_drawer_of_utils() -> None:
+    assert [path for path in SOURCES + TESTS if Path(path).stem in {"util", "utils"}] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "upward"),
+    [
+        ("gbfunc/tiling.py", "from gbfunc.types import Array", set()),
+        ("gbfunc/tiling.py", "from gbfunc.encoding import binary", {"encoding"}),
+        ("gbfunc/tiling.py", "from . import train", {"train"}),
+        ("gbfunc/tiling.py", "def f():\n    import gbfunc.plan.spec", {"plan"}),
+        ("gbfunc/plan/spec.py", "from .report import table\nfrom ..layers import KINDS", set()),
+        ("gbfunc/plan/spec.py", "from ..generate import generate", {"generate"}),
+        ("gbfunc/train.py", "from gbfunc import make_plan", {"__init__"}),
+        ("gbfunc/cli/demo.py", "import gbfunc as gb", set()),
+    ],
+)
+def test_upward_imports_are_seen(path: str, source: str, upward: set[str]) -> None:
+    assert upward_imports(ast.parse(source), path) == upward
+
+
+@pytest.mark.parametrize(
+    ("source", "used"),
+    [
+        ("import torch.distributed as dist", True),
+        ("from torch import distributed", True),
+        ("from torch.distributed.tensor import DTensor", True),
+        ("import torch\ntorch.distributed.barrier()", True),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.distributed", False),
+        ("wrapped = type(module).__module__ == 'torch.distributed.fsdp'", False),
+        ("from torch.distributions import Normal", False),
+    ],
+)
+def test_uses_of_distributed_are_seen(source: str, used: bool) -> None:
+    assert uses_distributed(ast.parse(source), "gbfunc/x.py") is used
+
+
+def test_top_level_holds_the_agreed_names_and_dot_folders() -> None:
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    try:
+        top = git("rev-parse", "--show-toplevel")
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    if top.returncode or Path(top.stdout.strip()).resolve() != ROOT:
+        pytest.skip("the tree is not a git checkout")
+    files = git("ls-files").stdout.splitlines()
+    names = {file.split("/")[0] for file in files if (ROOT / file).exists()}
+    assert {name for name in names if not name.startswith(".")} == TOP_LEVEL
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_notebook_equals_its_script(path: str) -> None:
+    def cells(file: Path) -> list[tuple[str, str]]:
+        return [(cell.cell_type, cell.source) for cell in jupytext.read(file).cells]
+
+    notebook = ROOT / path
+    assert cells(notebook) == cells(notebook.with_suffix(".py")), f"run `jupytext --sync {path}`"

@@ -1,0 +1,82 @@
+"""Figures are made without a window or global state, and say what they show."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gbfunc.plots import PALETTE, learning_curve, weight_images
+
+ROWS = [{"epoch": i, "train_loss": 2.0 / i, "val_accuracy": 1 - 0.5 / i} for i in (1, 2, 3)]
+
+
+def png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=40)
+    return out.getvalue()
+
+
+def shown(axes: Axes) -> torch.Tensor:
+    image = axes.images[0].get_array()
+    assert image is not None
+    return torch.as_tensor(np.ma.getdata(image))
+
+
+@pytest.mark.parametrize("n_rows", [1, 3])
+def test_learning_curve_draws_every_run_with_units(n_rows: int) -> None:
+    figure = learning_curve({"genome": ROWS[:n_rows], "dense": ROWS[:n_rows]})
+    loss, acc = figure.axes
+    assert loss.get_ylabel() == "training loss (cross entropy, nats)" and loss.get_xlabel() == "epoch"
+    assert acc.get_ylabel() == "validation accuracy (%)"
+    for line, color in zip(acc.lines, PALETTE, strict=False):
+        assert line.get_color() == color
+        assert np.asarray(line.get_ydata()).tolist() == [50.0, 75.0, pytest.approx(100 - 50 / 3)][:n_rows]
+    legend = acc.get_legend()
+    assert legend is not None and [t.get_text() for t in legend.get_texts()] == ["genome", "dense"]
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_more_runs_than_colours() -> None:
+    assert len(learning_curve({str(i): ROWS for i in range(9)}).axes[0].lines) == 9
+
+
+def test_weight_images_show_the_matrices_beside_each_other() -> None:
+    nets = {
+        label: {"0.weight": torch.randn(20, 12), "0.bias": torch.randn(20), "2.weight": torch.zeros(3, 20)}
+        for label in ("generated", "dense")
+    }
+    figure = weight_images(nets, (3, 4))
+    titles = [a.get_title() for a in figure.axes if a.get_title()]
+    assert titles == [f"{n}: {t}" for n in nets for t in ("rows of 0.weight", "0.weight", "2.weight")]
+    fields, matrix = (shown(a) for a in figure.axes[:2])
+    assert torch.equal(matrix, nets["generated"]["0.weight"])
+    # 16 of the 20 rows, as 3 x 4 images with a seam between them.
+    assert fields.shape == (4 * 4 - 1, 4 * 5 - 1)
+    assert torch.equal(fields[4:7, 5:9], nets["generated"]["0.weight"][5].reshape(3, 4))
+    assert png(figure).startswith(b"\x89PNG")
+    assert len([a for a in weight_images(nets).axes if a.get_title()]) == 4
+
+
+def test_nothing_to_draw_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one run"):
+        learning_curve({})
+    for nets in ({}, {"a": {"bias": torch.zeros(3)}}):
+        with pytest.raises(ValueError, match="same weight matrices"):
+            weight_images(nets)
+    with pytest.raises(ValueError, match="same weight matrices"):
+        weight_images({"a": {"w": torch.zeros(3, 2)}, "b": {"w": torch.zeros(2, 3)}})
+    with pytest.raises(ValueError, match="rows of 2 weights are no images"):
+        weight_images({"a": {"w": torch.zeros(3, 2)}}, (3, 3))
+
+
+def test_pyplot_is_not_needed() -> None:
+    import subprocess
+
+    code = "import sys, gbfunc.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

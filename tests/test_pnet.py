@@ -1,0 +1,294 @@
+"""The p-net as a pure function: the same as the module itself, and a refusal of what cannot be one."""
+
+from __future__ import annotations
+
+import cProfile
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from trees_equal import copy_tree, photograph, same_bits
+from zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, loss_fn, mlp
+
+import gbfunc as gb
+from gbfunc.pnet import PureNet, buffers_of, check_pnet, owned_parameters, skeleton_of, with_weights
+
+ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
+EACH = pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
+
+
+def other_tensors(pnet: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and buffers that are not the p-net's own."""
+    draw = torch.Generator().manual_seed(7)
+    weights = {
+        o.name: torch.randn(o.tensor.shape, generator=draw).to(o.tensor.dtype) * 0.3
+        for o in owned_parameters(pnet)
+    }
+    return weights, {name: b.clone() + 1 for name, (b, _) in buffers_of(pnet).items()}
+
+
+def run(
+    call: Callable[[Tensor], Any], weights: list[Tensor], batch: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Loss and its gradients, dropout drawn from a fixed seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        loss = loss_fn(call, batch)
+    return loss.detach(), torch.autograd.grad(loss, weights) if weights else ()
+
+
+@EACH
+def test_pure_net_equals_the_module_that_holds_the_same_tensors(animal: Animal) -> None:
+    pnet = animal.pnet()
+    before = photograph(pnet)
+    weights, buffers = other_tensors(pnet)
+    module = with_weights(pnet, weights, buffers).requires_grad_()
+    batch = animal.batch(dtype_of(pnet))
+
+    own = copy_tree(buffers)
+    leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
+    net = PureNet(pnet)
+    for _ in range(2):  # The first call is watched, later ones are not.
+        pure = run(lambda x: net(leaves, own, x), list(leaves.values()), batch)
+        plain = run(module, list(module.parameters()), batch)
+        torch.testing.assert_close(pure, plain, rtol=0, atol=0)
+        torch.testing.assert_close(own, dict(module.named_buffers()), rtol=0, atol=0)
+        own = {name: b.detach() for name, b in own.items()}
+        for name, buffer in own.items():
+            module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.clone()
+    assert same_bits({k: w.detach() for k, w in leaves.items()}, weights)
+    assert same_bits(photograph(pnet), before)
+
+
+@EACH
+def test_skeleton_has_the_structure_and_no_data(animal: Animal) -> None:
+    pnet = animal.pnet()
+    skeleton = skeleton_of(pnet)
+    assert all(t.is_meta for t in [*skeleton.parameters(), *skeleton.buffers()])
+    assert [type(m).__name__ for m in skeleton.modules()] == [type(m).__name__ for m in pnet.modules()]
+    assert [m.training for m in skeleton.modules()] == [m.training for m in pnet.modules()]
+    described = [
+        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad)
+        for o in owned_parameters(pnet)
+    ]
+    assert described == [
+        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad)
+        for o in owned_parameters(skeleton)
+    ]
+
+
+def test_tied_parameters_are_listed_once_with_their_aliases() -> None:
+    owned = {o.name: o.aliases for o in owned_parameters(ZOO["tied"].pnet())}
+    assert owned == {"embedding.weight": ("head.weight",), "hidden.weight": (), "hidden.bias": ()}
+
+
+def test_parametrised_weights_belong_to_their_layer() -> None:
+    pnet = ZOO["weight_norm"].pnet()
+    owned = {o.name: (type(o.module).__name__, o.attribute) for o in owned_parameters(pnet)}
+    assert owned["0.parametrizations.weight.original1"] == ("ParametrizedLinear", "weight")
+    alone = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
+    assert {(o.module is alone, o.attribute) for o in owned_parameters(alone)} == {
+        (True, "bias"),
+        (True, "weight"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: {k: v for k, v in w.items() if k != "0.bias"}, r"missing \['0.bias'\]"),
+        (
+            lambda w: {("0.wieght" if k == "0.weight" else k): v for k, v in w.items()},
+            r"unknown \['0.wieght'\]",
+        ),
+        (lambda w: {**w, "extra": torch.zeros(1)}, r"unknown \['extra'\]"),
+        (lambda w: {**w, "0.bias": torch.zeros(1)}, r"'0.bias' must have shape \(7,\), got \(1,\)"),
+        (
+            lambda w: {**w, "0.weight": torch.zeros(6, 7)},
+            r"'0.weight' must have shape \(7, 6\), got \(6, 7\)",
+        ),
+    ],
+    ids=["missing", "misspelt", "unknown", "broadcastable", "transposed"],
+)
+def test_tensors_that_do_not_fit_are_refused(change: Callable[[Any], Any], words: str) -> None:
+    pnet = mlp()
+    weights = change(dict(pnet.named_parameters()))
+    with pytest.raises(ValueError, match=words):
+        PureNet(pnet).check(weights, {})
+    with pytest.raises(ValueError, match=words):
+        PureNet(pnet)(weights, {}, torch.zeros(2, 6))
+
+
+def test_missing_buffers_are_refused() -> None:
+    pnet = ZOO["conv_bn"].pnet()
+    with pytest.raises(ValueError, match="buffers do not fit the p-net: missing .*running_mean"):
+        PureNet(pnet)(dict(pnet.named_parameters()), {}, torch.zeros(2, 2, 6, 6))
+
+
+def refused(pnet: Any, words: str, error: type[Exception] = ValueError) -> None:
+    """Every public door refuses it, whole or as a part of another module."""
+    for given in (pnet, nn.Sequential(nn.Linear(6, 6), pnet)) if isinstance(pnet, nn.Module) else (pnet,):
+        for door in (check_pnet, gb.make_plan, PureNet):
+            with pytest.raises(error, match=words):
+                door(given)
+
+
+def test_ddp_is_refused(tmp_path: Any) -> None:
+    dist = torch.distributed
+    if not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        refused(nn.parallel.DistributedDataParallel(mlp()), r"DistributedDataParallel.*ddp\.module")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_other_wrappers_are_refused() -> None:
+    refused(nn.DataParallel(mlp()), r"DataParallel.*\.module")
+    refused(torch.compile(mlp(), backend="eager"), r"OptimizedModule.*_orig_mod")
+
+
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "FSDPModule"])
+def test_fsdp_is_refused_by_the_name_of_its_class(name: str) -> None:
+    wrapper = type(name, (), {})
+    refused(type("FSDPLinear", (nn.Linear, wrapper), {})(6, 3), rf"{name}.*before")
+
+
+def test_what_is_no_ready_module_is_refused() -> None:
+    refused(mlp, "must be an nn.Module, got function", TypeError)
+    refused(nn.LazyLinear(3), "'(1.)?weight' is lazy and has no shape yet: run the p-net once")
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    pnet = mlp()
+    pnet.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match=r"the p-net \(Sequential\) cannot be deep-copied"):
+        PureNet(pnet)
+
+
+def test_activations_that_a_forward_left_behind_do_not_hinder() -> None:
+    class Remembers(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            self.last = super().forward(input)
+            return self.last
+
+    pnet = Remembers(6, 3)
+    pnet(torch.ones(2, 6))
+    weights = dict(pnet.named_parameters())
+    torch.testing.assert_close(PureNet(pnet)(weights, {}, torch.ones(2, 6)), pnet.last)
+    assert pnet.last.grad_fn is not None
+
+
+class Checkpointed(nn.Module):
+    """A layer that saves memory behind the functional call's back."""
+
+    def __init__(self, save: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.save = mlp(), save
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.save(self.layer, x) if self.training else self.layer(x)
+
+
+SAVERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "non-reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=False),  # type: ignore[return-value]
+    "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),  # type: ignore[return-value]
+    "sequential": lambda layer, x: checkpoint_sequential(layer, 2, x, use_reentrant=False),  # type: ignore[arg-type]
+    "by attribute": lambda layer, x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("save", SAVERS.values(), ids=SAVERS)
+@pytest.mark.parametrize("profiled", [False, True], ids=["", "profiled"])
+def test_checkpointing_inside_the_pnet_is_refused(
+    save: Callable[[nn.Module, Tensor], Tensor], profiled: bool
+) -> None:
+    pnet = nn.Sequential(Checkpointed(save))
+    weights = {k: v.detach().requires_grad_() for k, v in pnet.named_parameters()}
+    net = PureNet(pnet)
+    x = torch.ones(2, 6, requires_grad=True)
+    profile = cProfile.Profile()
+    for _ in range(2):
+        if profiled:
+            profile.enable()
+        with pytest.raises(
+            ValueError, match="calls torch.utils.checkpoint inside its forward.*Switch it off"
+        ):
+            net(weights, {}, x)
+        profile.disable()
+    # In evaluation it does not checkpoint, so there is nothing to refuse.
+    torch.testing.assert_close(PureNet(pnet.eval())(weights, {}, x), pnet(x))
+
+
+def test_checkpointing_around_the_pure_net_is_right() -> None:
+    pnet = ZOO["conv_bn_eval"].pnet()
+    weights, buffers = other_tensors(pnet)
+    weights = {k: w.requires_grad_() for k, w in weights.items()}
+    net, x = PureNet(pnet), ZOO["conv_bn_eval"].batch()
+    plain = run(lambda x: net(weights, buffers, x), list(weights.values()), x)
+    around = run(
+        lambda x: checkpoint(lambda x: net(weights, buffers, x), x, use_reentrant=False),
+        list(weights.values()),
+        x,
+    )
+    torch.testing.assert_close(around, plain, rtol=0, atol=0)
+
+
+def test_a_profiler_goes_on_after_the_first_call() -> None:
+    pnet = mlp()
+    calls: list[str] = []
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        calls.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        PureNet(pnet)(dict(pnet.named_parameters()), {}, torch.zeros(2, 6))
+        assert sys.getprofile() is profile
+        calls.clear()
+        photograph(pnet)
+    finally:
+        sys.setprofile(before)
+    assert "photograph" in calls
+
+    c_profile = cProfile.Profile()
+    c_profile.enable()
+    PureNet(pnet)(dict(pnet.named_parameters()), {}, torch.zeros(2, 6))
+    photograph(pnet)
+    c_profile.disable()
+    assert any(getattr(entry.code, "co_name", "") == "photograph" for entry in c_profile.getstats())
+
+
+def test_threads_can_share_one_pure_net() -> None:
+    pnet = ZOO["conv_bn"].pnet()
+    net, x = PureNet(pnet), ZOO["conv_bn"].batch()
+    own = dict(pnet.named_parameters())
+    genomes = [{k: v.detach() * (1 + n / 8) for k, v in own.items()} for n in range(8)]
+    start = {k: b for k, (b, _) in buffers_of(pnet).items()}
+
+    def call(weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        buffers = copy_tree(start)
+        with torch.no_grad():
+            return net(weights, buffers, x), buffers
+
+    expected = [call(g) for g in genomes]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(10):
+            assert same_bits(list(pool.map(call, genomes)), expected)
+
+
+def test_assigned_buffers_are_returned() -> None:
+    pnet = ZOO["running"].pnet()
+    buffers = {"mean": torch.zeros(7)}
+    given = buffers["mean"]
+    PureNet(pnet)(dict(pnet.named_parameters()), buffers, ZOO["running"].batch())
+    assert buffers["mean"] is not given and bool(buffers["mean"].abs().gt(0).all())
+    assert not given.any() and not any(b.any() for b in pnet.buffers())

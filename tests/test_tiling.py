@@ -1,0 +1,116 @@
+"""Tiles: an exact, even cover that puts together again what it cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gbfunc.tiling import TileGrid, check_max_tile, join_tiles, split_tiles, tile_grid
+from gbfunc.types import MatrixDims
+from tests.strategies import matrices, max_tiles
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> TileGrid:
+    rows, cols = draw(matrices())
+    return TileGrid(rows, cols, draw(st.integers(1, rows)), draw(st.integers(1, cols)))
+
+
+def numbered(grid: TileGrid) -> torch.Tensor:
+    """A matrix whose entries are all different, and none 0."""
+    return torch.arange(1, grid.numel + 1, dtype=torch.float64).reshape(grid.rows, grid.cols)
+
+
+@given(grids())
+def test_join_undoes_split(grid: TileGrid) -> None:
+    matrix = numbered(grid)
+    assert torch.equal(join_tiles(split_tiles(matrix, grid), grid), matrix)
+
+
+@given(grids())
+def test_tiles_cover_every_entry_exactly_once(grid: TileGrid) -> None:
+    tiles = split_tiles(numbered(grid), grid)
+    assert tiles.shape == (grid.n_tiles, grid.tile_rows, grid.tile_cols)
+    inside = tiles[tiles != 0]
+    assert sorted(inside.tolist()) == list(range(1, grid.numel + 1))
+
+
+@given(grids())
+def test_tiles_are_row_major(grid: TileGrid) -> None:
+    matrix, tiles = numbered(grid), split_tiles(numbered(grid), grid)
+    for t in range(grid.n_tiles):
+        y, x = t // grid.n_cols * grid.tile_rows, t % grid.n_cols * grid.tile_cols
+        own = matrix[y : y + grid.tile_rows, x : x + grid.tile_cols]
+        assert torch.equal(tiles[t, : own.shape[0], : own.shape[1]], own)
+
+
+@given(grids())
+def test_join_is_linear_and_its_gradient_is_split(grid: TileGrid) -> None:
+    tiles = torch.randn(grid.n_tiles, grid.tile_rows, grid.tile_cols, dtype=torch.float64, requires_grad=True)
+    cotangent = numbered(grid)
+    (gradient,) = torch.autograd.grad(join_tiles(tiles, grid), tiles, cotangent)
+    assert torch.equal(gradient, split_tiles(cotangent, grid))
+
+
+@given(matrices(400), max_tiles(120))
+def test_cuts_are_fewest_and_even(matrix: tuple[int, int], max_tile: Any) -> None:
+    grid = tile_grid(matrix, max_tile)
+    limits = matrix if max_tile is None else (max_tile, max_tile) if isinstance(max_tile, int) else max_tile
+    for length, tile, n, limit in zip(
+        matrix, (grid.tile_rows, grid.tile_cols), (grid.n_rows, grid.n_cols), limits, strict=True
+    ):
+        assert tile <= limit
+        assert (n - 1) * tile < length <= n * tile
+        assert n <= math.ceil(length / limit)
+        assert n * tile - length < math.ceil(length / limit)
+
+
+def test_256_rows_at_most_100_are_3_tiles_of_86() -> None:
+    grid = tile_grid((256, 7), 100)
+    assert (grid.n_rows, grid.tile_rows, grid.n_cols, grid.tile_cols) == (3, 86, 1, 7)
+
+
+@given(
+    st.integers(1, 60), st.integers(1, 60), st.lists(st.integers(1, 5), min_size=1, max_size=3), max_tiles(30)
+)
+def test_convolutions_are_cut_between_channels(
+    rows: int, channels: int, kernel: list[int], max_tile: Any
+) -> None:
+    unit = math.prod(kernel)
+    grid = tile_grid(MatrixDims(rows, channels * unit, tuple(kernel)), max_tile)
+    assert grid.tile_cols % unit == 0
+    plain = tile_grid((rows, channels), max_tile)
+    assert grid.tile_cols == unit * plain.tile_cols
+    assert grid.n_tiles == plain.n_tiles
+
+
+@pytest.mark.parametrize(
+    "max_tile", [0, -1, True, 2.0, (3,), (3, 0), (3, 4, 5), [3, 4], (3, None), "8", (True, 3)]
+)
+def test_max_tile_errors(max_tile: Any) -> None:
+    with pytest.raises(ValueError, match="max_tile must be None, an int >= 1 or"):
+        check_max_tile(max_tile)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (4, 4, 5, 1), (4, 4, 1, 0), (4, 4, 2, 5), (4, 4, -1, 2)])
+def test_grids_that_do_not_fit(sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        TileGrid(*sizes)
+
+
+def test_lengths_are_ints() -> None:
+    with pytest.raises(ValueError, match="must be ints"):
+        TileGrid(4, 4, 2.0, 2)  # pyright: ignore[reportArgumentType]
+
+
+def test_wrong_shapes_are_refused() -> None:
+    grid = TileGrid(5, 4, 3, 2)
+    with pytest.raises(ValueError, match=r"expected a matrix of \(5, 4\), got \(4, 5\)"):
+        split_tiles(torch.zeros(4, 5), grid)
+    with pytest.raises(ValueError, match=r"expected tiles of \(4, 3, 2\), got \(3, 3, 2\)"):
+        join_tiles(torch.zeros(3, 3, 2), grid)

@@ -1,0 +1,202 @@
+"""A zoo of small p-nets, each with a plan, a batch and a loss: one animal for each way a module can be special."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import gbfunc as gb
+from gbfunc.hypernets import Hypernet
+
+BATCH = 8
+
+
+class Animal(NamedTuple):
+    """A p-net and what it takes to train it.
+
+    Attributes:
+        make: builds the p-net, from the random state of the moment.
+        shape: shape of one input.
+        options: what `make_plan` gets beside the p-net.
+        tokens: vocabulary size where inputs are token numbers, 0 where they are real numbers.
+        train: its training mode.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (6,)
+    options: Mapping[str, Any] = MappingProxyType({})
+    tokens: int = 0
+    train: bool = True
+
+    def pnet(self, seed: int = 0) -> nn.Module:
+        """The p-net; the same seed gives the same one."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.make().train(self.train)
+
+    def plan(self, pnet: nn.Module, **changes: Any) -> gb.Plan:
+        """Its plan: small g-nets, several tiles a matrix."""
+        return gb.make_plan(pnet, **{"hypernet": gb.periodic(2), "max_tile": 4, **self.options, **changes})
+
+    def batch(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+        """Inputs: [BATCH, *shape]."""
+        draw = torch.Generator().manual_seed(seed)
+        if self.tokens:
+            return torch.randint(0, self.tokens, (BATCH, *self.shape), generator=draw)
+        return torch.randn((BATCH, *self.shape), generator=draw, dtype=torch.float64).to(dtype)
+
+
+def loss_fn(net: Callable[..., Any], batch: Any) -> Tensor:
+    """Mean squared distance of whatever the p-net returns from a sine of its index: differs from weight to weight."""
+    out = net(batch)
+    out = out[0] if isinstance(out, tuple) else out
+    out = out.float() if out.dtype.itemsize < 4 else out
+    target = torch.arange(out[0].numel(), dtype=out.dtype, device=out.device).sin().reshape(out[0].shape)
+    return F.mse_loss(out, target.expand_as(out))
+
+
+def mlp(**options: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 7, **options), nn.Tanh(), nn.Linear(7, 3, **options))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Tied(nn.Module):
+    """A language model whose output layer is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.hidden = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(tokens))))
+
+
+class Conv1D(nn.Module):
+    """A linear layer that stores its weight as [in, out], as Hugging Face's GPT-2 does."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.1)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Running(nn.Module):
+    """A buffer that is assigned, not changed in place, and that takes the graph with it."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(7))
+        self.first, self.last = nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        self.mean = 0.5 * self.mean + 0.5 * hidden.mean(0)
+        return self.last(hidden - self.mean)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+
+def conv_bn() -> nn.Module:
+    head = (nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3))
+    return nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), *head)
+
+
+def frozen_biases() -> nn.Module:
+    pnet = mlp()
+    for name, parameter in pnet.named_parameters():
+        parameter.requires_grad_("bias" not in name)
+    return pnet
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return mlp()
+
+
+ZOO: Mapping[str, Animal] = MappingProxyType(
+    {
+        "mlp": Animal(mlp),
+        "conv_bn": Animal(conv_bn, (2, 6, 6)),
+        "conv_bn_eval": Animal(conv_bn, (2, 6, 6), train=False),
+        "grouped_conv": Animal(lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5)),
+        "transposed_conv": Animal(lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), (3, 3, 3)),
+        "attention": Animal(SelfAttention, (5, 8)),
+        "transformer": Animal(encoder, (5, 8)),
+        "transformer_eval": Animal(encoder, (5, 8), train=False),
+        "tied": Animal(Tied, (5,), {"include": [r"embedding\.weight"]}, tokens=11),
+        "lstm": Animal(lambda: nn.LSTM(3, 5, batch_first=True), (4, 3), {"include": ["weight"]}),
+        "weight_norm": Animal(
+            lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 7)), nn.Linear(7, 3))
+        ),
+        "dropout": Animal(lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3))),
+        "stochastic": Animal(mlp, options={"hypernet": gb.stochastic((3,))}),
+        "gnet": Animal(mlp, options={"hypernet": gb.gnet((3,))}),
+        "shared": Animal(
+            lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)),
+            options={"hypernet": gb.periodic(2, share="kind")},
+        ),
+        "mixed": Animal(mlp, options={"rules": [(r"2\.", gb.low_rank(1)), (r"0\.bias", gb.constant(0.1))]}),
+        "conv1d": Animal(lambda: nn.Sequential(Conv1D(7, 6), nn.Tanh(), Conv1D(3, 7))),
+        "running": Animal(Running),
+        "bfloat16": Animal(lambda: mlp().bfloat16()),
+        "float64": Animal(lambda: mlp().double()),
+        "meta": Animal(on_meta),
+        "frozen": Animal(frozen_biases),
+        "no_direct": Animal(lambda: mlp(bias=False)),
+        "only_direct": Animal(mlp, options={"exclude": ["."]}),
+    }
+)
+"""Every animal can be trained."""
+
+BUFFERS_ONLY = Animal(lambda: nn.BatchNorm1d(6, affine=False))
+"""Nothing to train: the plan has no parameters."""
+
+
+def dtype_of(pnet: nn.Module) -> torch.dtype:
+    """Dtype of a p-net's parameters."""
+    return next((p.dtype for p in pnet.parameters()), torch.float32)
+
+
+def genome_of(animal: Animal, seed: int = 0) -> tuple[nn.Module, gb.Plan, gb.Genome]:
+    """A p-net with its plan and a fresh genome."""
+    pnet = animal.pnet()
+    plan = animal.plan(pnet)
+    return pnet, plan, gb.init_genome(plan, pnet, seed)
+
+
+def small(hypernet: Hypernet) -> tuple[nn.Module, gb.Plan, gb.Genome]:
+    """A float64 p-net of two layers in several tiles, with g-nets of one type."""
+    pnet = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    plan = gb.make_plan(pnet, hypernet, max_tile=(3, 3), include=["0.bias"])
+    return pnet, plan, gb.init_genome(plan, pnet, 1)
+
+
+def noise_of(plan: gb.Plan) -> Any:
+    """Noise for a plan's stochastic g-nets."""
+    return gb.sample_noise(plan, torch.Generator().manual_seed(5), torch.zeros((), dtype=plan.dtype))
