@@ -6,7 +6,8 @@ weight; only the genome, which is the g-nets' parameters and the few direct ones
 
 from gbfunc.artifact import load, save
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
-from gbfunc.generate import generate, init_genome, materialize, sample_noise
+from gbfunc.generate import generate, materialize
+from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.optim import Optimizer, torch_optimizer, torch_schedule
 from gbfunc.plan import Plan, make_plan

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from gbfunc.generate import check_genome
+from gbfunc.genome import check_genome
 from gbfunc.plan import DTYPES, FORMAT, Plan, file_layout, file_metadata
 from gbfunc.types import Genome, GenomeLike, Params
 

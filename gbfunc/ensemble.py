@@ -5,7 +5,9 @@ Suffixes: T tiles, G groups of tiles, U code blocks (1 or T), r rows and c colum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +16,11 @@ from torch.func import vmap
 from gbfunc.hypernets import Hypernet, Leaf
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Factors, Kernel, Params, TileDims
+
+_DRAWS = 8
+_NEWTON_STEPS = 8
+_FLAT = 1e-3
+"""A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean."""
 
 
 def tile_leaves(leaves: Params, specs: dict[str, Leaf], groups_T: Tensor | None) -> Params:
@@ -81,7 +88,8 @@ def init_leaves(
     """Draw an ensemble's leaves, tile by tile from one CPU generator: the same however tiles are later spread over ranks.
 
     Every slot is then centred and scaled to zero mean and unit standard deviation by its linear leaves. The mean is
-    linear in them, `mean = <m, v>`, so the smallest change that removes it is `v -= m * mean / |m|^2`.
+    linear in them, `mean = <m, v>`, so the smallest change that removes it is `v -= m * mean / |m|^2`. A slot with a single
+    linear coefficient has its other leaves moved likewise.
 
     Args:
         hypernet: the g-nets' type.
@@ -96,8 +104,8 @@ def init_leaves(
     n_groups = max(groups) + 1
     drawn = hypernet.init(dims, len(groups), n_groups, generator)
     leaves = {k: v.to(row_codes_Urp.dtype) for k, v in drawn.items() if 0 not in specs[k].shape}
-    linear = [k for k in leaves if specs[k].role == "linear"]
-    if not hypernet.standardised or not linear:
+    tile_scope = [k for k in leaves if specs[k].scope == "tile"]
+    if not hypernet.standardised or not leaves:
         return leaves
     index_T = torch.tensor(groups)
     for first, grid in slots:
@@ -105,32 +113,63 @@ def init_leaves(
         own = {k: v[index_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
         row = row_codes_Urp if len(row_codes_Urp) == 1 else row_codes_Urp[span]
         col = col_codes_Ucq if len(col_codes_Ucq) == 1 else col_codes_Ucq[span]
-        for k, v in _standardise(hypernet, dims, own, linear, row, col, grid).items():
-            leaves[k][span] = v
+        matrix = partial(_matrix, hypernet, dims, row, col, grid)
+        for _ in range(_DRAWS):
+            changed = _standardise(matrix, own, tile_scope, [k for k in tile_scope if specs[k].role == "linear"])
+            if changed or grid.numel == 1:
+                break
+            # All its weights are equal, as with rectifiers that are off everywhere: such a slot would never train.
+            fresh = hypernet.init(dims, grid.n_tiles, 1, generator)
+            own |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
+        for k in tile_scope:
+            leaves[k][span] = (own | changed)[k]
     return leaves
 
 
-def _standardise(
-    hypernet: Hypernet, dims: TileDims, own: Params, linear: list[str], row: Tensor, col: Tensor, grid: TileGrid
-) -> Params:
-    """The linear leaves of one slot, changed so that its matrix has zero mean and unit standard deviation."""
+def _matrix(
+    hypernet: Hypernet, dims: TileDims, row: Tensor, col: Tensor, grid: TileGrid, own: Params
+) -> Tensor:
+    """The matrix of one slot from its tiles' leaves: [R, C]."""
+    return join_tiles(dense_tiles(apply_tiles(hypernet, dims, own, row, col, kernel="eager")), grid)
 
-    def matrix(values: Params) -> Tensor:
-        tiles = dense_tiles(apply_tiles(hypernet, dims, own | values, row, col, kernel="eager"))
-        return join_tiles(tiles, grid)
 
-    v = {k: own[k].detach().requires_grad_() for k in linear}
-    with torch.enable_grad():
-        mean = matrix(v).mean()
-        gradients = torch.autograd.grad(mean, list(v.values()))
-    with torch.no_grad():
-        spread = matrix(v).std(correction=0)
+def _standardise(matrix: Callable[[Params], Tensor], own: Params, tile_scope: list[str], linear: list[str]) -> Params:
+    """The leaves of one slot, changed so that its matrix has zero mean and unit standard deviation; {} if it has none."""
+
+    def mean(values: Params) -> Tensor:
+        return matrix(own | values).mean()
+
+    def relative_mean(values: Params) -> Tensor:
+        weights = matrix(own | values)
+        return weights.mean() / weights.std(correction=0)
+
+    def deviation(values: Params) -> float:
+        return float(matrix(own | values).detach().std(correction=0))
+
+    drawn = {k: own[k] for k in linear}
+    spread = deviation(drawn)
+    if not spread > 0:
+        return {}
+    centred = _newton(mean, drawn, 1)
+    if (left := deviation(centred)) <= _FLAT * spread:
+        # The linear leaves are nothing but the mean (one feature, one gene): move all of the tiles' leaves instead.
+        centred = _newton(relative_mean, {k: own[k] for k in tile_scope}, _NEWTON_STEPS)
+        left = deviation(centred)
+    if left > _FLAT * spread:
+        drawn, spread = centred, left
+    return drawn | {k: drawn[k] / spread for k in linear}
+
+
+def _newton(objective: Callable[[Params], Tensor], leaves: Params, steps: int) -> Params:
+    """The smallest change of the leaves that makes a number zero, step by step; one is exact where it is linear."""
+    for _ in range(steps):
+        v = {k: leaf.detach().requires_grad_() for k, leaf in leaves.items()}
+        with torch.enable_grad():
+            value = objective(v)
+            gradients = torch.autograd.grad(value, list(v.values()), materialize_grads=True)
         square = sum(float(m.square().sum()) for m in gradients)
-        if square > 1e-12 * float(spread) ** 2:
-            centred = {k: v[k] - m * (mean / square) for k, m in zip(linear, gradients, strict=True)}
-            left = matrix(centred).std(correction=0)
-            # A slot that is nothing but its mean (one weight, one constant feature) keeps it.
-            if float(left) > 1e-3 * float(spread):
-                v, spread = centred, left
-        scale = 1 / float(spread) if float(spread) > 0 else 1.0
-        return {k: (leaf * scale).detach() for k, leaf in v.items()}
+        if not 0 < square < math.inf:
+            return leaves
+        step = float(value.detach()) / square
+        leaves = {k: leaf.detach() - step * m for (k, leaf), m in zip(leaves.items(), gradients, strict=True)}
+    return leaves

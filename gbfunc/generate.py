@@ -2,94 +2,256 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.ensemble import apply_tiles, dense_tiles, init_leaves, tile_leaves
+from gbfunc.ensemble import apply_tiles, dense_tiles, tile_leaves
+from gbfunc.factored import FactoredWeight, factored_weight, remat_weight, stack_rows
+from gbfunc.factored.interface import Report
+from gbfunc.genome import Noise, check_genome, check_plan, codes_of
 from gbfunc.layers import KINDS
-from gbfunc.plan import DTYPES, Ensemble, Plan
-from gbfunc.pnet import PureNet, buffers_of, check_pnet, owned_parameters, with_weights
+from gbfunc.plan import DTYPES, Ensemble, Plan, Slot, TensorPlan
+from gbfunc.pnet import PureNet, with_weights
 from gbfunc.tiling import join_tiles
-from gbfunc.types import Genome, GenomeLike, GNets, Kernel, Params
+from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params
 
-Noise = Mapping[str, Params]
-"""`{ensemble: {name: [T, ...]}}`: standard normal noise of the stochastic ensembles."""
+_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding", "matrix"})
+
+
+class _Constants(NamedTuple):
+    """What an ensemble needs beside its leaves, in the leaves' dtype and on their device.
+
+    Attributes:
+        row: row codes [U, r, p].
+        col: column codes [U, c, q].
+        groups: group of every tile [T], None where nothing is shared.
+        scale: scale of every tile's slot [T].
+    """
+
+    row: Tensor
+    col: Tensor
+    groups: Tensor | None
+    scale: Tensor
+
+    def of(self, span: slice) -> _Constants:
+        """The same for some of the tiles, whose leaves are there tile by tile."""
+        row = self.row if len(self.row) == 1 else self.row[span]
+        col = self.col if len(self.col) == 1 else self.col[span]
+        return _Constants(row, col, None, self.scale[span])
+
+
+def _constants(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> _Constants:
+    groups = torch.tensor(ensemble.groups, device=device) if ensemble.hypernet.shares else None
+    scales = [p.slot.scale for p in ensemble.placements for _ in range(p.slot.grid.n_tiles)]
+    return _Constants(*codes_of(ensemble, dtype, device), groups, torch.tensor(scales, dtype=dtype, device=device))
 
 
 class Generator:
-    """A plan with its constants (codes, groups) at hand: `generator(gnets, direct) -> {name: weight}`.
+    """A plan with its constants (codes, groups, scales) at hand: `generator(gnets, direct) -> {name: weight}`.
 
     Constants are built once for each dtype and device. `generate` is the one-off form.
+
+    Attributes:
+        plan: the plan.
+        kernel: implementation of ReLU g-nets.
+        lazy_names: parameters that can be left as factors.
     """
 
     def __init__(self, plan: Plan, *, kernel: Kernel = "auto") -> None:
         self.plan = plan
         self.kernel: Kernel = kernel
+        self.lazy_names = frozenset(t.name for t in plan.generated if _can_factor(plan, t))
         # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one entry goes first.
         torch.tanh(torch.sin(torch.zeros(1)))
-        self._constants: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+        self._built: dict[tuple[torch.dtype, torch.device], dict[str, _Constants]] = {}
 
-    def constants(self, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Row codes [U, r, p], column codes [U, c, q] and groups [T] (None where nothing is shared), by ensemble."""
+    def constants(self, dtype: torch.dtype, device: torch.device) -> dict[str, _Constants]:
+        """The ensembles' constants, by name."""
         key = (dtype, device)
-        if key not in self._constants:
-            self._constants[key] = [_constants(e, dtype, device) for e in self.plan.ensembles]
-        return self._constants[key]
+        if key not in self._built:
+            self._built[key] = {e.name: _constants(e, dtype, device) for e in self.plan.ensembles}
+        return self._built[key]
 
-    def __call__(self, gnets: GNets, direct: Params, noise: Noise | None = None) -> Params:
+    def __call__(
+        self,
+        gnets: GNets,
+        direct: Params,
+        noise: Noise | None = None,
+        *,
+        lazy: Collection[str] = (),
+        remat: bool = False,
+        report: Report | None = None,
+    ) -> Params:
         """All parameters of the p-net by name, direct ones as they are.
 
         Args:
             gnets: leaves of the ensembles.
             direct: direct parameters.
             noise: noise of the stochastic ensembles, None for the mean.
+            lazy: parameters to leave as factors, some of `lazy_names`.
+            remat: other generated parameters are made for each use, and again in backward, and never kept.
+            report: counts the operations that needed the dense form of a lazy weight, by (parameter, operation).
         """
         like = next((leaf for leaves in gnets.values() for leaf in leaves.values()), None)
         like = next(iter(direct.values()), None) if like is None else like
         dtype = self.plan.dtype if like is None or not like.is_floating_point() else like.dtype
         device = torch.device("cpu") if like is None else like.device
+        constants = self.constants(dtype, device)
         # A caller's autocast is for the p-net.
         with torch.autocast(device.type, enabled=False):
-            return self._weights(gnets, direct, noise, self.constants(dtype, device))
+            parts: dict[tuple[int, int], _Part] = {}
+            for e in self.plan.ensembles:
+                own_noise = None if noise is None else noise.get(e.name)
+                parts |= self._parts(e, gnets.get(e.name, {}), own_noise, constants[e.name], lazy, remat)
+            weights = {}
+            for index, tensor in enumerate(self.plan.tensors):
+                own = [parts[index, part] for part in range(len(tensor.slots))]
+                if not own:
+                    weights[tensor.name] = direct[tensor.name]
+                elif isinstance(own[0], Factors) and tensor.name in lazy:
+                    weights[tensor.name] = _factored(tensor, own, report)
+                elif isinstance(own[0], _Recipe):
+                    weights[tensor.name] = _rematerialised(self, tensor, own, report)
+                else:
+                    weights[tensor.name] = _folded(self.plan, tensor, own)
+            return weights
 
-    def _weights(
-        self, gnets: GNets, direct: Params, noise: Noise | None, constants: list[tuple[Tensor, Tensor, Tensor | None]]
-    ) -> Params:
-        matrices: dict[tuple[int, int], Tensor] = {}
-        for ensemble, (row, col, groups) in zip(self.plan.ensembles, constants, strict=True):
-            leaves = tile_leaves(gnets.get(ensemble.name, {}), ensemble.leaves, groups)
-            own_noise = None if noise is None else noise.get(ensemble.name)
-            tiles = apply_tiles(ensemble.hypernet, ensemble.dims, leaves, row, col, noise=own_noise, kernel=self.kernel)
+    def tiles(self, e: Ensemble, leaves: Params, noise: Params | None, constants: _Constants) -> Tensor | Factors:
+        """Scaled tiles [T, r, c] of an ensemble, or their factors."""
+        row, col, groups, scale = constants
+        specs = e.leaves
+        own = tile_leaves(leaves, specs, groups)
+        linear = [] if e.hypernet.stochastic or not e.hypernet.standardised else [k for k in own if specs[k].role == "linear"]
+        # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
+        own = own | {k: own[k] * scale.reshape(-1, *(1,) * (own[k].ndim - 1)) for k in linear}
+        tiles = apply_tiles(e.hypernet, e.dims, own, row, col, noise=noise, kernel=self.kernel)
+        if linear or not e.hypernet.standardised:
+            return tiles
+        return dense_tiles(tiles) * scale[:, None, None]
+
+    def _parts(
+        self,
+        e: Ensemble,
+        leaves: Params,
+        noise: Params | None,
+        constants: _Constants,
+        lazy: Collection[str],
+        remat: bool,
+    ) -> dict[tuple[int, int], _Part]:
+        """What each slot of an ensemble is made of, by (tensor, part)."""
+        counts = [p.slot.grid.n_tiles for p in e.placements]
+        places = [(p.tensor, p.part) for p in e.placements]
+        names = [self.plan.tensors[p.tensor].name for p in e.placements]
+        factored = e.hypernet.factorised and any(name in lazy for name in names)
+        if leaves and remat and not all(name in lazy for name in names):
+            own = tile_leaves(leaves, e.leaves, constants.groups)
+            split = {k: v.split(counts) for k, v in own.items()}
+            drawn = {k: v.split(counts) for k, v in (noise or {}).items()}
+            parts: dict[tuple[int, int], _Part] = {}
+            for i, (place, placement) in enumerate(zip(places, e.placements, strict=True)):
+                span = slice(placement.first, placement.first + counts[i])
+                some, eps = {k: v[i] for k, v in split.items()}, {k: v[i] for k, v in drawn.items()} or None
+                recipe = _Recipe(e, placement.slot, some, eps, constants.of(span))
+                parts[place] = self.tiles(e, some, eps, recipe.constants) if names[i] in lazy else recipe  # pyright: ignore[reportArgumentType]
+            return parts
+        tiles = self.tiles(e, leaves, noise, constants)
+        if not leaves:
             tiles = dense_tiles(tiles)
-            for tensor, part, first, slot in ensemble.placements:
-                own = tiles[first : first + slot.grid.n_tiles] if leaves else tiles[:1].expand(slot.grid.n_tiles, -1, -1)
-                matrix = join_tiles(own, slot.grid)
-                if slot.scale != 1.0:
-                    matrix = matrix * slot.scale
-                matrices[tensor, part] = matrix + slot.offset if slot.offset else matrix
-        weights = {}
-        for index, tensor in enumerate(self.plan.tensors):
-            if not tensor.slots:
-                weights[tensor.name] = direct[tensor.name]
-                continue
-            parts = [matrices[index, part] for part in range(len(tensor.slots))]
-            weight = KINDS[tensor.kind].fold(parts, tensor.shape)
-            own_dtype = DTYPES[tensor.dtype]
-            # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
-            narrow = own_dtype.itemsize < self.plan.dtype.itemsize
-            weights[tensor.name] = weight.to(own_dtype) if narrow else weight
-        return weights
+            return {pl: tiles[:1].expand(n, -1, -1) for pl, n in zip(places, counts, strict=True)}
+        if factored and isinstance(tiles, Factors):
+            lefts, rights = _split(tiles.left, counts), _split(tiles.right, counts)
+            both = [Factors(left, right) for left, right in zip(lefts, rights, strict=True)]
+            return {
+                pl: f if name in lazy else dense_tiles(f) for pl, f, name in zip(places, both, names, strict=True)
+            }
+        return dict(zip(places, _split(dense_tiles(tiles), counts), strict=True))
 
 
-def _constants(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    row, col = (torch.from_numpy(codes.copy()).to(device, dtype) for codes in ensemble.codes)
-    groups = torch.tensor(ensemble.groups, device=device) if ensemble.hypernet.shares else None
-    return row, col, groups
+class _Recipe(NamedTuple):
+    """How one slot's tiles are made, without making them."""
+
+    ensemble: Ensemble
+    slot: Slot
+    leaves: Params
+    noise: Params | None
+    constants: _Constants
 
 
-def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kernel: Kernel = "auto") -> Params:
+_Part = Tensor | Factors | _Recipe
+
+
+def _split(tiles: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
+    # One split node has one backward; slices would each fill a gradient of all tiles.
+    return (tiles,) if len(counts) == 1 else tiles.split(counts)
+
+
+def _can_factor(plan: Plan, tensor: TensorPlan) -> bool:
+    """Whether a tensor can be left as factors: factorised g-nets, of one tiling where it has several matrices."""
+    first = tensor.slots[0]
+    alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in tensor.slots)
+    whole = len(tensor.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
+    wide = DTYPES[tensor.dtype].itemsize >= plan.dtype.itemsize
+    return first.hypernet.factorised and tensor.kind in _FACTORED_KINDS and alike and whole and wide
+
+
+def _factored(tensor: TensorPlan, parts: list[_Part], report: Report | None) -> Tensor:
+    weights: list[FactoredWeight] = []
+    for slot, factors in zip(tensor.slots, parts, strict=True):
+        grid = slot.grid
+        shape = tensor.shape if len(parts) == 1 else (grid.rows, grid.cols)
+        left, right = (f.unflatten(0, (grid.n_rows, grid.n_cols)) for f in factors)  # pyright: ignore[reportGeneralTypeIssues]
+        transposed = tensor.kind == "transposed_linear"
+        weights.append(
+            factored_weight(
+                left, right, shape, rows=grid.rows, cols=grid.cols, transposed=transposed, name=tensor.name, report=report
+            )
+        )
+    return weights[0] if len(weights) == 1 else stack_rows(weights)
+
+
+def _folded(plan: Plan, tensor: TensorPlan, parts: list[_Part]) -> Tensor:
+    """The tensor from the tiles of its slots."""
+    matrices = []
+    for slot, tiles in zip(tensor.slots, parts, strict=True):
+        matrix = join_tiles(tiles, slot.grid)  # pyright: ignore[reportArgumentType]
+        matrices.append(matrix + slot.offset if slot.offset else matrix)
+    weight = KINDS[tensor.kind].fold(matrices, tensor.shape)
+    own_dtype = DTYPES[tensor.dtype]
+    # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
+    return weight.to(own_dtype) if own_dtype.itemsize < plan.dtype.itemsize else weight
+
+
+def _rematerialised(generator: Generator, tensor: TensorPlan, parts: list[_Part], report: Report | None) -> Tensor:
+    recipes: list[_Recipe] = parts  # pyright: ignore[reportAssignmentType]
+    inputs: list[Tensor] = []
+    names: list[list[tuple[str, bool]]] = []
+    for recipe in recipes:
+        noise = recipe.noise or {}
+        names.append([(k, False) for k in recipe.leaves] + [(k, True) for k in noise])
+        inputs += [*recipe.leaves.values(), *noise.values()]
+
+    def make(*flat: Tensor) -> Tensor:
+        given = iter(flat)
+        tiles: list[_Part] = []
+        for recipe, own in zip(recipes, names, strict=True):
+            values = [(k, drawn, next(given)) for k, drawn in own]
+            leaves = {k: v for k, drawn, v in values if not drawn}
+            noise = {k: v for k, drawn, v in values if drawn} or None
+            tiles.append(dense_tiles(generator.tiles(recipe.ensemble, leaves, noise, recipe.constants)))
+        return _folded(generator.plan, tensor, tiles)
+
+    first = inputs[0]
+    own_dtype = DTYPES[tensor.dtype]
+    dtype = own_dtype if own_dtype.itemsize < generator.plan.dtype.itemsize else first.dtype
+    return remat_weight(make, tuple(inputs), tensor.shape, dtype, first.device, name=tensor.name, report=report)
+
+
+def generate(
+    plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, lazy: bool = False, kernel: Kernel = "auto"
+) -> Params:
     """All parameters of the p-net by name, direct ones included: `{name: Tensor}`.
 
     Differentiable with respect to `genome.gnets` and `genome.direct`, also under `torch.func` transforms.
@@ -98,105 +260,16 @@ def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kern
         plan: the plan.
         genome: a `Genome` or `TrainState`.
         noise: noise of stochastic g-nets (see `sample_noise`); None gives the mean weights.
+        lazy: leave weights as factors where they have them: linear layers, convolutions and embeddings apply those
+            without forming the weight, any other operation sees the dense tensor.
         kernel: implementation of ReLU g-nets.
 
     Raises:
         ValueError: if the genome's leaves are not those of the plan.
     """
     check_genome(plan, genome)
-    return Generator(plan, kernel=kernel)(genome.gnets, genome.direct, noise)
-
-
-def check_genome(plan: Plan, genome: GenomeLike) -> None:
-    """Compare names and shapes of a genome with its plan's.
-
-    Raises:
-        ValueError: naming what is missing, unknown or of a wrong shape.
-    """
-    expected = {f"gnets[{e.name!r}][{k!r}]": s for e in plan.ensembles for k, s in e.shapes.items()}
-    expected |= {f"direct[{t.name!r}]": t.shape for t in plan.direct}
-    found = {f"gnets[{e!r}][{k!r}]": tuple(v.shape) for e, leaves in genome.gnets.items() for k, v in leaves.items()}
-    found |= {f"direct[{name!r}]": tuple(v.shape) for name, v in genome.direct.items()}
-    if expected != found:
-        missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-        wrong = [f"{k} is {found[k]}, expected {s}" for k, s in expected.items() if k in found and found[k] != s]
-        raise ValueError(f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {wrong}")
-
-
-def check_plan(plan: Plan, pnet: nn.Module) -> None:
-    """Compare names and shapes of a p-net's parameters and buffers with its plan's.
-
-    Raises:
-        ValueError: if the plan was made for another p-net, naming what differs, or the p-net is wrapped.
-    """
-    check_pnet(pnet)
-    given = {o.name: tuple(o.tensor.shape) for o in owned_parameters(pnet)}
-    given |= {name: tuple(buffer.shape) for name, (buffer, _) in buffers_of(pnet).items()}
-    expected = {t.name: t.shape for t in plan.tensors} | {b.name: b.shape for b in plan.buffers}
-    if given != expected:
-        other = {k: given.get(k) for k in sorted(given.keys() | expected.keys()) if given.get(k) != expected.get(k)}
-        raise ValueError(f"the plan was made for another p-net: this one differs in {other}")
-
-
-def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.device | str | None = None) -> Genome:
-    """A fresh genome: g-nets drawn from `seed`, direct parameters and buffers as the p-net has them now.
-
-    Direct parameters of a meta-device p-net, which has no values, start at 0 (vectors), 1 (weights of norms) or normal
-    with deviation 1 / sqrt(fan_in).
-
-    Args:
-        plan: the plan.
-        pnet: the p-net that it was made for.
-        seed: seed of the g-nets, 0 <= seed < 2**63.
-        device: where the genome lives; None is the p-net's own device (the CPU for a meta-device p-net).
-
-    Raises:
-        ValueError: if the p-net is not the one of the plan.
-    """
-    check_plan(plan, pnet)
-    owned = {o.name: o for o in owned_parameters(pnet)}
-    if device is None:
-        first = next((o.tensor.device for o in owned.values()), torch.device("cpu"))
-        device = torch.device("cpu") if first.type == "meta" else first
-    generator = torch.Generator().manual_seed(seed)
-    gnets: GNets = {}
-    for e in plan.ensembles:
-        if not e.leaves:
-            continue
-        row, col, _ = _constants(e, plan.dtype, torch.device("cpu"))
-        slots = [(p.first, p.slot.grid) for p in e.placements]
-        leaves = init_leaves(e.hypernet, e.dims, e.groups, slots, row, col, generator)
-        gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
-    direct = {}
-    for t in plan.direct:
-        tensor = owned[t.name].tensor.detach()
-        if tensor.is_meta:
-            std = 0.0 if len(t.shape) < 2 else (t.numel // t.shape[0]) ** -0.5
-            value = torch.randn(t.shape, generator=generator) * std
-            norm = "Norm" in type(owned[t.name].module).__name__ and owned[t.name].attribute == "weight"
-            tensor = (value + float(norm)).to(tensor.dtype)
-        direct[t.name] = tensor.to(device, copy=True)
-    buffers = {name: buffer.detach() for name, (buffer, _) in buffers_of(pnet).items()}
-    if empty := [name for name, buffer in buffers.items() if buffer.is_meta]:
-        raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: materialise them first")
-    return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
-
-
-def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = None) -> dict[str, Params]:
-    """Standard normal noise for every stochastic ensemble, from a CPU generator: the same on every device.
-
-    Args:
-        plan: the plan.
-        generator: a CPU generator; its state advances.
-        like: a tensor whose dtype and device the noise gets.
-    """
-    noise: dict[str, Params] = {}
-    for e in plan.ensembles:
-        shapes = e.hypernet.noise_shapes(e.dims)
-        drawn = {k: torch.randn((e.n_tiles, *shape), generator=generator) for k, shape in shapes.items()}
-        if drawn:
-            noise[e.name] = drawn if like is None else {k: v.to(like) for k, v in drawn.items()}
-    return noise
+    generator = Generator(plan, kernel=kernel)
+    return generator(genome.gnets, genome.direct, noise, lazy=generator.lazy_names if lazy else ())
 
 
 def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> nn.Module:

@@ -47,6 +47,9 @@ def learning_curve(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
         accuracy_axes.plot(epochs, [100 * row["val_accuracy"] for row in rows], **style)
     loss_axes.set(xlabel="epoch", ylabel="training loss (cross entropy, nats)", yscale="log")
     accuracy_axes.set(xlabel="epoch", ylabel="validation accuracy (%)")
+    # The first epochs would else press all that matters into the uppermost pixels.
+    worst = min(100 * rows[-1]["val_accuracy"] for rows in runs.values())
+    accuracy_axes.set_ylim(max(0.0, worst - 15), 100.5)
     for axes in (loss_axes, accuracy_axes):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -54,9 +57,7 @@ def learning_curve(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
     return figure
 
 
-def weight_images(
-    nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None
-) -> Figure:
+def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None) -> Figure:
     """Weight matrices of several nets of the same shapes side by side, as images: a row of images a net.
 
     Args:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.generate import Generator, call_with, check_genome, check_plan, init_genome, sample_noise
+from gbfunc.genome import check_genome, check_plan, init_genome
+from gbfunc.gradients import Lazy, LossFn, Objective, Remat
 from gbfunc.optim import Optimizer
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet, owned_parameters
-from gbfunc.trees import flat_genome, like_genome, mean_tree, split_batch, tree_map
+from gbfunc.pnet import owned_parameters
+from gbfunc.trees import flat_genome, like_genome
 from gbfunc.types import GNets, Kernel, Params
-
-LossFn = Callable[[Callable[..., Any], Any], Any]
-"""`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net closed over its generated weights."""
-
-_FP16_SCALE = 2.0**10
-"""Loss scale under float16, which keeps small gradients of activations from underflow (Micikevicius et al., 2018)."""
 
 _MIX = 0x9E3779B97F4A7C15
 """2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds."""
-
-_DEFAULT_GENERATORS = threading.RLock()
-"""Held while a step seeds torch's default generators, which all threads share."""
-
 
 class TrainState(NamedTuple):
     """All that a step carries over: a pytree of tensors.
@@ -73,27 +61,19 @@ class TrainStep:
         self,
         plan: Plan,
         pnet: nn.Module,
-        loss_fn: LossFn,
+        objective: Objective,
         optimizer: Optimizer,
         donate: bool,
-        microbatches: int,
         clip_norm: float | None,
-        amp: torch.dtype | None,
         on_nonfinite: Literal["skip", "raise"],
-        kernel: Kernel,
     ) -> None:
-        check_plan(plan, pnet)
         self.plan = plan
         self._pnet = pnet
-        self._net = PureNet(pnet)
-        self._loss_fn = loss_fn
+        self._objective = objective
         self._optimizer = optimizer
         self._donate = donate
-        self._microbatches = microbatches
         self._clip_norm = clip_norm
-        self._amp = amp
         self._on_nonfinite = on_nonfinite
-        self._generator = Generator(plan, kernel=kernel)
         self._roles = {f"gnets/{e.name}/{k}": leaf.role for e in plan.ensembles for k, leaf in e.leaves.items()}
         self._roles |= {f"direct/{t.name}": "direct" for t in plan.direct}
         direct = {t.name for t in plan.direct}
@@ -136,9 +116,9 @@ class TrainStep:
         flat = {k: v.detach().requires_grad_() for k, v in self._trained(state.gnets, state.direct).items()}
         buffers = {k: v.clone() for k, v in state.buffers.items()}
         seed = (int(state.seed) + _MIX * (int(state.step) + 1)) % 2**63
-        device = next((v.device for v in flat.values()), torch.device("cpu"))
-        with _seeded(seed, device), torch.enable_grad():
-            loss, aux, gradients = self._gradients(state, flat, buffers, batch, seed)
+        frozen = {f"direct/{k}": state.direct[k] for k in self._frozen}
+        gnets, direct = like_genome(flat | frozen, state.gnets, state.direct)
+        loss, aux, gradients = self._objective(gnets, direct, flat, buffers, batch, seed)
         norm = _global_norm(list(gradients.values()))
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         info = StepInfo(loss, norm, finite, aux)
@@ -153,91 +133,17 @@ class TrainStep:
             gradients = {k: g * factor for k, g in gradients.items()}
         params = {k: v.detach() for k, v in flat.items()}
         roles = {k: self._roles[k] for k in params}
-        params, opt = self._optimizer.update(params, gradients, state.opt, roles, donate=self._donate)
-        frozen = {k: v for k, v in state.direct.items() if k in self._frozen}
-        gnets, direct = like_genome(params | {f"direct/{k}": v for k, v in frozen.items()}, state.gnets, state.direct)
+        params, opt = self._optimizer.update(gradients, state.opt, params, roles, donate=self._donate)
+        gnets, direct = like_genome(params | frozen, state.gnets, state.direct)
         # A module may change a buffer with a graph attached, which must not live from step to step.
         buffers = {k: v.detach() for k, v in buffers.items()}
         return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed), info
-
-    def _gradients(
-        self, state: TrainState, flat: Params, buffers: Params, batch: Any, seed: int
-    ) -> tuple[Tensor, Any, Params]:
-        """Loss, aux and the gradient of every trained leaf."""
-        frozen = {f"direct/{k}": state.direct[k] for k in self._frozen}
-        gnets, direct = like_genome(flat | frozen, state.gnets, state.direct)
-        noise = None
-        if self.plan.stochastic:
-            # Not dropout's seed: equal seeds draw the same numbers.
-            cpu = torch.Generator().manual_seed(seed ^ 1)
-            noise = sample_noise(self.plan, cpu, next(iter(flat.values())))
-        weights = self._generator(gnets, direct, noise)
-        scale = _FP16_SCALE if self._amp == torch.float16 else 1.0
-        if self._microbatches == 1:
-            loss, aux = self._loss(weights, buffers, batch)
-            found = torch.autograd.grad(loss * scale, list(flat.values()), allow_unused=True)
-            return loss.detach(), aux, _filled(flat, found, scale)
-        # Weights are generated once; gradients gather on them, and go through the g-nets once.
-        cut = {k: w.detach().requires_grad_(w.requires_grad) for k, w in weights.items()}
-        live = [k for k, w in cut.items() if w.requires_grad]
-        losses, auxes = [], []
-        total: list[Tensor | None] = [None] * len(live)
-        for small in split_batch(batch, self._microbatches):
-            loss, aux = self._loss(cut, buffers, small)
-            buffers.update({k: v.detach() for k, v in buffers.items()})
-            losses.append(loss.detach())
-            auxes.append(aux)
-            found = torch.autograd.grad(loss * (scale / self._microbatches), [cut[k] for k in live], allow_unused=True)
-            total = [g if t is None else t if g is None else t + g for t, g in zip(total, found, strict=True)]
-        used = [(weights[k], g) for k, g in zip(live, total, strict=True) if g is not None]
-        found = torch.autograd.grad([w for w, _ in used], list(flat.values()), [g for _, g in used], allow_unused=True)
-        return torch.stack(losses).mean(), mean_tree(auxes), _filled(flat, found, scale)
-
-    def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
-        net = call_with(weights, buffers, self._net)
-        if self._amp is None:
-            out = self._loss_fn(net, batch)
-        else:
-            device = next((w.device.type for w in weights.values()), "cpu")
-            with torch.autocast(device, self._amp):
-                out = self._loss_fn(net, batch)
-        loss, aux = out if isinstance(out, tuple) else (out, {})
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), got {shape}")
-        if not loss.requires_grad:
-            raise ValueError("the loss does not depend on any trained leaf: it must come from net(...), with its graph")
-        return loss.reshape(()), tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
-
-
-def _filled(flat: Params, found: tuple[Tensor | None, ...], scale: float) -> Params:
-    """Gradients by name, the loss scale undone, zero for leaves that the loss does not use."""
-    named = zip(flat.items(), found, strict=True)
-    return {k: torch.zeros_like(v) if g is None else g if scale == 1.0 else g / scale for (k, v), g in named}
 
 
 def _global_norm(tensors: list[Tensor]) -> Tensor:
     if not tensors:
         return torch.tensor(0.0)
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators (dropout draws from them), and put them back after; threads take turns."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    with _DEFAULT_GENERATORS:
-        states = [g.get_state() for g in generators]
-        try:
-            for g in generators:
-                g.manual_seed(seed)
-            yield
-        finally:
-            for g, s in zip(generators, states, strict=True):
-                g.set_state(s)
 
 
 def make_train_step(
@@ -250,6 +156,8 @@ def make_train_step(
     microbatches: int = 1,
     clip_norm: float | None = None,
     amp: torch.dtype | None = None,
+    lazy: Lazy = "auto",
+    remat: Remat = "none",
     on_nonfinite: Literal["skip", "raise"] = "skip",
     kernel: Kernel = "auto",
 ) -> TrainStep:
@@ -267,6 +175,10 @@ def make_train_step(
         microbatches: split each batch in so many equal parts; weights are generated once, and the loss is their mean.
         clip_norm: largest Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
+        lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a count
+            of operations and bytes for the batch's shape says that it pays; values are the same up to rounding.
+        remat: what backward makes again instead of keeping: `"generate"` what lies between genome and weights, `"layer"`
+            the weights too, each made just before its layer uses it; `"none"` is fastest.
         on_nonfinite: what to do on a loss or gradient that is not finite: `"skip"` keeps the state and reports it,
             `"raise"` raises.
         kernel: implementation of ReLU g-nets.
@@ -281,8 +193,17 @@ def make_train_step(
         raise ValueError(f"clip_norm must be a number > 0 or None, got {clip_norm!r}")
     if amp not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"amp must be None, torch.bfloat16 or torch.float16, got {amp!r}")
-    if on_nonfinite not in ("skip", "raise"):
-        raise ValueError(f"on_nonfinite must be 'skip' or 'raise', got {on_nonfinite!r}")
+    for name, value, known in (
+        ("lazy", lazy, (True, False, "auto")),
+        ("remat", remat, ("none", "generate", "layer")),
+        ("on_nonfinite", on_nonfinite, ("skip", "raise")),
+        ("kernel", kernel, ("auto", "eager", "compiled", "reference")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
-    return TrainStep(plan, pnet, loss_fn, optimizer, donate, microbatches, clip_norm, amp, on_nonfinite, kernel)
+    check_plan(plan, pnet)
+    options: dict[str, Any] = dict(microbatches=microbatches, amp=amp, lazy=lazy, remat=remat, kernel=kernel)
+    objective = Objective(plan, pnet, loss_fn, **options)
+    return TrainStep(plan, pnet, objective, optimizer, donate, clip_norm, on_nonfinite)

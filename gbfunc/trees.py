@@ -70,3 +70,9 @@ def mean_tree(trees: Sequence[Any]) -> Any:
         return (stacked if stacked.is_floating_point() else stacked.float()).mean(0)
 
     return tree_map(mean, *trees)
+
+
+def shapes_of(tree: Any) -> tuple[Any, ...]:
+    """A hashable summary of a tree: its structure, and shape and dtype of every tensor."""
+    leaves, structure = optree.tree_flatten(tree)
+    return structure, tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves)

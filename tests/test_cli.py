@@ -20,7 +20,9 @@ from gbfunc.cli.options import HypernetName, TaskName
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks import TASKS, accuracy
 
-QUICK = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "2", "--batch-size", "100"]
+SMALL = ["--sizes", "64", "48", "10", "--genome-params", "300"]
+QUICK = [*SMALL, "--epochs", "2", "--batch-size", "100"]
+BRIEF = [*SMALL, "--epochs", "1", "--batch-size", "400"]
 METRICS = {
     "task": str,
     "hypernet": str,
@@ -72,9 +74,7 @@ def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     assert accuracy(net, task.test) == metrics["test_accuracy"] > 0.2
     told = capsys.readouterr()
     assert "\r" not in told.err and "\x1b" not in told.err + told.out
-    assert told.err.splitlines() == [
-        line for line in told.err.splitlines() if line.startswith("genome: epoch ")
-    ]
+    assert told.err.splitlines() == [line for line in told.err.splitlines() if line.startswith("genome: epoch ")]
     assert f"{metrics['test_accuracy']:.2%}" in told.out
 
     assert main(["eval", "--genome", str(out / "genome.safetensors")]) == 0
@@ -83,7 +83,7 @@ def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_same_seed_gives_the_same_genome(tmp_path: Path) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        assert main(["train", *QUICK, "--epochs", "1", "--seed", seed, "--out", str(tmp_path / name)]) == 0
+        assert main(["train", *BRIEF, "--seed", seed, "--out", str(tmp_path / name)]) == 0
     a, b, c = (load_file(tmp_path / n / "genome.safetensors") for n in "abc")
     assert all(torch.equal(a[name], b[name]) for name in a | b)
     assert not all(torch.equal(a[name], c[name]) for name in a | c)
@@ -107,8 +107,8 @@ def test_demo_compares_three_nets(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("hypernet", get_args(HypernetName))
 def test_every_hypernet_trains(hypernet: str, tmp_path: Path) -> None:
-    options = ["--sizes", "64", "48", "10", "--compression", "2", "--epochs", "1", "--hypernet", hypernet]
-    assert main(["train", *options, "--lr", "0.01", "--out", str(tmp_path)]) == 0
+    options = ["--sizes", "64", "48", "10", "--compression", "2", "--epochs", "1", "--batch-size", "400"]
+    assert main(["train", *options, "--hypernet", hypernet, "--lr", "0.01", "--out", str(tmp_path)]) == 0
     metrics, _ = read(tmp_path)
     assert metrics["hypernet"] == hypernet and metrics["ratio_params"] >= 2
 
@@ -122,7 +122,7 @@ def test_names_cover_the_tables() -> None:
 def test_results_are_replaced_and_nothing_else_is_touched(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text("old")
     (tmp_path / "notes.txt").write_text("mine")
-    assert main(["train", *QUICK, "--epochs", "1", "--out", str(tmp_path)]) == 0
+    assert main(["train", *BRIEF, "--out", str(tmp_path)]) == 0
     assert read(tmp_path)[0]["task"] == "digits"
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not [p for p in tmp_path.iterdir() if p.suffix == ".part"]
@@ -130,7 +130,7 @@ def test_results_are_replaced_and_nothing_else_is_touched(tmp_path: Path) -> Non
 
 def test_without_out_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *QUICK, "--epochs", "1"]) == 0
+    assert main(["train", *BRIEF]) == 0
     assert not list(tmp_path.iterdir())
 
 
@@ -140,9 +140,7 @@ def test_plan_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in ("0.weight", "0.bias", "2.weight", "2.bias"))
 
 
-def test_mnist_from_the_command_line(
-    shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mnist_from_the_command_line(shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--task", "mnist", "--data-dir", str(shared_data / "mnist")]
     options = [
         "--sizes",
@@ -199,9 +197,7 @@ def test_cuda_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--device 'cuda' cannot be used" in capsys.readouterr().err
 
 
-def test_out_that_is_a_file_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_out_that_is_a_file_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
     assert main(["train", "--out", str(tmp_path / "file")]) == 2
     told = capsys.readouterr().err
@@ -228,9 +224,7 @@ def test_eval_refuses_a_genome_of_another_task(tmp_path: Path, capsys: pytest.Ca
     assert "must start with 64" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "argv", [["train", "--nope", "3"], ["train", "--epochs", "many"], ["dance"], [], ["eval"]]
-)
+@pytest.mark.parametrize("argv", [["train", "--nope", "3"], ["train", "--epochs", "many"], ["dance"], [], ["eval"]])
 def test_the_parser_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)

@@ -93,30 +93,40 @@ def slots(draw: st.DrawFn) -> tuple[TileGrid, Encoding, Encoding]:
 
 
 @standardised
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(slots(), st.integers(0, 99))
 def test_slots_start_at_unit_deviation_and_zero_mean(hypernet: Hypernet, slot: tuple, seed: int) -> None:
     matrix = slot_of(hypernet, *slot, seed=seed)
     assert bool(torch.isfinite(matrix).all())
     assert abs(float(matrix.std()) - 1) < 0.05
-    assert abs(float(matrix.mean())) < 0.05
+    assert abs(float(matrix.mean())) < 0.01
 
 
 @standardised
-@pytest.mark.parametrize("n", [1000, 1500])
+@pytest.mark.parametrize("n", [1000])
 def test_long_vectors_too(hypernet: Hypernet, n: int) -> None:
     matrix = slot_of(hypernet, TileGrid(n, 1, n, 1), gb.binary(), gb.binary())
     assert abs(float(matrix.std()) - 1) < 0.05
-    assert abs(float(matrix.mean())) < 0.05
+    assert abs(float(matrix.mean())) < 0.01
 
 
 @standardised
 @given(matrices(6), st.integers(0, 99))
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_the_smallest_slots_are_finite(hypernet: Hypernet, matrix: tuple[int, int], seed: int) -> None:
     found = slot_of(hypernet, tile_grid(matrix), gb.binary(), gb.binary(), seed=seed)
     assert bool(torch.isfinite(found).all())
     assert float(found.abs().max()) < 1e3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rectifiers_that_are_off_everywhere_are_drawn_again(seed: int) -> None:
+    """Two narrow layers of rectifiers are dead in a few draws in a hundred."""
+    dead = 0
+    for draw in range(100 * seed, 100 * seed + 100):
+        matrix = slot_of(gb.gnet((2, 2)), TileGrid(6, 5, 6, 5), gb.binary(), gb.binary(), seed=draw)
+        dead += not abs(float(matrix.std(correction=0)) - 1) < 0.05
+    assert dead == 0
 
 
 def test_every_slot_of_an_ensemble_is_standardised_by_itself() -> None:

@@ -178,9 +178,7 @@ def check_task(task: Task, n_train: int, n_val: int, n_test: int) -> None:
     assert mlp_sizes({name: tuple(p.shape) for name, p in pnet.named_parameters()}) == task.sizes
     assert pnet(task.val.x[:3]).shape == (3, n_classes)
     recipe = task.recipe(task.genome_params)
-    plan = gb.make_plan(
-        pnet, genome_params=task.genome_params, rules=recipe.rules, encodings=recipe.encodings
-    )
+    plan = gb.make_plan(pnet, genome_params=task.genome_params, rules=recipe.rules, encodings=recipe.encodings)
     assert 0.98 * task.genome_params <= plan.genome_params <= task.genome_params
 
 

@@ -34,14 +34,15 @@ class Demo(TrainingOptions):
                 "dense_test_accuracy": accuracy(dense, task.test),
                 "small_dense_test_accuracy": accuracy(small, task.test),
                 "small_dense_params": sum(p.numel() for p in small.parameters()),
+                "small_dense_bytes": sum(p.nbytes for p in small.parameters()),
                 "small_dense_sizes": list(small_sizes),
             }
             if self.out is not None:
                 from gbfunc.plots import weight_images
 
-                write_run(folder, metrics, runs)
                 nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
                 write_figure(folder / "weights.png", weight_images(nets, task.image_shape))
+                write_run(folder, metrics, runs)
             print_comparison(metrics)
 
 

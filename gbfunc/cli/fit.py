@@ -67,9 +67,7 @@ def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
 
 def genome_trainer(plan: gb.Plan, pnet: nn.Module, recipe: Recipe, steps: int, seed: int) -> Trainer:
     """Train the genome of `plan` with Adam; `steps` is the length of the schedule."""
-    optimizer = gb.torch_optimizer(
-        torch.optim.Adam, lr=one_cycle(recipe, recipe.lr, steps), betas=recipe.betas
-    )
+    optimizer = gb.torch_optimizer(torch.optim.Adam, lr=one_cycle(recipe, recipe.lr, steps), betas=recipe.betas)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, on_nonfinite="raise")
 
     def step(state: gb.TrainState, batch: Batch) -> tuple[gb.TrainState, Tensor, Tensor]:
@@ -123,14 +121,18 @@ def fit(trainer: Trainer, task: Task, recipe: Recipe, *, label: str, seed: int) 
                     mean_loss, mean_hits = (sums / i).tolist()
                     report.step(steps, mean_loss, mean_hits, steps / (now - start))
             mean_loss, mean_hits = (sums / per_epoch).tolist()
-            row = {
-                "epoch": epoch,
-                "step": epoch * per_epoch,
-                "train_loss": mean_loss,
-                "train_accuracy": mean_hits,
-                "val_accuracy": accuracy(trainer.net(state), task.val),
-                "seconds": round(time.perf_counter() - start, 3),
-            }
-            history.append(row)
-            report.epoch(epoch, mean_loss, row["val_accuracy"], row["step"] / (time.perf_counter() - start))
+            val_accuracy, seconds = accuracy(trainer.net(state), task.val), time.perf_counter() - start
+            steps = epoch * per_epoch
+            history.append(
+                {
+                    "epoch": epoch,
+                    "step": steps,
+                    "train_loss": mean_loss,
+                    "train_accuracy": mean_hits,
+                    "val_accuracy": val_accuracy,
+                    "seconds": round(seconds, 3),
+                }
+            )
+            report.step(steps, mean_loss, mean_hits, steps / seconds)
+            report.epoch(epoch, mean_loss, val_accuracy, steps / seconds)
     return Fit(state, history, time.perf_counter() - start, recipe.epochs * per_epoch)

@@ -99,9 +99,7 @@ def results_folder(out: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def read_genome(
-    path: Path, options: DataOptions, task: Task | None = None
-) -> tuple[gb.Plan, Task, nn.Module]:
+def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> tuple[gb.Plan, Task, nn.Module]:
     """Rebuild the p-net that a genome file describes, with its generated weights.
 
     Args:

@@ -63,9 +63,7 @@ def write_figure(path: Path, figure: Figure) -> None:
     _replace(path, content.getvalue())
 
 
-def write_run(
-    folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Mapping[str, float]]]
-) -> None:
+def write_run(folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
     """`metrics.json`, `history.csv` and `learning_curve.png`."""
     from gbfunc.plots import learning_curve
 
@@ -79,9 +77,7 @@ def print_metrics(metrics: Mapping[str, Any]) -> None:
     """One genome's figures of merit on standard output."""
     m = metrics
     table = _table("", f"{m['task']}: genome", "dense p-net", "ratio")
-    table.add_row(
-        "parameters", f"{m['genome_params']:,}", f"{m['pnet_params']:,}", f"{m['ratio_params']:.1f}"
-    )
+    table.add_row("parameters", f"{m['genome_params']:,}", f"{m['pnet_params']:,}", f"{m['ratio_params']:.1f}")
     table.add_row("bytes", f"{m['genome_bytes']:,}", f"{m['dense_bytes']:,}", f"{m['ratio_bytes']:.1f}")
     table.add_row("validation accuracy", f"{m['val_accuracy']:.2%}")
     table.add_row("test accuracy", f"{m['test_accuracy']:.2%}")
@@ -93,29 +89,19 @@ def print_metrics(metrics: Mapping[str, Any]) -> None:
 def print_comparison(metrics: Mapping[str, Any]) -> None:
     """The genome beside both dense nets on standard output."""
     m = metrics
-    table = _table("network", "parameters", "bytes on disk", "test accuracy")
+    table = _table("network", "parameters", "ratio", "bytes on disk", "test accuracy")
     sizes, small = "-".join(map(str, m["sizes"])), "-".join(map(str, m["small_dense_sizes"]))
-    table.add_row(
-        f"{sizes}, dense", f"{m['pnet_params']:,}", f"{m['dense_bytes']:,}", f"{m['dense_test_accuracy']:.2%}"
+    rows = (
+        (f"{sizes}, dense", m["pnet_params"], m["dense_bytes"], m["dense_test_accuracy"]),
+        (f"{sizes}, generated", m["genome_params"], m["genome_bytes"], m["test_accuracy"]),
+        (f"{small}, dense", m["small_dense_params"], m["small_dense_bytes"], m["small_dense_test_accuracy"]),
     )
-    table.add_row(
-        f"{sizes}, from a genome ({m['ratio_params']:.1f}x)",
-        f"{m['genome_params']:,}",
-        f"{m['genome_bytes']:,}",
-        f"{m['test_accuracy']:.2%}",
-    )
-    small_bytes = 4 * m["small_dense_params"]
-    table.add_row(
-        f"{small}, dense",
-        f"{m['small_dense_params']:,}",
-        f"{small_bytes:,}",
-        f"{m['small_dense_test_accuracy']:.2%}",
-    )
+    for network, params, n_bytes, accuracy in rows:
+        ratio = m["pnet_params"] / params
+        table.add_row(network, f"{params:,}", f"{ratio:.1f}x", f"{n_bytes:,}", f"{accuracy:.2%}")
     console = Console()
     console.print(table)
-    console.print(
-        "Bytes: the genome's whole file; dense nets in float32, without a file's header.", style="dim"
-    )
+    console.print("Bytes: the genome's whole file; dense nets in float32, without a file's header.", style="dim")
 
 
 def _table(first: str, *columns: str) -> Table:

@@ -34,9 +34,7 @@ class Train(TrainingOptions):
             print_metrics(metrics)
 
 
-def train_genome(
-    job: Job, options: TrainingOptions, folder: Path
-) -> tuple[Fit, nn.Module, dict[str, object]]:
+def train_genome(job: Job, options: TrainingOptions, folder: Path) -> tuple[Fit, nn.Module, dict[str, object]]:
     """Train a job's genome, save it, read the file back and measure what it holds.
 
     Returns:

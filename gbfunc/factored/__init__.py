@@ -7,15 +7,18 @@ neither can apply sees the dense weight, and is counted.
 
 from gbfunc.factored.cost import lazy_pays
 from gbfunc.factored.lazy import LazyWeight
+from gbfunc.factored.probe import ProbeWeight, probe_weight
 from gbfunc.factored.remat import RematWeight, remat_weight
 from gbfunc.factored.weight import FactoredWeight, factored_weight, stack_rows
 
 __all__ = [
     "FactoredWeight",
     "LazyWeight",
+    "ProbeWeight",
     "RematWeight",
     "factored_weight",
     "lazy_pays",
+    "probe_weight",
     "remat_weight",
     "stack_rows",
 ]

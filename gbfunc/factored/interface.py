@@ -35,6 +35,10 @@ class LazyTensor(torch.Tensor):
         """The tensors that the weight is made of."""
         raise NotImplementedError
 
+    def with_sources(self, sources: tuple[Tensor, ...]) -> LazyTensor:
+        """The same weight made of other tensors in the places of `sources()`."""
+        raise NotImplementedError
+
     def flipped(self) -> LazyTensor:
         """The transposed matrix, still lazy: [o, i] -> [i, o]."""
         return NotImplemented

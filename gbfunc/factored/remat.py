@@ -35,6 +35,11 @@ class RematWeight(LazyWeight):
         with torch.autocast(self._inputs[0].device.type, enabled=False):
             return self._make(*self._inputs)
 
+    def with_sources(self, sources: tuple[Tensor, ...]) -> RematWeight:
+        """Made from other tensors."""
+        kind = self._shape, self.dtype, self.device
+        return remat_weight(self._make, sources, *kind, name=self._name, report=self._report)
+
     def flipped(self) -> RematWeight:
         """The transposed matrix, made from the same inputs."""
         make = self._make

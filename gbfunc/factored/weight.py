@@ -30,6 +30,12 @@ class FactoredWeight(LazyWeight):
         """The factors ([nr, nc, r, k], [nr, nc, c, k])."""
         return self._left, self._right
 
+    def with_sources(self, sources: tuple[Tensor, ...]) -> FactoredWeight:
+        """Other factors of the same shapes."""
+        left, right = sources
+        fixed = self._shape, self._rows, self._cols, self._folded_transposed, self._name, self._report
+        return _assemble(left, right, *fixed)
+
     def dense(self) -> Tensor:
         """The weight in its own shape, generated in the factors' dtype even under autocast."""
         with torch.autocast(self._left.device.type, enabled=False):
@@ -77,7 +83,8 @@ class FactoredWeight(LazyWeight):
         thin_ibJ = thin.reshape(nc, batch, nr, k).permute(2, 1, 0, 3).reshape(nr, batch, nc * k)
         y_ibr = thin_ibJ @ left.transpose(2, 3).reshape(nr, nc * k, r)
         y = y_ibr.transpose(0, 1).reshape(*lead, nr * r)[..., : self._rows]
-        return y if bias is None else y + bias
+        # Under autocast the products are narrow and the bias is not; F.linear returns the narrow dtype.
+        return y if bias is None else y + bias.to(y.dtype)
 
     def apply_conv(
         self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
@@ -113,7 +120,7 @@ class FactoredWeight(LazyWeight):
         if nr * r == self._rows:
             return conv(thin, mix, bias, groups=nr)
         y = conv(thin, mix, None, groups=nr)[:, : self._rows]
-        return y if bias is None else y + bias.reshape(-1, *ones)
+        return y if bias is None else y + bias.to(y.dtype).reshape(-1, *ones)
 
     def apply_embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
         """Rows of the left factors times the right factors: integers [...] -> [..., cols]."""

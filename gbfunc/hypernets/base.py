@@ -64,6 +64,11 @@ class Hypernet:
         return None
 
     @property
+    def factor_width(self) -> int:
+        """Columns of its factors, where it is factorised."""
+        return self.size or 0
+
+    @property
     def shares(self) -> bool:
         """Whether groups of tiles share leaves."""
         return False

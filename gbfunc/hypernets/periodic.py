@@ -31,6 +31,11 @@ class Periodic(Sized):
     batched: ClassVar[bool] = True
 
     @property
+    def factor_width(self) -> int:
+        """A sine and a cosine a feature."""
+        return 2 * self.known_size
+
+    @property
     def shares(self) -> bool:
         """Whether the tiles of a kind share code weights."""
         return self.share == "kind"

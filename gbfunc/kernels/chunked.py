@@ -21,7 +21,7 @@ from gbfunc.types import Params
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 DEFAULT_MAX_BYTES = 64 * 2**20
-"""Memory of one block: large enough that dispatch costs nothing, small beside the weights of a p-net that needs blocks."""
+"""Memory of one block: so large that dispatch costs nothing, small beside the weights of a p-net that needs blocks."""
 
 
 class RowMap(NamedTuple):
@@ -47,10 +47,10 @@ class RowMap(NamedTuple):
 
 
 def row_vjp(m: RowMap) -> RowMap:
-    """Reverse derivative: `(row inputs + row cotangents), (shared inputs + sums' cotangents) -> gradients of the inputs`."""
+    """Reverse derivative: `(row inputs + row cotangents, shared inputs + sum cotangents) -> gradients of inputs`."""
 
     def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        _, pull = torch.func.vjp(m.fn, rows[: m.row_inputs], shared[: m.shared_inputs])
+        pull = torch.func.vjp(m.fn, rows[: m.row_inputs], shared[: m.shared_inputs])[1]
         return pull((rows[m.row_inputs :], shared[m.shared_inputs :]))
 
     return m._replace(
@@ -64,20 +64,18 @@ def row_vjp(m: RowMap) -> RowMap:
 
 
 def row_jvp(m: RowMap) -> RowMap:
-    """Forward derivative: `(row inputs + their tangents), (shared inputs + their tangents) -> tangents of the outputs`."""
+    """Forward derivative: `(row inputs + row tangents, shared inputs + shared tangents) -> tangents of the outputs`."""
 
     def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         primals = (rows[: m.row_inputs], shared[: m.shared_inputs])
         tangents = (rows[m.row_inputs :], shared[m.shared_inputs :])
-        # The gradient is linear in the cotangents, and its own gradient in them is the forward derivative. `torch.func.jvp`
-        # would be refused here under `torch.autograd.forward_ad`, which does not nest.
-        outputs, pull = torch.func.vjp(m.fn, *primals)
-        _, push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))
+        # The gradient is linear in the cotangents, and its own gradient in them is the forward derivative.
+        # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
+        outputs, pull = torch.func.vjp(m.fn, *primals)[:2]
+        push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))[1]
         return push(tangents)[0]
 
-    return m._replace(
-        fn=fn, row_inputs=2 * m.row_inputs, shared_inputs=2 * m.shared_inputs, row_bytes=2 * m.row_bytes
-    )
+    return m._replace(fn=fn, row_inputs=2 * m.row_inputs, shared_inputs=2 * m.shared_inputs, row_bytes=2 * m.row_bytes)
 
 
 def _pieces(length: int, longest: int) -> Iterator[slice]:
@@ -108,7 +106,7 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
 
 
 def batch_tiles(size: int, in_dims: tuple[int | None, ...], tensors: Tensors) -> Tensors:
-    """Fold the dimension of a surrounding vmap into that of the tiles: N of [T, ...] -> [N T, ...]; unbatched ones repeat."""
+    """Fold the dimension of a vmap into that of the tiles: N of [T, ...] -> [N T, ...]; unbatched tensors repeat."""
     batched = (
         x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims, strict=True)
     )
@@ -142,10 +140,6 @@ class _RowMapFunction(torch.autograd.Function):
         outputs = apply_row_map(m, flat[: m.row_inputs], flat[m.row_inputs :])
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
 
-
-class _DualRowMapFunction(_RowMapFunction):
-    """The same with forward mode, in a class of its own because Dynamo refuses a Function that has a `jvp`."""
-
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
         m: RowMap = ctx.map
@@ -156,23 +150,13 @@ class _DualRowMapFunction(_RowMapFunction):
         return apply_row_map(row_jvp(m), rows, shared)
 
 
-class _TracedRowMapFunction(_RowMapFunction):
-    """The same for Dynamo."""
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        m: RowMap = ctx.map
-        inputs = ctx.saved_tensors
-        rows = inputs[: m.row_inputs] + cotangents[: m.row_outputs]
-        shared = inputs[m.row_inputs :] + cotangents[m.row_outputs :]
-        return (None, *_evaluate(row_vjp(m), rows, shared))
-
-
 def apply_row_map(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
-    """Evaluate a row map for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> all outputs, [T, ...]."""
+    """Evaluate a row map for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> outputs [T, ...]."""
     if torch.compiler.is_compiling():
-        return _TracedRowMapFunction.apply(m, *rows, *shared)
-    return _DualRowMapFunction.apply(m, *rows, *shared)
+        # Dynamo refuses a Function with a `jvp`, and has no batching rule for the gradient of any other Function.
+        row_outputs, sums = torch.vmap(m.fn)(rows, shared)
+        return row_outputs + sums
+    return _RowMapFunction.apply(m, *rows, *shared)
 
 
 def chunked_apply(
@@ -186,6 +170,7 @@ def chunked_apply(
     """Generate one g-net's tile from separable pre-activations, in row blocks that backward recomputes.
 
     Under `torch.vmap` over g-nets the blocks run over tiles as well, so the bound holds for the whole ensemble.
+    Inside a function that is being compiled the tile is one expression instead, whose memory the compiler decides.
     Derivatives of any order and mode reach `A`, `B` and every entry of `params`, and nothing that `fn` closes over.
 
     Args:
@@ -194,21 +179,22 @@ def chunked_apply(
         A: pre-activations of the rows, bias included [r, H].
         B: pre-activations of the columns [c, H].
         params: parameters of the remaining layers, floating point.
-        max_bytes: memory that the activations of one block may take, as estimated from the widths of the layers. A single row of
-            a single tile is never divided.
+        max_bytes: memory that the activations of one block may take, as estimated from the widths of the layers.
+            A single row of a single tile is never divided.
 
     Returns:
         The tile [r, c].
 
     Raises:
-        ValueError: if `A` and `B` are not matrices of the same width, `max_bytes` is not positive, or `fn` returns another shape.
+        ValueError: if `A` and `B` are not matrices of the same width, `max_bytes` is not positive, or `fn` returns
+            another shape.
     """
     if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[1]:
         raise ValueError(f"expected A [r, H] and B [c, H] of one g-net, got {list(A.shape)} and {list(B.shape)}")
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be positive, got {max_bytes}")
     names = tuple(params)
-    (length, hidden), cols = A.shape, B.shape[0]
+    hidden, cols = A.shape[1], B.shape[0]
 
     def row_fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         (A_rH,), (B_cH, *leaves) = rows, shared

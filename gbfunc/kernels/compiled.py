@@ -9,14 +9,12 @@ import functools
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gbfunc.kernels.reference import reference_sums, reference_tiles
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class CompiledForms(NamedTuple):
@@ -39,7 +37,7 @@ def _sums(g_Trc: Tensor, g_Tcr: Tensor, A_TrH: Tensor, B_TcH: Tensor) -> tuple[T
     return reference_sums(g_Trc, A_TrH, B_TcH), reference_sums(g_Tcr, B_TcH, A_TrH)
 
 
-def _compile(function: _F) -> _F:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for the shapes of the first call.
 
     Static shapes ran the forward pass three times as fast as dynamic ones. The function gets a code object of its own,
@@ -80,7 +78,7 @@ def _has_compiler(device_type: str) -> bool:
     """Whether `torch.compile` works for this kind of device: compiles and runs a one-line function, once."""
     try:
         torch.compile(lambda x: x + 1, fullgraph=True, dynamic=False)(torch.zeros(16, device=device_type))
-    except Exception as error:  # noqa: BLE001  a missing compiler shows in many ways, and each has the same cure
+    except Exception as error:  # a missing compiler shows in many ways, and each has the same cure
         warnings.warn(
             f"torch.compile does not work on {device_type!r} ({type(error).__name__}), so large ReLU ensembles use the "
             "slower eager kernel; install a C++ compiler, or ask for kernel='eager' to silence this",
@@ -103,7 +101,7 @@ def working_forms(
     B_TcH = torch.zeros(tiles, cols, hidden, dtype=dtype, device=device)
     try:
         forms.sums(forms.tiles(A_TrH, B_TcH, A_TrH[:, 0]), A_TrH, B_TcH)
-    except Exception as error:  # noqa: BLE001  see above
+    except Exception as error:  # as above
         warnings.warn(
             f"the fused ReLU kernel did not compile ({type(error).__name__}); using the slower eager kernel",
             RuntimeWarning,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gbfunc.kernels.reference import compute_dtype, reference_sums, reference_tiles
 
-# Elements of the one buffer that every pass rewrites. On two CPU cores with 1 MiB of second-level cache each, a forward
-# pass over 4.2 M weights took 117, 70, 50 and 41 ms with 2^15, 2^16, 2^18 and 2^20: dispatch costs more than the cache saves.
+# Elements of the one buffer that every pass rewrites. On a CPU core with 1 MiB of second-level cache a forward pass
+# over 4.2 M weights took 117, 70, 50 and 41 ms with 2^15, 2^16, 2^18 and 2^20: dispatch costs more than cache saves.
 _CPU_BLOCK = 2**20
 # A launch must be repaid by a larger block; at 16 MiB the buffer is small beside the weights that need it.
 _ACCELERATOR_BLOCK = 2**22

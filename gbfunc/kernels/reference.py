@@ -1,5 +1,7 @@
 """The tile of a ReLU g-net as plain broadcast expressions: the definition that every other form must agree with.
 
+`W[i, j] = sum_h v[h] relu(A[i, h] + B[j, h])`, where `A` and `B` are the halves of the first layer's pre-activation.
+
 Suffixes: T tiles; r, c rows and columns of a tile; H hidden units. Memory is O(T r c H).
 """
 
@@ -15,10 +17,22 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def reference_tiles(A: Tensor, B: Tensor, v: Tensor) -> Tensor:
-    """Generate tiles, `W[i, j] = sum_h v[h] relu(A[i, h] + B[j, h])`: [..., r, H], [..., c, H], [..., H] -> [..., r, c]."""
+    """Generate tiles by their definition: [..., r, H], [..., c, H], [..., H] -> [..., r, c]."""
     A_rH, B_cH, v_H = (x.to(compute_dtype(A.dtype)) for x in (A, B, v))
     hidden_rcH = torch.relu(A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3))
     return (hidden_rcH * v_H.unsqueeze(-2).unsqueeze(-2)).sum(-1).to(A.dtype)
+
+
+def traced_tiles(A: Tensor, B: Tensor, v: Tensor) -> Tensor:
+    """Generate tiles by the expression that compiles best, `W[i, j] = sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`.
+
+    It is linear in everything but the activity, so what automatic differentiation makes of it are the two sums of the
+    hand-derived backward pass, and a compiler fuses both: half the time that the plain expression takes.
+    """
+    A_rH, B_cH, v_1H = (x.to(compute_dtype(A.dtype)) for x in (A, B, v.unsqueeze(-2)))
+    active_rcH = A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3) > 0
+    terms_rcH = (A_rH * v_1H).unsqueeze(-2) + (B_cH * v_1H).unsqueeze(-3)
+    return torch.where(active_rcH, terms_rcH, 0).sum(-1).to(A.dtype)
 
 
 def reference_sums(g: Tensor, A: Tensor, B: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Tiles of ReLU g-nets, `W[i, j] = sum_h v[h] relu(A[i, h] + B[j, h])`, without a hidden activation per weight.
 
 With `g` the cotangent of a tile, the derivatives are sums over the active hidden units:
-`SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, likewise `SB[j, h]` over the rows, and then `dA = SA v`, `dB = SB v`,
-`dv[h] = sum_i A SA + sum_j B SB`, because `x [x > 0] = relu(x)`.
+`SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, likewise `SB[j, h]` over the rows, and then `dA = SA v`,
+`dB = SB v`, `dv[h] = sum_i A SA + sum_j B SB`, because `x [x > 0] = relu(x)`.
 
 Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 from gbfunc.kernels.chunked import DEFAULT_MAX_BYTES, RowMap, Tensors, apply_row_map, batch_tiles, row_jvp, row_vjp
 from gbfunc.kernels.compiled import CompiledForms, compiled_forms, working_forms
 from gbfunc.kernels.eager import block_size, eager_sums, eager_tiles
-from gbfunc.kernels.reference import compute_dtype, reference_sums, reference_tiles
+from gbfunc.kernels.reference import compute_dtype, reference_tiles, traced_tiles
 from gbfunc.types import Kernel
 
 COMPILE_WORK = 2**24
-"""Hidden activations T r c H from which `kernel="auto"` compiles: a step then gains about 15 ms, which repays the 10 to 20 s
-of a first compilation within a thousand steps."""
+"""Hidden activations T r c H from which `kernel="auto"` compiles: a step then gains about 10 ms, which repays the 10 to
+20 s of a first compilation within some thousand steps."""
 
 
 def _fused(kernel: Kernel, A: Tensor, cols: int) -> CompiledForms | None:
@@ -37,19 +37,14 @@ def _fused(kernel: Kernel, A: Tensor, cols: int) -> CompiledForms | None:
 
 def _forward(kernel: Kernel, A: Tensor, B: Tensor, v: Tensor) -> Tensor:
     """Generate tiles: [T, r, H], [T, c, H], [T, H] -> [T, r, c]."""
-    if torch.compiler.is_compiling():
-        return reference_tiles(A, B.mT.contiguous().mT, v)
     fused = _fused(kernel, A, B.shape[1])
     return eager_tiles(A, B, v, block_size(A.device)) if fused is None else fused.tiles(A, B, v)
 
 
 def _backward(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Tensors:
     """Gradients of A, B and v: [T, r, c], [T, r, H], [T, c, H], [T, H] -> [T, r, H], [T, c, H], [T, H]."""
-    if torch.compiler.is_compiling():
-        SA, SB = reference_sums(g, A, B), reference_sums(g.mT.contiguous(), B, A)
-    else:
-        fused = _fused(kernel, A, B.shape[1])
-        SA, SB = eager_sums(g, A, B, block_size(A.device)) if fused is None else fused.sums(g, A, B)
+    fused = _fused(kernel, A, B.shape[1])
+    SA, SB = eager_sums(g, A, B, block_size(A.device)) if fused is None else fused.sums(g, A, B)
     dv = (A * SA).sum(1) + (B * SB).sum(1)
     v_T1H = v.unsqueeze(1).to(SA.dtype)
     # In place: the sums are fresh, and as large as the inputs.
@@ -87,12 +82,8 @@ class _ReluBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], kernel: Kernel, *inputs: Tensor) -> tuple[Tensors, Any]:
-        outputs = _apply_backward(kernel, *batch_tiles(info.batch_size, in_dims[1:], inputs))
+        outputs = _ReluBackward.apply(kernel, *batch_tiles(info.batch_size, in_dims[1:], inputs))
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0, 0, 0)
-
-
-class _DualReluBackward(_ReluBackward):
-    """The same with forward mode, in a class of its own because Dynamo refuses a Function that has a `jvp`."""
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
@@ -116,16 +107,12 @@ class _ReluTiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *_apply_backward(ctx.kernel, g, *ctx.saved_tensors))
+        return (None, *_ReluBackward.apply(ctx.kernel, g, *ctx.saved_tensors))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], kernel: Kernel, *inputs: Tensor) -> tuple[Tensor, int]:
-        tiles = _apply_tiles(kernel, *batch_tiles(info.batch_size, in_dims[1:], inputs))
+        tiles = _ReluTiles.apply(kernel, *batch_tiles(info.batch_size, in_dims[1:], inputs))
         return tiles.unflatten(0, (info.batch_size, -1)), 0
-
-
-class _DualReluTiles(_ReluTiles):
-    """The same with forward mode, in a class of its own because Dynamo refuses a Function that has a `jvp`."""
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
@@ -138,30 +125,22 @@ def _filled(primals: Tensors, tangents: tuple[Tensor | None, ...]) -> Tensors:
     return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True))
 
 
-def _apply_tiles(kernel: Kernel, A: Tensor, B: Tensor, v: Tensor) -> Tensor:
-    function = _ReluTiles if torch.compiler.is_compiling() else _DualReluTiles
-    return function.apply(kernel, A, B, v)
-
-
-def _apply_backward(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Tensors:
-    function = _ReluBackward if torch.compiler.is_compiling() else _DualReluBackward
-    return function.apply(kernel, g, A, B, v)
-
-
 def relu_tiles(A: Tensor, B: Tensor, v: Tensor, *, kernel: Kernel = "auto") -> Tensor:
     """Generate the tiles of ReLU g-nets: `W[i, j] = sum_h v[h] relu(A[i, h] + B[j, h])`.
 
-    Every form sums half precisions in float32 and returns the inputs' dtype, and is differentiable to any order, in reverse
-    and forward mode, under `torch.func`, `torch.vmap` and `torch.compile`. Derivatives beyond the first gradient run through
-    the reference, in blocks. Inside a function that is being compiled, the kernel becomes part of its graph.
+    Every form sums half precisions in float32, returns the inputs' dtype, and is differentiable to any order, in
+    reverse and forward mode, under `torch.func`, `torch.vmap` and `torch.compile`. Derivatives beyond the first
+    gradient run through the reference, in blocks. Inside a function that is being compiled, "auto", "eager" and
+    "compiled" are one expression that becomes part of its graph.
 
     Args:
         A: pre-activations of the rows, bias included [..., r, H].
         B: pre-activations of the columns [..., c, H].
         v: weights of the last layer [..., H].
-        kernel: "eager" works in blocks of bounded memory; "compiled" makes a fused kernel for each shape, which takes seconds
-            at the first call; "auto" compiles from `COMPILE_WORK` hidden activations on, and falls back to eager with one
-            warning where `torch.compile` does not work; "reference" is the plain expression, of O(T r c H) memory.
+        kernel: "eager" works in blocks of bounded memory; "compiled" makes a fused kernel for each shape, which takes
+            seconds at the first call; "auto" is "compiled" from `COMPILE_WORK` hidden activations on, and "eager" below
+            and, after one warning, where `torch.compile` does not work; "reference" is the plain expression, of
+            O(T r c H) memory.
 
     Returns:
         The tiles [..., r, c].
@@ -174,11 +153,19 @@ def relu_tiles(A: Tensor, B: Tensor, v: Tensor, *, kernel: Kernel = "auto") -> T
         raise ValueError(f"kernel must be one of {list(get_args(Kernel))}, got {kernel!r}")
     if not (A.dtype == B.dtype == v.dtype and A.is_floating_point()):
         raise TypeError(f"A, B and v must have one floating-point dtype, got {A.dtype}, {B.dtype} and {v.dtype}")
-    if A.ndim < 2 or B.shape != (*A.shape[:-2], *B.shape[-2:-1], A.shape[-1]) or v.shape != (*A.shape[:-2], A.shape[-1]):
+    if (
+        A.ndim < 2
+        or B.shape != (*A.shape[:-2], *B.shape[-2:-1], A.shape[-1])
+        or v.shape != (*A.shape[:-2], A.shape[-1])
+    ):
         shapes = f"{list(A.shape)}, {list(B.shape)} and {list(v.shape)}"
-        raise ValueError(f"expected A [..., r, H], B [..., c, H] and v [..., H] with equal leading dimensions, got {shapes}")
+        raise ValueError(
+            f"expected A [..., r, H], B [..., c, H] and v [..., H] with equal leading dimensions, got {shapes}"
+        )
     if kernel == "reference":
         return reference_tiles(A, B, v)
+    if torch.compiler.is_compiling():
+        return traced_tiles(A, B, v)
     stack = A.shape[:-2]
     flat = (A.reshape(-1, *A.shape[-2:]), B.reshape(-1, *B.shape[-2:]), v.reshape(-1, v.shape[-1]))
-    return _apply_tiles(kernel, *flat).reshape(*stack, A.shape[-2], B.shape[-2])
+    return _ReluTiles.apply(kernel, *flat).reshape(*stack, A.shape[-2], B.shape[-2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -82,8 +83,17 @@ def make_plan(
     target = _target(total, genome_params, genome_bytes, compression, hypernet)
 
     def build(params: int | None, words: str) -> Plan:
-        fresh = [Choice(c.owned, c.kind, c.hypernet, c.movable, c.note) for c in choices]
-        return _build(fresh, params, codes, max_tile, buffers, words, hypernet)
+        def attempt(direct_share: float) -> Plan:
+            fresh = [replace(c) for c in choices]
+            if params is not None:
+                _spill(fresh, params, hypernet, max_tile, direct_share)
+            return _build(fresh, params, codes, max_tile, buffers, words)
+
+        try:
+            return attempt(_DIRECT_SHARE)
+        except _Impossible:
+            # With every vector generated that is smaller so: a target that fails now is below the smallest genome there is.
+            return attempt(0.0)
 
     if target is None or genome_bytes is None:
         params, words = target or (None, "")
@@ -145,14 +155,17 @@ class _Impossible(ValueError):
     least = 0
 
 
-def _spill(choices: list[Choice], target: int, hypernet: Hypernet) -> None:
-    """Generate the longest vectors where direct ones would take too much of the target."""
+def _spill(
+    choices: list[Choice], target: int, hypernet: Hypernet, max_tile: MaxTile, direct_share: float
+) -> None:
+    """Generate the longest vectors where direct ones would take more than a share of the target."""
     movable = sorted((c for c in choices if c.movable), key=lambda c: -c.owned.tensor.numel())
     direct = sum(c.owned.tensor.numel() for c in choices if c.hypernet is None and c.kind.name == "vector")
     for choice in movable:
         n = choice.owned.tensor.numel()
-        unit = Unit(choice.matrices[0], hypernet, default_codes(choice.matrices[0], (None, None)), None, 1)
-        if direct <= _DIRECT_SHARE * target or unit.cost_of((1, 1), 1) >= n:
+        codes = default_codes(choice.matrices[0], (None, None))
+        unit = Unit(choice.matrices[0], hypernet, codes, max_tile, 1)
+        if direct <= direct_share * target or unit.cost_of((1, 1), 1) >= n:
             return
         choice.hypernet = hypernet
         choice.note = "generated: direct vectors would take over a quarter of the target"
@@ -166,10 +179,7 @@ def _build(
     max_tile: MaxTile,
     buffers: tuple[BufferPlan, ...],
     words: str,
-    hypernet: Hypernet,
 ) -> Plan:
-    if target is not None:
-        _spill(choices, target, hypernet)
     parts: list[_Part] = []
     units: dict[tuple[Any, ...], Unit] = {}
     for choice in choices:

@@ -158,9 +158,7 @@ def epoch_batches(
         yield x_BF, split.y[index_B]
 
 
-def hold_out(
-    labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int
-) -> tuple[NDArray[np.int64], ...]:
+def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
     """Stratified, disjoint parts of a data set: indices of `counts[0]`, ... examples, then of the rest.
 
     Every part holds the classes in proportion. The same seed gives the same parts on every machine.

@@ -36,9 +36,7 @@ def check_sizes(sizes: tuple[int, ...], n_inputs: int, n_classes: int) -> tuple[
     fits = len(sizes) >= 2 and min(sizes) >= 1 and (sizes[0], sizes[-1]) == (n_inputs, n_classes)
     if not fits:
         got = " ".join(map(str, sizes)) or "none"
-        raise ValueError(
-            f"sizes must start with {n_inputs} inputs and end with {n_classes} classes, got {got}"
-        )
+        raise ValueError(f"sizes must start with {n_inputs} inputs and end with {n_classes} classes, got {got}")
     return sizes
 
 
@@ -55,9 +53,7 @@ def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         wanted |= {f"{2 * i}.bias": (b,) for i, b in enumerate(sizes[1:])}
         if dict(shapes) == wanted:
             return sizes
-    raise ValueError(
-        f"expected the parameters of an MLP (0.weight, 0.bias, 2.weight, ...), got {dict(shapes)}"
-    )
+    raise ValueError(f"expected the parameters of an MLP (0.weight, 0.bias, 2.weight, ...), got {dict(shapes)}")
 
 
 def mlp_plan_options(
@@ -75,7 +71,5 @@ def mlp_plan_options(
     """
     encodings = {"0.weight": (binary(), grid(*image_shape, bandwidth=bandwidth))}
     hidden = "|".join(str(2 * i) for i in range(len(sizes) - 2))
-    rules: tuple[tuple[str, Hypernet | None], ...] = (
-        ((rf"^({hidden})\.bias$", constant(0.0)),) if hidden else ()
-    )
+    rules: tuple[tuple[str, Hypernet | None], ...] = ((rf"^({hidden})\.bias$", constant(0.0)),) if hidden else ()
     return encodings, rules

@@ -1,0 +1,278 @@
+"""The doors of the optimizers: fused kernels, classes from elsewhere, schedules, and clear errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from trees_equal import copy_tree, same_bits
+
+import gbfunc as gb
+from gbfunc.optim import OptState
+
+OPTIM: Any = torch.optim
+ROLES = {"w": "code", "b": "direct"}
+
+
+@contextmanager
+def steps_taken() -> Iterator[list[tuple[str, Any]]]:
+    """Names of the torch classes that step inside, with their `fused` option."""
+    seen: list[tuple[str, Any]] = []
+    handle = register_optimizer_step_pre_hook(
+        lambda o, args, kwargs: seen.append((type(o).__name__, o.param_groups[0].get("fused")))
+    )
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def test_fused_kernels_are_used_where_they_exist_unless_said_otherwise() -> None:
+    plain, complex_ = {"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.complex64)}
+
+    def seen(params: dict[str, Tensor], cls: Any, **options: Any) -> set[tuple[str, Any]]:
+        with steps_taken() as steps:
+            optimizer = gb.torch_optimizer(cls, 0.1, **options)
+            optimizer.update(params, optimizer.init(params, {"w": "direct"}), params, {"w": "direct"})
+        assert len(steps) == 2
+        return set(steps)
+
+    for name in ("SGD", "Adam", "AdamW", "Adagrad"):
+        cls = getattr(OPTIM, name)
+        assert seen(plain, cls) == {(name, True)}
+        assert seen(plain, cls, fused=False) == {(name, False)}
+        assert seen(plain, cls, foreach=True) == {(name, None)}
+    assert seen(complex_, torch.optim.Adam) == {("Adam", None)}
+    assert seen(plain, torch.optim.NAdam) == {("NAdam", None)}
+
+
+class Lion(torch.optim.Optimizer):
+    """A class from elsewhere, after Chen et al. (2023): counts in a plain int, changes the gradient in place."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(calls=0, rate=1.0, momentum=torch.zeros_like(p))
+                state["calls"] += 1
+                state["rate"] *= 0.5
+                p.grad.add_(p, alpha=group["weight_decay"])
+                update = (0.9 * state["momentum"] + 0.1 * p.grad).sign()
+                p.sub_(update, alpha=group["lr"] * (1 + state["calls"] * state["rate"]))
+                state["momentum"].lerp_(p.grad, 0.01)
+
+
+class Plain(torch.optim.Optimizer):
+    """Plain descent; its descendants remember what they should not."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        self.remember()
+
+    def remember(self) -> None:
+        pass
+
+
+class InAttribute(Plain):
+    def remember(self) -> None:
+        self.calls += 1
+
+
+class InGroup(Plain):
+    def remember(self) -> None:
+        self.param_groups[0]["k"] += 1
+
+
+class InState(Plain):
+    def remember(self) -> None:
+        vars(self)["state"]["calls"] = {}
+
+
+class InText(Plain):
+    def remember(self) -> None:
+        self.state[self.param_groups[0]["params"][0]]["phase"] = "warm-up"
+
+
+def params_and_grads(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    rng = torch.Generator().manual_seed(seed)
+    first, second = ({"w": torch.randn(2, 3, generator=rng), "b": torch.randn(3, generator=rng)} for _ in range(2))
+    return first, second
+
+
+@pytest.mark.parametrize("cls", [Lion, Plain, type("MyAdam", (torch.optim.Adam,), {})])
+def test_a_class_from_elsewhere_is_pure_and_equal_to_its_own_loop(cls: Any) -> None:
+    options: dict[str, Any] = {} if cls is Plain else {"weight_decay": 0.1}
+    optimizer = gb.torch_optimizer(cls, 0.1, **options)
+    params, _ = params_and_grads(0)
+    expected = copy_tree(params)
+    state = optimizer.init(params, ROLES)
+    reference = cls(expected.values(), lr=0.1, **options)
+    for step in range(1, 6):
+        _, grads = params_and_grads(step)
+        before = copy_tree((grads, state, params))
+        new = optimizer.update(grads, state, params, ROLES)
+        assert same_bits((grads, state, params), before)
+        params, state = new
+        for k, g in copy_tree(grads).items():
+            expected[k].grad = g
+        reference.step()
+        assert same_bits(params, {k: p.detach() for k, p in expected.items()})
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "message"),
+    [
+        (InAttribute, ValueError, "InAttribute must keep all that changes .*, got calls"),
+        (InGroup, ValueError, "InGroup must keep all that changes .*, got k"),
+        (InState, ValueError, "got state that belongs to no parameter"),
+        (InText, TypeError, "must be tensors and numbers, got phase='warm-up'"),
+    ],
+)
+def test_a_class_that_remembers_elsewhere_is_refused(cls: Any, error: type[Exception], message: str) -> None:
+    params, _ = params_and_grads(0)
+    with pytest.raises(error, match=message):
+        gb.torch_optimizer(cls, 0.1).init(params, ROLES)
+
+
+SCHEDULES: list[tuple[Any, dict[str, Any]]] = [
+    (lr_scheduler.OneCycleLR, {"pct_start": 0.3}),
+    (lr_scheduler.OneCycleLR, {"total_steps": 20, "cycle_momentum": False}),
+    (lr_scheduler.CyclicLR, {"max_lr": 1.0, "step_size_up": 3}),
+    (lr_scheduler.CosineAnnealingLR, {"T_max": 9, "eta_min": 0.01}),
+    (lr_scheduler.CosineAnnealingWarmRestarts, {"T_0": 4}),
+    (lr_scheduler.LinearLR, {"start_factor": 0.1, "total_iters": 5}),
+    (lr_scheduler.ExponentialLR, {"gamma": 0.9}),
+    (lr_scheduler.PolynomialLR, {"total_iters": 7, "power": 2.0}),
+    (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: 1 / (1 + step)}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), SCHEDULES)
+def test_a_schedule_is_what_torch_does_step_by_step(cls: Any, options: dict[str, Any]) -> None:
+    steps, lr = 12, 0.3
+    extra = {lr_scheduler.OneCycleLR: {"max_lr": lr, "total_steps": steps}, lr_scheduler.CyclicLR: {"base_lr": lr}}
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr, momentum=0.9)
+    no_cycle = {"cycle_momentum": False} if cls in extra else {}
+    reference = cls(optimizer, **(extra.get(cls, {}) | no_cycle | options))
+    schedule = gb.torch_schedule(cls, lr, steps, **options)
+    for step in range(steps):
+        assert schedule(step) == optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        if step < steps - 1:
+            reference.step()
+    assert schedule(steps) == schedule(10**9) == schedule(steps - 1)
+
+
+@given(st.integers(1, 30), st.floats(1e-6, 10), st.randoms(use_true_random=False))
+def test_a_schedule_is_a_function_of_the_step_alone(steps: int, lr: float, rng: Any) -> None:
+    schedule = gb.torch_schedule(lr_scheduler.CosineAnnealingLR, lr, steps, T_max=steps)
+    order = [rng.randrange(2 * steps) for _ in range(10)]
+    for step in order:
+        phase = math.pi * min(step, steps - 1) / steps
+        assert schedule(step) == pytest.approx(lr * (1 + math.cos(phase)) / 2, rel=1e-6, abs=1e-9)
+
+
+def test_a_schedule_drives_an_optimizer() -> None:
+    schedule = gb.torch_schedule(lr_scheduler.StepLR, 1.0, 4, step_size=2, gamma=0.1)
+    optimizer = gb.torch_optimizer(torch.optim.SGD, schedule)
+    params = {"w": torch.zeros(1, dtype=torch.float64)}
+    grads, state = {"w": torch.ones(1, dtype=torch.float64)}, optimizer.init(params, {"w": "direct"})
+    for total in (1.0, 2.0, 2.1, 2.2, 2.3):
+        params, state = optimizer.update(grads, state, params, {"w": "direct"})
+        assert float(params["w"]) == pytest.approx(-total)
+
+
+def options_error(**options: Any) -> Callable[[], Any]:
+    return lambda: gb.torch_optimizer(**({"cls": torch.optim.AdamW, "lr": 0.1} | options))
+
+
+def update_error(**changed: Any) -> Callable[[], Any]:
+    params = {"w": torch.ones(2)}
+    roles = {"w": "direct"}
+    optimizer = gb.torch_optimizer(torch.optim.Adam, lambda step: 0.1 - step)
+    given_: dict[str, Any] = {"grads": params, "state": optimizer.init(params, roles), "params": params, "roles": roles}
+    return lambda: optimizer.update(**(given_ | changed))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (options_error(cls=torch.optim.LBFGS), ValueError, "LBFGS.*closure"),
+        (options_error(cls=torch.optim.SparseAdam), ValueError, "SparseAdam.*sparse"),
+        (options_error(cls=torch.optim.Optimizer), TypeError, "must be a subclass of torch.optim.Optimizer"),
+        (options_error(cls="adam"), TypeError, "subclass of torch.optim.Optimizer, got 'adam'"),
+        (options_error(cls=dict), TypeError, "subclass of torch.optim.Optimizer"),
+        (options_error(lr=-1.0), ValueError, "lr must be finite and >= 0, got -1.0"),
+        (options_error(lr=float("nan")), ValueError, "lr must be finite"),
+        (options_error(lr="fast"), TypeError, "lr of all leaves must be a number or a function"),
+        (options_error(lr=lambda step: -1.0), ValueError, "got -1.0 at step 0"),
+        (options_error(direct={"lr": -2.0}), ValueError, "got -2.0"),
+        (options_error(direct=0.1), TypeError, "direct must be a dict of options"),
+        (options_error(momentum=0.9), ValueError, "AdamW refuses the options of all leaves.*momentum.*betas"),
+        (options_error(code={"betas": (2.0, 0.9)}), ValueError, "AdamW refuses the options of code leaves.*beta"),
+        (options_error(fused=True, foreach=True), ValueError, "cannot be .True. together"),
+        (options_error(differentiable=True), ValueError, "no graph"),
+        (update_error(grads={}), ValueError, r"grads must have the names of params, got \['w'\] missing"),
+        (update_error(grads={"w": torch.ones(2), "v": torch.ones(2)}), ValueError, r"\['v'\] unknown"),
+        (update_error(grads={"w": torch.ones(1)}), ValueError, r"'w' must be \(2,\) .*got \(1,\)"),
+        (update_error(grads={"w": torch.ones(2).double()}), ValueError, "got .*float64"),
+        (update_error(roles={}), ValueError, "role of leaf 'w' must be one of .*got None"),
+        (update_error(roles={"w": "last"}), ValueError, "role of leaf 'w' must be one of .*got 'last'"),
+        (update_error(state={}), TypeError, "state must be an OptState"),
+        (update_error(state=OptState(torch.tensor(0), {})), ValueError, "state.leaves must have the names"),
+        (update_error(state=OptState(torch.tensor(0), {"w": {}})), ValueError, "must have the entries .*exp_avg"),
+        (update_error(state=OptState(torch.tensor(1), {"w": {}})), ValueError, "got -0.9 at step 1"),
+    ],
+)
+def test_clear_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_tile_needs_a_leading_dimension() -> None:
+    optimizer = gb.torch_optimizer(torch.optim.Adafactor, 0.1)
+    with pytest.raises(ValueError, match="'w' of role 'code' must have a leading dimension of tiles"):
+        optimizer.init({"w": torch.tensor(1.0)}, {"w": "code"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"scheduler_cls": torch.optim.SGD}, TypeError, "scheduler_cls must be a subclass of LRScheduler"),
+        ({"scheduler_cls": lr_scheduler.ReduceLROnPlateau}, ValueError, "measured loss"),
+        ({"scheduler_cls": lr_scheduler.SequentialLR}, ValueError, "SequentialLR refuses its options"),
+        ({"steps": 0}, ValueError, "steps must be an int >= 1, got 0"),
+        ({"lr": -0.1}, ValueError, "lr must be finite and >= 0, got -0.1"),
+        ({"cycle_momentum": True}, ValueError, "only the learning rate"),
+        ({"warm": 3}, ValueError, "OneCycleLR refuses its options.*warm"),
+    ],
+)
+def test_clear_errors_of_schedules(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"scheduler_cls": lr_scheduler.OneCycleLR, "lr": 0.1, "steps": 5}
+    with pytest.raises(error, match=message):
+        gb.torch_schedule(**(arguments | changed))
+
+
+def test_a_step_before_the_first_is_refused() -> None:
+    with pytest.raises(ValueError, match="step must be >= 0, got -1"):
+        gb.torch_schedule(lr_scheduler.ConstantLR, 0.1, 3)(-1)

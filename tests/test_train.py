@@ -1,0 +1,287 @@
+"""The training step: equal to a loop written by hand, whatever its options, and a pure function of state and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+from trees_equal import copy_tree, photograph, same_bits
+from zoo import ZOO, Animal, dtype_of, loss_fn, small
+
+import gbfunc as gb
+
+EACH = pytest.mark.parametrize("animal", ZOO.values(), ids=ZOO)
+STILL = {name: a for name, a in ZOO.items() if name not in ("conv_bn", "dropout", "transformer", "stochastic", "running")}
+"""Animals whose loss on a batch is the mean of its losses on the parts, and always the same."""
+
+
+def sgd(lr: Any = 0.1, **options: Any) -> gb.Optimizer:
+    return gb.torch_optimizer(torch.optim.SGD, lr=lr, **options)
+
+
+def step_of(animal: Animal, **options: Any) -> tuple[gb.TrainStep, Tensor]:
+    pnet = animal.pnet()
+    optimizer = options.pop("optimizer", sgd())
+    step = gb.make_train_step(animal.plan(pnet), pnet, options.pop("loss", loss_fn), optimizer, **options)
+    return step, animal.batch(dtype_of(pnet))
+
+
+def run(step: gb.TrainStep, state: gb.TrainState, batch: Any, steps: int = 3) -> tuple[gb.TrainState, list[Tensor]]:
+    losses = []
+    for _ in range(steps):
+        state, info = step(state, batch)
+        losses.append(info.loss)
+    return state, losses
+
+
+def trained(state: gb.TrainState) -> Any:
+    return state.gnets, state.direct
+
+
+# --- the hand-written loop -----------------------------------------------------------------------------------------
+
+
+def squared(net: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return (net(x) - y).square().mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("donate", [False, True])
+def test_textbook_accumulation(microbatches: int, donate: bool) -> None:
+    """One weight w = 1, points (2, 4) and (3, 5): the mean gradient is (-8 - 12) / 2, so that w = 1 + 0.1 * 10 = 2."""
+    pnet = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        pnet.weight.fill_(1.0)
+    plan = gb.make_plan(pnet, exclude=["weight"])
+    step = gb.make_train_step(plan, pnet, squared, sgd(), microbatches=microbatches, donate=donate)
+    batch = torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])
+    state, info = step(step.init(), batch)
+    assert float(state.direct["weight"]) == pytest.approx(2.0, abs=1e-6)
+    assert float(info.loss) == pytest.approx(4.0) and float(info.grad_norm) == pytest.approx(10.0)
+    assert gb.materialize(plan, state, pnet).get_parameter("weight").item() == pytest.approx(2.0)
+    assert pnet.weight.item() == 1.0
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+}
+
+
+HAND = [(name, optimizer, 1) for name in ("mlp", "conv_bn", "attention", "tied", "lstm") for optimizer in ("SGD", "Adam")]
+HAND += [(name, "Adam", 1) for name in ("weight_norm", "shared", "frozen", "running", "gnet", "only_direct")]
+HAND += [(name, optimizer, 2) for name in ("mlp", "conv_bn") for optimizer in ("SGD", "Adam")]
+HAND += [("mlp", optimizer, 1) for optimizer in ("AdamW", "RMSprop", "NAdam")]
+
+
+@pytest.mark.parametrize(("name", "optimizer", "microbatches"), HAND)
+def test_a_step_equals_the_loop_that_one_writes_by_hand(name: str, optimizer: str, microbatches: int) -> None:
+    """Leaf tensors, `backward` on each microbatch, torch's own optimizer, the module called functionally."""
+    animal, (cls, options) = ZOO[name], OPTIMIZERS[optimizer]
+    # In float64: a gradient that is zero but for rounding (a bias before a batch norm) is the whole step of Adam.
+    pnet = animal.pnet().double()
+    plan, batch = animal.plan(pnet), animal.batch(torch.float64)
+    made = gb.torch_optimizer(cls, **options)
+    step = gb.make_train_step(plan, pnet, loss_fn, made, microbatches=microbatches)
+    state = step.init(3)
+
+    leaves = copy_tree(trained(state))
+    own = dict(pnet.named_parameters())
+    frozen = {n for n in leaves[1] if not own[n].requires_grad}
+    params = tree_leaves((leaves[0], {k: v for k, v in leaves[1].items() if k not in frozen}))
+    by_hand = cls([p.requires_grad_() for p in params], **options)
+    buffers = copy_tree(state.buffers)
+    for _ in range(4):
+        by_hand.zero_grad()
+        for part in batch.chunk(microbatches):
+            tensors = gb.generate(plan, gb.Genome(*leaves, {})) | buffers
+            loss = loss_fn(lambda x, tensors=tensors: functional_call(pnet, tensors, (x,)), part)
+            (loss / microbatches).backward()
+            buffers = {k: tensors[k].detach() for k in buffers}
+        by_hand.step()
+        state, _ = step(state, batch)
+    torch.testing.assert_close(trained(state), copy_tree(leaves), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(state.buffers, buffers, rtol=1e-6, atol=1e-6)
+
+
+def test_the_learning_rate_may_depend_on_step_and_role() -> None:
+    """lr(step) = 1 / (step + 1) on g-nets; direct parameters at 0 stay."""
+    pnet, plan, _ = small(gb.periodic(2))
+    batch = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+    step = gb.make_train_step(plan, pnet, loss_fn, sgd(lambda n: 1 / (n + 1), direct={"lr": 0.0}))
+    fast, slow = (gb.make_train_step(plan, pnet, loss_fn, sgd(lr, direct={"lr": 0.0})) for lr in (1.0, 0.5))
+    state = step.init()
+    once, _ = step(state, batch)
+    assert same_bits(trained(once), trained(fast(state, batch)[0]))
+    twice, _ = step(once, batch)
+    torch.testing.assert_close(trained(twice), trained(slow(once, batch)[0]), rtol=1e-12, atol=0)
+    assert same_bits(twice.direct, state.direct) and not same_bits(once.gnets, state.gnets)
+
+
+# --- options that change nothing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_microbatches_equal_the_full_batch(name: str) -> None:
+    whole, batch = step_of(ZOO[name])
+    parts, _ = step_of(ZOO[name], microbatches=4)
+    state = whole.init(1)
+    (a, info_a), (b, info_b) = whole(state, batch), parts(state, batch)
+    tolerance = 2e-2 if name == "bfloat16" else 1e-5
+    torch.testing.assert_close(trained(b), trained(a), rtol=tolerance, atol=tolerance / 10)
+    torch.testing.assert_close((info_b.loss, info_b.grad_norm), (info_a.loss, info_a.grad_norm), rtol=tolerance, atol=1e-6)
+
+
+MANNERS: dict[str, dict[str, Any]] = {
+    "lazy": {"lazy": True},
+    "remat generate": {"remat": "generate"},
+    "remat layer": {"remat": "layer"},
+    "lazy microbatches": {"lazy": True, "microbatches": 4},
+}
+
+
+@pytest.mark.parametrize("options", MANNERS.values(), ids=MANNERS)
+@pytest.mark.parametrize("name", STILL)
+def test_factors_and_recomputation_change_nothing(name: str, options: dict[str, Any]) -> None:
+    plain, batch = step_of(ZOO[name], lazy=False)
+    other, _ = step_of(ZOO[name], **options)
+    state = plain.init(1)
+    (a, info_a), (b, info_b) = plain(state, batch), other(state, batch)
+    tolerance = 2e-2 if name == "bfloat16" else 1e-5
+    torch.testing.assert_close(trained(b), trained(a), rtol=tolerance, atol=tolerance / 10)
+    torch.testing.assert_close(info_b.loss, info_a.loss, rtol=tolerance, atol=1e-6)
+
+
+@EACH
+def test_donation_gives_the_same_values(animal: Animal) -> None:
+    adam = gb.torch_optimizer(torch.optim.Adam, lr=0.01)
+    kept, batch = step_of(animal, optimizer=adam)
+    donating, _ = step_of(animal, optimizer=adam, donate=True)
+    expected, losses = run(kept, kept.init(2), batch)
+    given = donating.init(2)
+    places = [leaf.data_ptr() for leaf in tree_leaves(trained(given))]
+    state, found = run(donating, given, batch)
+    assert same_bits((state, found), (expected, losses))
+    assert [leaf.data_ptr() for leaf in tree_leaves(trained(state))] == places
+
+
+@given(st.floats(1e-3, 1.0), st.integers(0, 5))
+def test_clipping_scales_the_gradient_to_the_norm(clip: float, seed: int) -> None:
+    pnet, plan, _ = small(gb.periodic(2))
+    batch = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+    free, clipped = (gb.make_train_step(plan, pnet, loss_fn, sgd(1.0), clip_norm=c) for c in (None, clip))
+    state = free.init(seed)
+    (a, info_a), (b, info_b) = free(state, batch), clipped(state, batch)
+
+    def moved(new: gb.TrainState) -> Tensor:
+        pairs = zip(tree_leaves(trained(new)), tree_leaves(trained(state)), strict=True)
+        return torch.cat([(x - y).flatten() for x, y in pairs])
+
+    assert torch.equal(info_a.grad_norm, info_b.grad_norm)
+    torch.testing.assert_close(info_a.grad_norm, moved(a).norm())
+    factor = min(1.0, clip / (float(info_a.grad_norm) + 1e-6))
+    torch.testing.assert_close(moved(b), moved(a) * factor, rtol=1e-9, atol=1e-12)
+
+
+# --- purity --------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_a_step_is_a_pure_function_of_state_and_batch(animal: Animal) -> None:
+    pnet = animal.pnet()
+    batch = animal.batch(dtype_of(pnet))
+    step = gb.make_train_step(animal.plan(pnet), pnet, loss_fn, gb.torch_optimizer(torch.optim.Adam, lr=0.01))
+    states = [step.init(4)]
+    for _ in range(2):
+        states.append(step(states[-1], batch)[0])
+    picture, random = photograph(pnet), torch.get_rng_state()
+    for state in states:
+        before = copy_tree((state, batch))
+        first = step(state, batch)
+        torch.rand(7)  # Whatever else draws random numbers has no say.
+        random_now = torch.get_rng_state()
+        second = step(state, batch)
+        assert torch.equal(torch.get_rng_state(), random_now)
+        assert same_bits(first, second) and same_bits((state, batch), before)
+        assert first[1].finite and bool(first[1].loss.isfinite())
+        leaves = tree_leaves(first)
+        assert not any(x.requires_grad for x in leaves if isinstance(x, Tensor))
+        assert optree.tree_structure(first[0]) == optree.tree_structure(state)  # pyright: ignore[reportArgumentType]
+        assert first[0].step == state.step + 1 and first[0].seed == 4
+        assert (first[0].step.dtype, first[0].seed.dtype) == (torch.int64, torch.int64)
+    assert same_bits(photograph(pnet), picture)
+    assert not torch.equal(torch.get_rng_state(), random)  # The draws above, and nothing else.
+
+
+@EACH
+def test_training_lowers_the_loss(animal: Animal) -> None:
+    step, batch = step_of(animal, optimizer=gb.torch_optimizer(torch.optim.Adam, lr=0.03), donate=True)
+    _, losses = run(step, step.init(), batch, 20)
+    noise = 0.9 if animal in (ZOO["dropout"], ZOO["transformer"], ZOO["stochastic"]) else 1.0
+    assert float(losses[-1]) < noise * float(losses[0])
+
+
+def test_a_state_can_be_kept_and_taken_up_again() -> None:
+    step, batch = step_of(ZOO["dropout"], optimizer=gb.torch_optimizer(torch.optim.AdamW, lr=0.01))
+    half, _ = run(step, step.init(), batch)
+    kept = copy_tree(half)
+    end, _ = run(step, half, batch)
+    other, _ = step_of(ZOO["dropout"], optimizer=gb.torch_optimizer(torch.optim.AdamW, lr=0.01))
+    assert same_bits(run(other, kept, batch)[0], end)
+
+
+def test_the_step_keeps_the_mode_that_the_pnet_had() -> None:
+    pnet = ZOO["dropout"].pnet().eval()
+    step = gb.make_train_step(ZOO["dropout"].plan(pnet), pnet, loss_fn, sgd(0.0))
+    pnet.train()
+    _, losses = run(step, step.init(), ZOO["dropout"].batch())
+    assert len({float(loss) for loss in losses}) == 1
+
+
+def test_frozen_direct_parameters_stay() -> None:
+    step, batch = step_of(ZOO["frozen"], optimizer=sgd(0.1, weight_decay=0.1))
+    state = step.init()
+    assert not any("direct" in name for name in state.opt.leaves)
+    end, _ = run(step, state, batch)
+    assert same_bits(end.direct, state.direct) and not same_bits(end.gnets, state.gnets)
+
+
+def test_the_net_may_be_called_as_often_as_one_likes_and_with_keywords() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor, *, by: float = 1.0) -> Tensor:
+            return super().forward(input) * by
+
+    def loss(net: Callable[..., Tensor], batch: Tensor) -> tuple[Tensor, Any]:
+        out = net(batch, by=2.0)
+        return F.mse_loss(out, 2 * net(input=batch).detach() + 1), {"out": out}
+
+    pnet = Scaled(6, 3)
+    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2)), pnet, loss, sgd())
+    _, info = step(step.init(), torch.ones(2, 6))
+    assert float(info.loss) == pytest.approx(1.0)
+    assert info.aux["out"].shape == (2, 3) and not info.aux["out"].requires_grad
+
+
+def test_the_seed_is_all_that_init_depends_on() -> None:
+    step, _ = step_of(ZOO["mlp"])
+    torch.manual_seed(1)
+    a = step.init(5)
+    torch.manual_seed(2)
+    assert same_bits(step.init(5), a) and not same_bits(step.init(6).gnets, a.gnets)
+    assert step.init(2**63 - 1).seed == 2**63 - 1
+    for seed in (-1, 2**63, 1.0, True, None):
+        with pytest.raises(ValueError, match="seed must be an int with 0 <= seed"):
+            step.init(seed)  # pyright: ignore[reportArgumentType]
