@@ -6,7 +6,9 @@ absurd sizes gives a `ValueError`, and nothing is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import math
 import os
 import secrets
@@ -54,7 +56,7 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike) -> int:
         genome: a `Genome` or `TrainState`.
 
     Returns:
-        Bytes written.
+        Bytes written; the same genome gives the same bytes.
 
     Raises:
         ValueError: if the genome does not fit the plan or holds values that are not finite.
@@ -64,9 +66,18 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike) -> int:
     flat = _flat(genome)
     _check_layout(plan, {k: tuple(v.shape) for k, v in flat.items()})
     _check_values(plan, flat, "the genome")
-    data = to_bytes(flat, file_metadata(plan, _digest(plan.to_json(), flat)))
+    data = _ordered(to_bytes(flat, file_metadata(plan, _digest(plan.to_json(), flat))))
     _replace(Path(path), data)
     return len(data)
+
+
+def _ordered(data: bytes) -> bytes:
+    """The same file with its metadata in order: safetensors writes it in another order every time."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return data[:8] + text.ljust(size) + data[8 + size :]
 
 
 def _replace(target: Path, data: bytes) -> None:
@@ -81,8 +92,8 @@ def _replace(target: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    # The new name is on disk only when its folder is; only POSIX opens folders.
-    if os.name == "posix":
+    # The new name is on disk only when its folder is; not every system can open folders, nor flush them.
+    with contextlib.suppress(OSError):
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -125,8 +136,9 @@ def load(
             shapes = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118 (not a dict)
             _check_size(plan, max_pnet_bytes, sum(map(math.prod, shapes.values())))
             _check_layout(plan, shapes)
-            flat = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError, OSError, MemoryError) as error:
+            # Copies: what safetensors returns is the mapped file, which others may change.
+            flat = {k: file.get_tensor(k).clone() for k in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError, OSError, MemoryError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a sound genome: {error}") from error
     try:
         if _digest(metadata["plan"], flat) != metadata.get("sha256"):

@@ -51,6 +51,7 @@ class Objective:
         lazy: Lazy,
         remat: Remat,
         kernel: Kernel,
+        compile: bool,
     ) -> None:
         self.plan = plan
         self._net = PureNet(pnet)
@@ -62,6 +63,7 @@ class Objective:
         self._generator = Generator(plan, kernel=kernel)
         # What "auto" chose, by the shapes of the batch: a function of them alone.
         self._chosen: dict[Any, frozenset[str]] = {}
+        self._whole = torch.compile(self._from_genome) if compile else self._from_genome
 
     def __call__(
         self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seed: int
@@ -94,7 +96,7 @@ class Objective:
 
         with seeded(seed, device), torch.enable_grad():
             if self._microbatches == 1 and self._remat != "generate":
-                loss, aux = self._loss(weights(), buffers, batch)
+                loss, aux = self._whole(gnets, direct, buffers, batch, noise, lazy)
                 found = torch.autograd.grad(loss * scale, wanted, allow_unused=True)
                 return loss.detach(), aux, _filled(leaves, found, scale)
             if self._remat == "generate":
@@ -110,6 +112,13 @@ class Objective:
             used = [(s, g) for s, g in zip(sources, sums, strict=True) if g is not None and s.requires_grad]
             found = torch.autograd.grad([s for s, _ in used], wanted, [g for _, g in used], allow_unused=True)
             return loss, aux, _filled(leaves, found, scale)
+
+    def _from_genome(
+        self, gnets: GNets, direct: Params, buffers: Params, batch: Any, noise: Noise | None, lazy: frozenset[str]
+    ) -> tuple[Tensor, Any]:
+        """Loss and aux in one graph: what `compile` compiles."""
+        weights = self._generator(gnets, direct, noise, lazy=lazy, remat=self._remat == "layer")
+        return self._loss(weights, buffers, batch)
 
     def _halfway(
         self, weights: Params, requires: dict[str, bool], buffers: Params, batch: Any, scale: float
@@ -172,7 +181,8 @@ class Objective:
         """One forward on dense weights that count their input rows, then the cost model for each."""
         rows: dict[str, int] = {}
         dense_only: dict[tuple[str, str], int] = {}
-        device = next((w.device for w in direct.values()), torch.device("cpu"))
+        leaves = (*direct.values(), *(leaf for own in gnets.values() for leaf in own.values()))
+        device = next((leaf.device for leaf in leaves), torch.device("cpu"))
         # With gradients, as the loss function may take some of its own.
         with seeded(seed, device), torch.enable_grad():
             weights = self._generator(gnets, direct, noise)

@@ -160,6 +160,7 @@ def make_train_step(
     remat: Remat = "none",
     on_nonfinite: Literal["skip", "raise"] = "skip",
     kernel: Kernel = "auto",
+    compile: bool = False,
 ) -> TrainStep:
     """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
 
@@ -182,6 +183,7 @@ def make_train_step(
         on_nonfinite: what to do on a loss or gradient that is not finite: `"skip"` keeps the state and reports it,
             `"raise"` raises.
         kernel: implementation of ReLU g-nets.
+        compile: compile generation, p-net and loss as one graph (`torch.compile`); the first step takes seconds to minutes.
 
     Raises:
         ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see
@@ -201,9 +203,11 @@ def make_train_step(
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    if compile and (microbatches > 1 or remat != "none"):
+        raise ValueError("compile=True takes whole batches and keeps what it likes: it needs microbatches=1, remat='none'")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
     check_plan(plan, pnet)
-    options: dict[str, Any] = dict(microbatches=microbatches, amp=amp, lazy=lazy, remat=remat, kernel=kernel)
+    options: dict[str, Any] = dict(microbatches=microbatches, amp=amp, lazy=lazy, remat=remat, kernel=kernel, compile=compile)
     objective = Objective(plan, pnet, loss_fn, **options)
     return TrainStep(plan, pnet, objective, optimizer, donate, clip_norm, on_nonfinite)

@@ -92,18 +92,14 @@ def test_torch_func_equals_autograd(name: str) -> None:
         leaf.requires_grad_()
     value = loss(leaves)
     expected = torch.autograd.grad(value, tree_leaves(leaves), allow_unused=True)
-    expected = [
-        torch.zeros_like(x) if g is None else g for x, g in zip(tree_leaves(leaves), expected, strict=True)
-    ]
+    expected = [torch.zeros_like(x) if g is None else g for x, g in zip(tree_leaves(leaves), expected, strict=True)]
 
     gradient, func_value = torch.func.grad_and_value(loss)(trained(genome))
     torch.testing.assert_close(func_value, value.detach())
     torch.testing.assert_close(tree_leaves(gradient), expected, rtol=1e-4, atol=1e-6)
 
     _, vjp = torch.func.vjp(loss, trained(genome))
-    torch.testing.assert_close(
-        tree_leaves(vjp(torch.ones_like(func_value))[0]), expected, rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(tree_leaves(vjp(torch.ones_like(func_value))[0]), expected, rtol=1e-4, atol=1e-6)
 
 
 # torch's own forward derivatives are loaded by way of torch.jit.

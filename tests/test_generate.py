@@ -55,15 +55,11 @@ def test_generate_equals_the_loop_in_float64_for_every_hypernetwork(hypernet: Hy
     for noise in (None, noise_of(plan)):
         expected = oracles.weights(plan, genome, noise)
         for name, weight in gb.generate(plan, genome, noise=noise).items():
-            torch.testing.assert_close(
-                weight, torch.from_numpy(np.array(expected[name])), rtol=1e-10, atol=1e-10
-            )
+            torch.testing.assert_close(weight, torch.from_numpy(np.array(expected[name])), rtol=1e-10, atol=1e-10)
 
 
 @given(st.one_of(mlps(9), convnets(3)), st.sampled_from(ALL_EXAMPLES), st.integers(1, 7), st.integers(0, 9))
-def test_generate_equals_the_loop_for_any_pnet(
-    pnet: nn.Module, hypernet: Hypernet, tile: int, seed: int
-) -> None:
+def test_generate_equals_the_loop_for_any_pnet(pnet: nn.Module, hypernet: Hypernet, tile: int, seed: int) -> None:
     pnet = pnet.double()
     plan = gb.make_plan(pnet, hypernet, max_tile=tile)
     genome = gb.init_genome(plan, pnet, seed)
@@ -101,9 +97,7 @@ def test_noise_is_an_argument() -> None:
     noise = noise_of(plan)
     assert same_bits(noise, noise_of(plan))
     drawn = gb.generate(plan, genome, noise=noise)
-    zero = gb.generate(
-        plan, genome, noise=copy_tree({e: {k: v * 0 for k, v in n.items()} for e, n in noise.items()})
-    )
+    zero = gb.generate(plan, genome, noise=copy_tree({e: {k: v * 0 for k, v in n.items()} for e, n in noise.items()}))
     for t in plan.generated:
         assert not torch.isclose(drawn[t.name], mean[t.name]).any()
         torch.testing.assert_close(zero[t.name], mean[t.name])
@@ -149,9 +143,7 @@ def test_a_meta_pnet_starts_like_a_real_one() -> None:
         pnet = nn.Sequential(nn.Embedding(300, 64), nn.LayerNorm(64), nn.Linear(64, 100))
     plan = gb.make_plan(pnet, gb.periodic(16))
     weights = gb.generate(plan, gb.init_genome(plan, pnet))
-    assert torch.equal(weights["1.weight"], torch.ones(64)) and torch.equal(
-        weights["1.bias"], torch.zeros(64)
-    )
+    assert torch.equal(weights["1.weight"], torch.ones(64)) and torch.equal(weights["1.bias"], torch.zeros(64))
     assert torch.equal(weights["2.bias"], torch.zeros(100))
     for name in ("0.weight", "2.weight"):
         assert float(weights[name].std()) == pytest.approx(1 / 8, rel=0.05)
@@ -176,9 +168,7 @@ def test_meta_buffers_are_refused() -> None:
 def test_another_pnet_is_refused(other: nn.Module) -> None:
     _, plan, genome = genome_of(ZOO["mlp"])
     for door in (lambda: gb.init_genome(plan, other), lambda: gb.materialize(plan, genome, other)):
-        with pytest.raises(
-            ValueError, match="the plan was made for another p-net: this one differs in .*weight"
-        ):
+        with pytest.raises(ValueError, match="the plan was made for another p-net: this one differs in .*weight"):
             door()
 
 
@@ -221,9 +211,7 @@ def test_a_materialised_pnet_is_a_plain_module(animal: Animal) -> None:
         (n, type(m).__name__, m.training) for n, m in pnet.named_modules()
     ]
     assert not any(type(m).__module__.startswith("gbfunc") for m in net.modules())
-    described = {
-        k: (type(v), v.shape, v.dtype, v.requires_grad) for k, v in pnet.state_dict(keep_vars=True).items()
-    }
+    described = {k: (type(v), v.shape, v.dtype, v.requires_grad) for k, v in pnet.state_dict(keep_vars=True).items()}
     made = net.state_dict(keep_vars=True)
     assert {k: (type(v), v.shape, v.dtype, v.requires_grad) for k, v in made.items()} == described
     assert all(v.device.type == "cpu" and v.is_leaf and v.grad is None for v in made.values())

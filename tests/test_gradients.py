@@ -22,7 +22,9 @@ STILL = gb.torch_optimizer(torch.optim.SGD, lr=0.0)
 ADAM = gb.torch_optimizer(torch.optim.Adam, lr=0.01)
 
 
-def step_of(name: str, loss: Any = loss_fn, optimizer: gb.Optimizer = SGD, **options: Any) -> tuple[gb.TrainStep, Tensor]:
+def step_of(
+    name: str, loss: Any = loss_fn, optimizer: gb.Optimizer = SGD, **options: Any
+) -> tuple[gb.TrainStep, Tensor]:
     pnet = ZOO[name].pnet()
     step = gb.make_train_step(ZOO[name].plan(pnet), pnet, loss, optimizer, **options)
     return step, ZOO[name].batch(dtype_of(pnet))

@@ -21,7 +21,7 @@ OPTIM: Any = torch.optim  # Muon is not in every torch.
 
 class Case(NamedTuple):
     name: str
-    options: dict[str, Any] = {}  # noqa: RUF012
+    options: dict[str, Any] = {}
 
     @property
     def cls(self) -> Any:

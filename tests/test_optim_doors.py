@@ -273,6 +273,20 @@ def test_clear_errors_of_schedules(changed: dict[str, Any], error: type[Exceptio
         gb.torch_schedule(**(arguments | changed))
 
 
+def test_a_fallback_follows_lr_and_weight_decay_of_its_role() -> None:
+    muon = getattr(OPTIM, "Muon", None)
+    if muon is None:
+        pytest.skip("this torch has no Muon")
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.5}
+    optimizer = gb.torch_optimizer(muon, 0.1, direct=options, nesterov=False)
+    params, grads = params_and_grads(0)
+    expected = params["b"].clone()
+    new, _ = optimizer.update(grads, optimizer.init(params, ROLES), params, ROLES)
+    expected.grad = grads["b"]
+    torch.optim.AdamW([expected], fused=True, **options).step()
+    assert same_bits(new["b"], expected.detach())
+
+
 def test_a_step_before_the_first_is_refused() -> None:
     with pytest.raises(ValueError, match="step must be >= 0, got -1"):
         gb.torch_schedule(lr_scheduler.ConstantLR, 0.1, 3)(-1)

@@ -27,15 +27,12 @@ def other_tensors(pnet: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]
     """Weights and buffers that are not the p-net's own."""
     draw = torch.Generator().manual_seed(7)
     weights = {
-        o.name: torch.randn(o.tensor.shape, generator=draw).to(o.tensor.dtype) * 0.3
-        for o in owned_parameters(pnet)
+        o.name: torch.randn(o.tensor.shape, generator=draw).to(o.tensor.dtype) * 0.3 for o in owned_parameters(pnet)
     }
     return weights, {name: b.clone() + 1 for name, (b, _) in buffers_of(pnet).items()}
 
 
-def run(
-    call: Callable[[Tensor], Any], weights: list[Tensor], batch: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def run(call: Callable[[Tensor], Any], weights: list[Tensor], batch: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Loss and its gradients, dropout drawn from a fixed seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -74,12 +71,10 @@ def test_skeleton_has_the_structure_and_no_data(animal: Animal) -> None:
     assert [type(m).__name__ for m in skeleton.modules()] == [type(m).__name__ for m in pnet.modules()]
     assert [m.training for m in skeleton.modules()] == [m.training for m in pnet.modules()]
     described = [
-        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad)
-        for o in owned_parameters(pnet)
+        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad) for o in owned_parameters(pnet)
     ]
     assert described == [
-        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad)
-        for o in owned_parameters(skeleton)
+        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad) for o in owned_parameters(skeleton)
     ]
 
 
@@ -207,9 +202,7 @@ SAVERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("save", SAVERS.values(), ids=SAVERS)
 @pytest.mark.parametrize("profiled", [False, True], ids=["", "profiled"])
-def test_checkpointing_inside_the_pnet_is_refused(
-    save: Callable[[nn.Module, Tensor], Tensor], profiled: bool
-) -> None:
+def test_checkpointing_inside_the_pnet_is_refused(save: Callable[[nn.Module, Tensor], Tensor], profiled: bool) -> None:
     pnet = nn.Sequential(Checkpointed(save))
     weights = {k: v.detach().requires_grad_() for k, v in pnet.named_parameters()}
     net = PureNet(pnet)
@@ -218,9 +211,7 @@ def test_checkpointing_inside_the_pnet_is_refused(
     for _ in range(2):
         if profiled:
             profile.enable()
-        with pytest.raises(
-            ValueError, match="calls torch.utils.checkpoint inside its forward.*Switch it off"
-        ):
+        with pytest.raises(ValueError, match="calls torch.utils.checkpoint inside its forward.*Switch it off"):
             net(weights, {}, x)
         profile.disable()
     # In evaluation it does not checkpoint, so there is nothing to refuse.

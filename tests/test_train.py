@@ -20,7 +20,9 @@ from zoo import ZOO, Animal, dtype_of, loss_fn, small
 import gbfunc as gb
 
 EACH = pytest.mark.parametrize("animal", ZOO.values(), ids=ZOO)
-STILL = {name: a for name, a in ZOO.items() if name not in ("conv_bn", "dropout", "transformer", "stochastic", "running")}
+STILL = {
+    name: a for name, a in ZOO.items() if name not in ("conv_bn", "dropout", "transformer", "stochastic", "running")
+}
 """Animals whose loss on a batch is the mean of its losses on the parts, and always the same."""
 
 
@@ -81,7 +83,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-HAND = [(name, optimizer, 1) for name in ("mlp", "conv_bn", "attention", "tied", "lstm") for optimizer in ("SGD", "Adam")]
+HAND = [
+    (name, optimizer, 1) for name in ("mlp", "conv_bn", "attention", "tied", "lstm") for optimizer in ("SGD", "Adam")
+]
 HAND += [(name, "Adam", 1) for name in ("weight_norm", "shared", "frozen", "running", "gnet", "only_direct")]
 HAND += [(name, optimizer, 2) for name in ("mlp", "conv_bn") for optimizer in ("SGD", "Adam")]
 HAND += [("mlp", optimizer, 1) for optimizer in ("AdamW", "RMSprop", "NAdam")]
@@ -142,7 +146,9 @@ def test_microbatches_equal_the_full_batch(name: str) -> None:
     (a, info_a), (b, info_b) = whole(state, batch), parts(state, batch)
     tolerance = 2e-2 if name == "bfloat16" else 1e-5
     torch.testing.assert_close(trained(b), trained(a), rtol=tolerance, atol=tolerance / 10)
-    torch.testing.assert_close((info_b.loss, info_b.grad_norm), (info_a.loss, info_a.grad_norm), rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(
+        (info_b.loss, info_b.grad_norm), (info_a.loss, info_a.grad_norm), rtol=tolerance, atol=1e-6
+    )
 
 
 MANNERS: dict[str, dict[str, Any]] = {

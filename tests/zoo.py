@@ -151,9 +151,7 @@ ZOO: Mapping[str, Animal] = MappingProxyType(
         "transformer_eval": Animal(encoder, (5, 8), train=False),
         "tied": Animal(Tied, (5,), {"include": [r"embedding\.weight"]}, tokens=11),
         "lstm": Animal(lambda: nn.LSTM(3, 5, batch_first=True), (4, 3), {"include": ["weight"]}),
-        "weight_norm": Animal(
-            lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 7)), nn.Linear(7, 3))
-        ),
+        "weight_norm": Animal(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 7)), nn.Linear(7, 3))),
         "dropout": Animal(lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3))),
         "stochastic": Animal(mlp, options={"hypernet": gb.stochastic((3,))}),
         "gnet": Animal(mlp, options={"hypernet": gb.gnet((3,))}),

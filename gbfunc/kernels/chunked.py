@@ -10,6 +10,7 @@ Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -91,7 +92,8 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
     at_once = max(1, m.max_bytes // m.row_bytes)
     outputs: list[Tensor] = []
     # The forward pass may run under autocast while the recomputation does not: both must see the same precision.
-    with torch.autocast(rows[0].device.type, enabled=False):
+    device = rows[0].device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         for t in _pieces(tiles, max(1, at_once // length)):
             for i in _pieces(length, min(length, at_once)):
                 block = torch.vmap(m.fn)(tuple(x[t, i] for x in rows), tuple(x[t] for x in shared))

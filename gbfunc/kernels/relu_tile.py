@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gbfunc.kernels.chunked import DEFAULT_MAX_BYTES, RowMap, Tensors, apply_row_map, batch_tiles, row_jvp, row_vjp
 from gbfunc.kernels.compiled import CompiledForms, compiled_forms, working_forms
@@ -27,6 +27,9 @@ COMPILE_WORK = 2**24
 
 def _fused(kernel: Kernel, A: Tensor, cols: int) -> CompiledForms | None:
     """The compiled forms if they are asked for, or repay themselves and work here."""
+    # A compiled program reads memory, which fake and meta tensors lack; other subclasses bring operations of their own.
+    if type(A) not in (Tensor, nn.Parameter) or A.is_meta:
+        return None
     key = (*A.shape[:2], cols, A.shape[2], A.dtype, A.device)
     if kernel == "compiled":
         return compiled_forms(*key)

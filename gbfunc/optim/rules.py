@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -70,14 +70,15 @@ def make_placement(
     whole, tiled = Place(everyone, False), Place(everyone, True)
     stacked = tiled if mixes else whole
     places: dict[str, Place] = {"code": stacked, "linear": stacked, "direct": whole}
-    fallbacks: dict[str, Place] = dict.fromkeys(ROLES, Place(_fallback(options), False))
+    fallbacks: dict[str, Place] = dict.fromkeys(ROLES, Place(_fallback(options), False)) if mixes else {}
     for role, own in groups.items():
         if own is not None and not isinstance(own, Mapping):
             raise TypeError(f"{role} must be a dict of options or None, got {own!r}")
         if own:
             merged = options | dict(own)
             places[role] = places[role]._replace(rule=_make_rule(cls, merged, f"{role} leaves"))
-            fallbacks[role] = Place(_fallback(merged), False)
+            if mixes:
+                fallbacks[role] = Place(_fallback(merged), False)
 
     def place(name: str, p: Tensor, role: str) -> Place:
         if not mixes:
@@ -101,13 +102,12 @@ def learning_rate(lr: LearningRate, step: int) -> float:
 
 def _make_rule(cls: type[torch.optim.Optimizer], options: dict[str, Any], where: str) -> Rule:
     """Check the options of a class by making one."""
-    lr: Any = options["lr"]
-    if not callable(lr) and (isinstance(lr, bool) or not isinstance(lr, Real)):
-        raise TypeError(f"lr of {where} must be a number or a function of the step, got {lr!r}")
+    lr = options["lr"]
+    _check_rate(lr, where)
     options = {k: v for k, v in options.items() if k != "lr"}
     if options.get("differentiable"):
         raise ValueError("differentiable=True must be left out: the results of a pure update have no graph")
-    make: Callable[..., torch.optim.Optimizer] = cls
+    make = cast("Callable[..., torch.optim.Optimizer]", cls)
     rate = learning_rate(lr, 0)
     try:
         probe = make([torch.zeros(2, 2)], lr=rate, **options)
@@ -124,6 +124,11 @@ def _make_rule(cls: type[torch.optim.Optimizer], options: dict[str, Any], where:
 def _fallback(options: dict[str, Any]) -> Rule:
     kept = {k: v for k, v in options.items() if k in ("lr", "weight_decay")}
     return _make_rule(torch.optim.AdamW, kept, "leaves that fall back to AdamW")
+
+
+def _check_rate(lr: Any, where: str) -> None:
+    if not callable(lr) and (isinstance(lr, bool) or not isinstance(lr, Real)):
+        raise TypeError(f"lr of {where} must be a number or a function of the step, got {lr!r}")
 
 
 def _check_class(cls: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from gbfunc.tiling import MaxTile, check_max_tile
 _DIRECT_SHARE = 0.25
 """Direct vectors may take this part of a size target; beyond it the longest are generated."""
 
-_BYTE_ROUNDS = 12
+_BYTE_ROUNDS = 16
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 
 
 class _Part(NamedTuple):
@@ -95,10 +96,9 @@ def make_plan(
             # With every vector generated that is smaller so: a target that fails now is below the smallest genome there is.
             return attempt(0.0)
 
-    if target is None or genome_bytes is None:
-        params, words = target or (None, "")
-        return build(params, words)
-    return _for_bytes(build, genome_bytes, target[0], target[1])
+    if target is None:
+        return build(None, "")
+    return build(*target) if genome_bytes is None else _for_bytes(build, genome_bytes, total)
 
 
 def _target(
@@ -123,30 +123,57 @@ def _target(
         if value >= total:
             raise ValueError(f"genome_params={value:,} is no compression: the p-net has {total:,} parameters")
         return int(value), f"at most {value:,} parameters"
-    return int(value) // 4, f"at most {value:,} bytes"
+    return int(value), _bytes_words(int(value))
 
 
-def _for_bytes(build: Any, limit: int, guess: int, words: str) -> Plan:
-    """The largest plan whose file stays within `limit` bytes, by correcting the parameters from below."""
-    best, low = None, None
-    for _ in range(_BYTE_ROUNDS):
+def _for_bytes(build: Callable[[int, str], Plan], limit: int, total: int) -> Plan:
+    """The largest plan whose file stays within `limit` bytes, found by correcting the number of parameters.
+
+    Args:
+        build: makes a plan of at most so many parameters, for a target in words.
+        limit: bytes.
+        total: parameters of the p-net.
+    """
+    words = _bytes_words(limit)
+
+    def nearest(params: int) -> tuple[int, Plan]:
         try:
-            plan = build(guess, words)
+            return params, build(params, words)
         except _Impossible as error:
-            low, guess = error, error.least
-            plan = build(guess, words)
+            return error.least, build(error.least, words)
+
+    best, low, high, guess, push = None, 0, total, min(limit // 4, total), 1
+    for _ in range(_BYTE_ROUNDS):
+        reached, plan = nearest(max(1, guess))
         over = genome_file_bytes(plan) - limit
-        if over <= 0 and (best is None or plan.genome_params > best.genome_params):
-            best = plan
-        if -0.02 * limit <= over <= 0 or (over > 0 and low is not None and guess == low.least):
+        if over <= 0:
+            low, push = reached, 1
+            best = plan if best is None or plan.genome_params > best.genome_params else best
+        else:
+            high, push = min(high, reached), 2 * push
+        if -0.02 * limit <= over <= 0 or high - low <= 1 or reached > guess >= low:
             break
-        guess = max(1, guess - -(-over // plan.dtype.itemsize))
-    if best is None:
-        raise ValueError(
-            f"{words} cannot be reached: the smallest genome's file has {genome_file_bytes(build(guess, words)):,} bytes "
-            f"(header and buffers included)"
-        ) from low
-    return best
+        guess = reached - push * -(-over // plan.dtype.itemsize)
+        if not low < guess < high:
+            guess = (low + high) // 2
+    if best is not None:
+        return best
+    # Fewer parameters can need more bytes: a short vector takes less room than the words that say how to generate it.
+    least, _ = nearest(1)
+    smallest = [build(max(1, round(rung * least)), words) for rung in _LADDER]
+    plan = min(smallest, key=genome_file_bytes)
+    if genome_file_bytes(plan) <= limit:
+        return plan
+    size = genome_file_bytes(plan)
+    while (own := genome_file_bytes(replace(plan, target=_bytes_words(size)))) > size:
+        size = own
+    raise ValueError(
+        f"{words} cannot be reached: the smallest genome's file has {size:,} bytes (header and buffers included)"
+    )
+
+
+def _bytes_words(size: int) -> str:
+    return f"at most {size:,} bytes"
 
 
 class _Impossible(ValueError):
@@ -188,7 +215,7 @@ def _build(
         own = choice.hypernet
         if target is None and own.size is None:
             own = choice.hypernet = own.with_size(own.default_size)
-        tile = max_tile if own.sizable else None
+        tile = max_tile if own.standardised else None
         for part, matrix in enumerate(choice.matrices):
             pair = default_codes(matrix, codes.get(choice.name, (None, None)))
             key = (matrix, own, pair, _group(choice, part) if own.shares else "")

@@ -50,12 +50,19 @@ def plan_report(plan: Plan) -> str:
         lines.append("  ".join(cells).rstrip())
         if row is _HEAD:
             lines.append("  ".join("-" * widths[i] for i in used))
-    dense, genome = plan.dense_bytes, genome_file_bytes(plan)
+    dense = plan.dense_bytes
+    try:
+        genome = genome_file_bytes(plan)
+        on_disk = f"{genome:,} bytes on disk (header and buffers included)"
+        in_bytes = f", {dense / genome:.1f}x in bytes"
+    except ValueError as error:
+        # A g-net from a function that has no import path: it trains, but has no file.
+        on_disk, in_bytes = f"not to be saved: {error}", ""
     lines += [
         "",
         f"whole model  dense {plan.pnet_params:,} parameters, {dense:,} bytes",
-        f"             genome {plan.genome_params:,} parameters, {genome:,} bytes on disk (header and buffers included)",
-        f"             ratio {plan.ratio_params:.1f}x in parameters, {dense / genome:.1f}x in bytes",
+        f"             genome {plan.genome_params:,} parameters, {on_disk}",
+        f"             ratio {plan.ratio_params:.1f}x in parameters{in_bytes}",
     ]
     if plan.target:
         lines.append(f"asked for    {plan.target}")

@@ -49,8 +49,11 @@ class Slot:
     group: str = ""
 
     def __post_init__(self) -> None:
-        self.row_code.check(self.grid.rows)
-        self.col_code.check(self.grid.cols)
+        g = self.grid
+        for code, length, tile in ((self.row_code, g.rows, g.tile_rows), (self.col_code, g.cols, g.tile_cols)):
+            code.check(length)
+            if code.local:
+                code.check(tile)
         for code, length in ((self.row_code, self.grid.tile_rows), (self.col_code, self.grid.tile_cols)):
             if code.local:
                 code.check(length)
@@ -99,9 +102,10 @@ class TensorPlan:
             raise ValueError(f"{self.name}: unknown kind {self.kind!r} or dtype {self.dtype!r}")
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.shape):
             raise ValueError(f"{self.name}: a shape holds ints >= 0, got {self.shape}")
-        if self.slots and (found := [(s.grid.rows, s.grid.cols) for s in self.slots]) != [
-            (m.rows, m.cols) for m in self.matrices
-        ]:
+        found = [(s.grid.rows, s.grid.cols) for s in self.slots]
+        # A shape that no layer of the kind has (three in-projections in 7 rows) may have matrices that do not fill it.
+        fits = self.slots and found == [m[:2] for m in self.matrices] and sum(r * c for r, c in found) == self.numel
+        if self.slots and not fits:
             raise ValueError(f"{self.name}: slots of {found} do not fold to a {self.kind} of shape {self.shape}")
         if self.slots and sum(s.grid.numel for s in self.slots) != self.numel:
             raise ValueError(f"{self.name}: a {self.kind} cannot have shape {self.shape}")

@@ -1,0 +1,74 @@
+"""Files that look like genomes: a sound one, and what somebody could make of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save
+from torch import Tensor
+from trees_equal import bytes_of
+from zoo import ZOO, genome_of
+
+import gbfunc as gb
+
+
+class Genuine:
+    """A sound file, with the plan and the genome that are in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path.parent
+        _, self.plan, self.genome = genome_of(ZOO["conv_bn"])
+        gb.save(path, self.plan, self.genome)
+        self.data = path.read_bytes()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the file, by name."""
+        flat = {f"gnets/{e}/{k}": v for e, leaves in self.genome.gnets.items() for k, v in leaves.items()}
+        flat |= {f"direct/{k}": v for k, v in self.genome.direct.items()}
+        return flat | {f"buffers/{k}": v for k, v in self.genome.buffers.items()}
+
+    @property
+    def json(self) -> Any:
+        """The plan as JSON."""
+        return json.loads(self.plan.to_json())
+
+    @property
+    def header(self) -> Any:
+        """The header of the file."""
+        return json.loads(self.data[8 : 8 + int.from_bytes(self.data[:8], "little")])
+
+    @property
+    def body(self) -> bytes:
+        """What follows the header."""
+        return self.data[8 + int.from_bytes(self.data[:8], "little") :]
+
+    def copy_to(self, folder: Path) -> Path:
+        """The file once more, in another folder."""
+        path = folder / "genome.safetensors"
+        path.write_bytes(self.data)
+        return path
+
+
+def forged(plan: str, tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
+    """A file with any plan and tensors, and the digest that fits them."""
+    digest = hashlib.sha256(plan.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(bytes_of(tensor))
+    header = {"format": "gbfunc-genome-1", "plan": plan, "sha256": digest.hexdigest(), **metadata}
+    return save({k: v.clone().contiguous() for k, v in tensors.items()}, header)
+
+
+def refused(data: bytes, folder: Path, words: str = "", **options: Any) -> None:
+    """`load` says in a ValueError that these bytes are no genome."""
+    path = folder / "forged"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"(?s)is not a sound genome: .*{words}"):
+        gb.load(path, **options)

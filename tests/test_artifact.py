@@ -1,0 +1,243 @@
+"""The genome's file: exact, whole or absent, and nothing but a ValueError for whatever is not one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forgery import Genuine, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from strategies import ALL_EXAMPLES, FACTORIES, linear_end
+from torch import nn
+from trees_equal import copy_tree, same_bits
+from zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, small
+
+import gbfunc as gb
+from gbfunc.hypernets import Hypernet
+from gbfunc.plan import genome_file_bytes
+
+ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
+
+
+@pytest.fixture(scope="module")
+def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
+    """A sound file with g-nets, direct parameters, and buffers of two dtypes."""
+    return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
+
+
+# --- round trip ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
+def test_what_is_saved_is_what_is_loaded(animal: Animal, tmp_path: Path) -> None:
+    pnet, plan, genome = genome_of(animal)
+    path = tmp_path / "genome.safetensors"
+    size = gb.save(path, plan, genome)
+    assert size == path.stat().st_size == genome_file_bytes(plan)
+    read_plan, read = gb.load(path)
+    assert read_plan == plan and hash(read_plan) == hash(plan) and read_plan.report() == plan.report()
+    assert same_bits(read, genome)
+    assert same_bits(gb.generate(read_plan, read), gb.generate(plan, genome))
+    net = gb.materialize(read_plan, read, pnet)
+    assert same_bits(net.state_dict(), gb.materialize(plan, genome, pnet).state_dict())
+    assert os.listdir(tmp_path) == ["genome.safetensors"]
+
+
+@pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=str)
+def test_every_hypernetwork_is_read_back(hypernet: Hypernet, tmp_path: Path) -> None:
+    _, plan, genome = small(hypernet)
+    gb.save(tmp_path / "g", plan, genome)
+    read_plan, read = gb.load(tmp_path / "g", factories=FACTORIES)
+    assert read_plan == plan and same_bits(read, genome)
+
+
+def test_a_training_state_is_saved_as_its_genome(tmp_path: Path) -> None:
+    pnet = ZOO["conv_bn"].pnet()
+    plan = ZOO["conv_bn"].plan(pnet)
+    step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.Adam, lr=0.01))
+    state, _ = step(step.init(), ZOO["conv_bn"].batch(dtype_of(pnet)))
+    gb.save(tmp_path / "state", plan, state)
+    gb.save(tmp_path / "genome", plan, gb.Genome(state.gnets, state.direct, state.buffers))
+    assert (tmp_path / "state").read_bytes() == (tmp_path / "genome").read_bytes()
+    assert same_bits(gb.load(tmp_path / "state")[1], gb.Genome(state.gnets, state.direct, state.buffers))
+
+
+def test_a_loaded_genome_does_not_depend_on_the_file_any_more(genuine: Genuine, tmp_path: Path) -> None:
+    path = genuine.copy_to(tmp_path)
+    _, genome = gb.load(path)
+    with open(path, "r+b") as file:
+        file.write(bytes(len(genuine.data)))
+    assert same_bits(genome, genuine.genome)
+
+
+def test_buffers_may_hold_infinities(tmp_path: Path) -> None:
+    pnet = mlp()
+    pnet.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    plan = gb.make_plan(pnet)
+    genome = gb.init_genome(plan, pnet)
+    gb.save(tmp_path / "g", plan, genome)
+    assert same_bits(gb.load(tmp_path / "g")[1], genome)
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_disk(most: int) -> Iterator[None]:
+    """No file may grow beyond `most` bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_failed_write_leaves_the_old_file(genuine: Genuine, tmp_path: Path) -> None:
+    path = genuine.copy_to(tmp_path)
+    _, plan, genome = genome_of(ZOO["transformer"])
+    for most in (0, 100, 4000):
+        with full_disk(most), pytest.raises(OSError):
+            gb.save(path, plan, genome)
+        assert os.listdir(tmp_path) == [path.name] and path.read_bytes() == genuine.data
+    gb.save(path, plan, genome)
+    assert same_bits(gb.load(path)[1], genome)
+
+
+def test_a_path_that_cannot_be_written_leaves_nothing(genuine: Genuine, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder", tmp_path / "missing" / "g"):
+        with pytest.raises(OSError):
+            gb.save(path, genuine.plan, genuine.genome)
+    assert os.listdir(tmp_path) == ["folder"] and os.listdir(tmp_path / "folder") == []
+
+
+def test_a_file_has_the_permissions_of_any_other(genuine: Genuine, tmp_path: Path) -> None:
+    gb.save(tmp_path / "g", genuine.plan, genuine.genome)
+    (tmp_path / "other").touch()
+    assert stat.S_IMODE((tmp_path / "g").stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+
+
+def test_writers_do_not_mix(tmp_path: Path) -> None:
+    _, plan, _ = genome_of(ZOO["mlp"])
+    genomes = [genome_of(ZOO["mlp"], seed)[2] for seed in range(4)]
+    path = tmp_path / "g"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda genome: gb.save(path, plan, genome), genomes * 4))
+    read = gb.load(path)[1]
+    assert any(same_bits(read, genome) for genome in genomes) and os.listdir(tmp_path) == ["g"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda g: g._replace(direct={k: v * torch.nan for k, v in g.direct.items()}), "not finite in 'direct/"),
+        (lambda g: g._replace(gnets={e: {k: v / 0 for k, v in n.items()} for e, n in g.gnets.items()}), "not finite"),
+        (
+            lambda g: g._replace(buffers={**g.buffers, "1.running_mean": torch.full((5,), torch.nan)}),
+            "NaN in 'buffers/1",
+        ),
+        (
+            lambda g: g._replace(direct={k: v.double() for k, v in g.direct.items()}),
+            "dtype torch.float64, its plan says",
+        ),
+        (lambda g: g._replace(direct={}), "does not fit the plan: missing"),
+        (lambda g: g._replace(buffers={}), r"missing \['buffers/1.num_batches_tracked'"),
+        (lambda g: g._replace(buffers={**g.buffers, "more": torch.zeros(1)}), r"unknown \['buffers/more'\]"),
+        (
+            lambda g: g._replace(buffers={**g.buffers, "1.running_var": torch.ones(1)}),
+            r"has shape \(1,\), its plan says \(5,\)",
+        ),
+    ],
+    ids=["nan", "infinite", "nan buffer", "dtype", "no direct", "no buffers", "more buffers", "buffer's shape"],
+)
+def test_an_unsound_genome_is_not_saved(
+    spoil: Callable[[gb.Genome], gb.Genome], words: str, genuine: Genuine, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        gb.save(tmp_path / "g", genuine.plan, spoil(copy_tree(genuine.genome)))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_g_net_without_a_name_is_not_saved(tmp_path: Path) -> None:
+    _, plan, genome = small(gb.from_module(lambda width: nn.Linear(width, 1)))
+    with pytest.raises(ValueError, match="must be importable by name to be saved"):
+        gb.save(tmp_path / "g", plan, genome)
+    assert os.listdir(tmp_path) == []
+
+
+# --- damage --------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_cut_anywhere_is_refused(genuine: Genuine, tmp_path: Path) -> None:
+    header = 8 + int.from_bytes(genuine.data[:8], "little")
+    ends = {0, 1, 7, 8, 9, header // 2, header - 1, header, header + 1, header + 4, len(genuine.data) - 1}
+    for end in sorted(ends | set(range(0, len(genuine.data), 97))):
+        refused(genuine.data[:end], tmp_path)
+
+
+@given(st.binary(min_size=1, max_size=40))
+def test_a_file_with_something_after_it_is_refused(genuine: Genuine, more: bytes) -> None:
+    refused(genuine.data + more, genuine.folder)
+    refused(more + genuine.data, genuine.folder)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_flipped_bits_never_give_another_genome(genuine: Genuine, data: st.DataObject) -> None:
+    damaged = bytearray(genuine.data)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    path = genuine.folder / "damaged"
+    path.write_bytes(bytes(damaged))
+    try:
+        plan, genome = gb.load(path)
+    except ValueError as error:
+        assert "is not a sound genome" in str(error)
+    else:
+        assert plan == genuine.plan and same_bits(genome, genuine.genome)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(genuine: Genuine, noise: bytes) -> None:
+    refused(noise, genuine.folder)
+    refused(len(noise).to_bytes(8, "little") + noise, genuine.folder)
+
+
+def test_what_is_no_genome_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no genome file at"):
+        gb.load(tmp_path / "missing")
+    with pytest.raises(ValueError, match="is not a sound genome: it is not a file"):
+        gb.load(tmp_path)
+    save_file({"weight": torch.ones(3)}, tmp_path / "plain", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"not a genome \(no gbfunc plan in its header\)"):
+        gb.load(tmp_path / "plain")
+    torch.save({"weight": torch.ones(3)}, tmp_path / "pickle")
+    with pytest.raises(ValueError, match="is not a sound genome"):
+        gb.load(tmp_path / "pickle")
+    refused(b"", tmp_path)
+
+
+def test_a_plan_needs_the_factories_it_was_made_with(tmp_path: Path) -> None:
+    _, plan, genome = small(gb.from_module(linear_end))
+    gb.save(tmp_path / "g", plan, genome)
+    with pytest.raises(ValueError, match=r"needs the g-net factory 'strategies:linear_end': pass it as load"):
+        gb.load(tmp_path / "g")
+
+
+def test_the_limit_on_the_pnet_is_the_users_choice(genuine: Genuine, tmp_path: Path) -> None:
+    path = genuine.copy_to(tmp_path)
+    size: Any = sum(v.numel() * v.element_size() for v in ZOO["conv_bn"].pnet().state_dict().values())
+    assert gb.load(path, max_pnet_bytes=size)[0] == genuine.plan
+    with pytest.raises(ValueError, match=f"declares a p-net of {size} bytes, over the limit of {size - 1}"):
+        gb.load(path, max_pnet_bytes=size - 1)

@@ -1,0 +1,253 @@
+"""Files made to harm: every one gets a ValueError, soon and without the memory it asks for."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forgery import Genuine, forged, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gbfunc as gb
+
+MOST = 16 << 20
+"""Bytes that Python and NumPy may take to refuse a file of a few KB."""
+
+
+@pytest.fixture(scope="module")
+def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
+    return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
+
+
+def refused_cheaply(data: bytes, folder: Path, words: str) -> None:
+    assert len(data) < 1 << 20
+    tracemalloc.start()
+    try:
+        refused(data, folder, words)
+        assert tracemalloc.get_traced_memory()[1] < MOST
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_forgery_without_a_fault_is_read(genuine: Genuine, tmp_path: Path) -> None:
+    (tmp_path / "g").write_bytes(forged(genuine.plan.to_json(), genuine.tensors))
+    assert gb.load(tmp_path / "g")[0] == genuine.plan
+
+
+# --- tensors -------------------------------------------------------------------------------------------------------
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda t: {k: v for k, v in t.items() if k != name}
+
+
+def instead(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda t: {**t, name: value}
+
+
+NAN, INF = torch.full((5,), torch.nan), torch.full((5,), torch.inf)
+NARROW = [torch.bool, torch.uint8, torch.int16, torch.uint32, torch.float16, torch.bfloat16, torch.float64]
+NARROW += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("direct/0.bias"), r"missing \['direct/0.bias'\]"),
+        (without("buffers/1.running_var"), r"missing \['buffers/1.running_var'\]"),
+        (instead("direct/0.more", torch.zeros(1)), r"unknown \['direct/0.more'\]"),
+        (instead("more", torch.zeros(1)), r"unknown \['more'\]"),
+        (instead("direct/0.bias", torch.zeros(6)), r"has shape \(6,\), its plan says \(5,\)"),
+        (instead("direct/0.bias", torch.zeros(5, 1)), r"has shape \(5, 1\), its plan says \(5,\)"),
+        (instead("direct/0.bias", NAN), "not finite in 'direct/0.bias'"),
+        (instead("direct/0.bias", INF), "not finite in 'direct/0.bias'"),
+        (instead("buffers/1.running_var", NAN), "NaN in 'buffers/1.running_var'"),
+        *[
+            (instead("direct/0.bias", torch.zeros(5).to(d)), f"has dtype {d}, its plan says torch.float32")
+            for d in NARROW
+        ],
+        (lambda t: {}, "declares g-nets of 52 parameters or more, but holds 0 numbers"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_tensors_that_do_not_fit_the_plan(change: Any, words: str, genuine: Genuine, tmp_path: Path) -> None:
+    refused_cheaply(forged(genuine.plan.to_json(), change(genuine.tensors)), tmp_path, words)
+
+
+@pytest.mark.parametrize("name", ["gnets", "direct"])
+def test_a_wrong_digest(name: str, genuine: Genuine, tmp_path: Path) -> None:
+    tensors = {k: v + 1 if k.startswith(name) else v for k, v in genuine.tensors.items()}
+    data = forged(genuine.plan.to_json(), tensors, sha256=genuine.header["__metadata__"]["sha256"])
+    refused(data, tmp_path, "its digest does not fit its content")
+
+
+@pytest.mark.parametrize("format_", ["", "gbfunc-genome-", "gbfunc-genome-2", "GBFUNC-GENOME-1"])
+def test_another_format(format_: str, genuine: Genuine, tmp_path: Path) -> None:
+    data = forged(genuine.plan.to_json(), genuine.tensors, format=format_)
+    refused(data, tmp_path, f"its format is '{format_}', the one known here is 'gbfunc-genome-1'")
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def tensor(plan: Any, name: str = "5.weight") -> Any:
+    """The entry of a tensor in a plan."""
+    return next(t for t in plan["tensors"] if t["name"] == name)
+
+
+def hypernet(plan: Any, **options: Any) -> None:
+    plan["hypernets"] = [options for _ in plan["hypernets"]]
+
+
+def huge(plan: Any, side: int, tile: int, kind: str = "periodic", code: Any = None) -> None:
+    """The linear layer as one large matrix in tiles."""
+    entry = tensor(plan)
+    entry["shape"] = [side, side]
+    (slot,) = entry["slots"]
+    plan["encodings"].append(code or {"type": "binary"})
+    slot[1:5] = [tile, tile, len(plan["encodings"]) - 1, len(plan["encodings"]) - 1]
+    if kind == "constant":
+        plan["hypernets"].append({"type": "constant", "value": 0.0})
+        slot[0] = len(plan["hypernets"]) - 1
+
+
+def direct(plan: Any) -> None:
+    tensor(plan, "5.bias")["shape"] = [10**6, 10**6]
+
+
+def buffer(plan: Any) -> None:
+    plan["buffers"][0][1] = [10**13]
+
+
+def deep_encoding(plan: Any, depth: int) -> None:
+    code: Any = {"type": "binary"}
+    for _ in range(depth):
+        code = {"type": "per_axis", "channels": code, "positions": {"type": "binary"}, "n_positions": 1}
+    plan["encodings"] = [code for _ in plan["encodings"]]
+
+
+def another_kind(plan: Any) -> None:
+    entry = tensor(plan, "0.weight")
+    entry["kind"], entry["slots"][0][2:5] = "linear", [2, 0, 0]
+
+
+HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "direct": (direct, "declares a p-net of 4,000,0.* bytes, over the limit"),
+    "buffer": (buffer, "declares a p-net of .* bytes, over the limit"),
+    "generated": (lambda p: huge(p, 1 << 40, 1 << 40), "declares a p-net of .* bytes, over the limit"),
+    "tiles": (lambda p: huge(p, 4000, 1), "declares g-nets of .* parameters or more"),
+    "too many tiles": (lambda p: huge(p, 1 << 17, 1), "tiles; at most"),
+    "constant tiles": (lambda p: huge(p, 4000, 1, "constant"), "declares codes of"),
+    "constant one-hot": (lambda p: huge(p, 120_000, 120_000, "constant", {"type": "one_hot"}), "declares codes of"),
+    "one-hot": (lambda p: huge(p, 100_000, 100_000, "periodic", {"type": "one_hot"}), "declares g-nets of"),
+    "grid": (
+        lambda p: huge(p, 9, 9, code={"type": "grid", "dims": [2**31] * 99, "code": "gray", "bandwidth": 6.0}),
+        "positions, but the axis has 9",
+    ),
+    "features": (lambda p: hypernet(p, type="periodic", features=10**30), "declares g-nets of"),
+    "hidden": (lambda p: hypernet(p, type="gnet", hidden=[10**9, 10**9]), "declares g-nets of"),
+    "rank": (lambda p: hypernet(p, type="low_rank", rank=10**18), "declares g-nets of"),
+    "genes": (lambda p: hypernet(p, type="xox", genes=10**9), "declares g-nets of"),
+    "layers": (lambda p: hypernet(p, type="gnet", hidden=[1] * 20_000), "declares g-nets of"),
+    "module": (lambda p: hypernet(p, type="module", factory="os:system"), "needs the g-net factory 'os:system'"),
+    "module elsewhere": (lambda p: hypernet(p, type="module", factory="torch.nn:Linear"), "needs the g-net factory"),
+    "deep encoding": (lambda p: deep_encoding(p, 250), ""),
+    "numbers without end": (lambda p: tensor(p)["slots"][0].__setitem__(5, float("inf")), "must be finite"),
+    "dimensions": (lambda p: tensor(p, "5.bias").__setitem__("shape", [1] * 50_000), "has shape"),
+    "half a kernel": (lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(2, 10), "whole kernels"),
+    "another kind": (another_kind, "a linear cannot have shape"),
+    "version": (lambda p: p.__setitem__("version", 2), "plan version 2 is not 1"),
+    "same name twice": (lambda p: tensor(p).__setitem__("name", "0.bias"), "a name of its own"),
+    "no hypernetworks": (lambda p: p.__setitem__("hypernets", []), "not a plan: IndexError"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_sizes_that_the_file_does_not_bear_out(
+    change: Callable[[Any], Any], words: str, genuine: Genuine, tmp_path: Path
+) -> None:
+    plan = genuine.json
+    change(plan)
+    refused_cheaply(forged(json.dumps(plan), genuine.tensors), tmp_path, words)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["", "{", "null", "[]", "3", '"x"', "{}", '{"version":1}', "[" * 100_000, '{"a":' * 100_000, "1" * 5_000, "\ud7ff"],
+    ids=lambda text: repr(text[:12]),
+)
+def test_plans_that_are_none(plan: str, genuine: Genuine, tmp_path: Path) -> None:
+    refused_cheaply(forged(plan, genuine.tensors), tmp_path, "")
+
+
+@pytest.mark.parametrize("length", [0, 1, 99_999_999, 100_000_001, 2**63, 2**64 - 1])
+def test_headers_that_lie_about_their_length(length: int, genuine: Genuine, tmp_path: Path) -> None:
+    refused_cheaply(length.to_bytes(8, "little") + genuine.data[8:], tmp_path, "")
+
+
+@pytest.mark.parametrize(
+    "header", ["[" * 50_000, '{"a":' * 50_000, '{"a":{"dtype":"F32","shape":[' + "9" * 400 + "]}}"]
+)
+def test_headers_that_are_hostile_json(header: str, tmp_path: Path) -> None:
+    refused_cheaply(len(header).to_bytes(8, "little") + header.encode(), tmp_path, "")
+
+
+@pytest.mark.parametrize("shape", [[2**62, 4], [2**40], [0, 2**62]], ids=str)
+def test_headers_that_declare_huge_tensors(shape: list[int], genuine: Genuine, tmp_path: Path) -> None:
+    header = genuine.header
+    header["direct/0.bias"]["shape"] = shape
+    text = json.dumps(header).encode()
+    refused_cheaply(len(text).to_bytes(8, "little") + text + genuine.body, tmp_path, "")
+
+
+# --- anything at all -----------------------------------------------------------------------------------------------
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to all nodes of a JSON tree."""
+    if path:
+        yield path
+    if isinstance(node, dict | list):
+        for key in list(node) if isinstance(node, dict) else range(len(node)):
+            yield from places(node[key], (*path, key))
+
+
+def planted(node: Any, path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+
+
+ODD = [None, True, False, -1, 0, 1, 2, 7, 1.5, -0.0, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**30, "", "x"]
+ODD += ["binary", "periodic", "float64", "vector", [], {}, [1], [[]], [1, 1], {"type": "binary"}, {"type": "constant"}]
+
+
+@settings(max_examples=250)
+@given(st.data())
+def test_a_plan_with_anything_anywhere(genuine: Genuine, data: st.DataObject) -> None:
+    """The file is refused, or what it holds can be used."""
+    plan = genuine.json
+    for _ in range(data.draw(st.integers(1, 2))):
+        planted(plan, data.draw(st.sampled_from(list(places(plan)))), data.draw(st.sampled_from(ODD)))
+    path = genuine.folder / "anything"
+    path.write_bytes(forged(json.dumps(plan), genuine.tensors))
+    try:
+        read, genome = gb.load(path)
+    except ValueError as error:
+        assert "is not a sound genome" in str(error)
+    else:
+        assert gb.generate(read, genome).keys() == {t.name for t in read.tensors}
+        assert read.report() and gb.Plan.from_json(read.to_json()) == read
+
+
+@given(st.recursive(st.sampled_from(ODD), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_any_json_for_a_plan(value: Any) -> None:
+    with pytest.raises(ValueError):
+        gb.Plan.from_json(json.dumps(value))
