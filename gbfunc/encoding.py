@@ -110,7 +110,7 @@ class OneHot(Encoding):
     type: ClassVar[str] = "one_hot"
 
     def width(self, n: int) -> int:
-        """n."""
+        """As many as positions."""
         return n
 
     def codes(self, n: int) -> Array:
@@ -208,7 +208,7 @@ def binary() -> Encoding:
 
 
 def gray() -> Encoding:
-    """Gray code of the position within a tile: ceil(log2(n)) numbers of +-1, one changes from neighbour to neighbour."""
+    """Gray code of the position within a tile: ceil(log2(n)) numbers of +-1; neighbours differ in one."""
     return Gray()
 
 
@@ -217,9 +217,7 @@ def one_hot() -> Encoding:
     return OneHot()
 
 
-def grid(
-    *dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate", bandwidth: float = 6.0
-) -> Encoding:
+def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate", bandwidth: float = 6.0) -> Encoding:
     """Code of an axis that has a geometry: a flattened image `grid(28, 28)`, a sequence `grid(1024)`.
 
     Args:

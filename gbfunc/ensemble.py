@@ -53,7 +53,9 @@ def apply_tiles(
     """
     empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
 
-    def one(own: Params, row_rp: Tensor, col_cq: Tensor, own_noise: Params | None, lead: tuple = ()) -> Tensor | Factors:
+    def one(
+        own: Params, row_rp: Tensor, col_cq: Tensor, own_noise: Params | None, lead: tuple = ()
+    ) -> Tensor | Factors:
         if empty:
             own = own | {k: row_rp.new_zeros((*lead, *shape)) for k, shape in empty.items()}
         return hypernet.apply(own, row_rp, col_cq, noise=own_noise, kernel=kernel)
@@ -85,11 +87,11 @@ def init_leaves(
     col_codes_Ucq: Tensor,
     generator: torch.Generator,
 ) -> Params:
-    """Draw an ensemble's leaves, tile by tile from one CPU generator: the same however tiles are later spread over ranks.
+    """Draw an ensemble's leaves, tile by tile from one CPU generator: the same wherever tiles are later.
 
     Every slot is then centred and scaled to zero mean and unit standard deviation by its linear leaves. The mean is
-    linear in them, `mean = <m, v>`, so the smallest change that removes it is `v -= m * mean / |m|^2`. A slot with a single
-    linear coefficient has its other leaves moved likewise.
+    linear in them, `mean = <m, v>`, so the smallest change that removes it is `v -= m * mean / |m|^2`. A slot with a
+    single linear coefficient has its other leaves moved likewise.
 
     Args:
         hypernet: the g-nets' type.
@@ -126,15 +128,13 @@ def init_leaves(
     return leaves
 
 
-def _matrix(
-    hypernet: Hypernet, dims: TileDims, row: Tensor, col: Tensor, grid: TileGrid, own: Params
-) -> Tensor:
+def _matrix(hypernet: Hypernet, dims: TileDims, row: Tensor, col: Tensor, grid: TileGrid, own: Params) -> Tensor:
     """The matrix of one slot from its tiles' leaves: [R, C]."""
     return join_tiles(dense_tiles(apply_tiles(hypernet, dims, own, row, col, kernel="eager")), grid)
 
 
 def _standardise(matrix: Callable[[Params], Tensor], own: Params, tile_scope: list[str], linear: list[str]) -> Params:
-    """The leaves of one slot, changed so that its matrix has zero mean and unit standard deviation; {} if it has none."""
+    """The leaves of one slot, changed so that its matrix has zero mean and unit deviation; {} if it has none."""
 
     def mean(values: Params) -> Tensor:
         return matrix(own | values).mean()

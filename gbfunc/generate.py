@@ -64,7 +64,7 @@ class Generator:
         self.plan = plan
         self.kernel: Kernel = kernel
         self.lazy_names = frozenset(t.name for t in plan.generated if _can_factor(plan, t))
-        # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one entry goes first.
+        # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
         torch.tanh(torch.sin(torch.zeros(1)))
         self._built: dict[tuple[torch.dtype, torch.device], dict[str, _Constants]] = {}
 
@@ -124,7 +124,8 @@ class Generator:
         row, col, groups, scale = constants
         specs = e.leaves
         own = tile_leaves(leaves, specs, groups)
-        linear = [] if e.hypernet.stochastic or not e.hypernet.standardised else [k for k in own if specs[k].role == "linear"]
+        scalable = e.hypernet.standardised and not e.hypernet.stochastic
+        linear = [k for k in own if scalable and specs[k].role == "linear"]
         # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
         own = own | {k: own[k] * scale.reshape(-1, *(1,) * (own[k].ndim - 1)) for k in linear}
         tiles = apply_tiles(e.hypernet, e.dims, own, row, col, noise=noise, kernel=self.kernel)
@@ -164,9 +165,7 @@ class Generator:
         if factored and isinstance(tiles, Factors):
             lefts, rights = _split(tiles.left, counts), _split(tiles.right, counts)
             both = [Factors(left, right) for left, right in zip(lefts, rights, strict=True)]
-            return {
-                pl: f if name in lazy else dense_tiles(f) for pl, f, name in zip(places, both, names, strict=True)
-            }
+            return {pl: f if name in lazy else dense_tiles(f) for pl, f, name in zip(places, both, names, strict=True)}
         return dict(zip(places, _split(dense_tiles(tiles), counts), strict=True))
 
 
@@ -204,11 +203,8 @@ def _factored(tensor: TensorPlan, parts: list[_Part], report: Report | None) -> 
         shape = tensor.shape if len(parts) == 1 else (grid.rows, grid.cols)
         left, right = (f.unflatten(0, (grid.n_rows, grid.n_cols)) for f in factors)  # pyright: ignore[reportGeneralTypeIssues]
         transposed = tensor.kind == "transposed_linear"
-        weights.append(
-            factored_weight(
-                left, right, shape, rows=grid.rows, cols=grid.cols, transposed=transposed, name=tensor.name, report=report
-            )
-        )
+        options = {"transposed": transposed, "name": tensor.name, "report": report}
+        weights.append(factored_weight(left, right, shape, rows=grid.rows, cols=grid.cols, **options))
     return weights[0] if len(weights) == 1 else stack_rows(weights)
 
 
@@ -273,7 +269,7 @@ def generate(
 
 
 def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> nn.Module:
-    """A plain copy of the p-net that holds the generated weights and the genome's buffers; nothing of gbfunc is left in it.
+    """A plain copy of the p-net with the generated weights and the genome's buffers; nothing of gbfunc is in it.
 
     Args:
         plan: the plan.

@@ -28,10 +28,9 @@ def check_genome(plan: Plan, genome: GenomeLike) -> None:
     Raises:
         ValueError: naming what is missing, unknown or of a wrong shape.
     """
-    expected = {f"gnets[{e.name!r}][{k!r}]": s for e in plan.ensembles for k, s in e.shapes.items()}
-    expected |= {f"direct[{t.name!r}]": t.shape for t in plan.direct}
-    found = {f"gnets[{e!r}][{k!r}]": tuple(v.shape) for e, leaves in genome.gnets.items() for k, v in leaves.items()}
-    found |= {f"direct[{name!r}]": tuple(v.shape) for name, v in genome.direct.items()}
+    expected = plan.leaf_shapes
+    found = {(e, k): tuple(leaf.shape) for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
+    found |= {("direct", name): tuple(leaf.shape) for name, leaf in genome.direct.items()}
     if expected != found:
         missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         wrong = [f"{k} is {found[k]}, expected {s}" for k, s in expected.items() if k in found and found[k] != s]
@@ -93,7 +92,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         direct[t.name] = tensor.to(device, copy=True)
     buffers = {name: buffer.detach() for name, (buffer, _) in buffers_of(pnet).items()}
     if empty := [name for name, buffer in buffers.items() if buffer.is_meta]:
-        raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: materialise them first")
+        raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: give them some")
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
 
 

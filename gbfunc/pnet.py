@@ -29,8 +29,8 @@ _WRAPPERS = {
     "OptimizedModule": "pass the module before torch.compile (its ._orig_mod) and compile the training step instead",
 }
 _CHECKPOINT = (
-    "this p-net calls torch.utils.checkpoint inside its forward: backward would recompute with the module's own weights "
-    "instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
+    "this p-net calls torch.utils.checkpoint inside its forward: backward would recompute with the module's own "
+    "weights instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
 )
 
 
@@ -165,7 +165,7 @@ class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
     Changes of buffers, in place (BatchNorm's running statistics) or by assignment, land in the `buffers` dict that is
-    passed, so pass clones. It keeps the training mode the module has when it is made. Calls from several threads take turns.
+    passed, so pass clones. It keeps the training mode the module has when it is made. Calls from threads take turns.
     """
 
     def __init__(self, pnet: nn.Module) -> None:

@@ -18,6 +18,7 @@ from gbfunc.types import GNets, Kernel, Params
 _MIX = 0x9E3779B97F4A7C15
 """2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds."""
 
+
 class TrainState(NamedTuple):
     """All that a step carries over: a pytree of tensors.
 
@@ -108,8 +109,8 @@ class TrainStep:
 
         Raises:
             FloatingPointError: for a loss or gradient that is not finite, with `on_nonfinite="raise"`.
-            ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, or a loss that is
-                no scalar or does not depend on what is trained.
+            ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, or a loss that
+                is no scalar or does not depend on what is trained.
         """
         state = gnet_params
         check_genome(self.plan, state)
@@ -164,8 +165,8 @@ def make_train_step(
 ) -> TrainStep:
     """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
 
-    The p-net is copied without its weights: it is never changed, and the step keeps the training mode it has now. Direct
-    parameters that do not require grad stay as they are.
+    The p-net is copied without its weights: it is never changed, and the step keeps the training mode it has now.
+    Direct parameters that do not require grad stay as they are.
 
     Args:
         plan: the plan.
@@ -176,14 +177,15 @@ def make_train_step(
         microbatches: split each batch in so many equal parts; weights are generated once, and the loss is their mean.
         clip_norm: largest Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
-        lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a count
-            of operations and bytes for the batch's shape says that it pays; values are the same up to rounding.
-        remat: what backward makes again instead of keeping: `"generate"` what lies between genome and weights, `"layer"`
-            the weights too, each made just before its layer uses it; `"none"` is fastest.
+        lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a
+            count of operations and bytes says that it pays (at the first batch of a shape, whose loss is then computed
+            once more); values are the same up to rounding.
+        remat: what backward makes again instead of keeping: `"generate"` what lies between genome and weights,
+            `"layer"` the weights too, each made just before its layer uses it; `"none"` is fastest.
         on_nonfinite: what to do on a loss or gradient that is not finite: `"skip"` keeps the state and reports it,
             `"raise"` raises.
         kernel: implementation of ReLU g-nets.
-        compile: compile generation, p-net and loss as one graph (`torch.compile`); the first step takes seconds to minutes.
+        compile: generation, p-net and loss become one compiled graph (`torch.compile`); the first step takes long.
 
     Raises:
         ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see
@@ -204,10 +206,19 @@ def make_train_step(
         if value not in known:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     if compile and (microbatches > 1 or remat != "none"):
-        raise ValueError("compile=True takes whole batches and keeps what it likes: it needs microbatches=1, remat='none'")
+        raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
     check_plan(plan, pnet)
-    options: dict[str, Any] = dict(microbatches=microbatches, amp=amp, lazy=lazy, remat=remat, kernel=kernel, compile=compile)
-    objective = Objective(plan, pnet, loss_fn, **options)
+    objective = Objective(
+        plan,
+        pnet,
+        loss_fn,
+        microbatches=microbatches,
+        amp=amp,
+        lazy=lazy,
+        remat=remat,
+        kernel=kernel,
+        compile=compile,
+    )
     return TrainStep(plan, pnet, objective, optimizer, donate, clip_norm, on_nonfinite)

@@ -46,7 +46,7 @@ class _Pieces:
 
 
 def split_batch(batch: Any, n: int) -> list[Any]:
-    """A batch as `n` equal microbatches, split along the first dimension of each of its tensors: [b, ...] -> [b / n, ...].
+    """A batch as `n` equal microbatches, split along the first dimension: [b, ...] -> [b / n, ...].
 
     Raises:
         ValueError: for a leaf that is no tensor, or one whose first dimension `n` does not divide.
@@ -55,7 +55,8 @@ def split_batch(batch: Any, n: int) -> list[Any]:
     def cut(x: Any) -> _Pieces:
         if not isinstance(x, Tensor) or x.ndim == 0 or len(x) % n:
             what = f"a tensor of {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-            raise ValueError(f"microbatches={n} must divide the first dimension of every tensor of the batch, got {what}")
+            expected = f"microbatches={n} must divide the first dimension of every tensor of the batch"
+            raise ValueError(f"{expected}, got {what}")
         return _Pieces(x.tensor_split(n))
 
     pieces = tree_map(cut, batch)

@@ -15,8 +15,8 @@
 # # Quickstart: a network that grows from a genome
 #
 # A **p-net** (any `nn.Module`) gets all its weights from **g-nets**, tiny functions of a weight's coordinates. Only the
-# **genome**, which is the g-nets' parameters and a few direct ones, is trained, saved and shipped. This notebook trains one on
-# scikit-learn's real handwritten digits, looks at what was generated, and reads the file back.
+# **genome**, which is the g-nets' parameters and a few direct ones, is trained, saved and shipped. This notebook trains
+# one on scikit-learn's real handwritten digits, looks at what was generated, and reads the file back.
 
 # %%
 import tempfile
@@ -41,8 +41,9 @@ len(train), len(test)
 # %% [markdown]
 # ## Plan
 #
-# Any module will do. The plan is static: it says which tensors are generated, by what, over which tiles, at what cost. Here a
-# genome of at most 2,000 parameters, everything counted. The pixels are an image, so their axis is coded by coordinates.
+# Any module will do. The plan is static: it says which tensors are generated, by what, over which tiles, at what cost.
+# Here a genome of at most 2,000 parameters, everything counted. The pixels are an image, so their axis is coded by
+# coordinates.
 
 # %%
 torch.manual_seed(0)
@@ -131,8 +132,8 @@ print(f"{size_on_disk:,} bytes on disk; the dense state dict has {plan.dense_byt
 # %% [markdown]
 # ## Transform
 #
-# Weights are a differentiable function of the genome, also under `torch.func`: here 20 genomes at once, and the spread of the
-# loss over them.
+# Weights are a differentiable function of the genome, also under `torch.func`: here 20 genomes at once, and the spread
+# of the loss over them.
 
 # %%
 population = [gb.init_genome(plan, pnet, seed) for seed in range(20)]
@@ -145,4 +146,5 @@ def untrained_loss(gnets):
 
 
 initial = torch.vmap(untrained_loss)(stacked)
-print(f"untrained loss over 20 genomes: {initial.mean():.2f} +- {initial.std():.2f} (chance: {torch.tensor(10.0).log():.2f})")
+chance = torch.tensor(10.0).log()
+print(f"untrained loss over 20 genomes: {initial.mean():.2f} +- {initial.std():.2f} nats (chance: {chance:.2f})")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from kernel_cases import FIRST_ORDER, TRANSFORMS, Shape, check, draw, relu_objective, with_gradients
+from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from gbfunc.kernels import compiled as compiled_module
@@ -46,6 +48,16 @@ def test_compiled_form_under_transforms() -> None:
             tree_leaves(transform(relu_objective("compiled"))(*leaves)), tree_leaves(expected), strict=True
         ):
             assert (x - y).abs().max() <= 1e-5 * y.abs().max()
+
+
+@pytest.mark.parametrize("without_memory", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
+def test_tensors_without_memory_stay_out_of_compiled_programs(without_memory: Any) -> None:
+    with without_memory:
+        A, B, v = leaves = tuple(torch.ones(s, requires_grad=True) for s in ((2, 3, 5), (2, 4, 5), (2, 5)))
+        tiles = relu_tiles(A, B, v, kernel="compiled")
+        gradients = torch.autograd.grad(tiles.sum(), leaves)
+    assert tiles.shape == (2, 3, 4)
+    assert [x.shape for x in gradients] == [x.shape for x in leaves]
 
 
 @pytest.fixture

@@ -50,12 +50,7 @@ def attention_forward(
         rare options (bias_k, bias_v, add_zero_attn, static_k, static_v).
     """
     rare = (bias_k, bias_v, static_k, static_v)
-    if (
-        add_zero_attn
-        or any(t is not None for t in rare)
-        or query.ndim != 3
-        or (is_causal and attn_mask is None)
-    ):
+    if add_zero_attn or any(t is not None for t in rare) or query.ndim != 3 or (is_causal and attn_mask is None):
         return NotImplemented
     if query.shape[-1] != embed_dim_to_check or embed_dim_to_check % num_heads:
         return NotImplemented

@@ -34,7 +34,5 @@ def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: 
     tile_rows, tile_cols = tiles
     dense = 6 * rows * cols * (batch_rows + k) + _WEIGHT_PASSES * _FLOPS_PER_ELEMENT * rows * cols
     thin = batch_rows * tile_rows * tile_cols * k
-    factored = (
-        6 * batch_rows * k * (tile_rows * cols + tile_cols * rows) + _THIN_PASSES * _FLOPS_PER_ELEMENT * thin
-    )
+    factored = 6 * batch_rows * k * (tile_rows * cols + tile_cols * rows) + _THIN_PASSES * _FLOPS_PER_ELEMENT * thin
     return factored < dense

@@ -51,9 +51,7 @@ class LazyTensor(torch.Tensor):
         """`x @ W.T + bias`: [..., i] -> [..., o]."""
         return NotImplemented
 
-    def apply_conv(
-        self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
-    ) -> Tensor:
+    def apply_conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """`conv(x, W, bias, **options)` for `torch.conv1d`, `conv2d` or `conv3d`."""
         return NotImplemented
 
@@ -91,9 +89,7 @@ def densified(value: Any, operation: str) -> Any:
             value._report[key] = value._report.get(key, 0) + 1
         return value.dense()
     if isinstance(value, tuple) and type(value) is not tuple:
-        return (
-            value if isinstance(value, torch.Size) else type(value)(*(densified(v, operation) for v in value))
-        )
+        return value if isinstance(value, torch.Size) else type(value)(*(densified(v, operation) for v in value))
     if isinstance(value, list | tuple):
         return type(value)(densified(v, operation) for v in value)
     if isinstance(value, dict):

@@ -43,9 +43,7 @@ def _run_dense(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     name = _operation(func)
     first = next(iter((*args, *kwargs.values())), None)
     if isinstance(first, LazyWeight) and changes_in_place(name):
-        raise TypeError(
-            f"a generated weight cannot be changed in place by {name}, got {first!r}; clone it first"
-        )
+        raise TypeError(f"a generated weight cannot be changed in place by {name}, got {first!r}; clone it first")
     return func(*densified(args, name), **densified(kwargs, name))
 
 

@@ -80,9 +80,7 @@ def conv_handler(conv: Callable[..., Tensor]) -> Callable[..., Any]:
             return NotImplemented
         name = conv.__name__
         x, bias = densified(input, name), densified(bias, name)
-        return weight.apply_conv(
-            conv, x, bias, stride=stride, padding=padding, dilation=dilation, groups=groups
-        )
+        return weight.apply_conv(conv, x, bias, stride=stride, padding=padding, dilation=dilation, groups=groups)
 
     return handler
 
@@ -98,12 +96,7 @@ def embedding(
 ) -> Any:
     """`F.embedding` with a lazy table."""
     # `sparse` only chooses the layout of a leaf's gradient, and a generated weight is no leaf.
-    if (
-        not isinstance(weight, LazyTensor)
-        or len(weight._shape) != 2
-        or max_norm is not None
-        or scale_grad_by_freq
-    ):
+    if not isinstance(weight, LazyTensor) or len(weight._shape) != 2 or max_norm is not None or scale_grad_by_freq:
         return NotImplemented
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight._shape[0]
@@ -121,9 +114,7 @@ def chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
 
 def _check_features(x: Tensor, weight: LazyTensor, features: int) -> None:
     if x.shape[-1] != features:
-        raise ValueError(
-            f"expected an input with {features} features for {weight!r}, got shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"expected an input with {features} features for {weight!r}, got shape {tuple(x.shape)}")
 
 
 def requires_grad(weight: LazyTensor) -> bool:

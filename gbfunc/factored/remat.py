@@ -54,9 +54,7 @@ class RematWeight(LazyWeight):
         """`x @ W.T + bias`: [..., i] -> [..., o]."""
         return self._recompute(_LINEAR, x, bias)
 
-    def apply_conv(
-        self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
-    ) -> Tensor:
+    def apply_conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """`conv(x, W, bias, **options)`, any groups."""
 
         def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -73,15 +71,11 @@ class RematWeight(LazyWeight):
         return self._recompute(_by_vjp(forward), index, None)
 
     def _derived(self, make: Make, shape: tuple[int, ...]) -> RematWeight:
-        return remat_weight(
-            make, self._inputs, shape, self.dtype, self.device, name=self._name, report=self._report
-        )
+        return remat_weight(make, self._inputs, shape, self.dtype, self.device, name=self._name, report=self._report)
 
     def _recompute(self, operation: _Operation, x: Tensor, bias: Tensor | None) -> Tensor:
         others = (x,) if bias is None else (x, bias)
-        use = _Use(
-            self._make, len(self._inputs), operation, _autocast_dtype(self.device.type), self.device.type
-        )
+        use = _Use(self._make, len(self._inputs), operation, _autocast_dtype(self.device.type), self.device.type)
         function = _Recompute if torch.compiler.is_compiling() else _RecomputeForward
         return function.apply(use, *self._inputs, *others)  # pyright: ignore[reportReturnType]
 
@@ -232,9 +226,7 @@ def _linear_forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Te
 def _by_vjp(forward: Callable[..., Tensor]) -> _Operation:
     """An operation whose gradients come from running it once more."""
 
-    def pull(
-        weight: Tensor, others: tuple[Tensor, ...], needs: tuple[bool, ...], dy: Tensor
-    ) -> list[Tensor | None]:
+    def pull(weight: Tensor, others: tuple[Tensor, ...], needs: tuple[bool, ...], dy: Tensor) -> list[Tensor | None]:
         values = (weight, *others)
         wanted = [i for i, need in enumerate(needs) if need]
 
@@ -253,9 +245,7 @@ def _by_vjp(forward: Callable[..., Tensor]) -> _Operation:
     return _Operation(forward, pull)
 
 
-def _vjp(
-    function: Callable[..., Tensor], *primals: Tensor
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+def _vjp(function: Callable[..., Tensor], *primals: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
     """`torch.func.vjp` of a function without auxiliary output."""
     result: Any = torch.func.vjp(function, *primals)
     return result

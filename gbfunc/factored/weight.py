@@ -86,29 +86,20 @@ class FactoredWeight(LazyWeight):
         # Under autocast the products are narrow and the bias is not; F.linear returns the narrow dtype.
         return y if bias is None else y + bias.to(y.dtype)
 
-    def apply_conv(
-        self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any
-    ) -> Tensor:
+    def apply_conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """A convolution with k filters per tile, then a 1x1 convolution; tiles must not cut kernels."""
         left, right = self._left, self._right
         nr, nc, r, k = left.shape
         c = right.shape[2]
         channels, kernel = self._shape[1], self._shape[2:]
         positions = math.prod(kernel)
-        if (
-            options.pop("groups") != 1
-            or self._folded_transposed
-            or self._shape[0] != self._rows
-            or c % positions
-        ):
+        if options.pop("groups") != 1 or self._folded_transposed or self._shape[0] != self._rows or c % positions:
             return NotImplemented
         if x.ndim == len(kernel) + 1:
             y = self.apply_conv(conv, x.unsqueeze(0), bias, groups=1, **options)
             return y if y is NotImplemented else y.squeeze(0)
         if x.shape[1] != channels:
-            raise ValueError(
-                f"expected an input with {channels} channels for {self!r}, got shape {tuple(x.shape)}"
-            )
+            raise ValueError(f"expected an input with {channels} channels for {self!r}, got shape {tuple(x.shape)}")
         ones = (1,) * len(kernel)
         padded = nc * (c // positions)
         x = x if padded == channels else F.pad(x, (0, 0) * len(kernel) + (0, padded - channels))
@@ -177,12 +168,7 @@ def factored_weight(
     Raises:
         ValueError: The factors do not fit each other, the matrix, or the shape.
     """
-    if (
-        left.ndim != 4
-        or right.ndim != 4
-        or left.shape[:2] != right.shape[:2]
-        or left.shape[3] != right.shape[3]
-    ):
+    if left.ndim != 4 or right.ndim != 4 or left.shape[:2] != right.shape[:2] or left.shape[3] != right.shape[3]:
         raise ValueError(
             "expected factors [nr, nc, r, k] and [nr, nc, c, k], "
             f"got {tuple(left.shape)} and {tuple(right.shape)} for {name!r}"
@@ -190,21 +176,13 @@ def factored_weight(
     nr, nc, r, _ = left.shape
     c = right.shape[2]
     if not ((nr - 1) * r < rows <= nr * r and (nc - 1) * c < cols <= nc * c):
-        raise ValueError(
-            f"expected a matrix that {nr} x {nc} tiles of {r} x {c} just cover, got {rows} x {cols}"
-        )
+        raise ValueError(f"expected a matrix that {nr} x {nc} tiles of {r} x {c} just cover, got {rows} x {cols}")
     if math.prod(shape) != rows * cols:
-        raise ValueError(
-            f"expected a shape of {rows * cols} elements for a {rows} x {cols} matrix, got {tuple(shape)}"
-        )
+        raise ValueError(f"expected a shape of {rows * cols} elements for a {rows} x {cols} matrix, got {tuple(shape)}")
     if len(shape) == 2 and tuple(shape) != ((cols, rows) if transposed else (rows, cols)):
-        raise ValueError(
-            f"expected a two-dimensional shape to be the {rows} x {cols} matrix's, got {tuple(shape)}"
-        )
+        raise ValueError(f"expected a two-dimensional shape to be the {rows} x {cols} matrix's, got {tuple(shape)}")
     if transposed and (len(shape) < 2 or shape[1] != rows):
-        raise ValueError(
-            f"expected a transposed shape [cols, rows, ...] with rows = {rows}, got {tuple(shape)}"
-        )
+        raise ValueError(f"expected a transposed shape [cols, rows, ...] with rows = {rows}, got {tuple(shape)}")
     if transposed and len(shape) == 2:
         left, right, rows, cols = right.transpose(0, 1), left.transpose(0, 1), cols, rows
         transposed = False

@@ -1,4 +1,7 @@
-r"""MLP g-nets over the codes of a weight, as in the genomic bottleneck (Shuvaev et al., PNAS 2024, doi 10.1073/pnas.2409160121).
+r"""MLP g-nets over the codes of a weight, as in the genomic bottleneck.
+
+Source: Shuvaev, Lachi, Koulakov, Zador: Encoding innate ability through a genomic bottleneck (PNAS 2024, doi
+10.1073/pnas.2409160121).
 
 The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$, one
 product a row and a column, never one a weight. With one ReLU layer the rest is one fused reduction (`gbfunc.kernels`);

@@ -50,9 +50,12 @@ def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
     x = torch.randn(8, width, generator=generator, dtype=torch.float64)
     heads = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and m.out_features == 1]
     for head in reversed(heads):
-        names = [n for n in weights if n in (f"{head}.weight", f"{head}.bias") or (not head and n in ("weight", "bias"))]
+        names = [
+            n for n in weights if n in (f"{head}.weight", f"{head}.bias") or (not head and n in ("weight", "bias"))
+        ]
         u, v = (
-            {n: torch.randn(weights[n].shape, generator=generator, dtype=torch.float64) for n in names} for _ in range(2)
+            {n: torch.randn(weights[n].shape, generator=generator, dtype=torch.float64) for n in names}
+            for _ in range(2)
         )
 
         def end(values: Params) -> Tensor:
@@ -152,7 +155,7 @@ def from_module(factory: Factory) -> Hypernet:
 
     Raises:
         TypeError: if it is not callable.
-        ValueError: if what it builds is not a module without buffers, of one output, or has parameters named gain or shift.
+        ValueError: if what it builds is no module of one output without buffers, or names a parameter gain or shift.
     """
     if not callable(factory):
         raise TypeError(f"from_module expects a callable (width -> nn.Module), got {type(factory).__name__}")
@@ -167,5 +170,3 @@ def from_module(factory: Factory) -> Hypernet:
     if tuple(out.shape) != (3, 1):
         raise ValueError(f"the factory's module must map [..., width] to [..., 1]; [3, 2] gave {list(out.shape)}")
     return FromModule(factory)
-
-

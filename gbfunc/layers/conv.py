@@ -18,11 +18,7 @@ from gbfunc.types import MatrixDims
 def _is_conv(module: nn.Module, attribute: str, shape: Shape) -> bool:
     plain = isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
     # The whole shape: the magnitudes of a weight-norm parametrisation, [out, 1, 1, ...], are no kernels.
-    return (
-        plain
-        and attribute in WEIGHT_NAMES
-        and shape == _shape(module, module.out_channels, module.in_channels)
-    )
+    return plain and attribute in WEIGHT_NAMES and shape == _shape(module, module.out_channels, module.in_channels)
 
 
 def _is_conv_transpose(module: nn.Module, attribute: str, shape: Shape) -> bool:

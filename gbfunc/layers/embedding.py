@@ -27,6 +27,4 @@ VECTOR = LayerKind(
     lambda weight: [weight.reshape(-1, 1)],
 )
 
-MATRIX = LayerKind(
-    "matrix", False, lambda module, attribute, shape: True, conv_matrices, conv_fold, conv_unfold
-)
+MATRIX = LayerKind("matrix", False, lambda module, attribute, shape: True, conv_matrices, conv_fold, conv_unfold)

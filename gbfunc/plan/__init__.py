@@ -1,11 +1,16 @@
-"""The static plan and how it is made: `spec` what it is, `select` what is generated, `budget` how large, `build` all of it.
+"""The static plan and how it is made.
+
+`slots` and `spec` say what it is, `ensembles` what goes together, `select` what is generated, `budget` how
+large; `build` does all of it.
 
 `serial` writes and reads it as JSON, `filesize` knows the genome's file, `report` is the table for a person.
 """
 
 from gbfunc.plan.build import make_plan
+from gbfunc.plan.ensembles import Ensemble, Placement
 from gbfunc.plan.filesize import FORMAT, file_layout, file_metadata, genome_file_bytes
-from gbfunc.plan.spec import DTYPES, BufferPlan, Ensemble, Placement, Plan, Slot, TensorPlan
+from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
+from gbfunc.plan.spec import Plan
 
 __all__ = [
     "DTYPES",

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from gbfunc.encoding import PerAxis
 from gbfunc.hypernets import Hypernet, periodic
 from gbfunc.plan.budget import Unit, allocate
 from gbfunc.plan.filesize import genome_file_bytes
 from gbfunc.plan.select import Choice, Codes, Rule, check_encodings, choose, default_codes, dtype_name, initial_scale
-from gbfunc.plan.spec import BufferPlan, Plan, Slot, TensorPlan
+from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan
+from gbfunc.plan.spec import Plan
 from gbfunc.pnet import buffers_of, check_pnet
 from gbfunc.tiling import MaxTile, check_max_tile
 
@@ -57,10 +59,10 @@ def make_plan(
         compression: least ratio of the p-net's parameters to the genome's.
         include: regular expressions (`re.search`) for parameters to generate beside the default ones.
         exclude: regular expressions for parameters to keep direct, whatever else names them.
-        rules: `(pattern, hypernetwork or None)`: other types for some parameters, None for direct; the first match counts.
+        rules: `(pattern, hypernetwork or None)`: other types for some parameters, None for direct; the first wins.
         encodings: `{parameter: (rows, columns)}`: codes of the axes of its matrix, None for the default (`binary`).
         max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns);
-            a convolution's columns count channels.
+            columns coded per axis, as a convolution's are, count channels.
 
     Returns:
         The plan. A size target is met from below, within 2 % where the sizes' steps allow.
@@ -76,12 +78,12 @@ def make_plan(
     if not isinstance(hypernet, Hypernet):
         raise TypeError(f"hypernet must come from a factory such as gb.periodic(), got {hypernet!r}")
     choices = choose(pnet, hypernet, include, exclude, rules)
-    codes = check_encodings(encodings or {}, choices)
     buffers = tuple(
         BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved) for name, (b, saved) in buffers_of(pnet).items()
     )
     total = sum(c.owned.tensor.numel() for c in choices)
     target = _target(total, genome_params, genome_bytes, compression, hypernet)
+    codes = check_encodings(encodings or {}, choices, spills=target is not None)
 
     def build(params: int | None, words: str) -> Plan:
         def attempt(direct_share: float) -> Plan:
@@ -93,7 +95,7 @@ def make_plan(
         try:
             return attempt(_DIRECT_SHARE)
         except _Impossible:
-            # With every vector generated that is smaller so: a target that fails now is below the smallest genome there is.
+            # With every vector generated that is smaller so: what fails now is below the smallest genome.
             return attempt(0.0)
 
     if target is None:
@@ -182,9 +184,7 @@ class _Impossible(ValueError):
     least = 0
 
 
-def _spill(
-    choices: list[Choice], target: int, hypernet: Hypernet, max_tile: MaxTile, direct_share: float
-) -> None:
+def _spill(choices: list[Choice], target: int, hypernet: Hypernet, max_tile: MaxTile, direct_share: float) -> None:
     """Generate the longest vectors where direct ones would take more than a share of the target."""
     movable = sorted((c for c in choices if c.movable), key=lambda c: -c.owned.tensor.numel())
     direct = sum(c.owned.tensor.numel() for c in choices if c.hypernet is None and c.kind.name == "vector")
@@ -218,6 +218,9 @@ def _build(
         tile = max_tile if own.standardised else None
         for part, matrix in enumerate(choice.matrices):
             pair = default_codes(matrix, codes.get(choice.name, (None, None)))
+            if isinstance(pair[1], PerAxis) and not matrix.kernel:
+                # A flattened image, say: tiles cut its channels, as they do a convolution's.
+                matrix = matrix._replace(kernel=(pair[1].n_positions,))
             key = (matrix, own, pair, _group(choice, part) if own.shares else "")
             parts.append(_Part(choice, part, key))
             if key in units:
@@ -227,7 +230,8 @@ def _build(
     extras = {key: 0 for key in units}
     if target is not None:
         direct = sum(c.owned.tensor.numel() for c in choices if c.hypernet is None)
-        found = allocate(list(units.values()), target - direct, lambda least: _too_small(choices, target, direct, least))
+        left = target - direct
+        found = allocate(list(units.values()), left, lambda least: _too_small(choices, target, direct, least))
         extras = {key: extra for key, (_, extra) in zip(units, found, strict=True)}
     slots: dict[str, list[Slot]] = {}
     for choice, part, key in parts:

@@ -7,7 +7,8 @@ import math
 
 import torch
 
-from gbfunc.plan.spec import DTYPES, Plan
+from gbfunc.plan.slots import DTYPES
+from gbfunc.plan.spec import Plan
 
 FORMAT = "gbfunc-genome-1"
 # In the order of safetensors, which writes wider types first and then goes by name.

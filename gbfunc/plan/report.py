@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from gbfunc.hypernets import n_params
 from gbfunc.plan.filesize import genome_file_bytes
-from gbfunc.plan.spec import DTYPES, Plan, TensorPlan
+from gbfunc.plan.slots import DTYPES, TensorPlan
+from gbfunc.plan.spec import Plan
 
 _HEAD = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
 
@@ -46,7 +47,8 @@ def plan_report(plan: Plan) -> str:
     widths = {i: max(len(_HEAD[i]), *(len(row[i]) for row in rows)) for i in used} if rows else {}
     lines = []
     for row in (_HEAD, *rows) if rows else ():
-        cells = (row[i].rjust(widths[i]) if _HEAD[i] in ("parameters", "bytes") else row[i].ljust(widths[i]) for i in used)
+        numbers = ("parameters", "bytes")
+        cells = (row[i].rjust(widths[i]) if _HEAD[i] in numbers else row[i].ljust(widths[i]) for i in used)
         lines.append("  ".join(cells).rstrip())
         if row is _HEAD:
             lines.append("  ".join("-" * widths[i] for i in used))

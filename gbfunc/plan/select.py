@@ -126,8 +126,13 @@ def _check_dtype(choice: Choice) -> None:
     choice.hypernet, choice.movable = None, False
 
 
-def check_encodings(encodings: Mapping[str, Codes], choices: list[Choice]) -> dict[str, Codes]:
+def check_encodings(encodings: Mapping[str, Codes], choices: list[Choice], spills: bool) -> dict[str, Codes]:
     """The user's codes by parameter name.
+
+    Args:
+        encodings: what the user gave.
+        choices: every parameter.
+        spills: whether a size target may turn direct vectors into generated ones.
 
     Raises:
         ValueError: for an unknown or direct parameter, or anything but a pair of encodings.
@@ -141,7 +146,7 @@ def check_encodings(encodings: Mapping[str, Codes], choices: list[Choice]) -> di
         if not good or not all(e is None or isinstance(e, Encoding) for e in pair):
             raise ValueError(f"encodings[{name!r}] must be a pair of encodings (rows, columns), got {pair!r}")
         choice = by_name[name]
-        if choice.hypernet is None and not choice.movable:
+        if choice.hypernet is None and not (spills and choice.movable):
             raise ValueError(f"encodings names {name!r}, which is direct: add it to include or rules")
         for matrix in choice.matrices:
             for axis, encoding, n in (("rows", pair[0], matrix.rows), ("columns", pair[1], matrix.cols)):
@@ -165,8 +170,8 @@ def default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding]
 def initial_scale(choice: Choice, matrix: MatrixDims, part: int) -> tuple[float, float]:
     """Standard deviation and offset of a slot: the p-net's own initial ones.
 
-    A vector keeps its mean as the offset. Where the deviation is zero or undefined (one entry, a meta-device p-net) it is
-    1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector.
+    A vector keeps its mean as the offset. Where the deviation is zero or undefined (one entry, a meta-device p-net) it
+    is 1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector.
     """
     tensor = choice.owned.tensor.detach()
     vector = choice.kind.name == "vector"

@@ -8,7 +8,8 @@ from typing import Any
 
 from gbfunc.encoding import Encoding, encoding_from_json
 from gbfunc.hypernets import Hypernet, hypernet_from_json
-from gbfunc.plan.spec import DTYPES, BufferPlan, Plan, Slot, TensorPlan
+from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
+from gbfunc.plan.spec import Plan
 from gbfunc.tiling import TileGrid
 from gbfunc.types import JSON
 

@@ -1,0 +1,132 @@
+"""What a plan says of one tensor of the p-net: generated from slots, direct, or a buffer. No tensors live here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from gbfunc.encoding import Encoding
+from gbfunc.hypernets import Hypernet, n_params
+from gbfunc.layers import KINDS
+from gbfunc.tiling import TileGrid
+from gbfunc.types import MatrixDims, TileDims
+
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One matrix of a tensor, and what generates it: `offset + scale * g`.
+
+    Attributes:
+        hypernet: the g-nets' type, with its size.
+        grid: the tiles.
+        row_code: code of the rows.
+        col_code: code of the columns.
+        scale: standard deviation of the p-net's own initialisation.
+        offset: its mean, for vectors; 0 otherwise.
+        group: tiles at the same place of slots of the same group share leaves, where the hypernetwork shares any.
+    """
+
+    hypernet: Hypernet
+    grid: TileGrid
+    row_code: Encoding
+    col_code: Encoding
+    scale: float
+    offset: float = 0.0
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        g = self.grid
+        for code, length, tile in ((self.row_code, g.rows, g.tile_rows), (self.col_code, g.cols, g.tile_cols)):
+            code.check(length)
+            if code.local:
+                code.check(tile)
+        for code, length in ((self.row_code, self.grid.tile_rows), (self.col_code, self.grid.tile_cols)):
+            if code.local:
+                code.check(length)
+        if not (math.isfinite(self.scale) and math.isfinite(self.offset)):
+            raise ValueError(f"scale and offset must be finite, got {self.scale} and {self.offset}")
+        if self.hypernet.size is None:
+            raise ValueError(f"a slot's hypernetwork must have a size, got {self.hypernet}")
+
+    @property
+    def dims(self) -> TileDims:
+        """The tile as its g-net sees it."""
+        g = self.grid
+        p = self.row_code.tile_width(g.rows, g.tile_rows)
+        return TileDims(g.tile_rows, g.tile_cols, p, self.col_code.tile_width(g.cols, g.tile_cols))
+
+    @property
+    def n_params(self) -> int:
+        """Parameters of the slot's tiles, shared leaves not counted."""
+        return n_params(self.hypernet, self.dims, self.grid.n_tiles, 0)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One parameter of the p-net.
+
+    Attributes:
+        name: its name.
+        shape: its shape.
+        dtype: its dtype, such as `"float32"`.
+        kind: layer kind, a key of `gbfunc.layers.KINDS`.
+        slots: its matrices where it is generated, `()` where it is direct.
+        aliases: other names of the same (tied) parameter.
+        note: why it is what it is, where that needs a word.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    slots: tuple[Slot, ...] = ()
+    aliases: tuple[str, ...] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.dtype not in DTYPES:
+            raise ValueError(f"{self.name}: unknown kind {self.kind!r} or dtype {self.dtype!r}")
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.shape):
+            raise ValueError(f"{self.name}: a shape holds ints >= 0, got {self.shape}")
+        found = [(s.grid.rows, s.grid.cols) for s in self.slots]
+        # A shape that no layer of the kind has (three in-projections in 7 rows) may have matrices that do not fill it.
+        fits = self.slots and found == [m[:2] for m in self.matrices] and sum(r * c for r, c in found) == self.numel
+        if self.slots and not fits:
+            raise ValueError(f"{self.name}: slots of {found} do not fold to a {self.kind} of shape {self.shape}")
+        if self.slots and sum(s.grid.numel for s in self.slots) != self.numel:
+            raise ValueError(f"{self.name}: a {self.kind} cannot have shape {self.shape}")
+
+    @property
+    def matrices(self) -> tuple[MatrixDims, ...]:
+        """The matrices it folds from."""
+        return KINDS[self.kind].matrices(self.shape)
+
+    @property
+    def role(self) -> Literal["generated", "direct"]:
+        """Whether g-nets generate it."""
+        return "generated" if self.slots else "direct"
+
+    @property
+    def numel(self) -> int:
+        """Its entries."""
+        return math.prod(self.shape)
+
+
+class BufferPlan(NamedTuple):
+    """One buffer of the p-net: saved with the genome, never generated; the dense state dict has persistent ones."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool = True
