@@ -15,7 +15,7 @@ from gbfunc.genome import Noise, check_genome, check_plan, codes_of
 from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Ensemble, Plan, Slot, TensorPlan
 from gbfunc.pnet import PureNet, with_weights
-from gbfunc.tiling import join_tiles
+from gbfunc.tiling import join_all, join_tiles
 from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params
 
 _FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding", "matrix"})
@@ -116,7 +116,7 @@ class Generator:
                 elif isinstance(own[0], _Recipe):
                     weights[tensor.name] = _rematerialised(self, tensor, own, report)
                 else:
-                    weights[tensor.name] = _folded(self.plan, tensor, own)
+                    weights[tensor.name] = _folded(self.plan, tensor, own)  # pyright: ignore[reportArgumentType]
             return weights
 
     def tiles(self, e: Ensemble, leaves: Params, noise: Params | None, constants: _Constants) -> Tensor | Factors:
@@ -160,13 +160,19 @@ class Generator:
             return parts
         tiles = self.tiles(e, leaves, noise, constants)
         if not leaves:
-            tiles = dense_tiles(tiles)
-            return {pl: tiles[:1].expand(n, -1, -1) for pl, n in zip(places, counts, strict=True)}
+            # All tiles are the same; there is one for all.
+            grids = [p.slot.grid for p in e.placements]
+            whole = [dense_tiles(tiles)[:1].expand(n, -1, -1) for n in counts]
+            return {pl: join_tiles(t, grid) for pl, t, grid in zip(places, whole, grids, strict=True)}
         if factored and isinstance(tiles, Factors):
             lefts, rights = _split(tiles.left, counts), _split(tiles.right, counts)
             both = [Factors(left, right) for left, right in zip(lefts, rights, strict=True)]
-            return {pl: f if name in lazy else dense_tiles(f) for pl, f, name in zip(places, both, names, strict=True)}
-        return dict(zip(places, _split(dense_tiles(tiles), counts), strict=True))
+            grids = [p.slot.grid for p in e.placements]
+            return {
+                place: f if name in lazy else join_tiles(dense_tiles(f), grid)
+                for place, f, name, grid in zip(places, both, names, grids, strict=True)
+            }
+        return dict(zip(places, join_all(dense_tiles(tiles), [p.slot.grid for p in e.placements]), strict=True))
 
 
 class _Recipe(NamedTuple):
@@ -208,12 +214,9 @@ def _factored(tensor: TensorPlan, parts: list[_Part], report: Report | None) -> 
     return weights[0] if len(weights) == 1 else stack_rows(weights)
 
 
-def _folded(plan: Plan, tensor: TensorPlan, parts: list[_Part]) -> Tensor:
-    """The tensor from the tiles of its slots."""
-    matrices = []
-    for slot, tiles in zip(tensor.slots, parts, strict=True):
-        matrix = join_tiles(tiles, slot.grid)  # pyright: ignore[reportArgumentType]
-        matrices.append(matrix + slot.offset if slot.offset else matrix)
+def _folded(plan: Plan, tensor: TensorPlan, matrices: list[Tensor]) -> Tensor:
+    """The tensor from the matrices of its slots."""
+    matrices = [m + slot.offset if slot.offset else m for m, slot in zip(matrices, tensor.slots, strict=True)]
     weight = KINDS[tensor.kind].fold(matrices, tensor.shape)
     own_dtype = DTYPES[tensor.dtype]
     # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
@@ -231,13 +234,14 @@ def _rematerialised(generator: Generator, tensor: TensorPlan, parts: list[_Part]
 
     def make(*flat: Tensor) -> Tensor:
         given = iter(flat)
-        tiles: list[_Part] = []
+        matrices = []
         for recipe, own in zip(recipes, names, strict=True):
             values = [(k, drawn, next(given)) for k, drawn in own]
             leaves = {k: v for k, drawn, v in values if not drawn}
             noise = {k: v for k, drawn, v in values if drawn} or None
-            tiles.append(dense_tiles(generator.tiles(recipe.ensemble, leaves, noise, recipe.constants)))
-        return _folded(generator.plan, tensor, tiles)
+            tiles = dense_tiles(generator.tiles(recipe.ensemble, leaves, noise, recipe.constants))
+            matrices.append(join_tiles(tiles, recipe.slot.grid))
+        return _folded(generator.plan, tensor, matrices)
 
     first = inputs[0]
     own_dtype = DTYPES[tensor.dtype]

@@ -5,7 +5,9 @@ Suffixes: R, C rows and columns of the matrix; T tiles, row-major; r, c rows and
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ class TileGrid:
 
     def __post_init__(self) -> None:
         for axis, length, tile in (("rows", self.rows, self.tile_rows), ("cols", self.cols, self.tile_cols)):
-            if not (isinstance(length, int) and isinstance(tile, int)):
+            if type(length) is not int or type(tile) is not int:
                 raise ValueError(f"lengths must be ints, got {axis} {length!r} in tiles of {tile!r}")
             if not 1 <= tile <= length:
                 raise ValueError(f"a tile of {tile} {axis} does not fit a matrix of {length} {axis}")
@@ -116,10 +118,112 @@ def join_tiles(tiles_Trc: Tensor, grid: TileGrid) -> Tensor:
     Raises:
         ValueError: if the tiles are not those of the grid.
     """
+    return join_all(tiles_Trc, (grid,))[0]
+
+
+def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
+    """Rebuild several matrices from their tiles, one after the other in a stack: [T, r, c] -> [R, C], ...
+
+    Raises:
+        ValueError: if the tiles are not those of the grids.
+    """
+    r, c = grids[0].tile_rows, grids[0].tile_cols
+    counts = [grid.n_tiles for grid in grids]
+    if tuple(tiles_Trc.shape) != (sum(counts), r, c) or any((g.tile_rows, g.tile_cols) != (r, c) for g in grids):
+        raise ValueError(f"expected the tiles of {list(grids)}, got {tuple(tiles_Trc.shape)}")
+    if sum(counts) == 1:
+        return (tiles_Trc.reshape(r, c),)
+    if len(counts) == sum(counts):
+        return tiles_Trc.unbind()
+    whole = len(grids) == 1 and grids[0].rows % r == 0 and grids[0].cols % c == 0
+    if not whole and not torch.compiler.is_compiling():
+        return _Join.apply(tiles_Trc, tuple(grids))  # pyright: ignore[reportReturnType]
+    # The compiler fuses the plain expression, and knows no Function with a jvp.
+    return tuple(_joined(own, grid) for own, grid in zip(tiles_Trc.split(counts), grids, strict=True))
+
+
+def _joined(tiles_Trc: Tensor, grid: TileGrid) -> Tensor:
     r, c = grid.tile_rows, grid.tile_cols
-    if tuple(tiles_Trc.shape) != (grid.n_tiles, r, c):
-        raise ValueError(f"expected tiles of {(grid.n_tiles, r, c)}, got {tuple(tiles_Trc.shape)}")
-    if grid.n_tiles == 1:
-        return tiles_Trc[0]
     blocks = tiles_Trc.reshape(grid.n_rows, grid.n_cols, r, c).transpose(1, 2)
     return blocks.reshape(grid.n_rows * r, grid.n_cols * c)[: grid.rows, : grid.cols]
+
+
+def _pairs(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of a matrix [..., R, C] and of its tiles [..., T, r, c] that hold the same entries: inside and three edges."""
+    r, c = grid.tile_rows, grid.tile_cols
+    blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols))
+    for i, height in (slice(0, grid.n_rows - 1), r), (slice(grid.n_rows - 1, None), grid.rows - (grid.n_rows - 1) * r):
+        for j, width in (slice(0, grid.n_cols - 1), c), (slice(grid.n_cols - 1, None), grid.cols - (grid.n_cols - 1) * c):
+            inner = blocks[..., i, j, :height, :width].transpose(-3, -2)
+            part = matrix[..., i.start * r : i.start * r + inner.shape[-4] * height, :]
+            part = part[..., j.start * c : j.start * c + inner.shape[-2] * width]
+            if inner.numel():
+                yield part.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)), inner
+
+
+class _Join(torch.autograd.Function):
+    """Join tiles into matrices: one copy there and one back, where slices would each fill and copy gradients of all."""
+
+    @staticmethod
+    def forward(tiles: Tensor, grids: tuple[TileGrid, ...]) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        matrices = tuple(tiles.new_empty((*tiles.shape[:-3], grid.rows, grid.cols)) for grid in grids)
+        for matrix, own, grid in zip(matrices, _parts(tiles, grids), grids, strict=True):
+            for target, source in _pairs(matrix, own, grid):
+                target.copy_(source)
+        return matrices
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.grids = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Cut.apply(ctx.grids, *gradients), None  # pyright: ignore[reportReturnType]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], tiles: Tensor, grids: tuple[TileGrid, ...]) -> tuple[Any, Any]:
+        return _Join.apply(tiles.movedim(in_dims[0], 0), grids), (0,) * len(grids)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> tuple[Tensor, ...]:
+        return _Join.apply(tangent, ctx.grids)  # pyright: ignore[reportReturnType]
+
+
+class _Cut(torch.autograd.Function):
+    """The transpose of `_Join`: matrices in tiles, zero beyond their edges."""
+
+    @staticmethod
+    def forward(grids: tuple[TileGrid, ...], *matrices: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first, n_tiles = grids[0], sum(grid.n_tiles for grid in grids)
+        tiles = matrices[0].new_empty((*matrices[0].shape[:-2], n_tiles, first.tile_rows, first.tile_cols))
+        for matrix, own, grid in zip(matrices, _parts(tiles, grids), grids, strict=True):
+            blocks = own.unflatten(-3, (grid.n_rows, grid.n_cols))
+            blocks[..., -1, :, grid.rows - (grid.n_rows - 1) * grid.tile_rows :, :] = 0
+            blocks[..., -1, :, grid.cols - (grid.n_cols - 1) * grid.tile_cols :] = 0
+            for source, target in _pairs(matrix, own, grid):
+                target.copy_(source)
+        return tiles
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.grids = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Join.apply(gradients[0], ctx.grids)  # pyright: ignore[reportGeneralTypeIssues]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], grids: tuple[TileGrid, ...], *matrices: Tensor) -> tuple[Tensor, int]:
+        moved = (
+            m.expand(info.batch_size, *m.shape) if dim is None else m.movedim(dim, 0)
+            for m, dim in zip(matrices, in_dims[1:], strict=True)
+        )
+        return _Cut.apply(grids, *moved), 0  # pyright: ignore[reportReturnType]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
+        return _Cut.apply(ctx.grids, *tangents)  # pyright: ignore[reportReturnType]
+
+
+def _parts(tiles: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
+    return tiles.split([grid.n_tiles for grid in grids], dim=-3)

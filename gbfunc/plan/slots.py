@@ -51,9 +51,6 @@ class Slot:
             code.check(length)
             if code.local:
                 code.check(tile)
-        for code, length in ((self.row_code, self.grid.tile_rows), (self.col_code, self.grid.tile_cols)):
-            if code.local:
-                code.check(length)
         if not (math.isfinite(self.scale) and math.isfinite(self.offset)):
             raise ValueError(f"scale and offset must be finite, got {self.scale} and {self.offset}")
         if self.hypernet.size is None:
