@@ -6,9 +6,10 @@ weight; only the genome, which is the g-nets' parameters and the few direct ones
 
 from gbfunc.artifact import load, save
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
-from gbfunc.generate import generate, materialize
+from gbfunc.generate import generate
 from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
+from gbfunc.materialize import materialize
 from gbfunc.optim import Optimizer, torch_optimizer, torch_schedule
 from gbfunc.plan import Plan, make_plan
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid

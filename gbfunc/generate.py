@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gbfunc.ensemble import apply_tiles, dense_tiles, tile_leaves
 from gbfunc.factored import FactoredWeight, factored_weight, remat_weight, stack_rows
 from gbfunc.factored.interface import Report
-from gbfunc.genome import Noise, check_genome, check_plan, codes_of
+from gbfunc.genome import Noise, check_genome, codes_of
 from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Ensemble, Plan, Slot, TensorPlan
-from gbfunc.pnet import PureNet, with_weights
 from gbfunc.tiling import join_all, join_tiles
 from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params
 
@@ -270,27 +269,3 @@ def generate(
     check_genome(plan, genome)
     generator = Generator(plan, kernel=kernel)
     return generator(genome.gnets, genome.direct, noise, lazy=generator.lazy_names if lazy else ())
-
-
-def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> nn.Module:
-    """A plain copy of the p-net with the generated weights and the genome's buffers; nothing of gbfunc is in it.
-
-    Args:
-        plan: the plan.
-        genome: a `Genome` or `TrainState`.
-        pnet: the p-net the plan was made for; it is not changed. The copy keeps its training mode.
-
-    Raises:
-        ValueError: if genome, plan and p-net do not fit together.
-    """
-    check_plan(plan, pnet)
-    with torch.no_grad():
-        weights = generate(plan, genome)
-    PureNet(pnet).check(weights, genome.buffers)
-    dtypes = {t.name: DTYPES[t.dtype] for t in plan.tensors}
-    return with_weights(pnet, {k: v.to(dtypes[k]) for k, v in weights.items()}, genome.buffers)
-
-
-def call_with(weights: Params, buffers: Params, net: PureNet) -> Callable[..., object]:
-    """The p-net closed over weights and buffers: what a loss function gets."""
-    return lambda *args, **kwargs: net(weights, buffers, *args, **kwargs)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.factored import LazyWeight, lazy_pays, probe_weight
-from gbfunc.generate import Generator, call_with
+from gbfunc.generate import Generator
 from gbfunc.genome import Noise, sample_noise
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
@@ -146,7 +146,7 @@ class Objective:
         return torch.stack(losses).mean(), mean_tree(auxes) if len(auxes) > 1 else auxes[0], sums
 
     def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
-        net = call_with(weights, buffers, self._net)
+        net = self._net.bind(weights, buffers)
         if self._amp is None:
             out = self._loss_fn(net, batch)
         else:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -129,10 +129,13 @@ def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
         raise ValueError(f"the p-net ({type(pnet).__name__}) cannot be deep-copied: {error}") from error
 
 
-def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap) -> nn.Module:
-    """A copy of the module that holds the given weights and buffers as its own; ties and modes are kept."""
+def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
+    """A copy of the module that holds the given weights and buffers as its own; ties and modes are kept.
+
+    Those named in `bare` are taken as they are, all others copied.
+    """
     both = {**weights, **buffers}
-    return _copy_with(pnet, lambda name, tensor: both[name].detach().clone())
+    return _copy_with(pnet, lambda name, _: both[name].detach() if name in bare else both[name].detach().clone())
 
 
 class _CheckpointWatch:
@@ -208,6 +211,10 @@ class PureNet:
                 raise ValueError(_CHECKPOINT)
             self._watched = True
             return out
+
+    def bind(self, weights: TensorMap, buffers: Params) -> Callable[..., Any]:
+        """The p-net closed over weights and buffers: what a loss function gets."""
+        return lambda *args, **kwargs: self(weights, buffers, *args, **kwargs)
 
     def _call(self, weights: TensorMap, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = {**weights, **buffers}

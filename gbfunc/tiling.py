@@ -149,11 +149,14 @@ def _joined(tiles_Trc: Tensor, grid: TileGrid) -> Tensor:
 
 
 def _pairs(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of a matrix [..., R, C] and of its tiles [..., T, r, c] that hold the same entries: inside and three edges."""
+    """Views of a matrix [..., R, C] and of its tiles [..., T, r, c] with the same entries: inside and edges."""
     r, c = grid.tile_rows, grid.tile_cols
     blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols))
     for i, height in (slice(0, grid.n_rows - 1), r), (slice(grid.n_rows - 1, None), grid.rows - (grid.n_rows - 1) * r):
-        for j, width in (slice(0, grid.n_cols - 1), c), (slice(grid.n_cols - 1, None), grid.cols - (grid.n_cols - 1) * c):
+        for j, width in (
+            (slice(0, grid.n_cols - 1), c),
+            (slice(grid.n_cols - 1, None), grid.cols - (grid.n_cols - 1) * c),
+        ):
             inner = blocks[..., i, j, :height, :width].transpose(-3, -2)
             part = matrix[..., i.start * r : i.start * r + inner.shape[-4] * height, :]
             part = part[..., j.start * c : j.start * c + inner.shape[-2] * width]

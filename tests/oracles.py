@@ -91,9 +91,7 @@ def dot(code_: list[float], weight: Array | None, h: int) -> float:
     return sum(c * float(weight[k, h]) for k, c in enumerate(code_)) if weight is not None else 0.0
 
 
-def _periodic(
-    net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves
-) -> float:
+def _periodic(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
     total = 0.0
     for h in range(net.features):
         angle = dot(row, leaves.get("row_weight"), h) + dot(col, leaves.get("col_weight"), h)
@@ -104,16 +102,10 @@ def _periodic(
     return total
 
 
-def _gnet(
-    net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves
-) -> float:
+def _gnet(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
     f = ACTIVATIONS[net.activation]
     hidden = [
-        f(
-            dot(row, leaves.get("row_weight"), h)
-            + dot(col, leaves.get("col_weight"), h)
-            + float(leaves["bias"][h])
-        )
+        f(dot(row, leaves.get("row_weight"), h) + dot(col, leaves.get("col_weight"), h) + float(leaves["bias"][h]))
         for h in range(net.hidden[0])
     ]
     for layer in range(1, len(net.hidden)):
@@ -129,29 +121,19 @@ def _gnet(
     return head("out") + spread
 
 
-def _low_rank(
-    net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves
-) -> float:
+def _low_rank(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
     return sum(float(leaves["left"][i, k]) * float(leaves["right"][j, k]) for k in range(net.rank))
 
 
-def _xox(
-    net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves
-) -> float:
+def _xox(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
     pairs = itertools.product(range(net.genes), repeat=2)
     out, rules, into = leaves["row_genes"], leaves["rules"], leaves["col_genes"]
-    return float(leaves["scale"]) * sum(
-        float(out[i, a]) * float(rules[a, b]) * float(into[j, b]) for a, b in pairs
-    )
+    return float(leaves["scale"]) * sum(float(out[i, a]) * float(rules[a, b]) * float(into[j, b]) for a, b in pairs)
 
 
-def _module(
-    net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves
-) -> float:
+def _module(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
     module = net.factory(len(row) + len(col)).double()
-    own = {
-        k: torch.from_numpy(np.array(v)) for k, v in leaves.items() if k in dict(module.named_parameters())
-    }
+    own = {k: torch.from_numpy(np.array(v)) for k, v in leaves.items() if k in dict(module.named_parameters())}
     own = {k: v.reshape(p.shape) for (k, p) in module.named_parameters() for v in [own.get(k, p.detach())]}
     value = float(functional_call(module, own, (torch.tensor(row + col, dtype=torch.float64),)))
     return value * float(leaves["gain"]) + float(leaves["shift"]) if "gain" in leaves else value
@@ -181,9 +163,7 @@ def tile(hypernet: Hypernet, leaves: Leaves, rows: Array, cols: Array, noise: Le
 # --- tensors -------------------------------------------------------------------------------------------------------
 
 
-def position(
-    kind: str, shape: tuple[int, ...], matrix: MatrixDims, part: int, y: int, x: int
-) -> tuple[int, ...]:
+def position(kind: str, shape: tuple[int, ...], matrix: MatrixDims, part: int, y: int, x: int) -> tuple[int, ...]:
     """Where entry (y, x) of the part-th matrix stands in the tensor."""
     match kind:
         case "transposed_linear":
@@ -244,8 +224,6 @@ def weights(
                     row = tile_code(slot.row_code, grid.rows, grid.tile_rows, block_row, i)
                     col = tile_code(slot.col_code, grid.cols, grid.tile_cols, block_col, j)
                     g = WEIGHTS[net.type](net, own, row, col, i, j, drawn)
-                    out[position(tensor.kind, tensor.shape, matrix, part, y, x)] = (
-                        slot.offset + slot.scale * g
-                    )
+                    out[position(tensor.kind, tensor.shape, matrix, part, y, x)] = slot.offset + slot.scale * g
         found[tensor.name] = out
     return found

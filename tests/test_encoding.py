@@ -53,9 +53,7 @@ def test_codes_of_tiles_equal_a_loop_over_tiles(case: tuple[Encoding, int], long
     for block in range(-(-n // tile)):
         own = found[0 if len(found) == 1 else block]
         for i in range(min(tile, n - block * tile)):
-            np.testing.assert_allclose(
-                own[i], oracles.tile_code(encoding, n, tile, block, i), rtol=0, atol=1e-12
-            )
+            np.testing.assert_allclose(own[i], oracles.tile_code(encoding, n, tile, block, i), rtol=0, atol=1e-12)
 
 
 @given(coded_axes())

@@ -90,7 +90,9 @@ def test_a_tile_equals_a_loop_over_weights(hypernet: Hypernet, axes: tuple[Encod
     numpy = {k: v.numpy() for k, v in leaves.items()}
     for own in (None, noise or None):
         found = dense(hypernet.apply(leaves, row, col, noise=own))
-        expected = oracles.tile(hypernet, numpy, row.numpy(), col.numpy(), {k: v.numpy() for k, v in (own or {}).items()})
+        expected = oracles.tile(
+            hypernet, numpy, row.numpy(), col.numpy(), {k: v.numpy() for k, v in (own or {}).items()}
+        )
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-12)
 
 

@@ -27,9 +27,7 @@ def test_each_kind_claims_its_own(case: LayerCase) -> None:
 def test_fold_undoes_unfold(case: LayerCase) -> None:
     kind, weight = KINDS[case.kind], case.weight
     matrices = kind.unfold(weight)
-    assert [tuple(m.shape) for m in matrices] == [
-        (d.rows, d.cols) for d in kind.matrices(tuple(weight.shape))
-    ]
+    assert [tuple(m.shape) for m in matrices] == [(d.rows, d.cols) for d in kind.matrices(tuple(weight.shape))]
     folded = kind.fold([m.clone() for m in matrices], tuple(weight.shape))
     assert torch.equal(folded, weight)
 
@@ -87,9 +85,7 @@ def test_a_row_is_an_output_channel(module: nn.Module, inputs: tuple[int, ...], 
         changed = matrix.clone()
         changed[row] += 1.0
         moved = (output(changed) - before).abs().movedim(channel, 0).flatten(1).amax(1)
-        assert torch.nonzero(moved > 1e-6).flatten().tolist() == [
-            row + g * len(matrix) for g in range(groups)
-        ]
+        assert torch.nonzero(moved > 1e-6).flatten().tolist() == [row + g * len(matrix) for g in range(groups)]
 
 
 def test_in_proj_is_queries_keys_and_values() -> None:
@@ -106,9 +102,7 @@ def test_in_proj_is_queries_keys_and_values() -> None:
 
 def kinds_of(pnet: nn.Module) -> dict[str, str]:
     """Kind of every parameter, by name."""
-    return {
-        o.name: layer_kind(o.module, o.attribute, tuple(o.tensor.shape)).name for o in owned_parameters(pnet)
-    }
+    return {o.name: layer_kind(o.module, o.attribute, tuple(o.tensor.shape)).name for o in owned_parameters(pnet)}
 
 
 def selected(pnet: nn.Module) -> set[str]:
@@ -152,11 +146,7 @@ NEW_V, NEW = {"parametrizations.weight.original1"}, {"parametrizations.weight.or
         ),
         (
             nn.TransformerDecoderLayer(4, 2, 8),
-            {
-                f"{a}.{w}"
-                for a in ("self_attn", "multihead_attn")
-                for w in ("in_proj_weight", "out_proj.weight")
-            }
+            {f"{a}.{w}" for a in ("self_attn", "multihead_attn") for w in ("in_proj_weight", "out_proj.weight")}
             | {"linear1.weight", "linear2.weight"},
         ),
         # The direction is generated, the magnitudes are direct: they are one number an output channel.

@@ -22,7 +22,7 @@ LEVELS = (
     {"genome"},
     {"generate"},
     {"gradients"},
-    {"train", "artifact", "checkpoint"},
+    {"train", "artifact", "checkpoint", "materialize"},
     {"__init__"},
     {"tasks", "plots"},
     {"bench"},

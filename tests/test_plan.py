@@ -66,7 +66,10 @@ def _plans() -> dict[str, tuple[nn.Module, Plan]]:
     umlaut = nn.ModuleDict({'schön "quoted"\\\n\x01': nn.Linear(3, 2), "層": nn.Linear(2, 2)})
     made: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         "mixed": (net, {"hypernet": gb.periodic(3), "max_tile": 8}),
-        "rules": (net, {"hypernet": gb.gnet((4, 2)), "rules": [("2", gb.low_rank(2)), ("3", None), ("0", gb.constant())]}),
+        "rules": (
+            net,
+            {"hypernet": gb.gnet((4, 2)), "rules": [("2", gb.low_rank(2)), ("3", None), ("0", gb.constant())]},
+        ),
         "bfloat16": (mixed(torch.bfloat16), {"hypernet": gb.stochastic((3,))}),
         "float16": (nn.Linear(9, 7).half(), {"hypernet": gb.xox(2)}),
         "float64": (mixed(torch.float64), {"hypernet": gb.periodic(2), "max_tile": (4, 9)}),
@@ -116,7 +119,9 @@ def test_the_file_has_the_bytes_that_the_plan_says(name: str, tmp_path: Path) ->
 
 @settings(max_examples=10)
 @given(pnets(), st.sampled_from(ALL_EXAMPLES), st.sampled_from([None, 5, (8, 3)]))
-def test_the_file_has_the_bytes_that_any_plan_says(tmp_path_factory: Any, net: nn.Module, hypernet: Any, tile: Any) -> None:
+def test_the_file_has_the_bytes_that_any_plan_says(
+    tmp_path_factory: Any, net: nn.Module, hypernet: Any, tile: Any
+) -> None:
     plan = gb.make_plan(net, hypernet, max_tile=tile)
     path = tmp_path_factory.mktemp("genome") / "genome.safetensors"
     assert gb.save(path, plan, gb.init_genome(plan, net)) == path.stat().st_size == genome_file_bytes(plan)
@@ -202,7 +207,9 @@ def test_gpt2_at_128_is_one_ensemble() -> None:
     """Twelve layers 768 wide, at 128: 12 * (18 + 6 + 24 + 24) * 6 tiles in one call."""
     with torch.device("meta"):
         d = 768
-        blocks = [nn.ModuleList([Conv1D(3 * d, d), Conv1D(d, d), Conv1D(4 * d, d), Conv1D(d, 4 * d)]) for _ in range(12)]
+        blocks = [
+            nn.ModuleList([Conv1D(3 * d, d), Conv1D(d, d), Conv1D(4 * d, d), Conv1D(d, 4 * d)]) for _ in range(12)
+        ]
         net = nn.ModuleList(blocks)
     plan = gb.make_plan(net, gb.periodic(16), max_tile=128)
     assert [e.n_tiles for e in plan.ensembles] == [5184]
@@ -226,7 +233,26 @@ def test_tiles_of_a_kind_share_their_code_weights() -> None:
     assert plan.genome_params - shared == 3 * (alone.genome_params - shared)
 
 
-JUNK = [None, True, 0, -1, 1, 3, 10**30, 1.5, math.nan, math.inf, "", "linear", "vector", "conv", "periodic", [], {}, [1]]
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    3,
+    10**30,
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "linear",
+    "vector",
+    "conv",
+    "periodic",
+    [],
+    {},
+    [1],
+]
 
 
 def mangled(plan: Plan, changes: random.Random) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gbfunc.tiling import TileGrid, check_max_tile, join_tiles, split_tiles, tile_grid
+from gbfunc.tiling import TileGrid, check_max_tile, join_all, join_tiles, split_tiles, tile_grid
 from gbfunc.types import MatrixDims
 from tests.strategies import matrices, max_tiles
 
@@ -49,12 +49,73 @@ def test_tiles_are_row_major(grid: TileGrid) -> None:
         assert torch.equal(tiles[t, : own.shape[0], : own.shape[1]], own)
 
 
-@given(grids())
-def test_join_is_linear_and_its_gradient_is_split(grid: TileGrid) -> None:
-    tiles = torch.randn(grid.n_tiles, grid.tile_rows, grid.tile_cols, dtype=torch.float64, requires_grad=True)
-    cotangent = numbered(grid)
-    (gradient,) = torch.autograd.grad(join_tiles(tiles, grid), tiles, cotangent)
-    assert torch.equal(gradient, split_tiles(cotangent, grid))
+@st.composite
+def stacks(draw: st.DrawFn, most: int = 3) -> list[TileGrid]:
+    """Grids of the same tile, whole or cropped at either edge."""
+    r, c = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    side = st.integers(0, 6)
+    sizes = draw(st.lists(st.tuples(side, side), min_size=1, max_size=most))
+    return [TileGrid(r + n, c + m, r, c) for n, m in sizes]
+
+
+def stacked(grids: list[TileGrid]) -> torch.Tensor:
+    """The tiles of several matrices, one after the other."""
+    return torch.cat([split_tiles(numbered(grid), grid) for grid in grids])
+
+
+@given(stacks())
+def test_join_all_undoes_split_of_each(grids: list[TileGrid]) -> None:
+    for matrix, grid in zip(join_all(stacked(grids), grids), grids, strict=True):
+        assert torch.equal(matrix, numbered(grid))
+
+
+@given(stacks(), st.data())
+def test_the_gradient_of_join_is_split(grids: list[TileGrid], data: st.DataObject) -> None:
+    tiles = torch.zeros_like(stacked(grids), requires_grad=True)
+    used = [data.draw(st.booleans()) for _ in grids]
+    used[0] = True
+    cotangents = [numbered(g) if use else torch.zeros(g.rows, g.cols) for g, use in zip(grids, used, strict=True)]
+    outputs = [m for m, use in zip(join_all(tiles, grids), used, strict=True) if use]
+    (gradient,) = torch.autograd.grad(outputs, tiles, [c for c, use in zip(cotangents, used, strict=True) if use])
+    assert torch.equal(gradient, torch.cat([split_tiles(c, g) for c, g in zip(cotangents, grids, strict=True)]))
+
+
+# torch's own forward-mode formulas still use torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@settings(max_examples=10)
+@given(stacks(2))
+def test_join_has_derivatives_of_every_kind(grids: list[TileGrid]) -> None:
+    tiles = torch.randn(stacked(grids).shape, dtype=torch.float64, requires_grad=True)
+
+    def squares(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(m.square() for m in join_all(x, grids))
+
+    options = {"check_batched_grad": True, "fast_mode": True}
+    assert torch.autograd.gradcheck(squares, tiles, check_forward_ad=True, check_batched_forward_grad=True, **options)
+    assert torch.autograd.gradgradcheck(squares, tiles, check_fwd_over_rev=True, check_rev_over_rev=True, **options)
+
+
+@given(stacks(), st.integers(0, 3), st.integers(1, 3))
+def test_join_under_vmap_equals_a_loop(grids: list[TileGrid], dim: int, size: int) -> None:
+    one = stacked(grids)
+    many = torch.stack([one * (k + 1) for k in range(size)], dim)
+    found = torch.func.vmap(lambda x: join_all(x, grids), in_dims=dim)(many)
+    for matrix, grid in zip(found, grids, strict=True):
+        assert torch.equal(matrix, torch.stack([numbered(grid) * (k + 1) for k in range(size)]))
+
+
+@given(stacks(), st.integers(1, 3))
+def test_a_population_of_gradients_equals_a_loop(grids: list[TileGrid], size: int) -> None:
+    one = stacked(grids)
+
+    def energy(x: torch.Tensor) -> torch.Tensor:
+        return sum((m.square().sum() for m in join_all(x, grids)), torch.zeros(()))
+
+    many = torch.stack([one * (k + 1) for k in range(size)])
+    found = torch.func.vmap(torch.func.grad(energy))(many)
+    for k in range(size):
+        # What is cropped away has no gradient; `stacked` holds zeros there.
+        assert torch.equal(found[k], 2 * many[k])
 
 
 @given(matrices(400), max_tiles(120))
@@ -75,12 +136,8 @@ def test_256_rows_at_most_100_are_3_tiles_of_86() -> None:
     assert (grid.n_rows, grid.tile_rows, grid.n_cols, grid.tile_cols) == (3, 86, 1, 7)
 
 
-@given(
-    st.integers(1, 60), st.integers(1, 60), st.lists(st.integers(1, 5), min_size=1, max_size=3), max_tiles(30)
-)
-def test_convolutions_are_cut_between_channels(
-    rows: int, channels: int, kernel: list[int], max_tile: Any
-) -> None:
+@given(st.integers(1, 60), st.integers(1, 60), st.lists(st.integers(1, 5), min_size=1, max_size=3), max_tiles(30))
+def test_convolutions_are_cut_between_channels(rows: int, channels: int, kernel: list[int], max_tile: Any) -> None:
     unit = math.prod(kernel)
     grid = tile_grid(MatrixDims(rows, channels * unit, tuple(kernel)), max_tile)
     assert grid.tile_cols % unit == 0
@@ -89,9 +146,7 @@ def test_convolutions_are_cut_between_channels(
     assert grid.n_tiles == plain.n_tiles
 
 
-@pytest.mark.parametrize(
-    "max_tile", [0, -1, True, 2.0, (3,), (3, 0), (3, 4, 5), [3, 4], (3, None), "8", (True, 3)]
-)
+@pytest.mark.parametrize("max_tile", [0, -1, True, 2.0, (3,), (3, 0), (3, 4, 5), [3, 4], (3, None), "8", (True, 3)])
 def test_max_tile_errors(max_tile: Any) -> None:
     with pytest.raises(ValueError, match="max_tile must be None, an int >= 1 or"):
         check_max_tile(max_tile)
@@ -112,5 +167,7 @@ def test_wrong_shapes_are_refused() -> None:
     grid = TileGrid(5, 4, 3, 2)
     with pytest.raises(ValueError, match=r"expected a matrix of \(5, 4\), got \(4, 5\)"):
         split_tiles(torch.zeros(4, 5), grid)
-    with pytest.raises(ValueError, match=r"expected tiles of \(4, 3, 2\), got \(3, 3, 2\)"):
+    with pytest.raises(ValueError, match=r"expected the tiles of .*tile_cols=2.*, got \(3, 3, 2\)"):
         join_tiles(torch.zeros(3, 3, 2), grid)
+    with pytest.raises(ValueError, match=r"expected the tiles of .*, got \(8, 3, 2\)"):
+        join_all(torch.zeros(8, 3, 2), [grid, TileGrid(4, 4, 2, 2)])

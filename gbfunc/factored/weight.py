@@ -26,6 +26,16 @@ class FactoredWeight(LazyWeight):
     _cols: int
     _folded_transposed: bool
 
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix."""
+        return self._rows
+
+    @property
+    def cols(self) -> int:
+        """Columns of the matrix."""
+        return self._cols
+
     def sources(self) -> tuple[Tensor, ...]:
         """The factors ([nr, nc, r, k], [nr, nc, c, k])."""
         return self._left, self._right

@@ -90,11 +90,7 @@ class GNet(Hypernet):
         b_cH = col_codes_cq @ leaves["col_weight"]
         depth = len(self.hidden or ())
         if depth == 1 and self.activation == "relu":
-            # The bias goes along as a unit that is always 1, which spares two passes over the weights.
-            bias = leaves[f"{head}_bias"]
-            a_rH = F.pad(a_rH, (0, 1), value=1.0)
-            v_H = torch.cat([leaves[f"{head}_weight"], bias[..., None]], -1)
-            return relu_tiles(a_rH, F.pad(b_cH, (0, 1)), v_H, kernel=kernel)
+            tile = relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], kernel=kernel)
         else:
             names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")] + [f"{head}_weight"]
             rest = {name: leaves[name] for name in names}

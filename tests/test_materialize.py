@@ -1,0 +1,69 @@
+"""Materialised p-nets: dense ones are plain modules, factored ones compute the same from fewer numbers."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gbfunc as gb
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 3)).double()
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 24),
+        nn.Linear(24, 3),
+    ).double()
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(32, 4, 48, batch_first=True).double()
+
+
+CASES = {
+    "mlp": (mlp, (5, 40)),
+    "conv": (conv, (5, 8, 4, 4)),
+    "encoder": (encoder, (2, 6, 32)),
+}
+
+
+@pytest.mark.parametrize("hypernet", [gb.periodic(2), gb.low_rank(2), gb.xox(2)], ids=lambda h: h.type)
+@pytest.mark.parametrize("max_tile", [None, 25])
+@pytest.mark.parametrize("case", CASES)
+def test_factored_equals_dense_with_fewer_numbers(case: str, max_tile: int | None, hypernet: gb.Plan) -> None:
+    build, shape = CASES[case]
+    torch.manual_seed(0)
+    pnet = build().eval()
+    plan = gb.make_plan(pnet, hypernet, max_tile=max_tile)
+    genome = gb.init_genome(plan, pnet, 3)
+    dense, factored = (gb.materialize(plan, genome, pnet, factored=f) for f in (False, True))
+    x = torch.randn(shape, dtype=torch.float64)
+
+    def numbers(net: nn.Module) -> int:
+        return sum(p.numel() for p in net.parameters())
+
+    assert dense.state_dict().keys() == pnet.state_dict().keys()
+    assert numbers(factored) < numbers(dense) == plan.pnet_params
+    with torch.no_grad():
+        torch.testing.assert_close(factored(x), dense(x), rtol=1e-11, atol=1e-12)
+        again = copy.deepcopy(factored)
+        again.load_state_dict(factored.state_dict())
+        torch.testing.assert_close(again(x), dense(x), rtol=1e-11, atol=1e-12)
+        single: Tensor = factored.float()(x.float())
+        assert single.dtype == torch.float32
+
+
+def test_factors_as_large_as_the_weight_are_not_kept() -> None:
+    pnet = mlp()
+    plan = gb.make_plan(pnet, gb.periodic(30))
+    net = gb.materialize(plan, gb.init_genome(plan, pnet), pnet, factored=True)
+    assert net.state_dict().keys() == pnet.state_dict().keys()
+    assert all(type(p) is nn.Parameter for p in net.parameters())
