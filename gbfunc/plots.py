@@ -57,6 +57,34 @@ def learning_curve(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
     return figure
 
 
+def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str) -> Figure:
+    """Time of a step against a size, both logarithmic, one line a variant with its exponent in the legend.
+
+    Args:
+        curves: points (size, milliseconds) of each variant by its label.
+        xlabel: what the size is.
+
+    Raises:
+        ValueError: if there is no variant, or one without points.
+    """
+    if not curves or not all(curves.values()):
+        raise ValueError("cost_curves expects at least one variant, and points for each")
+    figure = Figure(figsize=(5.6, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for i, (label, points) in enumerate(curves.items()):
+        xs, ys = zip(*sorted(points), strict=True)
+        if len(set(xs)) > 1:
+            slope = np.polyfit(np.log(xs), np.log(ys), 1)[0]
+            label = f"{label} (exponent {slope:.2f})"
+        style = {"color": PALETTE[i % len(PALETTE)], "linestyle": LINES[i % len(LINES)], "marker": "o"}
+        axes.plot(xs, ys, label=label, **style)
+    axes.set(xlabel=xlabel, ylabel="time of a step (ms)", xscale="log", yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
 def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None) -> Figure:
     """Weight matrices of several nets of the same shapes side by side, as images: a row of images a net.
 

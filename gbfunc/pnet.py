@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import checkpoint
 
@@ -66,9 +67,10 @@ def check_pnet(pnet: nn.Module) -> None:
             if base.__name__ in _WRAPPERS:
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base.__name__}{where}: {_WRAPPERS[base.__name__]}")
-    for name, parameter in pnet.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
+    for what, tensors in (("parameter", pnet.named_parameters()), ("buffer", pnet.named_buffers())):
+        for name, tensor in tensors:
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
 
 
 def owned_parameters(pnet: nn.Module) -> list[Owned]:
@@ -150,7 +152,7 @@ class _CheckpointWatch:
         # Before Python 3.12 cProfile holds the same place and is not callable: it must be paused, not put back.
         self.paused = self.previous is not None and not callable(self.previous)
         if self.paused:
-            self.previous.disable()
+            self.previous.disable()  # pyright: ignore[reportOptionalMemberAccess]
         sys.setprofile(self._event)
         return self
 

@@ -88,7 +88,7 @@ def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) ->
         matrix: rows and columns; where the columns span a kernel, tiles cut channels and never kernels.
         max_tile: None (one tile), a length for both sides, or (rows, columns); columns count channels.
     """
-    dims = MatrixDims(*matrix)
+    dims = matrix if isinstance(matrix, MatrixDims) else MatrixDims(matrix[0], matrix[1])
     pair = check_max_tile(max_tile)
     if pair is None:
         return TileGrid(dims.rows, dims.cols, dims.rows, dims.cols)

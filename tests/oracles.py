@@ -18,7 +18,6 @@ from torch.func import functional_call
 
 from gbfunc.encoding import Encoding
 from gbfunc.hypernets import Hypernet
-from gbfunc.hypernets.module import FromModule
 from gbfunc.plan import Plan, Slot
 from gbfunc.types import GenomeLike, MatrixDims
 
@@ -133,8 +132,11 @@ def _xox(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j
 
 def _module(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
     module = net.factory(len(row) + len(col)).double()
-    own = {k: torch.from_numpy(np.array(v)) for k, v in leaves.items() if k in dict(module.named_parameters())}
-    own = {k: v.reshape(p.shape) for (k, p) in module.named_parameters() for v in [own.get(k, p.detach())]}
+    # Leaves without numbers are not stored; `reshape` undoes what numpy makes of a scalar.
+    own = {
+        k: torch.from_numpy(np.array(leaves[k])).reshape(p.shape) if k in leaves else p.detach()
+        for k, p in module.named_parameters()
+    }
     value = float(functional_call(module, own, (torch.tensor(row + col, dtype=torch.float64),)))
     return value * float(leaves["gain"]) + float(leaves["shift"]) if "gain" in leaves else value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -104,15 +104,16 @@ def grid_dims(draw: st.DrawFn, n: int) -> tuple[int, ...]:
 @st.composite
 def encodings(draw: st.DrawFn, n: int, nested: bool = True) -> Encoding:
     """Any encoding that fits an axis of n."""
-    kind = draw(st.sampled_from(["binary", "gray", "one_hot", "grid", *(["per_axis"] if nested else [])]))
+    simple = {"binary": gb.binary, "gray": gb.gray, "one_hot": gb.one_hot}
+    kind: str = draw(st.sampled_from([*simple, "grid", *(["per_axis"] if nested else [])]))
     if kind == "grid":
-        code = draw(st.sampled_from(["coordinate", "gray", "binary"]))
+        code: Any = draw(st.sampled_from(["coordinate", "gray", "binary"]))
         return gb.grid(*draw(grid_dims(n)), code=code, bandwidth=draw(st.sampled_from([0.5, 2.0, 6.0])))
     if kind == "per_axis":
         positions = draw(st.sampled_from(divisors(n)))
         inner = draw(encodings(n // positions, False)), draw(encodings(positions, False))
         return gb.per_axis(*inner, positions)
-    return {"binary": gb.binary, "gray": gb.gray, "one_hot": gb.one_hot}[kind]()
+    return simple[kind]()
 
 
 class LayerCase(NamedTuple):
@@ -129,9 +130,9 @@ class LayerCase(NamedTuple):
 
 
 def _convolution(transposed: bool, sizes: Sequence[int], kernel: Sequence[int], groups: int) -> nn.Module:
-    plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    turned = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    layer: Callable[..., nn.Module] = (turned if transposed else plain)[len(kernel) - 1]
+    plain: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    turned: tuple[Any, ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    layer = (turned if transposed else plain)[len(kernel) - 1]
     return layer(sizes[0] * groups, sizes[1] * groups, tuple(kernel), groups=groups, bias=False)
 
 

@@ -162,7 +162,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "numbers without end": (lambda p: tensor(p)["slots"][0].__setitem__(5, float("inf")), "must be finite"),
     "dimensions": (lambda p: tensor(p, "5.bias").__setitem__("shape", [1] * 50_000), "has shape"),
     "half a kernel": (lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(2, 10), "whole kernels"),
-    "another kind": (another_kind, "a linear cannot have shape"),
+    "another kind": (another_kind, "cannot have shape|do not fold"),
     "version": (lambda p: p.__setitem__("version", 2), "plan version 2 is not 1"),
     "same name twice": (lambda p: tensor(p).__setitem__("name", "0.bias"), "a name of its own"),
     "no hypernetworks": (lambda p: p.__setitem__("hypernets", []), "not a plan: IndexError"),

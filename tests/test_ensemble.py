@@ -77,8 +77,9 @@ def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, se
         ensemble_codes.append(torch.from_numpy(full.reshape(grid.n_tiles, *codes.shape[1:]).copy()).float())
     groups = range(grid.n_tiles)
     generator = torch.Generator().manual_seed(seed)
-    leaves = init_leaves(hypernet, dims, groups, [(0, grid)], *ensemble_codes, generator)
-    tiles = dense_tiles(apply_tiles(hypernet, dims, leaves, *ensemble_codes))
+    row_codes, col_codes = ensemble_codes
+    leaves = init_leaves(hypernet, dims, groups, [(0, grid)], row_codes, col_codes, generator)
+    tiles = dense_tiles(apply_tiles(hypernet, dims, leaves, row_codes, col_codes))
     return join_tiles(tiles, grid)
 
 
@@ -119,7 +120,7 @@ def test_the_smallest_slots_are_finite(hypernet: Hypernet, matrix: tuple[int, in
     assert float(found.abs().max()) < 1e3
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_rectifiers_that_are_off_everywhere_are_drawn_again(seed: int) -> None:
     """Two narrow layers of rectifiers are dead in a few draws in a hundred."""
     dead = 0

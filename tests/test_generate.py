@@ -175,20 +175,20 @@ def test_another_pnet_is_refused(other: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda g: g._replace(direct={}), r"missing .*direct\['0.bias'\]"),
+        (lambda g: g._replace(direct={}), "missing .*direct.*0.bias"),
         (
             lambda g: g._replace(direct={**g.direct, "0.wieght": torch.zeros(1)}),
-            r"unknown .*direct\['0.wieght'\]",
+            "unknown .*direct.*0.wieght",
         ),
-        (lambda g: g._replace(gnets={}), r"missing .*gnets\["),
-        (lambda g: g._replace(gnets={**g.gnets, "more": {"phase": torch.zeros(1)}}), r"unknown .*\['more'\]"),
+        (lambda g: g._replace(gnets={}), "missing .*periodic2_3x4.*amplitude"),
+        (lambda g: g._replace(gnets={**g.gnets, "more": {"phase": torch.zeros(1)}}), "unknown .*more.*phase"),
         (
             lambda g: g._replace(direct={**g.direct, "0.bias": torch.zeros(1)}),
-            r"\['0.bias'\] is \(1,\), expected \(7,\)",
+            r"0.bias.* is \(1,\), expected \(7,\)",
         ),
         (
             lambda g: g._replace(gnets={e: {k: v[:1] for k, v in n.items()} for e, n in g.gnets.items()}),
-            r"wrong shape .*\['phase'\] is \(1, 2\), expected \(\d, 2\)",
+            r"wrong shape .*phase.* is \(1, 2\), expected \(\d, 2\)",
         ),
     ],
     ids=["no direct", "misspelt", "no g-nets", "unknown ensemble", "broadcastable", "too few tiles"],

@@ -129,7 +129,7 @@ NEW_V, NEW = {"parametrizations.weight.original1"}, {"parametrizations.weight.or
         (nn.Embedding(5, 3), set()),
         (nn.EmbeddingBag(5, 3), set()),
         (nn.LayerNorm(3), set()),
-        (nn.LayerNorm((3, 4)), set()),
+        (nn.LayerNorm([3, 4]), set()),
         (nn.BatchNorm2d(3), set()),
         (nn.PReLU(), set()),
         (nn.Bilinear(3, 4, 5), set()),
@@ -179,7 +179,7 @@ def test_kinds_of_what_is_not_selected() -> None:
     assert kinds_of(nn.Embedding(5, 3)) == {"weight": "embedding"}
     assert kinds_of(nn.LSTM(3, 4))["weight_ih_l0"] == "matrix"
     assert kinds_of(nn.LSTM(3, 4))["bias_ih_l0"] == "vector"
-    assert kinds_of(nn.LayerNorm((3, 4))) == {"weight": "matrix", "bias": "matrix"}
+    assert kinds_of(nn.LayerNorm([3, 4])) == {"weight": "matrix", "bias": "matrix"}
     assert kinds_of(nn.PReLU(1)) == {"weight": "vector"}
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,91 +13,11 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.plan import Plan, genome_file_bytes
-from tests.strategies import ALL_EXAMPLES, FACTORIES, Conv1D, bounded_end, linear_end, pnets
+from tests.plans import PLANS, Tied, plans
+from tests.strategies import ALL_EXAMPLES, FACTORIES, Conv1D, pnets
 
 contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=repr)
-
-
-class Buffers(nn.Module):
-    """Buffers of every dtype that a file must order, one of them not persistent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for i, dtype in enumerate(
-            (torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32, torch.int16)
-            + (torch.int8, torch.uint8, torch.bool)
-        ):
-            self.register_buffer(f"b{i}", torch.ones(3, i, dtype=dtype))
-        self.register_buffer("step", torch.tensor(0))
-        self.register_buffer("cache", torch.ones(5), persistent=False)
-
-
-class Tied(nn.Module):
-    """An embedding that is also the output layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 11)
-        self.head.weight = self.emb.weight
-
-
-def mixed(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Layers of many kinds, with buffers."""
-    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Linear(54, 20), Conv1D(7, 20), nn.LayerNorm(7)
-    return nn.Sequential(*layers).to(dtype).append(Buffers())
-
-
-def plans() -> dict[str, tuple[nn.Module, Plan]]:
-    """P-nets with plans, of everything that a file may hold."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return _plans()
-
-
-def _plans() -> dict[str, tuple[nn.Module, Plan]]:
-    net, mlp = mixed(), nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 10))
-    two = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.TransformerEncoderLayer(8, 2, 16))
-    codes = {"0.weight": (gb.gray(), gb.grid(5, 6)), "2.weight": (gb.one_hot(), None)}
-    umlaut = nn.ModuleDict({'schön "quoted"\\\n\x01': nn.Linear(3, 2), "層": nn.Linear(2, 2)})
-    made: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-        "mixed": (net, {"hypernet": gb.periodic(3), "max_tile": 8}),
-        "rules": (
-            net,
-            {"hypernet": gb.gnet((4, 2)), "rules": [("2", gb.low_rank(2)), ("3", None), ("0", gb.constant())]},
-        ),
-        "bfloat16": (mixed(torch.bfloat16), {"hypernet": gb.stochastic((3,))}),
-        "float16": (nn.Linear(9, 7).half(), {"hypernet": gb.xox(2)}),
-        "float64": (mixed(torch.float64), {"hypernet": gb.periodic(2), "max_tile": (4, 9)}),
-        "encodings": (mlp, {"hypernet": gb.periodic(4), "encodings": codes, "include": ["0.bias"]}),
-        "target": (mlp, {"compression": 7.0}),
-        "bytes": (mlp, {"genome_bytes": 3000}),
-        "shared": (two, {"hypernet": gb.periodic(2, "kind"), "max_tile": 8}),
-        "tied": (Tied(), {"hypernet": gb.periodic(2), "include": ["emb"]}),
-        "module": (mlp, {"hypernet": gb.from_module(linear_end), "rules": [("2", gb.from_module(bounded_end))]}),
-        "names": (umlaut, {"hypernet": gb.periodic(1)}),
-        "nothing generated": (nn.LayerNorm(5), {}),
-        "no parameters": (Buffers(), {}),
-        "empty": (nn.ReLU(), {}),
-        "scalar": (nn.PReLU(), {"include": ["weight"]}),
-    }
-    return {k: (net, gb.make_plan(net, **options)) for k, (net, options) in made.items()}
-
-
-PLANS = plans()
 every_plan = pytest.mark.parametrize("name", PLANS)
-
-
-@every_plan
-def test_json_round_trip(name: str) -> None:
-    _, plan = PLANS[name]
-    again = Plan.from_json(plan.to_json(), FACTORIES)
-    assert again == plan
-    assert hash(again) == hash(plan)
-    assert again.target == plan.target
-    assert again.digest() == plan.digest()
-    assert again.ensembles == plan.ensembles
-    assert again.genome_params == plan.genome_params
 
 
 @every_plan
@@ -231,114 +147,3 @@ def test_tiles_of_a_kind_share_their_code_weights() -> None:
     alone = gb.make_plan(net[0], gb.periodic(2, "kind"), max_tile=8)
     shared = 8 * 2 * (3 + 3)
     assert plan.genome_params - shared == 3 * (alone.genome_params - shared)
-
-
-JUNK = [
-    None,
-    True,
-    0,
-    -1,
-    1,
-    3,
-    10**30,
-    1.5,
-    math.nan,
-    math.inf,
-    "",
-    "linear",
-    "vector",
-    "conv",
-    "periodic",
-    [],
-    {},
-    [1],
-]
-
-
-def mangled(plan: Plan, changes: random.Random) -> str:
-    """The plan's JSON with a field dropped or replaced, once to three times."""
-    data = json.loads(plan.to_json())
-    for _ in range(changes.choice([1, 1, 2, 3])):
-        places = list(_places(data))
-        container, key = changes.choice(places)
-        if changes.random() < 0.4:
-            del container[key]
-        else:
-            container[key] = copy.deepcopy(changes.choice([*JUNK, *(c[k] for c, k in places)]))
-        if not data:
-            break
-    return json.dumps(data)
-
-
-def _places(data: Any) -> Any:
-    for key in list(data) if isinstance(data, dict) else range(len(data)):
-        yield data, key
-        if isinstance(data[key], dict | list):
-            yield from _places(data[key])
-
-
-@settings(max_examples=300)
-@given(st.sampled_from(sorted(PLANS)), st.integers(0, 2**32))
-def test_mangled_json_is_a_value_error_or_a_sound_plan(name: str, seed: int) -> None:
-    text = mangled(PLANS[name][1], random.Random(seed))
-    try:
-        plan = Plan.from_json(text, FACTORIES)
-    except ValueError:
-        return
-    assert Plan.from_json(plan.to_json(), FACTORIES) == plan
-    if plan.pnet_params < 10**5 and plan.genome_params < 10**5:
-        gnets = {e.name: {k: torch.zeros(s) for k, s in e.shapes.items()} for e in plan.ensembles if e.shapes}
-        genome = gb.Genome(gnets, {t.name: torch.zeros(t.shape) for t in plan.direct}, {})
-        weights = gb.generate(plan, genome)
-        assert {k: tuple(v.shape) for k, v in weights.items()} == {t.name: t.shape for t in plan.tensors}
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "Expecting value"),
-        ("[]", "not a plan"),
-        ("null", "not a plan"),
-        ("{}", "not a plan"),
-        ("[" * 100_000, "not a plan"),
-        ('{"version": 99, "hypernets": [], "encodings": [], "tensors": []}', "version 99 is not 1"),
-        ('{"version": 1, "hypernets": [{"type": "x"}], "encodings": [], "tensors": []}', "not a hypernetwork"),
-        ('{"version": 1, "hypernets": [], "encodings": [{"type": "x"}], "tensors": []}', "not an encoding"),
-    ],
-)
-def test_what_is_no_plan(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Plan.from_json(text)
-
-
-def _changed(**fields: Any) -> str:
-    data = json.loads(gb.make_plan(nn.MultiheadAttention(4, 2), gb.periodic(1)).to_json())
-    data["tensors"][0] |= fields
-    return json.dumps(data)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"shape": [12, 3]}, "a tile of 4 cols does not fit a matrix of 3 cols"),
-        ({"shape": [14, 4]}, "do not fold"),
-        ({"shape": [12, 4, 1, 2]}, "do not fold"),
-        ({"shape": [-12, 4]}, "not a plan"),
-        ({"kind": "nothing"}, "unknown kind 'nothing'"),
-        ({"dtype": "float7"}, "unknown kind 'attention_in' or dtype 'float7'"),
-        ({"name": "in_proj_bias"}, "name of its own"),
-        ({"slots": [[0, 1 << 40, 4, 0, 0, 1.0, 0.0]] * 3}, "does not fit"),
-        ({"slots": [[0, 4, 4, 0, 0, math.inf, 0.0]] * 3}, "must be finite"),
-        ({"slots": [[7, 4, 4, 0, 0, 1.0, 0.0]] * 3}, "not a plan"),
-        ({"shape": [3 << 20, 1 << 20], "slots": [[0, 1, 1, 0, 0, 1.0, 0.0]] * 3}, "tiles; at most"),
-    ],
-)
-def test_a_tensor_that_does_not_fit_together(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Plan.from_json(_changed(**fields))
-
-
-def test_a_file_alone_makes_no_factory_run() -> None:
-    _, plan = PLANS["module"]
-    with pytest.raises(ValueError, match="needs the g-net factory"):
-        Plan.from_json(plan.to_json())

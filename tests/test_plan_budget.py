@@ -77,7 +77,7 @@ def test_a_target_is_met_from_below_or_the_smallest_genome_is_named(
         assert a_finer_step(plan, target - plan.genome_params) is None
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(pnets(), hypernets, st.integers(1500, 20_000), tiles)
 def test_a_target_in_bytes_is_met_from_below(pnet: nn.Module, hypernet: Hypernet, limit: int, max_tile: Any) -> None:
     try:
@@ -186,6 +186,7 @@ def test_tiles_are_the_fewest_that_the_rule_allows() -> None:
         assert 2 * (slot.hypernet.size or 0) <= min(slot.grid.tile_rows, slot.grid.tile_cols)
 
 
+@settings(max_examples=12)
 @given(st.integers(1, 60), st.integers(1, 60), st.sampled_from([(3, 3), (1, 1), (2, 5)]), st.sampled_from([2.0, 4.0]))
 def test_kernels_are_never_cut(n: int, m: int, kernel: tuple[int, int], ratio: float) -> None:
     pnet = nn.Sequential(nn.Conv2d(n + 20, m + 20, kernel, bias=False), nn.ConvTranspose2d(m + 20, n + 20, kernel))
@@ -206,7 +207,7 @@ def test_equal_layers_get_equal_sizes_and_one_ensemble() -> None:
 def test_some_of_many_equal_layers_get_one_size_more_where_a_step_for_all_is_too_coarse() -> None:
     pnet = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
     plan = gb.make_plan(pnet, genome_params=600)
-    assert sorted(sizes(plan).values(), key=int) == [3] * 6 + [4] * 6
+    assert sorted(size or 0 for size in sizes(plan).values()) == [3] * 6 + [4] * 6
     assert plan.genome_params == 14 * (6 * 3 + 6 * 4)
 
 

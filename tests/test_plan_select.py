@@ -22,6 +22,12 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5))
 
 
+def constant_conv1d() -> nn.Module:
+    layer = Conv1D(9, 4)
+    nn.init.constant_(layer.weight, 0.7)
+    return layer
+
+
 def by_name(plan: Plan) -> dict[str, TensorPlan]:
     return {t.name: t for t in plan.tensors}
 
@@ -217,7 +223,7 @@ def test_each_part_of_an_in_projection_has_its_own_scale() -> None:
         (nn.LayerNorm(9, device="meta"), "weight", 1 / 3, 1.0),
         (nn.LayerNorm(9, device="meta"), "bias", 1 / 3, 0.0),
         (nn.Conv2d(1, 4, 3, device="meta"), "weight", 1 / 3, 0.0),
-        (Conv1D(9, 4).apply(lambda m: nn.init.constant_(m.weight, 0.7)), "weight", 1 / 2, 0.0),
+        (constant_conv1d(), "weight", 1 / 2, 0.0),
     ],
 )
 def test_a_zero_or_unknown_deviation_is_that_of_the_fan_in(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from trees_equal import copy_tree, photograph, same_bits
 from zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, loss_fn, mlp
@@ -52,7 +53,7 @@ def test_pure_net_equals_the_module_that_holds_the_same_tensors(animal: Animal) 
     leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
     net = PureNet(pnet)
     for _ in range(2):  # The first call is watched, later ones are not.
-        pure = run(lambda x: net(leaves, own, x), list(leaves.values()), batch)
+        pure = run(lambda x, own=own: net(leaves, own, x), list(leaves.values()), batch)
         plain = run(module, list(module.parameters()), batch)
         torch.testing.assert_close(pure, plain, rtol=0, atol=0)
         torch.testing.assert_close(own, dict(module.named_buffers()), rtol=0, atol=0)
@@ -135,7 +136,7 @@ def refused(pnet: Any, words: str, error: type[Exception] = ValueError) -> None:
 
 
 def test_ddp_is_refused(tmp_path: Any) -> None:
-    dist = torch.distributed
+    dist: Any = torch.distributed
     if not dist.is_gloo_available():
         pytest.skip("torch was built without gloo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -159,11 +160,12 @@ def test_fsdp_is_refused_by_the_name_of_its_class(name: str) -> None:
 def test_what_is_no_ready_module_is_refused() -> None:
     refused(mlp, "must be an nn.Module, got function", TypeError)
     refused(nn.LazyLinear(3), "'(1.)?weight' is lazy and has no shape yet: run the p-net once")
+    refused(nn.LazyBatchNorm1d(affine=False), "buffer '(1.)?running_mean' is lazy and has no shape yet")
 
 
 def test_a_module_that_cannot_be_copied_is_refused() -> None:
     pnet = mlp()
-    pnet.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    vars(pnet)["lock"] = threading.Lock()
     with pytest.raises(ValueError, match=r"the p-net \(Sequential\) cannot be deep-copied"):
         PureNet(pnet)
 
@@ -193,10 +195,10 @@ class Checkpointed(nn.Module):
 
 
 SAVERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "non-reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=False),  # type: ignore[return-value]
-    "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),  # type: ignore[return-value]
-    "sequential": lambda layer, x: checkpoint_sequential(layer, 2, x, use_reentrant=False),  # type: ignore[arg-type]
-    "by attribute": lambda layer, x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False),
+    "non-reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
+    "sequential": lambda layer, x: checkpoint_sequential(layer, 2, x, use_reentrant=False),
+    "by attribute": lambda layer, x: checkpointing.checkpoint(layer, x, use_reentrant=False),
 }
 
 

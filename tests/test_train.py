@@ -111,7 +111,7 @@ def test_a_step_equals_the_loop_that_one_writes_by_hand(name: str, optimizer: st
     for _ in range(4):
         by_hand.zero_grad()
         for part in batch.chunk(microbatches):
-            tensors = gb.generate(plan, gb.Genome(*leaves, {})) | buffers
+            tensors = gb.generate(plan, gb.Genome(leaves[0], leaves[1], {})) | buffers
             loss = loss_fn(lambda x, tensors=tensors: functional_call(pnet, tensors, (x,)), part)
             (loss / microbatches).backward()
             buffers = {k: tensors[k].detach() for k in buffers}

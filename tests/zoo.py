@@ -198,3 +198,15 @@ def small(hypernet: Hypernet) -> tuple[nn.Module, gb.Plan, gb.Genome]:
 def noise_of(plan: gb.Plan) -> Any:
     """Noise for a plan's stochastic g-nets."""
     return gb.sample_noise(plan, torch.Generator().manual_seed(5), torch.zeros((), dtype=plan.dtype))
+
+
+SGD = gb.torch_optimizer(torch.optim.SGD, lr=0.1)
+
+
+def step_of(
+    name: str, loss: Any = loss_fn, optimizer: gb.Optimizer = SGD, **options: Any
+) -> tuple[gb.TrainStep, Tensor]:
+    """A training step for an animal, and a batch."""
+    pnet = ZOO[name].pnet()
+    step = gb.make_train_step(ZOO[name].plan(pnet), pnet, loss, optimizer, **options)
+    return step, ZOO[name].batch(dtype_of(pnet))

@@ -1,4 +1,4 @@
-"""The command line: `gbfunc demo`, `plan`, `train`, `eval`."""
+"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `bench`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ try:
 except ImportError as _error:
     raise ImportError("the command line needs its extra packages: pip install 'gbfunc[cli]'") from _error
 
+from gbfunc.cli.bench import Bench
 from gbfunc.cli.demo import Demo
 from gbfunc.cli.eval import Eval
 from gbfunc.cli.plan import Plan
@@ -24,6 +25,7 @@ Command = (
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 """A new command is one file and one entry here."""
 

@@ -57,7 +57,7 @@ def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..
     try:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
         if data["type"] == "module":
-            path = options.pop("factory")
+            path: Any = options.pop("factory")
             if path not in factories:
                 raise ValueError(f"the file needs the g-net factory {path!r}: pass it as load(..., factories=[...])")
             options["factory"] = factories[path]

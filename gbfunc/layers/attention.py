@@ -12,13 +12,15 @@ _SEPARATE = {"q_proj_weight": "embed_dim", "k_proj_weight": "kdim", "v_proj_weig
 
 
 def _is_in_proj(module: nn.Module, attribute: str, shape: Shape) -> bool:
-    packed = isinstance(module, nn.MultiheadAttention) and attribute == "in_proj_weight"
-    return packed and shape == (3 * module.embed_dim, module.embed_dim)
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    return attribute == "in_proj_weight" and shape == (3 * module.embed_dim, module.embed_dim)
 
 
 def _is_separate(module: nn.Module, attribute: str, shape: Shape) -> bool:
-    apart = isinstance(module, nn.MultiheadAttention) and attribute in _SEPARATE
-    return apart and shape == (module.embed_dim, getattr(module, _SEPARATE[attribute]))
+    if not isinstance(module, nn.MultiheadAttention) or attribute not in _SEPARATE:
+        return False
+    return shape == (module.embed_dim, getattr(module, _SEPARATE[attribute]))
 
 
 IN_PROJ = LayerKind(

@@ -16,14 +16,16 @@ from gbfunc.types import MatrixDims
 
 
 def _is_conv(module: nn.Module, attribute: str, shape: Shape) -> bool:
-    plain = isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
+    if not isinstance(module, _ConvNd) or isinstance(module, _ConvTransposeNd):
+        return False
     # The whole shape: the magnitudes of a weight-norm parametrisation, [out, 1, 1, ...], are no kernels.
-    return plain and attribute in WEIGHT_NAMES and shape == _shape(module, module.out_channels, module.in_channels)
+    return attribute in WEIGHT_NAMES and shape == _shape(module, module.out_channels, module.in_channels)
 
 
 def _is_conv_transpose(module: nn.Module, attribute: str, shape: Shape) -> bool:
-    transposed = isinstance(module, _ConvTransposeNd) and attribute in WEIGHT_NAMES
-    return transposed and shape == _shape(module, module.in_channels, module.out_channels)
+    if not isinstance(module, _ConvTransposeNd):
+        return False
+    return attribute in WEIGHT_NAMES and shape == _shape(module, module.in_channels, module.out_channels)
 
 
 def _shape(module: _ConvNd, first: int, second: int) -> Shape:

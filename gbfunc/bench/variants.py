@@ -1,0 +1,172 @@
+"""From a case and the name of a variant to a function that does one step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.bench.cases import VARIANTS, Case
+from gbfunc.bench.naive import NaiveGenerator
+from gbfunc.generate import Generator
+from gbfunc.plan import Plan
+from gbfunc.pnet import PureNet
+from gbfunc.trees import flat_genome, like_genome
+from gbfunc.types import GNets, Params
+
+Step = Callable[[], Any]
+"""One step; what it changes, it keeps."""
+
+_LR = 1e-3
+
+
+class Setting(NamedTuple):
+    """Where to measure.
+
+    Attributes:
+        device: of the p-net and its batch.
+        amp: dtype of the p-net's autocast, for every variant alike; None is float32.
+        threads: of the CPU.
+    """
+
+    device: torch.device
+    amp: torch.dtype | None
+    threads: int
+
+
+class Built(NamedTuple):
+    """A variant, ready to run.
+
+    Attributes:
+        step: one step.
+        weights: weights that are generated in it; 0 for the dense p-net.
+        features: size of their g-nets; 0 where there are none.
+    """
+
+    step: Step
+    weights: int
+    features: int
+
+
+def loss_fn(net: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross entropy of classes [B] or of words [B, L]."""
+    x, target = batch
+    scores = net(x)
+    return F.cross_entropy(scores.flatten(0, -2), target.flatten())
+
+
+def build(case: Case, variant: str, setting: Setting) -> Built:
+    """Make a variant of a case.
+
+    Raises:
+        ValueError: if the case has no genome for it.
+    """
+    gnets, options = VARIANTS[variant]
+    if not gnets:
+        return Built(_dense(case, setting), 0, 0)
+    genes = case.periodic if gnets == "periodic" else case.relu
+    if genes is None:
+        raise ValueError(f"{case.name} has no {gnets} g-nets for the variant {variant!r}")
+    pnet = case.net().to(setting.device)
+    plan = gb.make_plan(pnet, genes.hypernet, max_tile=genes.max_tile, include=genes.include)
+    numel = sum(t.numel for t in plan.generated)
+    if case.kind == "generation":
+        step = _generation(plan, variant, setting.device)
+    elif variant == "naive":
+        step = _naive(plan, pnet, case, setting)
+    else:
+        step = _genome(plan, pnet, case, setting, dict(options))
+    return Built(step, numel, genes.hypernet.size or 0)
+
+
+def _batch(case: Case, setting: Setting) -> tuple[Tensor, Tensor]:
+    x, target = case.batch()
+    return x.to(setting.device), target.to(setting.device)
+
+
+def _autocast(setting: Setting) -> torch.autocast:
+    return torch.autocast(setting.device.type, setting.amp, enabled=setting.amp is not None)
+
+
+def _dense(case: Case, setting: Setting) -> Step:
+    """The p-net itself, with the loop that anyone would write."""
+    net, batch = case.net().to(setting.device), _batch(case, setting)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=_LR, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with _autocast(setting):
+            loss = loss_fn(net, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _genome(plan: Plan, pnet: nn.Module, case: Case, setting: Setting, options: dict[str, Any]) -> Step:
+    """The library's training step, its state donated as the command line does."""
+    batch, optimizer = _batch(case, setting), gb.torch_optimizer(torch.optim.AdamW, lr=_LR)
+    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, amp=setting.amp, **options)
+    state = train_step.init(seed=0)
+
+    def step() -> Tensor:
+        nonlocal state
+        state, info = train_step(state, batch)
+        return info.loss
+
+    return step
+
+
+def _naive(plan: Plan, pnet: nn.Module, case: Case, setting: Setting) -> Step:
+    """The same with every weight's own code, in a loop without the library's step."""
+    batch, net = _batch(case, setting), PureNet(pnet)
+    generator = NaiveGenerator(plan, plan.dtype, setting.device)
+    genome = gb.init_genome(plan, pnet, 0)
+    leaves = {k: v.requires_grad_() for k, v in flat_genome(genome.gnets, genome.direct).items()}
+    optimizer = torch.optim.AdamW(leaves.values(), lr=_LR, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        weights = generator(*like_genome(leaves, genome.gnets, genome.direct))
+        with _autocast(setting):
+            loss = loss_fn(lambda x: net(weights, genome.buffers, x), batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _generation(plan: Plan, variant: str, device: torch.device) -> Step:
+    """All weights from the leaves, and the leaves' gradients from a fixed cotangent of the weights."""
+    gnets = random_leaves(plan, device)
+    if variant == "naive":
+        make: Callable[[GNets, Params], Params] = NaiveGenerator(plan, plan.dtype, device)
+    else:
+        kernel: Any = VARIANTS[variant].options.get("kernel", "auto")
+        make = Generator(plan, kernel=kernel)
+    leaves = [leaf for own in gnets.values() for leaf in own.values()]
+    cotangents = [torch.ones(t.shape, dtype=plan.dtype, device=device) for t in plan.generated]
+
+    def step() -> object:
+        weights = make(gnets, {})
+        return torch.autograd.grad([weights[t.name] for t in plan.generated], leaves, cotangents)
+
+    return step
+
+
+def random_leaves(plan: Plan, device: torch.device) -> GNets:
+    """Normal leaves for every ensemble, for which no weight is generated; they require grad."""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        e.name: {
+            k: torch.randn(shape, dtype=plan.dtype, generator=draw).to(device).requires_grad_()
+            for k, shape in e.shapes.items()
+        }
+        for e in plan.ensembles
+    }

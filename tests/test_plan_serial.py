@@ -1,0 +1,144 @@
+"""Plans as JSON: what is written is read again, and what is not a plan is refused by a clear error and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.plan import Plan
+from tests.plans import PLANS
+from tests.strategies import FACTORIES
+
+every_plan = pytest.mark.parametrize("name", PLANS)
+
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    3,
+    10**30,
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "linear",
+    "vector",
+    "conv",
+    "periodic",
+    [],
+    {},
+    [1],
+]
+
+
+@every_plan
+def test_json_round_trip(name: str) -> None:
+    _, plan = PLANS[name]
+    again = Plan.from_json(plan.to_json(), FACTORIES)
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.target == plan.target
+    assert again.digest() == plan.digest()
+    assert again.ensembles == plan.ensembles
+    assert again.genome_params == plan.genome_params
+
+
+def mangled(plan: Plan, changes: random.Random) -> str:
+    """The plan's JSON with a field dropped or replaced, once to three times."""
+    data = json.loads(plan.to_json())
+    for _ in range(changes.choice([1, 1, 2, 3])):
+        places = list(_places(data))
+        container, key = changes.choice(places)
+        if changes.random() < 0.4:
+            del container[key]
+        else:
+            container[key] = copy.deepcopy(changes.choice([*JUNK, *(c[k] for c, k in places)]))
+        if not data:
+            break
+    return json.dumps(data)
+
+
+def _places(data: Any) -> Any:
+    for key in list(data) if isinstance(data, dict) else range(len(data)):
+        yield data, key
+        if isinstance(data[key], dict | list):
+            yield from _places(data[key])
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(sorted(PLANS)), st.integers(0, 2**32))
+def test_mangled_json_is_a_value_error_or_a_sound_plan(name: str, seed: int) -> None:
+    text = mangled(PLANS[name][1], random.Random(seed))
+    try:
+        plan = Plan.from_json(text, FACTORIES)
+    except ValueError:
+        return
+    assert Plan.from_json(plan.to_json(), FACTORIES) == plan
+    if plan.pnet_params < 10**5 and plan.genome_params < 10**5:
+        gnets = {e.name: {k: torch.zeros(s) for k, s in e.shapes.items()} for e in plan.ensembles if e.shapes}
+        genome = gb.Genome(gnets, {t.name: torch.zeros(t.shape) for t in plan.direct}, {})
+        weights = gb.generate(plan, genome)
+        assert {k: tuple(v.shape) for k, v in weights.items()} == {t.name: t.shape for t in plan.tensors}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "Expecting value"),
+        ("[]", "not a plan"),
+        ("null", "not a plan"),
+        ("{}", "not a plan"),
+        ("[" * 100_000, "not a plan"),
+        ('{"version": 99, "hypernets": [], "encodings": [], "tensors": []}', "version 99 is not 1"),
+        ('{"version": 1, "hypernets": [{"type": "x"}], "encodings": [], "tensors": []}', "not a hypernetwork"),
+        ('{"version": 1, "hypernets": [], "encodings": [{"type": "x"}], "tensors": []}', "not an encoding"),
+    ],
+)
+def test_what_is_no_plan(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Plan.from_json(text)
+
+
+def _changed(**fields: Any) -> str:
+    data = json.loads(gb.make_plan(nn.MultiheadAttention(4, 2), gb.periodic(1)).to_json())
+    data["tensors"][0] |= fields
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"shape": [12, 3]}, "a tile of 4 cols does not fit a matrix of 3 cols"),
+        ({"shape": [14, 4]}, "do not fold"),
+        ({"shape": [12, 4, 1, 2]}, "do not fold"),
+        ({"shape": [-12, 4]}, "not a plan"),
+        ({"kind": "nothing"}, "unknown kind 'nothing'"),
+        ({"dtype": "float7"}, "unknown kind 'attention_in' or dtype 'float7'"),
+        ({"name": "in_proj_bias"}, "name of its own"),
+        ({"slots": [[0, 1 << 40, 4, 0, 0, 1.0, 0.0]] * 3}, "does not fit"),
+        ({"slots": [[0, 4, 4, 0, 0, math.inf, 0.0]] * 3}, "must be finite"),
+        ({"slots": [[7, 4, 4, 0, 0, 1.0, 0.0]] * 3}, "not a plan"),
+        ({"shape": [3 << 20, 1 << 20], "slots": [[0, 1, 1, 0, 0, 1.0, 0.0]] * 3}, "tiles; at most"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_together(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Plan.from_json(_changed(**fields))
+
+
+def test_a_file_alone_makes_no_factory_run() -> None:
+    _, plan = PLANS["module"]
+    with pytest.raises(ValueError, match="needs the g-net factory"):
+        Plan.from_json(plan.to_json())

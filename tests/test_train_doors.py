@@ -1,0 +1,76 @@
+"""What `make_train_step` and the step refuse, and what they say instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zoo import SGD, ZOO, loss_fn, mlp, step_of
+
+import gbfunc as gb
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": 0}, "microbatches must be an int >= 1, got 0"),
+        ({"microbatches": True}, "microbatches must be an int >= 1, got True"),
+        ({"microbatches": 2.0}, "microbatches must be an int >= 1, got 2.0"),
+        ({"clip_norm": 0.0}, "clip_norm must be a number > 0 or None, got 0.0"),
+        ({"clip_norm": math.nan}, "clip_norm must be a number > 0 or None, got nan"),
+        ({"amp": torch.float32}, "amp must be None, torch.bfloat16 or torch.float16, got torch.float32"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite must be .*'skip'.*'raise'.*got 'ignore'"),
+        ({"kernel": "fast"}, "kernel must be .*'auto'.*got 'fast'"),
+        ({"lazy": "always"}, "lazy must be .*'auto'.*got 'always'"),
+        ({"remat": True}, "remat must be .*'layer'.*got True"),
+        ({"compile": True, "microbatches": 2}, "compile=True .* needs microbatches=1 and remat='none'"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        step_of("mlp", **options)
+
+
+def test_what_does_not_fit_together_is_refused_at_once() -> None:
+    pnet = mlp()
+    plan = ZOO["mlp"].plan(pnet)
+    with pytest.raises(ValueError, match="the plan was made for another p-net"):
+        gb.make_train_step(plan, nn.Linear(6, 7), loss_fn, SGD)
+    with pytest.raises(ValueError, match=r"wrapped in DataParallel.*pass the module inside it \(\.module\)"):
+        gb.make_train_step(plan, nn.DataParallel(pnet), loss_fn, SGD)
+    with pytest.raises(TypeError, match="optimizer must come from gb.torch_optimizer, got SGD"):
+        gb.make_train_step(plan, pnet, loss_fn, torch.optim.SGD(pnet.parameters(), 0.1))  # pyright: ignore
+    step, other = gb.make_train_step(plan, pnet, loss_fn, SGD), step_of("conv1d")[0]
+    with pytest.raises(ValueError, match="the genome does not fit the plan: missing .*unknown"):
+        step(other.init()._replace(direct={}), ZOO["mlp"].batch())
+
+
+def test_a_state_without_its_buffers_is_refused() -> None:
+    step, batch = step_of("conv_bn")
+    with pytest.raises(ValueError, match="buffers do not fit the p-net: missing .*running_mean"):
+        step(step.init()._replace(buffers={}), batch)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_belongs_around_the_net_not_into_it(reentrant: bool) -> None:
+    class Inside(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            return checkpoint(super().forward, input, use_reentrant=reentrant)
+
+    def around(net: Callable[..., Tensor], batch: Tensor) -> Tensor:
+        return loss_fn(lambda x: checkpoint(net, x, use_reentrant=False), batch)
+
+    pnet = ZOO["dropout"].pnet()
+    plan, batch = gb.make_plan(pnet, gb.periodic(2)), ZOO["dropout"].batch()
+    step = gb.make_train_step(plan, Inside(*pnet.children()), loss_fn, SGD)
+    with pytest.raises(ValueError, match="calls torch.utils.checkpoint inside its forward"):
+        step(step.init(), batch)
+    plain, saving = (gb.make_train_step(plan, pnet, loss, SGD) for loss in (loss_fn, around))
+    torch.testing.assert_close(saving(plain.init(), batch), plain(plain.init(), batch))
