@@ -108,14 +108,15 @@ class Generator:
             weights = {}
             for index, tensor in enumerate(self.plan.tensors):
                 own = [parts[index, part] for part in range(len(tensor.slots))]
-                if not own:
-                    weights[tensor.name] = direct[tensor.name]
-                elif isinstance(own[0], Factors) and tensor.name in lazy:
-                    weights[tensor.name] = _factored(tensor, own, report)
-                elif isinstance(own[0], _Recipe):
-                    weights[tensor.name] = _rematerialised(self, tensor, own, report)
+                factors = [p for p in own if isinstance(p, Factors)]
+                recipes = [p for p in own if isinstance(p, _Recipe)]
+                matrices = [p for p in own if isinstance(p, Tensor)]
+                if factors:
+                    weights[tensor.name] = _factored(tensor, factors, report)
+                elif recipes:
+                    weights[tensor.name] = _rematerialised(self, tensor, recipes, report)
                 else:
-                    weights[tensor.name] = _folded(self.plan, tensor, own)  # pyright: ignore[reportArgumentType]
+                    weights[tensor.name] = _folded(self.plan, tensor, matrices) if own else direct[tensor.name]
             return weights
 
     def tiles(self, e: Ensemble, leaves: Params, noise: Params | None, constants: _Constants) -> Tensor | Factors:
@@ -154,8 +155,11 @@ class Generator:
             for i, (place, placement) in enumerate(zip(places, e.placements, strict=True)):
                 span = slice(placement.first, placement.first + counts[i])
                 some, eps = {k: v[i] for k, v in split.items()}, {k: v[i] for k, v in drawn.items()} or None
-                recipe = _Recipe(e, placement.slot, some, eps, constants.of(span))
-                parts[place] = self.tiles(e, some, eps, recipe.constants) if names[i] in lazy else recipe  # pyright: ignore[reportArgumentType]
+                own_constants = constants.of(span)
+                if names[i] in lazy:
+                    parts[place] = self.tiles(e, some, eps, own_constants)
+                else:
+                    parts[place] = _Recipe(e, placement.slot, some, eps, own_constants)
             return parts
         tiles = self.tiles(e, leaves, noise, constants)
         if not leaves:
@@ -201,15 +205,19 @@ def _can_factor(plan: Plan, tensor: TensorPlan) -> bool:
     return first.hypernet.factorised and tensor.kind in _FACTORED_KINDS and alike and whole and wide
 
 
-def _factored(tensor: TensorPlan, parts: list[_Part], report: Report | None) -> Tensor:
+def _factored(tensor: TensorPlan, parts: list[Factors], report: Report | None) -> Tensor:
+    """The tensor as a lazy weight from the factors of its slots."""
     weights: list[FactoredWeight] = []
+    transposed = tensor.kind == "transposed_linear"
     for slot, factors in zip(tensor.slots, parts, strict=True):
         grid = slot.grid
         shape = tensor.shape if len(parts) == 1 else (grid.rows, grid.cols)
-        left, right = (f.unflatten(0, (grid.n_rows, grid.n_cols)) for f in factors)  # pyright: ignore[reportGeneralTypeIssues]
-        transposed = tensor.kind == "transposed_linear"
-        options = {"transposed": transposed, "name": tensor.name, "report": report}
-        weights.append(factored_weight(left, right, shape, rows=grid.rows, cols=grid.cols, **options))
+        cut = (grid.n_rows, grid.n_cols)
+        left, right = factors.left.unflatten(0, cut), factors.right.unflatten(0, cut)
+        size = {"rows": grid.rows, "cols": grid.cols}
+        weights.append(
+            factored_weight(left, right, shape, **size, transposed=transposed, name=tensor.name, report=report)
+        )
     return weights[0] if len(weights) == 1 else stack_rows(weights)
 
 
@@ -222,8 +230,8 @@ def _folded(plan: Plan, tensor: TensorPlan, matrices: list[Tensor]) -> Tensor:
     return weight.to(own_dtype) if own_dtype.itemsize < plan.dtype.itemsize else weight
 
 
-def _rematerialised(generator: Generator, tensor: TensorPlan, parts: list[_Part], report: Report | None) -> Tensor:
-    recipes: list[_Recipe] = parts  # pyright: ignore[reportAssignmentType]
+def _rematerialised(generator: Generator, tensor: TensorPlan, recipes: list[_Recipe], report: Report | None) -> Tensor:
+    """The tensor as a lazy weight that is made for each use, and made again in backward."""
     inputs: list[Tensor] = []
     names: list[list[tuple[str, bool]]] = []
     for recipe in recipes:

@@ -51,18 +51,19 @@ def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bo
     candidates = generator.lazy_names - aliased if factored else frozenset()
     with torch.no_grad():
         weights = generator(genome.gnets, genome.direct, lazy=candidates)
-        lazy = {k for k in candidates if sum(s.numel() for s in weights[k].sources()) < weights[k].numel()}
-        weights = {
-            k: w.dense() if k in candidates - lazy and isinstance(w, LazyWeight) else w for k, w in weights.items()
-        }
-    PureNet(pnet).check(weights, genome.buffers)
+        kept = {k: w for k, w in weights.items() if isinstance(w, FactoredWeight) and _smaller(w)}
+        dense = {k: w.dense() if isinstance(w, LazyWeight) and k not in kept else w for k, w in weights.items()}
+    PureNet(pnet).check(dense, genome.buffers)
     dtypes = {t.name: DTYPES[t.dtype] for t in plan.tensors}
     # A factored weight has no storage to copy: a view of one entry stands in its place until it is parametrised.
-    dense = {k: torch.zeros((), dtype=dtypes[k]).expand(w.shape) if k in lazy else w for k, w in weights.items()}
-    net = with_weights(pnet, {k: w.to(dtypes[k]) for k, w in dense.items()}, genome.buffers, bare=lazy)
-    for name in sorted(lazy):
+    stand_ins = {k: torch.zeros((), dtype=w.dtype).expand(w.shape) for k, w in kept.items()}
+    own = {k: w.to(dtypes[k]) for k, w in (dense | stand_ins).items()}
+    net = with_weights(pnet, own, genome.buffers, bare=kept)
+    for name, weight in kept.items():
         prefix, _, attribute = name.rpartition(".")
-        weight = weights[name]
-        if isinstance(weight, FactoredWeight):
-            register_parametrization(net.get_submodule(prefix), attribute, _Factored(weight), unsafe=True)
+        register_parametrization(net.get_submodule(prefix), attribute, _Factored(weight), unsafe=True)
     return net
+
+
+def _smaller(weight: FactoredWeight) -> bool:
+    return sum(source.numel() for source in weight.sources()) < weight.numel()

@@ -58,6 +58,8 @@ def test_generate_equals_the_loop_in_float64_for_every_hypernetwork(hypernet: Hy
             torch.testing.assert_close(weight, torch.from_numpy(np.array(expected[name])), rtol=1e-10, atol=1e-10)
 
 
+# A tile of one weight has codes without numbers; torch says so where a g-net module has a layer for them.
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
 @given(st.one_of(mlps(9), convnets(3)), st.sampled_from(ALL_EXAMPLES), st.integers(1, 7), st.integers(0, 9))
 def test_generate_equals_the_loop_for_any_pnet(pnet: nn.Module, hypernet: Hypernet, tile: int, seed: int) -> None:
     pnet = pnet.double()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.hypernets import Hypernet
 
 
 def mlp() -> nn.Module:
@@ -38,7 +39,7 @@ CASES = {
 @pytest.mark.parametrize("hypernet", [gb.periodic(2), gb.low_rank(2), gb.xox(2)], ids=lambda h: h.type)
 @pytest.mark.parametrize("max_tile", [None, 25])
 @pytest.mark.parametrize("case", CASES)
-def test_factored_equals_dense_with_fewer_numbers(case: str, max_tile: int | None, hypernet: gb.Plan) -> None:
+def test_factored_equals_dense_with_fewer_numbers(case: str, max_tile: int | None, hypernet: Hypernet) -> None:
     build, shape = CASES[case]
     torch.manual_seed(0)
     pnet = build().eval()

@@ -189,6 +189,8 @@ def test_integer_weights_of_a_linear_layer_stay_direct() -> None:
     pnet = nn.Linear(4, 3)
     pnet.weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.int32), requires_grad=False)
     assert generated(gb.make_plan(pnet)) == set()
+    with pytest.raises(ValueError, match="'weight' .torch.int32, 12 entries. cannot be generated: exclude it"):
+        gb.make_plan(pnet, include=["weight"])
 
 
 def test_scales_are_the_deviations_of_the_pnet() -> None:

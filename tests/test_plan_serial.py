@@ -129,6 +129,7 @@ def _changed(**fields: Any) -> str:
         ({"name": "in_proj_bias"}, "name of its own"),
         ({"slots": [[0, 1 << 40, 4, 0, 0, 1.0, 0.0]] * 3}, "does not fit"),
         ({"slots": [[0, 4, 4, 0, 0, math.inf, 0.0]] * 3}, "must be finite"),
+        ({"slots": [[0, 4, 4, 0, 0, 10**400, 0.0]] * 3}, "not a plan"),
         ({"slots": [[7, 4, 4, 0, 0, 1.0, 0.0]] * 3}, "not a plan"),
         ({"shape": [3 << 20, 1 << 20], "slots": [[0, 1, 1, 0, 0, 1.0, 0.0]] * 3}, "tiles; at most"),
     ],

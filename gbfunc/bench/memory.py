@@ -112,9 +112,7 @@ def _reset_peak_resident() -> None:
 
 def _tiny(case: Case) -> Case:
     """A case of the same kind that needs no memory."""
-    genes = {
-        name: own and own._replace(include=()) for name, own in (("periodic", case.periodic), ("relu", case.relu))
-    }
+    genes = {name: own and own._replace(include=()) for name, own in (("periodic", case.periodic), ("relu", case.relu))}
     if case.kind == "generation":
         return replace(case, net=partial(nn.Linear, 32, 32, bias=False), **genes)
     batch = partial(features, (8, 32), 10)

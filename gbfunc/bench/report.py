@@ -156,5 +156,3 @@ def describe(setting: Setting, scale: str, ceilings: Ceilings) -> dict[str, obje
         "torch": torch.__version__,
         "ceilings": ceilings._asdict(),
     }
-
-

@@ -59,7 +59,7 @@ class ProbeWeight(LazyWeight):
         return probe_weight(weight, self._rows, name=self._name, report=self._report)
 
 
-def probe_weight(weight: Tensor, rows: dict[str, int], *, name: str, report: Report) -> ProbeWeight:
+def probe_weight(weight: Tensor, rows: dict[str, int], *, name: str, report: Report | None) -> ProbeWeight:
     """Stand in for a dense weight and note its uses.
 
     Args:
