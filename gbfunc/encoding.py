@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 _MAX_AXIS = 1 << 31
+_MAX_BANDWIDTH = 1e9
 
 
 def bit_width(n: int) -> int:
@@ -232,8 +233,8 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
         raise ValueError(f"grid expects one or more axis lengths >= 1, got {dims}")
     if code not in ("coordinate", "gray", "binary"):
         raise ValueError(f"code must be 'coordinate', 'gray' or 'binary', got {code!r}")
-    if not (isinstance(bandwidth, int | float) and math.isfinite(bandwidth) and bandwidth > 0):
-        raise ValueError(f"bandwidth must be a positive number, got {bandwidth!r}")
+    if not (isinstance(bandwidth, int | float) and 0 < bandwidth <= _MAX_BANDWIDTH):
+        raise ValueError(f"bandwidth must be a positive number, at most {_MAX_BANDWIDTH:g}, got {bandwidth!r}")
     return Grid(tuple(dims), code, float(bandwidth))
 
 

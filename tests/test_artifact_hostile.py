@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -222,11 +223,12 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def planted(node: Any, path: tuple[Any, ...], value: Any) -> None:
     for key in path[:-1]:
         node = node[key]
-    node[path[-1]] = value
+    node[path[-1]] = copy.deepcopy(value)
 
 
 ODD = [None, True, False, -1, 0, 1, 2, 7, 1.5, -0.0, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**30, "", "x"]
 ODD += ["binary", "periodic", "float64", "vector", [], {}, [1], [[]], [1, 1], {"type": "binary"}, {"type": "constant"}]
+ODD += [{"type": "constant", "value": 1e308}, {"type": "periodic", "features": 2, "frequency": 1e308}]
 
 
 @settings(max_examples=250)

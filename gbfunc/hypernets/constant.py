@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +10,8 @@ from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf
 from gbfunc.types import Kernel, Params, TileDims
+
+_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def constant(value: float = 0.0) -> Hypernet:
         value: the constant, of every entry.
 
     Raises:
-        ValueError: if it is not finite.
+        ValueError: if float32 cannot hold it.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"value must be a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX:
+        raise ValueError(f"value must be a finite number that float32 can hold, got {value!r}")
     return Constant(float(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import nn
 from gbfunc.encoding import PerAxis
 from gbfunc.hypernets import Hypernet, periodic
 from gbfunc.plan.budget import Unit, allocate
-from gbfunc.plan.filesize import genome_file_bytes
+from gbfunc.plan.byte_target import Impossible, bytes_in_words, plan_for_bytes
 from gbfunc.plan.select import Choice, Codes, Rule, check_encodings, choose, default_codes, dtype_name, initial_scale
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan
@@ -21,9 +21,6 @@ from gbfunc.tiling import MaxTile, check_max_tile
 
 _DIRECT_SHARE = 0.25
 """Direct vectors may take this part of a size target; beyond it the longest are generated."""
-
-_BYTE_ROUNDS = 16
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 
 
 class _Part(NamedTuple):
@@ -94,13 +91,13 @@ def make_plan(
 
         try:
             return attempt(_DIRECT_SHARE)
-        except _Impossible:
+        except Impossible:
             # With every vector generated that is smaller so: what fails now is below the smallest genome.
             return attempt(0.0)
 
     if target is None:
         return build(None, "")
-    return build(*target) if genome_bytes is None else _for_bytes(build, genome_bytes, total)
+    return build(*target) if genome_bytes is None else plan_for_bytes(build, genome_bytes, total)
 
 
 def _target(
@@ -125,63 +122,7 @@ def _target(
         if value >= total:
             raise ValueError(f"genome_params={value:,} is no compression: the p-net has {total:,} parameters")
         return int(value), f"at most {value:,} parameters"
-    return int(value), _bytes_words(int(value))
-
-
-def _for_bytes(build: Callable[[int, str], Plan], limit: int, total: int) -> Plan:
-    """The largest plan whose file stays within `limit` bytes, found by correcting the number of parameters.
-
-    Args:
-        build: makes a plan of at most so many parameters, for a target in words.
-        limit: bytes.
-        total: parameters of the p-net.
-    """
-    words = _bytes_words(limit)
-
-    def nearest(params: int) -> tuple[int, Plan]:
-        try:
-            return params, build(params, words)
-        except _Impossible as error:
-            return error.least, build(error.least, words)
-
-    best, low, high, guess, push = None, 0, total, min(limit // 4, total), 1
-    for _ in range(_BYTE_ROUNDS):
-        reached, plan = nearest(max(1, guess))
-        over = genome_file_bytes(plan) - limit
-        if over <= 0:
-            low, push = reached, 1
-            best = plan if best is None or plan.genome_params > best.genome_params else best
-        else:
-            high, push = min(high, reached), 2 * push
-        if -0.02 * limit <= over <= 0 or high - low <= 1 or reached > guess >= low:
-            break
-        guess = reached - push * -(-over // plan.dtype.itemsize)
-        if not low < guess < high:
-            guess = (low + high) // 2
-    if best is not None:
-        return best
-    # Fewer parameters can need more bytes: a short vector takes less room than the words that say how to generate it.
-    least, _ = nearest(1)
-    smallest = [build(max(1, round(rung * least)), words) for rung in _LADDER]
-    plan = min(smallest, key=genome_file_bytes)
-    if genome_file_bytes(plan) <= limit:
-        return plan
-    size = genome_file_bytes(plan)
-    while (own := genome_file_bytes(replace(plan, target=_bytes_words(size)))) > size:
-        size = own
-    raise ValueError(
-        f"{words} cannot be reached: the smallest genome's file has {size:,} bytes (header and buffers included)"
-    )
-
-
-def _bytes_words(size: int) -> str:
-    return f"at most {size:,} bytes"
-
-
-class _Impossible(ValueError):
-    """A size target below the smallest genome, which `least` is."""
-
-    least = 0
+    return int(value), bytes_in_words(int(value))
 
 
 def _spill(choices: list[Choice], target: int, hypernet: Hypernet, max_tile: MaxTile, direct_share: float) -> None:
@@ -265,7 +206,7 @@ def _group(choice: Choice, part: int) -> str:
     return f"{re.sub(r'[0-9]+', '*', choice.name)}:{part}:{matrix.rows}x{matrix.cols}"
 
 
-def _too_small(choices: list[Choice], target: int, direct: int, least: int) -> _Impossible:
+def _too_small(choices: list[Choice], target: int, direct: int, least: int) -> Impossible:
     kept = sorted((c for c in choices if c.hypernet is None), key=lambda c: -c.owned.tensor.numel())
     total = sum(c.owned.tensor.numel() for c in choices)
     smallest = direct + least
@@ -278,6 +219,6 @@ def _too_small(choices: list[Choice], target: int, direct: int, least: int) -> _
         )
     if big:
         words += "; generate them too: include=[" + ", ".join(repr(re.escape(c.name)) for c in big[:3]) + "]"
-    error = _Impossible(words)
+    error = Impossible(words)
     error.least = smallest
     return error

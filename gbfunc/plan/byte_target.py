@@ -1,0 +1,73 @@
+"""A target in bytes of the genome's file, which holds a header and buffers beside the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from gbfunc.plan.filesize import genome_file_bytes
+from gbfunc.plan.spec import Plan
+
+_BYTE_ROUNDS = 16
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
+"""Where to look for the smallest file, in multiples of the fewest parameters."""
+
+
+class Impossible(ValueError):
+    """A size target below the smallest genome, which `least` is."""
+
+    least = 0
+
+
+def bytes_in_words(size: int) -> str:
+    """The target as `Plan.target` has it; its length counts, for the plan is in the file."""
+    return f"at most {size:,} bytes"
+
+
+def plan_for_bytes(build: Callable[[int, str], Plan], limit: int, total: int) -> Plan:
+    """The largest plan whose file stays within `limit` bytes, found by correcting the number of parameters.
+
+    Args:
+        build: makes a plan of at most so many parameters, for a target in words.
+        limit: bytes.
+        total: parameters of the p-net.
+
+    Raises:
+        ValueError: if no plan's file is as small as that; it names the smallest that was found.
+    """
+    words = bytes_in_words(limit)
+
+    def nearest(params: int) -> tuple[int, Plan]:
+        try:
+            return params, build(params, words)
+        except Impossible as error:
+            return error.least, build(error.least, words)
+
+    best, low, high, guess, push = None, 0, total, min(limit // 4, total), 1
+    for _ in range(_BYTE_ROUNDS):
+        reached, plan = nearest(max(1, guess))
+        over = genome_file_bytes(plan) - limit
+        if over <= 0:
+            low, push = reached, 1
+            best = plan if best is None or plan.genome_params > best.genome_params else best
+        else:
+            high, push = min(high, reached), 2 * push
+        if -0.02 * limit <= over <= 0 or high - low <= 1 or reached > guess >= low:
+            break
+        guess = reached - push * -(-over // plan.dtype.itemsize)
+        if not low < guess < high:
+            guess = (low + high) // 2
+    if best is not None:
+        return best
+    # Fewer parameters can need more bytes: a short vector takes less room than the words that say how to generate it.
+    least, _ = nearest(1)
+    smallest = [build(max(1, round(rung * least)), words) for rung in _LADDER]
+    plan = min(smallest, key=genome_file_bytes)
+    if genome_file_bytes(plan) <= limit:
+        return plan
+    size = genome_file_bytes(plan)
+    while (own := genome_file_bytes(replace(plan, target=bytes_in_words(size)))) > size:
+        size = own
+    raise ValueError(
+        f"{words} cannot be reached: the smallest genome's file has {size:,} bytes (header and buffers included)"
+    )
