@@ -17,9 +17,7 @@ from gbfunc.factored import FactoredWeight, factored_weight, remat_weight, stack
 from tests.lazy_weights import KINDS, as_kind, assert_close, make_factors, vectors
 
 
-def assert_same(
-    run: Callable[[Tensor], Tensor], weights: tuple[Tensor, Tensor], leaves: list[Tensor]
-) -> None:
+def assert_same(run: Callable[[Tensor], Tensor], weights: tuple[Tensor, Tensor], leaves: list[Tensor]) -> None:
     """Equal values and gradients of `run` with two forms of a weight."""
     expected, actual = run(weights[0]), run(weights[1])
     assert_close(actual, expected)
@@ -150,9 +148,7 @@ def test_convolutions(
 @pytest.mark.parametrize("padding_idx", [None, 2, -1])
 @settings(deadline=None, max_examples=20)
 @given(grid=grids(), index=st.lists(st.integers(0, 10), min_size=0, max_size=4))
-def test_embedding(
-    kind: str, padding_idx: int | None, grid: tuple[int, int, int, int, int], index: list[int]
-) -> None:
+def test_embedding(kind: str, padding_idx: int | None, grid: tuple[int, int, int, int, int], index: list[int]) -> None:
     _, cols, _, nc, k = grid
     rows = 11
     nr, nc = balanced(rows, cols, 1 + cols % 3, nc)

@@ -33,9 +33,9 @@ def transforms(loss: Callable[[Leaves], Tensor], leaves: Leaves) -> dict[str, Ca
         "jvp": lambda: torch.func.jvp(loss, (leaves,), (tangents,)),
         "vmap": lambda: torch.func.vmap(loss)(population),
         "vmap_grad": lambda: torch.func.vmap(grad)(population),
-        "grad_grad": lambda: torch.func.grad(
-            lambda p: torch.stack([g.square().sum() for g in grad(p).values()]).sum()
-        )(leaves),
+        "grad_grad": lambda: torch.func.grad(lambda p: torch.stack([g.square().sum() for g in grad(p).values()]).sum())(
+            leaves
+        ),
     }
 
 

@@ -63,7 +63,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "periodic materialised": Variant("periodic", {"lazy": False}),
         "periodic lazy": Variant("periodic", {"lazy": True}),
         "periodic auto": Variant("periodic", {"lazy": "auto"}),
-        "periodic compiled step": Variant("periodic", {"lazy": False, "compile": True}),
+        "periodic compiled step": Variant("periodic", {"lazy": "auto", "compile": True}),
         "periodic remat generate": Variant("periodic", {"lazy": False, "remat": "generate"}),
         "periodic remat layer": Variant("periodic", {"lazy": False, "remat": "layer"}),
         "relu eager": Variant("relu", {"kernel": "eager"}),

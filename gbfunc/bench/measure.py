@@ -11,11 +11,11 @@ import torch
 
 Key = TypeVar("Key")
 
-_VISIT_SECONDS = 0.1
 _MOST_STEPS = 50
 # A function this slow is timed a few times only, so that one naive case does not take minutes.
 _SLOW_SECONDS = 2.0
 _SLOW_ROUNDS = 2
+_WARM_UP_SECONDS = 20.0
 _GEMM_WIDTH = 2048
 _COPY_BYTES = 2**28
 
@@ -61,23 +61,20 @@ def time_calls(function: Callable[[], Any], calls: int, device: torch.device) ->
 
 
 def time_together(
-    functions: Mapping[Key, Callable[[], Any]], device: torch.device, *, rounds: int
+    functions: Mapping[Key, Callable[[], Any]], device: torch.device, *, rounds: int, visit: float = 0.1
 ) -> dict[Key, Timing]:
     """Time functions side by side: round after round, each is visited once, so that all meet the machine's same moods.
 
-    Each is called twice before. A visit is one call, or as many as fill a tenth of a second after one that is not timed
-    and brings its data back into the caches.
+    Each is called three times before (a compiled one may compile twice), or less if that takes very long. A visit is
+    one call, or as many as fill its time after one that is not timed and brings its data back into the caches.
 
     Args:
         functions: what to time.
         device: where they run.
         rounds: rounds; functions that take seconds leave after two.
+        visit: seconds of a visit, about.
     """
-    calls = {}
-    for key, function in functions.items():
-        first = time_calls(function, 1, device)
-        seconds = first if first > 10 * _SLOW_SECONDS else time_calls(function, 1, device)
-        calls[key] = 0 if seconds > _SLOW_SECONDS else max(1, min(_MOST_STEPS, round(_VISIT_SECONDS / seconds)))
+    calls = {key: _calls(_warm_up(function, device), visit) for key, function in functions.items()}
     found: dict[Key, list[float]] = {key: [] for key in functions}
     for i in range(rounds):
         for key, function in functions.items():
@@ -87,6 +84,19 @@ def time_together(
                 function()
             found[key].append(time_calls(function, max(1, calls[key]), device))
     return {key: Timing(statistics.median(seconds), len(seconds)) for key, seconds in found.items()}
+
+
+def _warm_up(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of the shortest of the first calls."""
+    seconds = [time_calls(function, 1, device)]
+    while len(seconds) < 3 and (sum(seconds) < _WARM_UP_SECONDS or len(seconds) == 1):
+        seconds.append(time_calls(function, 1, device))
+    return min(seconds)
+
+
+def _calls(seconds: float, visit: float) -> int:
+    """Calls in a visit of a function that takes so long; 0 for one that takes seconds."""
+    return 0 if seconds > _SLOW_SECONDS else max(1, min(_MOST_STEPS, round(visit / max(seconds, 1e-6))))
 
 
 def measure_ceilings(device: torch.device, *, rounds: int) -> Ceilings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import multiprocessing
 import resource
@@ -23,6 +25,9 @@ from gbfunc.bench.variants import Setting, build
 from gbfunc.tasks.mlp import mlp
 
 _STEPS = 3
+# malloc.h of glibc
+_M_MMAP_THRESHOLD = -3
+_MAPPED_BYTES = 2**17
 
 
 class Memory(NamedTuple):
@@ -52,6 +57,7 @@ def measure_memory(case: Case, variant: str, setting: Setting) -> Memory | None:
 def run_steps(case: Case, variant: str, setting: Setting) -> Memory:
     """What the new process does: a tiny case first, so that libraries and compilers are there already."""
     torch.set_num_threads(setting.threads)
+    _return_freed_memory()
     tiny = build(_tiny(case), variant, setting)
     tiny.step()
     del tiny
@@ -108,6 +114,15 @@ def _reset_peak_resident() -> None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return
+
+
+def _return_freed_memory() -> None:
+    """Have the C library give freed arrays back to the system at once, so that peaks show what is alive.
+
+    By default glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def _tiny(case: Case) -> Case:

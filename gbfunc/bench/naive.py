@@ -2,7 +2,7 @@
 
 This is the arithmetic of the published implementations. Nothing but the benchmark uses it.
 
-Suffixes: T tiles; r, c rows and columns of a tile; n = r c weights of a tile; b bits of a weight's code; H hidden units.
+Suffixes: T tiles; r, c rows and columns of a tile; n = r c weights of a tile; b bits of a code; H hidden units.
 """
 
 from __future__ import annotations

@@ -57,17 +57,18 @@ class Row(NamedTuple):
     repeats: int
 
 
-def run_bench(bench: Bench, setting: Setting, *, rounds: int) -> list[Row]:
+def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float) -> list[Row]:
     """Time all variants of all cases of a bench in this process, side by side; then measure the memory of each.
 
     Args:
         bench: its cases.
         setting: where.
         rounds: timings of each variant.
+        visit: seconds of each timing, about.
     """
     torch.set_num_threads(setting.threads)
     built = {(case.name, v): build(case, v, setting) for case in bench for v in case.variants}
-    times = time_together({key: b.step for key, b in built.items()}, setting.device, rounds=rounds)
+    times = time_together({key: b.step for key, b in built.items()}, setting.device, rounds=rounds, visit=visit)
     sizes = {key: (b.weights, b.features) for key, b in built.items()}
     del built
     return [

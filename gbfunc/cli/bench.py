@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gbfunc.bench import Row
 
 _ROUNDS = 7
+_WIDTH = 150
 _GROWTH = {"growth_weights": ("weights", "weights"), "growth_features": ("features", "features H")}
 
 
@@ -28,7 +29,7 @@ class Bench:
     """Fewer and smaller cases: under a minute."""
 
     cases: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
-    """Only these of small_mlp, mlp_2048, mlp_4096, generation, gpt, resnet18, remat, growth_weights, growth_features."""
+    """Only these: small_mlp, mlp_2048, mlp_4096, generation, gpt, resnet18, remat, growth_weights, growth_features."""
 
     device: str = "cpu"
     """Where to run: cpu, or cuda for larger sizes in bfloat16."""
@@ -55,7 +56,7 @@ class Bench:
         slopes: dict[str, dict[str, float]] = {}
         for i, (name, bench) in enumerate(benches.items(), 1):
             print(f"{name} ({i} of {len(benches)})", file=sys.stderr, flush=True)
-            found = run_bench(bench, setting, rounds=_ROUNDS)
+            found = run_bench(bench, setting, rounds=_ROUNDS, visit=0.02 if self.quick else 0.1)
             rows += found
             if name in _GROWTH:
                 by, label = _GROWTH[name]
@@ -85,9 +86,12 @@ def print_results(results: Mapping[str, Any]) -> None:
 
     r = results
     ceilings = r["ceilings"]
-    table = Table("case", "variant")
-    for column in ("step", "x dense", "x naive", "peak MB", ""):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column))
+    table = Table()
+    for column in ("case", "variant"):
+        table.add_column(column, no_wrap=True)
+    for column in ("step", "x dense", "x naive", "peak MB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column()
     previous = ""
     for row in r["rows"]:
         if row["case"] != previous and previous:
@@ -95,6 +99,8 @@ def print_results(results: Mapping[str, Any]) -> None:
         table.add_row("" if row["case"] == previous else row["case"], row["variant"], *_cells(row, ceilings))
         previous = row["case"]
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
     console.print(table)
     console.print(
         f"{r['machine']}, {r['threads']} threads, torch {r['torch']}, {r['dtype']}; matrix product "

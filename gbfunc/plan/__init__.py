@@ -3,7 +3,8 @@
 `slots` and `spec` say what it is, `ensembles` what goes together, `select` what is generated, `budget` how
 large; `build` does all of it.
 
-`serial` writes and reads it as JSON, `filesize` and `byte_target` know the genome's file, `report` is the table for a person.
+`serial` writes and reads it as JSON, `filesize` and `byte_target` know the genome's file, `report` is the table for a
+person.
 """
 
 from gbfunc.plan.build import make_plan
