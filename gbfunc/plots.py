@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -76,7 +77,7 @@ def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str
         if len(set(xs)) > 1:
             slope = np.polyfit(np.log(xs), np.log(ys), 1)[0]
             label = f"{label} (exponent {slope:.2f})"
-        style = {"color": PALETTE[i % len(PALETTE)], "linestyle": LINES[i % len(LINES)], "marker": "o"}
+        style: dict[str, Any] = {"color": PALETTE[i % len(PALETTE)], "linestyle": LINES[i % len(LINES)], "marker": "o"}
         axes.plot(xs, ys, label=label, **style)
     axes.set(xlabel=xlabel, ylabel="time of a step (ms)", xscale="log", yscale="log")
     axes.grid(alpha=0.3, which="both")

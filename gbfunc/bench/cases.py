@@ -114,14 +114,14 @@ def generation_case(width: int, variants: tuple[str, ...]) -> Case:
     )
 
 
-def gpt_case(batch: int, length: int, vocabulary: int, layers: int, width: int, hidden: int) -> Case:
+def gpt_case(batch: int, length: int, vocabulary: int, layers: int, width: int, hidden: int, *more: str) -> Case:
     """Training steps of a GPT, its tied words generated too."""
     include = (r"^(words|positions)\.weight$",)
     return Case(
         f"gpt {layers}x{width}",
         partial(GPT, vocabulary, length, layers, width, hidden, width // 64),
         partial(sequences, batch, length, vocabulary),
-        (*_PERIODIC, "relu compiled"),
+        (*_PERIODIC, *more),
         Genes(periodic(32), include=include),
         Genes(gnet((32,)), _TILE, include),
     )
@@ -180,7 +180,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
                 "mlp_2048": (_square(2048, 256, *_RELU, "naive"),),
                 "mlp_4096": (_square(4096, 256),),
                 "generation": (generation_case(2048, ("periodic materialised", *_RELU, "naive")),),
-                "gpt": (gpt_case(4, 512, 30_000, 4, 512, 2048),),
+                "gpt": (gpt_case(4, 512, 30_000, 4, 512, 2048, "relu compiled"),),
                 "resnet18": (resnet_case(16, 64),),
                 "remat": (remat_case(24, 2048, 256),),
                 "growth_weights": growth_weights((704, 1440, 2880, 5664), 256),
@@ -192,7 +192,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
                 "small_mlp": (_small_mlp("relu eager", "naive"),),
                 "mlp_1024": (_square(1024, 256, "relu eager"),),
                 "generation": (generation_case(512, ("periodic materialised", *_RELU, "naive")),),
-                "gpt": (gpt_case(2, 64, 2_000, 2, 128, 512),),
+                "gpt": (gpt_case(2, 64, 2_000, 2, 128, 512, "relu eager"),),
                 "resnet18": (resnet_case(4, 16),),
                 "remat": (remat_case(12, 512, 64),),
                 "growth_weights": growth_weights((352, 704, 1440), 256),
@@ -205,7 +205,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
                 "mlp_8192": (_square(8192, 1024, *_RELU),),
                 "mlp_16384": (_square(16384, 1024),),
                 "generation": (generation_case(4096, ("periodic materialised", *_RELU, "naive")),),
-                "gpt": (gpt_case(32, 512, 30_000, 4, 512, 2048),),
+                "gpt": (gpt_case(32, 512, 30_000, 4, 512, 2048, "relu compiled"),),
                 "resnet18": (resnet_case(512, 64),),
                 "remat": (remat_case(24, 8192, 1024),),
                 "growth_weights": growth_weights((704, 1440, 2880, 5664, 11328), 1024),

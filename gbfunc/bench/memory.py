@@ -46,7 +46,8 @@ def measure_memory(case: Case, variant: str, setting: Setting) -> Memory | None:
     """Run some steps of a variant in a new process; None if the system ends it, as it does when memory runs out."""
     # A server that starts before all else: a child of this process would begin with this one's peak as its own.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    # Optimizers import the compiler.
+    context.set_forkserver_preload([__name__, "torch._dynamo"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return pool.submit(run_steps, case, variant, setting).result()
