@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gbfunc.bench.live import LiveBytes
 from gbfunc.factored import lazy_pays
 from tests.lazy_weights import KINDS, Conv1D, assert_close, generated, vectors
 
@@ -235,33 +236,14 @@ def test_no_grad_keeps_no_graph(kind: str) -> None:
 
 def peak_live_weights(kind: str, layers: int, width: int) -> int:
     """Most weight-sized storages alive at once in a forward and backward pass of a deep MLP."""
-    from weakref import WeakSet
-
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.alive: WeakSet[Any] = WeakSet()
-            self.peak = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, list | tuple) else [result]:
-                if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= width * width * 4:
-                    self.alive.add(tensor.untyped_storage())
-            self.peak = max(self.peak, len(self.alive))
-            return result
-
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     x = torch.randn(4, width)
-    watch = Watch()
-    with watch:
+    with LiveBytes(4 * width * width) as live:
         weights, leaves = generated(kind, net, {f"{i}.weight": (1, 1) for i in range(layers)})
         loss = functional_call(net, weights, (x,), strict=True).square().sum()
         factors = [leaf for leaf in leaves if leaf.ndim == 4]
         torch.autograd.grad(loss, factors)
-    return watch.peak
+    return live.peak_tensors
 
 
 def test_remat_keeps_one_layer_of_weights() -> None:

@@ -127,13 +127,13 @@ def gpt_case(batch: int, length: int, vocabulary: int, layers: int, width: int, 
     )
 
 
-def resnet_case(batch: int, width: int) -> Case:
+def resnet_case(batch: int, width: int, *more: str) -> Case:
     """Training steps of a ResNet-18 on images of 32 x 32."""
     return Case(
         f"resnet18 {width}",
         partial(ResNet, width, 10),
         partial(features, (batch, 3, 32, 32), 10),
-        (*_PERIODIC, "relu eager"),
+        (*_PERIODIC, *more),
         Genes(periodic(32)),
         Genes(gnet((32,)), _TILE),
     )
@@ -181,7 +181,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
                 "mlp_4096": (_square(4096, 256),),
                 "generation": (generation_case(2048, ("periodic materialised", *_RELU, "naive")),),
                 "gpt": (gpt_case(4, 512, 30_000, 4, 512, 2048, "relu compiled"),),
-                "resnet18": (resnet_case(16, 64),),
+                "resnet18": (resnet_case(16, 64, "relu compiled"),),
                 "remat": (remat_case(24, 2048, 256),),
                 "growth_weights": growth_weights((704, 1440, 2880, 5664), 256),
                 "growth_features": growth_features(2048, (8, 16, 32, 64, 128, 256), 256),
@@ -195,8 +195,8 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
                 "gpt": (gpt_case(2, 64, 2_000, 2, 128, 512, "relu eager"),),
                 "resnet18": (resnet_case(4, 16),),
                 "remat": (remat_case(12, 512, 64),),
-                "growth_weights": growth_weights((352, 704, 1440), 256),
-                "growth_features": growth_features(704, (8, 32, 128), 256),
+                "growth_weights": growth_weights((352, 704, 1408), 256),
+                "growth_features": growth_features(704, (8, 32, 128), 64),
             }
         ),
         "cuda": MappingProxyType(
@@ -206,7 +206,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
                 "mlp_16384": (_square(16384, 1024),),
                 "generation": (generation_case(4096, ("periodic materialised", *_RELU, "naive")),),
                 "gpt": (gpt_case(32, 512, 30_000, 4, 512, 2048, "relu compiled"),),
-                "resnet18": (resnet_case(512, 64),),
+                "resnet18": (resnet_case(512, 64, "relu compiled"),),
                 "remat": (remat_case(24, 8192, 1024),),
                 "growth_weights": growth_weights((704, 1440, 2880, 5664, 11328), 1024),
                 "growth_features": growth_features(8192, (8, 16, 32, 64, 128, 256), 1024),

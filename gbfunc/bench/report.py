@@ -34,7 +34,7 @@ class Row(NamedTuple):
         ratio_to_naive: that time over the naive implementation's.
         peak_mb: peak memory of the steps in a process of its own, in 10^6 bytes, None where the process was ended.
         counted_mb: most memory of weight-sized tensors alive at once in a step, counted, where the case asks for it.
-        weights: generated weights.
+        weights: weights of the matrices that are generated, or trained themselves.
         weights_mb: their memory as float32.
         features: size of the g-nets.
         gflops: operations of the generation, by the formula above, over its time; None for training steps.
@@ -112,10 +112,10 @@ def _row(
 
 
 def growth_curves(rows: Sequence[Row], by: str) -> dict[str, list[tuple[float, float]]]:
-    """Step times against `"weights"` or `"features"`: `{variant: [(weights, ms), ...]}`, without the dense p-net's."""
+    """Step times against `"weights"` or `"features"`: `{variant: [(weights, ms), ...]}`, of variants that have any."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row.features:
+        if getattr(row, by):
             curves.setdefault(row.variant, []).append((getattr(row, by), row.step_ms))
     return curves
 
@@ -146,10 +146,9 @@ def machine_name(device: torch.device) -> str:
     return next(models, platform.machine())
 
 
-def describe(setting: Setting, scale: str, ceilings: Ceilings) -> dict[str, object]:
+def describe(setting: Setting, ceilings: Ceilings) -> dict[str, object]:
     """What must be known of a run beside its rows."""
     return {
-        "scale": scale,
         "machine": machine_name(setting.device),
         "device": setting.device.type,
         "dtype": str(setting.amp or torch.float32).removeprefix("torch."),

@@ -43,7 +43,7 @@ class Built(NamedTuple):
 
     Attributes:
         step: one step.
-        weights: weights that are generated in it; 0 for the dense p-net.
+        weights: weights of the matrices that are generated, or trained themselves in the dense p-net.
         features: size of their g-nets; 0 where there are none.
     """
 
@@ -67,11 +67,12 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     """
     gnets, options = VARIANTS[variant]
     if not gnets:
-        return Built(_dense(case, setting), 0, 0)
+        net = _net(case, setting)
+        return Built(_dense(net, case, setting), sum(p.numel() for p in net.parameters() if p.ndim > 1), 0)
     genes = case.periodic if gnets == "periodic" else case.relu
     if genes is None:
         raise ValueError(f"{case.name} has no {gnets} g-nets for the variant {variant!r}")
-    pnet = case.net().to(setting.device)
+    pnet = _net(case, setting)
     plan = gb.make_plan(pnet, genes.hypernet, max_tile=genes.max_tile, include=genes.include)
     numel = sum(t.numel for t in plan.generated)
     if case.kind == "generation":
@@ -83,6 +84,13 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     return Built(step, numel, genes.hypernet.size or 0)
 
 
+def _net(case: Case, setting: Setting) -> nn.Module:
+    """The p-net, the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return case.net().to(setting.device)
+
+
 def _batch(case: Case, setting: Setting) -> tuple[Tensor, Tensor]:
     x, target = case.batch()
     return x.to(setting.device), target.to(setting.device)
@@ -92,9 +100,9 @@ def _autocast(setting: Setting) -> torch.autocast:
     return torch.autocast(setting.device.type, setting.amp, enabled=setting.amp is not None)
 
 
-def _dense(case: Case, setting: Setting) -> Step:
+def _dense(net: nn.Module, case: Case, setting: Setting) -> Step:
     """The p-net itself, with the loop that anyone would write."""
-    net, batch = case.net().to(setting.device), _batch(case, setting)
+    batch = _batch(case, setting)
     optimizer = torch.optim.AdamW(net.parameters(), lr=_LR, fused=True)
 
     def step() -> Tensor:

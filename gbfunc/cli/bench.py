@@ -14,7 +14,8 @@ from tyro.conf import FlagCreatePairsOff, arg
 from gbfunc.cli.options import find_device
 
 if TYPE_CHECKING:
-    from gbfunc.bench import Row
+    from gbfunc import bench
+    from gbfunc.bench import Row, Setting
 
 _ROUNDS = 7
 _WIDTH = 150
@@ -42,32 +43,16 @@ class Bench:
 
     def run(self) -> None:
         """Run the cases, print one table, write the results."""
-        from gbfunc.bench import choose_benches, describe, growth_curves, log_slope, measure_ceilings, run_bench
-        from gbfunc.cli.output import make_folder, write_figure, write_metrics
-        from gbfunc.plots import cost_curves
+        from gbfunc.bench import choose_benches
+        from gbfunc.cli.output import make_folder
 
         setting = self._setting()
         scale = "quick" if self.quick else "cuda" if setting.device.type == "cuda" else "full"
         benches = choose_benches(scale, self.cases)
-        folder = make_folder(self.out)
-        torch.set_num_threads(setting.threads)
-        about = describe(setting, scale, measure_ceilings(setting.device, rounds=_ROUNDS))
-        rows: list[Row] = []
-        slopes: dict[str, dict[str, float]] = {}
-        for i, (name, bench) in enumerate(benches.items(), 1):
-            print(f"{name} ({i} of {len(benches)})", file=sys.stderr, flush=True)
-            found = run_bench(bench, setting, rounds=_ROUNDS, visit=0.02 if self.quick else 0.1)
-            rows += found
-            if name in _GROWTH:
-                by, label = _GROWTH[name]
-                curves = growth_curves(found, by)
-                slopes[name] = {variant: log_slope(points) for variant, points in curves.items()}
-                write_figure(folder / f"{name}.png", cost_curves(curves, label))
-        results: dict[str, Any] = about | {"slopes": slopes, "rows": [row._asdict() for row in rows]}
-        write_metrics(folder / "bench.json", results)
+        results = measure(benches, setting, make_folder(self.out), visit=0.02 if self.quick else 0.1)
         print_results(results)
 
-    def _setting(self) -> Any:
+    def _setting(self) -> Setting:
         from gbfunc.bench import Setting
 
         device = find_device(self.device)
@@ -77,6 +62,44 @@ class Bench:
             raise ValueError(f"--threads must be at least 1, got {self.threads}")
         amp = torch.bfloat16 if device.type == "cuda" else None
         return Setting(device, amp, self.threads or torch.get_num_threads())
+
+
+def measure(
+    benches: Mapping[str, bench.Bench], setting: Setting, folder: Path, *, rounds: int = _ROUNDS, visit: float
+) -> dict[str, Any]:
+    """Run benches one after the other, and write `bench.json` and the figures of growth.
+
+    Args:
+        benches: the cases of each, by its name.
+        setting: where.
+        folder: where to write.
+        rounds: timings of each variant.
+        visit: seconds of each timing, about.
+
+    Returns:
+        What `bench.json` holds.
+    """
+    from gbfunc.bench import describe, growth_curves, log_slope, measure_ceilings, run_bench
+    from gbfunc.cli.output import write_figure, write_metrics
+    from gbfunc.plots import cost_curves
+
+    torch.set_num_threads(setting.threads)
+    about = describe(setting, measure_ceilings(setting.device, rounds=rounds))
+    rows: list[Row] = []
+    slopes: dict[str, dict[str, float]] = {}
+    for i, (name, cases) in enumerate(benches.items(), 1):
+        print(f"{name} ({i} of {len(benches)})", file=sys.stderr, flush=True)
+        found = run_bench(cases, setting, rounds=rounds, visit=visit)
+        rows += found
+        if name in _GROWTH:
+            by, label = _GROWTH[name]
+            curves = growth_curves(found, by)
+            slopes[name] = {variant: log_slope(points) for variant, points in curves.items()}
+            write_figure(folder / f"{name}.png", cost_curves(curves, label))
+        # After each bench: what is measured is kept, should a later one fail.
+        results = about | {"slopes": slopes, "rows": [row._asdict() for row in rows]}
+        write_metrics(folder / "bench.json", results)
+    return results
 
 
 def print_results(results: Mapping[str, Any]) -> None:

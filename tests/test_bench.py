@@ -1,0 +1,227 @@
+"""The bench measures what it says: the same weights by all means, bytes that are alive, times side by side."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.bench import BENCHES, VARIANTS, Case, Genes, Setting, choose_benches, growth_curves, log_slope, run_bench
+from gbfunc.bench.cases import generation_case
+from gbfunc.bench.measure import time_together
+from gbfunc.bench.naive import NaiveGenerator
+from gbfunc.bench.nets import features
+from gbfunc.bench.variants import build
+from gbfunc.cli import main
+from gbfunc.cli.bench import measure, print_results
+from gbfunc.generate import Generator
+from gbfunc.hypernets import Hypernet
+from gbfunc.plots import cost_curves
+from gbfunc.tasks.mlp import mlp
+
+CPU = Setting(torch.device("cpu"), None, 1)
+KEYS = {"case", "variant", "step_ms", "ratio_to_dense", "ratio_to_naive", "peak_mb", "counted_mb", "weights"}
+KEYS |= {"weights_mb", "features", "gflops", "gb_s", "repeats"}
+
+
+def tiny(variants: tuple[str, ...], width: int = 12, name: str = "tiny", counted: int = 0) -> Case:
+    return Case(
+        name,
+        partial(mlp, (8, width, 3), 0),
+        partial(features, (6, 8), 3),
+        variants,
+        Genes(gb.periodic(2)),
+        Genes(gb.gnet((3,)), 5),
+        counted=counted,
+    )
+
+
+class Mixed(nn.Module):
+    """A convolution, a linear layer and vectors, in tiles that do not divide them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 2)
+        self.head = nn.Linear(20, 7)
+
+
+# The yardstick.
+
+
+@pytest.mark.parametrize("include", [(), (r"bias",)])
+def test_naive_generates_what_the_library_does(include: tuple[str, ...]) -> None:
+    pnet = Mixed().double()
+    plan = gb.make_plan(pnet, gb.gnet((4,)), max_tile=3, include=include)
+    genome = gb.init_genome(plan, pnet, 1)
+    expected = gb.generate(plan, genome)
+    actual = NaiveGenerator(plan, torch.float64, torch.device("cpu"))(genome.gnets, genome.direct)
+    assert actual.keys() == expected.keys() and len(plan.generated) == (4 if include else 2)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_naive_gradients_are_the_library_s() -> None:
+    pnet = mlp((7, 9, 4), 0).double()
+    plan = gb.make_plan(pnet, gb.gnet((4,)), max_tile=4)
+    genome = gb.init_genome(plan, pnet, 1)
+    leaves = [leaf.requires_grad_() for own in genome.gnets.values() for leaf in own.values()]
+
+    def gradients(weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        total = sum((w * torch.arange(w.numel()).reshape(w.shape).sin()).sum() for w in weights.values())
+        assert isinstance(total, Tensor)
+        return torch.autograd.grad(total, leaves)
+
+    naive = NaiveGenerator(plan, torch.float64, torch.device("cpu"))(genome.gnets, genome.direct)
+    expected = gradients(Generator(plan)(genome.gnets, genome.direct))
+    torch.testing.assert_close(gradients(naive), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("hypernet", [gb.periodic(2), gb.gnet((3, 3)), gb.gnet((3,), "tanh"), gb.stochastic((3,))])
+def test_naive_knows_plain_relu_g_nets_alone(hypernet: Hypernet) -> None:
+    with pytest.raises(ValueError, match="expected ReLU g-nets of one hidden layer"):
+        NaiveGenerator(gb.make_plan(nn.Linear(4, 4), hypernet), torch.float32, torch.device("cpu"))
+
+
+# Every variant is the same training.
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if "compiled" not in v])
+def test_a_variant_learns(variant: str) -> None:
+    step = build(tiny((variant,)), variant, CPU).step
+    losses = [float(step()) for _ in range(30)]
+    assert losses[-1] < losses[0]
+
+
+def test_variants_of_one_genome_have_the_same_loss() -> None:
+    case = tiny(())
+    for kind in ("periodic", "relu"):
+        names = [v for v, (gnets, _) in VARIANTS.items() if gnets == kind and "compiled" not in v]
+        losses = torch.tensor([[float(step()) for _ in range(3)] for step in (build(case, n, CPU).step for n in names)])
+        torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=1e-5, atol=1e-6)
+
+
+def test_generation_alone_returns_gradients_of_all_leaves() -> None:
+    case = generation_case(110, ())
+    eager, naive = (build(case, v, CPU).step() for v in ("relu eager", "naive"))
+    torch.testing.assert_close(eager, naive, rtol=1e-4, atol=1e-3)
+    built = build(case, "periodic materialised", CPU)
+    assert len(built.step()) == 4 and built.weights == 110 * 110 and built.features == 32
+
+
+def test_a_case_without_such_g_nets_is_refused() -> None:
+    with pytest.raises(ValueError, match="tiny has no relu g-nets for the variant 'relu eager'"):
+        build(replace(tiny(()), relu=None), "relu eager", CPU)
+
+
+# Time.
+
+
+def test_functions_are_called_in_turn() -> None:
+    calls: list[str] = []
+
+    def function(name: str) -> None:
+        calls.append(name)
+        time.sleep(2e-3)
+
+    found = time_together({n: partial(function, n) for n in "ab"}, CPU.device, rounds=3, visit=1e-9)
+    assert "".join(calls) == "aaabbb" + 3 * "ab"
+    assert all(timing.repeats == 3 and timing.seconds >= 2e-3 for timing in found.values())
+
+
+# Results.
+
+
+@given(st.floats(-2, 2), st.floats(0.1, 10), st.lists(st.integers(1, 10**6), min_size=2, max_size=6, unique=True))
+def test_slope_of_a_power_law(exponent: float, factor: float, xs: list[int]) -> None:
+    assert log_slope([(x, factor * x**exponent) for x in xs]) == pytest.approx(exponent, abs=1e-6)
+
+
+@pytest.mark.parametrize("points", [[], [(1, 1)], [(2, 1), (2, 3)], [(1, 1), (2, 0)]])
+def test_no_slope(points: list[tuple[float, float]]) -> None:
+    with pytest.raises(ValueError, match="two or more different x"):
+        log_slope(points)
+
+
+def test_results_are_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    growth = tuple(tiny(("dense", "periodic lazy"), width, f"w{width}") for width in (8, 16))
+    benches = {"growth_weights": growth, "alone": (generation_case(110, ("relu eager", "naive")),)}
+    results = measure(benches, CPU, tmp_path, rounds=2, visit=1e-4)
+    assert results == json.loads((tmp_path / "bench.json").read_text())
+    assert {"machine", "device", "dtype", "threads", "torch", "ceilings", "slopes", "rows"} == results.keys()
+    assert results["threads"] == 1 and results["ceilings"]["gflops"] > 0 and results["ceilings"]["gb_s"] > 0
+    rows = results["rows"]
+    assert [(row["case"], row["variant"]) for row in rows] == [
+        (case.name, v) for bench in benches.values() for case in bench for v in case.variants
+    ]
+    for row in rows:
+        assert row.keys() == KEYS and row["step_ms"] > 0 and row["repeats"] == 2 and row["counted_mb"] is None
+        assert row["weights_mb"] == 4e-6 * row["weights"]
+    assert [row["ratio_to_dense"] is None for row in rows] == [False] * 4 + [True] * 2
+    assert rows[0]["ratio_to_dense"] == rows[5]["ratio_to_naive"] == 1
+    assert rows[1]["ratio_to_dense"] == pytest.approx(rows[1]["step_ms"] / rows[0]["step_ms"])
+    assert rows[4]["gflops"] == pytest.approx(10 * 32 * rows[4]["weights"] / rows[4]["step_ms"] / 1e6)
+    assert results["slopes"].keys() == {"growth_weights"}
+    assert (tmp_path / "growth_weights.png").read_bytes().startswith(b"\x89PNG")
+    print_results(results)
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("w8", "periodic lazy", "naive", "GFLOP/s", "2 repeats", "growth_weights"))
+
+
+def test_growth_leaves_out_what_has_no_features() -> None:
+    rows = run_bench((tiny(("dense", "periodic lazy")),), CPU, rounds=1, visit=1e-4)
+    assert growth_curves(rows, "features") == {"periodic lazy": [(2, rows[1].step_ms)]}
+    assert growth_curves(rows, "weights").keys() == {"dense", "periodic lazy"}
+
+
+def test_cost_curves() -> None:
+    figure = cost_curves({"lazy": [(4, 2.0), (1, 1.0), (16, 4.0)], "dense": [(1, 3.0)]}, "weights")
+    (axes,) = figure.axes
+    assert (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel()) == ("log", "log", "weights")
+    assert np.asarray(axes.lines[0].get_xdata()).tolist() == [1, 4, 16]
+    legend = axes.get_legend()
+    assert legend is not None and [t.get_text() for t in legend.get_texts()] == ["lazy (exponent 0.50)", "dense"]
+    figure.savefig(out := io.BytesIO(), format="png", dpi=40)
+    assert out.getvalue().startswith(b"\x89PNG")
+    for nothing in ({}, {"lazy": []}):
+        with pytest.raises(ValueError, match="at least one variant"):
+            cost_curves(nothing, "weights")
+
+
+# The table of cases.
+
+
+def test_every_case_can_be_built_from_its_names() -> None:
+    for benches in BENCHES.values():
+        for bench in benches.values():
+            names = [case.name for case in bench]
+            assert len(set(names)) == len(names)
+            for case in bench:
+                assert set(case.variants) <= VARIANTS.keys()
+                kinds = {VARIANTS[v].gnets for v in case.variants} - {""}
+                assert all(getattr(case, kind) is not None for kind in kinds)
+    assert choose_benches("quick", None) == BENCHES["quick"]
+    assert list(choose_benches("full", ("remat", "gpt"))) == ["gpt", "remat"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--quick", "--cases", "nope"], "--cases nope: unknown; expected some of small_mlp"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--device", "meta"], "--device must be cpu or cuda, got meta"),
+        (["--device", "flux"], "--device 'flux' cannot be used"),
+    ],
+)
+def test_the_command_refuses(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *argv]) == 2
+    assert message in capsys.readouterr().err

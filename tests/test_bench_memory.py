@@ -1,0 +1,96 @@
+"""What the bench runs on, and the bytes that it counts."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import gbfunc as gb
+from gbfunc.bench import Case, Genes, Setting
+from gbfunc.bench.live import LiveBytes
+from gbfunc.bench.memory import measure_memory, peak_resident
+from gbfunc.bench.nets import GPT, ResNet, features, sequences
+from gbfunc.bench.variants import build, loss_fn
+from gbfunc.tasks.mlp import mlp
+
+CPU = Setting(torch.device("cpu"), None, 1)
+
+
+def deep(layers: int, width: int, counted: int = 0) -> Case:
+    sizes = (width,) * (layers + 1)
+    batch = partial(features, (2, width), width)
+    return Case("deep", partial(mlp, sizes, 0), batch, (), Genes(gb.periodic(2)), counted=counted)
+
+
+def test_gpt_is_causal_and_its_words_are_tied() -> None:
+    net = GPT(vocabulary=11, length=6, layers=2, width=8, hidden=16, heads=2).double()
+    words, target = sequences(2, 6, 11)
+    assert torch.equal(words[:, 1:], target[:, :-1])
+    scores, later = net(words), words.clone()
+    later[:, 4:] = (later[:, 4:] + 1) % 11
+    torch.testing.assert_close(net(later)[:, :4], scores[:, :4])
+    assert not torch.allclose(net(later)[:, 4:], scores[:, 4:])
+    assert loss_fn(net, (words, target)).item() == pytest.approx(math.log(11), rel=0.1)
+    assert [t.name for t in gb.make_plan(net).tensors if t.aliases] == ["words.weight"]
+
+
+def test_published_sizes() -> None:
+    with torch.device("meta"):
+        resnet, gpt = ResNet(64, 10), GPT(30_000, 512, 4, 512, 2048, 8)
+    # torchvision's ResNet-18 has 11,689,512 parameters: a stem of 7 x 7 there, and 1,000 classes.
+    assert sum(p.numel() for p in resnet.parameters()) == 11_689_512 - 64 * 3 * (49 - 9) - 513 * 990
+    block = 4 * 512 * 512 + 2 * 512 * 2048 + 4 * 512 + 2048 + 512 + 4 * 512
+    assert sum(p.numel() for p in gpt.parameters()) == 30_000 * 512 + 512 * 512 + 4 * block + 2 * 512
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 64), st.booleans()), max_size=12), st.integers(1, 64))
+def test_live_bytes_follow_storages(plan: list[tuple[int, bool]], threshold: int) -> None:
+    kept, alive, peak = [], 0, 0
+    with LiveBytes(4 * threshold) as live:
+        for n, keep in plan:
+            tensor = torch.zeros(n)
+            size = 4 * n if n >= threshold else 0
+            peak = max(peak, alive + size)
+            view = tensor.view(1, -1)[:, :1]
+            del tensor
+            if keep:
+                kept.append(view)
+                alive += size
+            del view
+    assert live.peak == peak
+
+
+def test_live_bytes_see_what_autograd_keeps() -> None:
+    w = torch.ones(64, 64, requires_grad=True)
+    with LiveBytes(4 * 64 * 64) as live:
+        y = (w * 2).sin().sin().sum()
+        torch.autograd.grad(y, w)
+    # The arguments of both sines, the cosine of one of them, and its product with the gradient.
+    assert live.peak_tensors == 4 and live.peak == 4 * 4 * 64 * 64
+
+
+def test_remat_by_layer_keeps_an_eighth() -> None:
+    case = deep(24, 32)
+    peaks = {}
+    for variant in ("periodic materialised", "periodic remat layer"):
+        step = build(case, variant, CPU).step
+        step()
+        with LiveBytes(4 * 32 * 32) as live:
+            step()
+        peaks[variant] = live.peak
+    assert peaks["periodic materialised"] >= 24 * 4 * 32 * 32
+    assert peaks["periodic remat layer"] <= peaks["periodic materialised"] / 8
+
+
+def test_peak_memory_of_another_process() -> None:
+    found = measure_memory(deep(1, 1024, counted=4 * 1024 * 1024), "dense", CPU)
+    # Weights, gradients and two moments, of 4 MiB each.
+    assert found is not None and 15 * 2**20 < found.peak < 40 * 2**20
+    assert found.counted is not None and 4 * 2**20 <= found.counted <= 16 * 2**20
+    assert peak_resident() > 2**20
