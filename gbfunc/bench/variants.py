@@ -21,7 +21,8 @@ from gbfunc.types import GNets, Params
 Step = Callable[[], Any]
 """One step; what it changes, it keeps."""
 
-_LR = 1e-3
+_LR = 1e-8
+"""So small that a net stays as it was drawn: one that has learnt its only batch has denormal gradients, which are slow."""
 
 
 class Setting(NamedTuple):
