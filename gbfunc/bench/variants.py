@@ -21,9 +21,6 @@ from gbfunc.types import GNets, Params
 Step = Callable[[], Any]
 """One step; what it changes, it keeps."""
 
-_LR = 1e-8
-"""So small that a net stays as it was drawn: one that has learnt its only batch has denormal gradients, which are slow."""
-
 
 class Setting(NamedTuple):
     """Where to measure.
@@ -32,11 +29,14 @@ class Setting(NamedTuple):
         device: of the p-net and its batch.
         amp: dtype of the p-net's autocast, for every variant alike; None is float32.
         threads: of the CPU.
+        lr: learning rate, so small that a net stays as it was drawn: one that has learnt its only batch has denormal
+            gradients, which are slow.
     """
 
     device: torch.device
     amp: torch.dtype | None
     threads: int
+    lr: float = 1e-8
 
 
 class Built(NamedTuple):
@@ -104,7 +104,7 @@ def _autocast(setting: Setting) -> torch.autocast:
 def _dense(net: nn.Module, case: Case, setting: Setting) -> Step:
     """The p-net itself, with the loop that anyone would write."""
     batch = _batch(case, setting)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=_LR, fused=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=setting.lr, fused=True)
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -119,7 +119,7 @@ def _dense(net: nn.Module, case: Case, setting: Setting) -> Step:
 
 def _genome(plan: Plan, pnet: nn.Module, case: Case, setting: Setting, options: dict[str, Any]) -> Step:
     """The library's training step, its state donated as the command line does."""
-    batch, optimizer = _batch(case, setting), gb.torch_optimizer(torch.optim.AdamW, lr=_LR)
+    batch, optimizer = _batch(case, setting), gb.torch_optimizer(torch.optim.AdamW, lr=setting.lr)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, amp=setting.amp, **options)
     state = train_step.init(seed=0)
 
@@ -137,7 +137,7 @@ def _naive(plan: Plan, pnet: nn.Module, case: Case, setting: Setting) -> Step:
     generator = NaiveGenerator(plan, plan.dtype, setting.device)
     genome = gb.init_genome(plan, pnet, 0)
     leaves = {k: v.requires_grad_() for k, v in flat_genome(genome.gnets, genome.direct).items()}
-    optimizer = torch.optim.AdamW(leaves.values(), lr=_LR, fused=True)
+    optimizer = torch.optim.AdamW(leaves.values(), lr=setting.lr, fused=True)
 
     def step() -> Tensor:
         optimizer.zero_grad()
