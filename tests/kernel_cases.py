@@ -16,39 +16,41 @@ from gbfunc.kernels import relu_tiles
 from gbfunc.types import Kernel
 
 Shape = tuple[int, int, int, int]
-Case = tuple[Tensor, Tensor, Tensor, Tensor]
+Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def draw(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float64) -> Case:
-    """Cotangent [T, r, c], A [T, r, H], B [T, c, H] and v [T, H] for a shape (T, r, c, H)."""
+    """Cotangent [T, r, c], A [T, r, H], B [T, c, H], v [T, H] and b [T] for a shape (T, r, c, H)."""
     tiles, rows, cols, hidden = shape
     generator = torch.Generator().manual_seed(seed)
-    sizes = ((tiles, rows, cols), (tiles, rows, hidden), (tiles, cols, hidden), (tiles, hidden))
-    g, A, B, v = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
-    return g, A, B, v
+    sizes = ((tiles, rows, cols), (tiles, rows, hidden), (tiles, cols, hidden), (tiles, hidden), (tiles,))
+    g, A, B, v, b = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
+    return g, A, B, v, b
 
 
-def oracle(g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Tiles and gradients of A, B and v in float64, term by term, and the sums of the terms' sizes."""
-    g, A, B, v = (x.double() for x in (g, A, B, v))
-    results = [torch.zeros_like(x) for x in (g, A, B, v)]
-    sizes = [torch.zeros_like(x) for x in (g, A, B, v)]
+def oracle(g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Tiles and gradients of A, B, v and b in float64, term by term, and the sums of the terms' sizes."""
+    g, A, B, v, b = (x.double() for x in (g, A, B, v, b))
+    outputs = (b[:, None, None].expand(g.shape), A, B, v, g.sum((1, 2)))
+    terms_of = (outputs[0].abs(), A, B, v, g.abs().sum((1, 2)))
+    results = [x.clone() if i in (0, 4) else torch.zeros_like(x) for i, x in enumerate(outputs)]
+    sizes = [x.clone() if i in (0, 4) else torch.zeros_like(x) for i, x in enumerate(terms_of)]
     (tiles, rows, hidden), cols = A.shape, B.shape[1]
     for t in range(tiles):
         for i in range(rows):
             for j in range(cols):
                 for h in range(hidden):
-                    a, b = A[t, i, h], B[t, j, h]
-                    if a + b <= 0:
+                    a, c = A[t, i, h], B[t, j, h]
+                    if a + c <= 0:
                         continue
                     terms = (
-                        ((t, i, j), v[t, h] * (a + b), v[t, h] * (a + b)),
+                        ((t, i, j), v[t, h] * (a + c), v[t, h] * (a + c)),
                         ((t, i, h), g[t, i, j] * v[t, h], g[t, i, j] * v[t, h]),
                         ((t, j, h), g[t, i, j] * v[t, h], g[t, i, j] * v[t, h]),
-                        # The backward pass sums the parts of a and of b apart, which may cancel.
-                        ((t, h), g[t, i, j] * (a + b), g[t, i, j] * (a.abs() + b.abs())),
+                        # The backward pass sums the parts of a and of c apart, which may cancel.
+                        ((t, h), g[t, i, j] * (a + c), g[t, i, j] * (a.abs() + c.abs())),
                     )
-                    for (index, term, size), result, total in zip(terms, results, sizes, strict=True):
+                    for (index, term, size), result, total in zip(terms, results[:4], sizes[:4], strict=True):
                         result[index] += term
                         total[index] += size.abs()
     return results, sizes
@@ -64,35 +66,36 @@ def check(found: list[Tensor], case: Case, relative: float) -> None:
 
 
 def with_gradients(case: Case, kernel: Kernel) -> list[Tensor]:
-    """Tiles and the gradients of A, B and v."""
+    """Tiles and the gradients of A, B, v and b."""
     leaves = [x.clone().requires_grad_() for x in case[1:]]
     tiles = relu_tiles(*leaves, kernel=kernel)
     return [tiles.detach(), *torch.autograd.grad(tiles, leaves, case[0])]
 
 
 def relu_objective(kernel: Kernel) -> Callable[..., Tensor]:
-    return lambda A, B, v: relu_tiles(A, B, v, kernel=kernel).square().sum()
+    return lambda A, B, v, b: relu_tiles(A, B, v, b, kernel=kernel).square().sum()
 
 
 def _nested(f: Callable[..., Tensor]) -> Callable[..., Any]:
-    inner = torch.vmap(grad(f, (0, 1, 2)), in_dims=(0, None, None))
-    return torch.vmap(inner, in_dims=(None, 0, 0))
+    inner = torch.vmap(grad(f, (0, 1, 2, 3)), in_dims=(0, None, None, 0))
+    return torch.vmap(inner, in_dims=(None, 0, 0, None))
 
 
 def _mixed_dims(f: Callable[..., Tensor]) -> Callable[..., Any]:
-    return lambda A, B, v: torch.vmap(grad(f, (0, 1, 2)), (2, 1, None))(A.permute(1, 2, 0), B.transpose(0, 1), v[0])
+    inner = torch.vmap(grad(f, (0, 1, 2, 3)), (2, 1, None, 0))
+    return lambda A, B, v, b: inner(A.permute(1, 2, 0), B.transpose(0, 1), v[0], b)
 
 
 TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
     "vmap": torch.vmap,
-    "grad": lambda f: grad(f, (0, 1, 2)),
-    "vmap of grad": lambda f: torch.vmap(grad(f, (0, 1, 2))),
+    "grad": lambda f: grad(f, (0, 1, 2, 3)),
+    "vmap of grad": lambda f: torch.vmap(grad(f, (0, 1, 2, 3))),
     "grad of vmap": lambda f: grad(lambda *x: torch.vmap(f)(*x).sum(), (0, 1, 2)),
     "nested vmap": _nested,
     "vmap over other dimensions": _mixed_dims,
-    "jvp of grad": lambda f: lambda *x: jvp(grad(f, (0, 1, 2)), x, tuple(y + 1 for y in x)),
-    "jvp of vmap of grad": lambda f: lambda *x: jvp(torch.vmap(grad(f, (0, 1, 2))), x, tuple(y + 1 for y in x)),
-    "hessian": lambda f: hessian(f, (0, 1, 2)),
+    "jvp of grad": lambda f: lambda *x: jvp(grad(f, (0, 1, 2, 3)), x, tuple(y + 1 for y in x)),
+    "jvp of vmap of grad": lambda f: lambda *x: jvp(torch.vmap(grad(f, (0, 1, 2, 3))), x, tuple(y + 1 for y in x)),
+    "hessian": lambda f: hessian(f, (0, 1, 2, 3)),
     "forward over forward": lambda f: jacfwd(jacfwd(f, (0, 2)), (0, 2)),
     "reverse over reverse": lambda f: jacrev(jacrev(f, (0, 2)), (0, 2)),
     "third order": lambda f: lambda *x: jvp(hessian(f, 2), x, tuple(y - 1 for y in x)),

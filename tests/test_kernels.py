@@ -51,10 +51,11 @@ def test_half_precisions_round_once(shape: Shape, seed: int, dtype: torch.dtype,
 
 @given(SHAPES, SEEDS, st.integers(1, 30))
 def test_blocks_of_any_size_give_the_same_tiles_and_sums(shape: Shape, seed: int, block: int) -> None:
-    g, A, B, v = case = draw(shape, seed, torch.float32)
+    g, A, B, v, b = case = draw(shape, seed, torch.float32)
     SA, SB = eager_sums(g, A, B, block)
     dv = (A * SA).sum(1) + (B * SB).sum(1)
-    check([eager_tiles(A, B, v, block), SA * v.unsqueeze(1), SB * v.unsqueeze(1), dv], case, 1e-5)
+    gradients = [SA * v.unsqueeze(1), SB * v.unsqueeze(1), dv, g.sum((1, 2))]
+    check([eager_tiles(A, B, v, b, block), *gradients], case, 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(40, 30, 35, 30), (1, 1100, 1000, 2)], ids=["tiles", "rows"])
@@ -65,9 +66,9 @@ def test_large_cases_take_several_blocks(shape: Shape) -> None:
 
 
 def test_eager_takes_non_contiguous_inputs() -> None:
-    g, A, B, v = draw((3, 4, 5, 6))
-    strided = (g.mT.contiguous().mT, A.mT.contiguous().mT, B.flip(0).flip(0), v.T.contiguous().T)
-    for found, expected in zip(with_gradients(strided, "eager"), with_gradients((g, A, B, v), "eager"), strict=True):
+    g, A, B, v, b = draw((3, 4, 5, 6))
+    strided = (g.mT.contiguous().mT, A.mT.contiguous().mT, B.flip(0).flip(0), v.T.contiguous().T, b.flip(0).flip(0))
+    for found, expected in zip(with_gradients(strided, "eager"), with_gradients((g, A, B, v, b), "eager"), strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -108,16 +109,16 @@ def test_memory_of_the_relu_tile_is_that_of_its_weights() -> None:
 
 
 def test_relu_tiles_say_what_they_expect() -> None:
-    _, A, B, v = draw((2, 3, 4, 5))
+    _, A, B, v, b = draw((2, 3, 4, 5))
     with pytest.raises(ValueError, match="kernel must be one of .* got 'fast'"):
-        relu_tiles(A, B, v, kernel="fast")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"got \[2, 3, 5\], \[2, 4, 4\] and \[2, 5\]"):
-        relu_tiles(A, B[..., 1:], v)
+        relu_tiles(A, B, v, b, kernel="fast")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"got \[2, 3, 5\], \[2, 4, 4\], \[2, 5\] and \[2\]"):
+        relu_tiles(A, B[..., 1:], v, b)
     with pytest.raises(ValueError, match="equal leading dimensions"):
-        relu_tiles(A, B[:1], v)
+        relu_tiles(A, B[:1], v, b)
     with pytest.raises(ValueError, match="v \\[..., H\\]"):
-        relu_tiles(A, B, v[:, 1:])
-    with pytest.raises(TypeError, match="torch.float64, torch.float32 and torch.float64"):
-        relu_tiles(A, B.float(), v)
+        relu_tiles(A, B, v[:, 1:], b)
+    with pytest.raises(TypeError, match="torch.float64, torch.float32, torch.float64 and torch.float64"):
+        relu_tiles(A, B.float(), v, b)
     with pytest.raises(TypeError, match="floating-point"):
-        relu_tiles(A.long(), B.long(), v.long())
+        relu_tiles(A.long(), B.long(), v.long(), b.long())

@@ -30,6 +30,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
     [
         ((1, 1, 1, 1), torch.float32, 1e-5),
         ((3, 19, 17, 5), torch.float32, 1e-5),
+        ((2, 9, 6, 32), torch.float32, 1e-5),
         ((3, 18, 5, 4), torch.bfloat16, torch.finfo(torch.bfloat16).eps),
     ],
 )
@@ -53,8 +54,9 @@ def test_compiled_form_under_transforms() -> None:
 @pytest.mark.parametrize("without_memory", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
 def test_tensors_without_memory_stay_out_of_compiled_programs(without_memory: Any) -> None:
     with without_memory:
-        A, B, v = leaves = tuple(torch.ones(s, requires_grad=True) for s in ((2, 3, 5), (2, 4, 5), (2, 5)))
-        tiles = relu_tiles(A, B, v, kernel="compiled")
+        shapes = ((2, 3, 5), (2, 4, 5), (2, 5), (2,))
+        leaves = tuple(torch.ones(s, requires_grad=True) for s in shapes)
+        tiles = relu_tiles(*leaves, kernel="compiled")
         gradients = torch.autograd.grad(tiles.sum(), leaves)
     assert tiles.shape == (2, 3, 4)
     assert [x.shape for x in gradients] == [x.shape for x in leaves]
@@ -79,13 +81,13 @@ def no_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_auto_falls_back_with_one_warning() -> None:
-    _, A, B, v = draw((7, 160, 151, 100), dtype=torch.float32)
+    _, A, B, v, b = draw((7, 160, 151, 100), dtype=torch.float32)
     assert A.numel() * B.shape[1] >= COMPILE_WORK
     with pytest.warns(RuntimeWarning, match="install a C\\+\\+ compiler") as caught:
-        found = relu_tiles(A, B, v)
-        again = relu_tiles(A[:, 1:], B, v)
+        found = relu_tiles(A, B, v, b)
+        again = relu_tiles(A[:, 1:], B, v, b)
     assert sum(w.category is RuntimeWarning for w in caught) == 1
-    torch.testing.assert_close(found, relu_tiles(A, B, v, kernel="eager"), rtol=0, atol=0)
+    torch.testing.assert_close(found, relu_tiles(A, B, v, b, kernel="eager"), rtol=0, atol=0)
     torch.testing.assert_close(again, found[:, 1:], rtol=1e-5, atol=1e-4)
     with pytest.raises(Exception, match="no-such-compiler|InvalidCxxCompiler|C\\+\\+ compiler"):
-        relu_tiles(A[:, 2:], B, v, kernel="compiled")
+        relu_tiles(A[:, 2:], B, v, b, kernel="compiled")

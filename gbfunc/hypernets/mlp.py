@@ -90,20 +90,18 @@ class GNet(Hypernet):
         b_cH = col_codes_cq @ leaves["col_weight"]
         depth = len(self.hidden or ())
         if depth == 1 and self.activation == "relu":
-            tile = relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], kernel=kernel)
-        else:
-            names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")] + [f"{head}_weight"]
-            rest = {name: leaves[name] for name in names}
-            activation = ACTIVATIONS[self.activation]
+            return relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], leaves[f"{head}_bias"], kernel=kernel)
+        names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")] + [f"{head}_weight"]
+        rest = {name: leaves[name] for name in names}
+        activation = ACTIVATIONS[self.activation]
 
-            def upper(pre: Tensor, params: Params) -> Tensor:
-                x = activation(pre)
-                for i in range(1, depth):
-                    x = activation(x @ params[f"weight_{i}"] + params[f"bias_{i}"])
-                return x @ params[f"{head}_weight"]
+        def upper(pre: Tensor, params: Params) -> Tensor:
+            x = activation(pre)
+            for i in range(1, depth):
+                x = activation(x @ params[f"weight_{i}"] + params[f"bias_{i}"])
+            return x @ params[f"{head}_weight"]
 
-            tile = chunked_apply(upper, a_rH, b_cH, rest)
-        return tile + leaves[f"{head}_bias"]
+        return chunked_apply(upper, a_rH, b_cH, rest) + leaves[f"{head}_bias"]
 
     def apply(
         self,

@@ -6,6 +6,7 @@ Suffixes: T tiles; r, c rows and columns of a tile; H hidden units. Memory is O(
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import warnings
 from collections.abc import Callable
@@ -14,28 +15,56 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gbfunc.kernels.reference import reference_sums, reference_tiles
+from gbfunc.kernels.reference import compute_dtype, reference_tiles
+
+_GROUPS = 2
+"""Sums that run side by side in a CPU's vector loop. Each is a chain of additions that waits for itself; two that share
+their loads took 15 instead of 19 ms (tiles) and 25 instead of 37 ms (sums) for 441 tiles of 98 x 98, H = 32."""
+
+_LANES = 8
+"""Numbers in a vector, from which on a cut of the hidden units leaves whole vectors."""
 
 
 class CompiledForms(NamedTuple):
     """Forward and backward reductions, compiled for one shape.
 
     Attributes:
-        tiles: [T, r, H], [T, c, H], [T, H] -> tiles [T, r, c].
+        tiles: [T, r, H], [T, c, H], [T, H], [T] -> tiles [T, r, c].
         sums: cotangent [T, r, c], [T, r, H], [T, c, H] -> its sums over active columns [T, r, H] and rows [T, c, H].
     """
 
-    tiles: Callable[[Tensor, Tensor, Tensor], Tensor]
+    tiles: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     sums: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _tiles(A_TrH: Tensor, B_THc: Tensor, v_TH: Tensor) -> Tensor:
-    return reference_tiles(A_TrH, B_THc.mT, v_TH)
+def _cut(size: int, groups: int, device: torch.device) -> list[slice]:
+    """Cut a dimension into equal groups, and what is left over; a GPU has enough to do with one."""
+    n = size // groups if device.type == "cpu" else 0
+    ends = [*range(0, n * groups, n), n * groups, size] if n else [0, size]
+    return [slice(a, b) for a, b in itertools.pairwise(ends) if b > a]
 
 
-def _sums(g_Trc: Tensor, A_TrH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
+def _tiles(A_TrH: Tensor, B_THc: Tensor, v_TH: Tensor, b_T: Tensor) -> Tensor:
+    rows = _cut(A_TrH.shape[1], _GROUPS, A_TrH.device)
+    return torch.cat([reference_tiles(A_TrH[:, i], B_THc.mT, v_TH, b_T) for i in rows], 1)
+
+
+def _active_sums(g_Trc: Tensor, A_TrH: Tensor, nB_TcH: Tensor) -> Tensor:
+    """`reference_sums` of A and -B: `a > -b` spares the addition in `a + b > 0`, and is the same in floating point."""
+    dtype, hidden = compute_dtype(A_TrH.dtype), A_TrH.shape[2]
+    rows = _cut(A_TrH.shape[1], _GROUPS, A_TrH.device)
+    units = _cut(hidden, _GROUPS if hidden % (_GROUPS * _LANES) == 0 else 1, A_TrH.device)
+
+    def some(i: slice, h: slice) -> Tensor:
+        active = A_TrH[:, i, h].unsqueeze(-2) > nB_TcH[..., h].unsqueeze(-3)
+        return torch.where(active, g_Trc[:, i].to(dtype).unsqueeze(-1), 0).sum(-2)
+
+    return torch.cat([torch.cat([some(i, h) for h in units], 2) for i in rows], 1)
+
+
+def _sums(g_Trc: Tensor, A_TrH: Tensor, B_TcH: Tensor, nA_TrH: Tensor, nB_TcH: Tensor) -> tuple[Tensor, Tensor]:
     # One number of g a step of the vector loop over h: a strided read costs less than a transposed copy would.
-    return reference_sums(g_Trc, A_TrH, B_TcH), reference_sums(g_Trc.mT, B_TcH, A_TrH)
+    return _active_sums(g_Trc, A_TrH, nB_TcH), _active_sums(g_Trc.mT, B_TcH, nA_TrH)
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,13 +91,15 @@ def compiled_forms(
 
     # Detached, because the guards of a compiled function tell apart tensors that require grad. The copies put the index
     # of the vector loop last in memory: without them the loads are strided and the loops take twice as long.
-    def tiles_form(A: Tensor, B: Tensor, v: Tensor) -> Tensor:
+    def tiles_form(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
         with torch.no_grad():
-            return fused_tiles(A.detach().contiguous(), B.detach().mT.contiguous(), v.detach().contiguous())
+            A, B, v, b = (x.detach() for x in (A, B, v, b))
+            return fused_tiles(A.contiguous(), B.mT.contiguous(), v.contiguous(), b.contiguous())
 
     def sums_form(g: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            return fused_sums(g.detach().contiguous(), A.detach().contiguous(), B.detach().contiguous())
+            g, A, B = (x.detach().contiguous() for x in (g, A, B))
+            return fused_sums(g, A, B, -A, -B)
 
     return CompiledForms(tiles_form, sums_form)
 
@@ -100,7 +131,7 @@ def working_forms(
     A_TrH = torch.zeros(tiles, rows, hidden, dtype=dtype, device=device)
     B_TcH = torch.zeros(tiles, cols, hidden, dtype=dtype, device=device)
     try:
-        forms.sums(forms.tiles(A_TrH, B_TcH, A_TrH[:, 0]), A_TrH, B_TcH)
+        forms.sums(forms.tiles(A_TrH, B_TcH, A_TrH[:, 0], A_TrH[:, 0, 0]), A_TrH, B_TcH)
     except Exception as error:  # as above
         warnings.warn(
             f"the fused ReLU kernel did not compile ({type(error).__name__}); using the slower eager kernel",

@@ -36,18 +36,18 @@ def _blocks(tiles: int, rows: int, cols: int, size: int) -> Iterator[tuple[slice
             )
 
 
-def eager_tiles(A: Tensor, B: Tensor, v: Tensor, block: int) -> Tensor:
-    """Generate tiles in blocks of about `block` weights: [T, r, H], [T, c, H], [T, H] -> [T, r, c]."""
+def eager_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, block: int) -> Tensor:
+    """Generate tiles in blocks of about `block` weights: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c]."""
     (tiles, rows, hidden), cols = A.shape, B.shape[1]
     if tiles * rows * cols * hidden <= block:
-        return reference_tiles(A, B, v)
+        return reference_tiles(A, B, v, b)
     dtype = compute_dtype(A.dtype)
     A_HTr1 = A.permute(2, 0, 1).unsqueeze(-1).to(dtype)
     B_HT1c = B.permute(2, 0, 1).unsqueeze(-2).to(dtype).contiguous()
     v_HT11 = v.T[..., None, None].to(dtype)
     W_Trc = A.new_empty(tiles, rows, cols)
     for t, i in _blocks(tiles, rows, cols, block):
-        W_Tbc = torch.zeros_like(W_Trc[t, i], dtype=dtype)
+        W_Tbc = torch.empty_like(W_Trc[t, i], dtype=dtype).copy_(b[t, None, None])
         hidden_Tbc = torch.empty_like(W_Tbc)
         for h in range(hidden):
             torch.add(A_HTr1[h, t, i], B_HT1c[h, t], out=hidden_Tbc).clamp_min_(0)

@@ -1,6 +1,6 @@
 """The tile of a ReLU g-net as plain broadcast expressions: the definition that every other form must agree with.
 
-`W[i, j] = sum_h v[h] relu(A[i, h] + B[j, h])`, where `A` and `B` are the halves of the first layer's pre-activation.
+`W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`, with `A` and `B` the halves of what the first layer feeds its ReLU.
 
 Suffixes: T tiles; r, c rows and columns of a tile; H hidden units. Memory is O(T r c H).
 """
@@ -16,15 +16,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def reference_tiles(A: Tensor, B: Tensor, v: Tensor) -> Tensor:
-    """Generate tiles by their definition: [..., r, H], [..., c, H], [..., H] -> [..., r, c]."""
-    A_rH, B_cH, v_H = (x.to(compute_dtype(A.dtype)) for x in (A, B, v))
+def reference_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    """Generate tiles by their definition: [..., r, H], [..., c, H], [..., H], [...] -> [..., r, c]."""
+    A_rH, B_cH, v_H, b = (x.to(compute_dtype(A.dtype)) for x in (A, B, v, b))
     hidden_rcH = torch.relu(A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3))
-    return (hidden_rcH * v_H.unsqueeze(-2).unsqueeze(-2)).sum(-1).to(A.dtype)
+    return ((hidden_rcH * v_H.unsqueeze(-2).unsqueeze(-2)).sum(-1) + b[..., None, None]).to(A.dtype)
 
 
-def traced_tiles(A: Tensor, B: Tensor, v: Tensor) -> Tensor:
-    """Generate tiles by the expression that compiles best, `W[i, j] = sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`.
+def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    """Generate tiles as compiles best, `W[i, j] = b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`.
 
     It is linear in everything but the activity, so what automatic differentiation makes of it are the two sums of the
     hand-derived backward pass, and a compiler fuses both: half the time that the plain expression takes.
@@ -32,7 +32,7 @@ def traced_tiles(A: Tensor, B: Tensor, v: Tensor) -> Tensor:
     A_rH, B_cH, v_1H = (x.to(compute_dtype(A.dtype)) for x in (A, B, v.unsqueeze(-2)))
     active_rcH = A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3) > 0
     terms_rcH = (A_rH * v_1H).unsqueeze(-2) + (B_cH * v_1H).unsqueeze(-3)
-    return torch.where(active_rcH, terms_rcH, 0).sum(-1).to(A.dtype)
+    return (torch.where(active_rcH, terms_rcH, 0).sum(-1) + b[..., None, None].to(terms_rcH.dtype)).to(A.dtype)
 
 
 def reference_sums(g: Tensor, A: Tensor, B: Tensor) -> Tensor:
