@@ -23,11 +23,15 @@ WEIGHTS = "PuOr"
 _MAX_FIELDS = 64
 
 
-def learning_curve(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
-    """Training loss and validation accuracy against epochs, one line a run.
+def learning_curve(
+    runs: Mapping[str, Sequence[Mapping[str, float]]], metric: str = "accuracy", unit: str = "%"
+) -> Figure:
+    """Training loss and a validation metric against training, one line a run.
 
     Args:
-        runs: history of each run by its label: rows of `epoch`, `train_loss` (nats), `val_accuracy` (0 to 1).
+        runs: history of each run by its label: rows of `epoch`, `step`, `train_loss` (nats), `val_<metric>`.
+        metric: which metric.
+        unit: of the metric; `"%"` where its values are parts of one.
 
     Raises:
         ValueError: if there is no run.
@@ -35,26 +39,30 @@ def learning_curve(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
     if not runs:
         raise ValueError("learning_curve expects at least one run, got none")
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    loss_axes, metric_axes = figure.subplots(1, 2)
+    factor = 100 if unit == "%" else 1
+    # Rows at whole passes count passes, others steps.
+    x = "epoch" if all(row["epoch"] == int(row["epoch"]) for rows in runs.values() for row in rows) else "step"
     for i, (label, rows) in enumerate(runs.items()):
         style = {
             "color": PALETTE[i % len(PALETTE)],
             "linestyle": LINES[i % len(LINES)],
-            "marker": "o" if len(rows) == 1 else None,
+            "marker": "o" if len(rows) < 10 else None,
             "label": label,
         }
-        epochs = [row["epoch"] for row in rows]
-        loss_axes.plot(epochs, [row["train_loss"] for row in rows], **style)
-        accuracy_axes.plot(epochs, [100 * row["val_accuracy"] for row in rows], **style)
-    loss_axes.set(xlabel="epoch", ylabel="training loss (cross entropy, nats)", yscale="log")
-    accuracy_axes.set(xlabel="epoch", ylabel="validation accuracy (%)")
-    # The first epochs would else press all that matters into the uppermost pixels.
-    worst = min(100 * rows[-1]["val_accuracy"] for rows in runs.values())
-    accuracy_axes.set_ylim(max(0.0, worst - 15), 100.5)
-    for axes in (loss_axes, accuracy_axes):
+        xs = [row[x] for row in rows]
+        loss_axes.plot(xs, [row["train_loss"] for row in rows], **style)
+        metric_axes.plot(xs, [factor * row[f"val_{metric}"] for row in rows], **style)
+    loss_axes.set(xlabel=x, ylabel="training loss (cross entropy, nats)", yscale="log")
+    metric_axes.set(xlabel=x, ylabel=f"validation {metric.replace('_', ' ')} ({unit})")
+    if unit == "%":
+        # The first epochs would else press all that matters into the uppermost pixels.
+        worst = min(100 * rows[-1][f"val_{metric}"] for rows in runs.values())
+        metric_axes.set_ylim(max(0.0, worst - 15), 100.5)
+    for axes in (loss_axes, metric_axes):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    accuracy_axes.legend(frameon=False, loc="lower right")
+    metric_axes.legend(frameon=False, loc="lower right" if unit == "%" else "upper right")
     return figure
 
 

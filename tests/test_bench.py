@@ -28,7 +28,7 @@ from gbfunc.cli.bench import measure, print_results
 from gbfunc.generate import Generator
 from gbfunc.hypernets import Hypernet
 from gbfunc.plots import cost_curves
-from gbfunc.tasks.mlp import mlp
+from gbfunc.pnets.mlp import mlp
 
 CPU = Setting(torch.device("cpu"), None, 1)
 KEYS = {"case", "variant", "step_ms", "ratio_to_dense", "ratio_to_naive", "peak_mb", "counted_mb", "weights"}

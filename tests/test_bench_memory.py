@@ -16,7 +16,7 @@ from gbfunc.bench.live import LiveBytes
 from gbfunc.bench.memory import measure_memory, peak_resident
 from gbfunc.bench.nets import GPT, ResNet, features, sequences
 from gbfunc.bench.variants import build, loss_fn
-from gbfunc.tasks.mlp import mlp
+from gbfunc.pnets.mlp import mlp
 
 CPU = Setting(torch.device("cpu"), None, 1)
 

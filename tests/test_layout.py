@@ -24,6 +24,7 @@ LEVELS = (
     {"gradients"},
     {"train", "artifact", "checkpoint", "materialize"},
     {"__init__"},
+    {"pnets"},
     {"tasks", "plots"},
     {"bench"},
     {"cli"},

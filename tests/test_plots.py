@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from gbfunc.plots import PALETTE, learning_curve, weight_images
 
-ROWS = [{"epoch": i, "train_loss": 2.0 / i, "val_accuracy": 1 - 0.5 / i} for i in (1, 2, 3)]
+ROWS = [{"epoch": i, "step": 10 * i, "train_loss": 2.0 / i, "val_accuracy": 1 - 0.5 / i} for i in (1, 2, 3)]
 
 
 def png(figure: Figure) -> bytes:
@@ -40,6 +40,14 @@ def test_learning_curve_draws_every_run_with_units(n_rows: int) -> None:
     legend = acc.get_legend()
     assert legend is not None and [t.get_text() for t in legend.get_texts()] == ["genome", "dense"]
     assert png(figure).startswith(b"\x89PNG")
+
+
+def test_other_metrics_keep_their_unit() -> None:
+    rows = [{"epoch": i / 2, "step": 500 * i, "train_loss": 2.0, "val_loss": 3.0 / i} for i in (1, 2)]
+    loss, metric = learning_curve({"genome": rows}, "loss", "nats").axes
+    assert metric.get_ylabel() == "validation loss (nats)" and loss.get_xlabel() == metric.get_xlabel() == "step"
+    assert np.asarray(metric.lines[0].get_ydata()).tolist() == [3.0, 1.5]
+    assert np.asarray(metric.lines[0].get_xdata()).tolist() == [500, 1000]
 
 
 def test_more_runs_than_colours() -> None:

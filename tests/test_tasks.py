@@ -12,18 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gbfunc as gb
+from gbfunc.pnets import find_pnet, mlp, mlp_sizes
 from gbfunc.tasks import (
     TASKS,
     Split,
     Task,
     accuracy,
+    endless_batches,
     epoch_batches,
+    find_task,
     hold_out,
     loss_fn,
-    mlp,
-    mlp_sizes,
     steps_per_epoch,
 )
+from gbfunc.tasks.base import logits_of
+from gbfunc.tasks.data import flip_and_crop, noise
 from gbfunc.tasks.mnist import load_mnist, read_idx
 
 SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
@@ -108,6 +111,48 @@ def test_batches_change_from_epoch_to_epoch_and_leave_the_global_generator_alone
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_passes_follow_each_other() -> None:
+    split = Split(torch.zeros(6, 1), torch.arange(6))
+    batches = endless_batches(split, 2, torch.Generator().manual_seed(0))
+    seen = [next(batches)[1] for _ in range(6)]
+    assert sorted(torch.cat(seen[:3]).tolist()) == sorted(torch.cat(seen[3:]).tolist()) == list(range(6))
+
+
+def test_noise_has_its_deviation() -> None:
+    x = noise(0.5)(torch.ones(100, 100), torch.Generator().manual_seed(0))
+    assert abs(float(x.std()) - 0.5) < 0.02 and abs(float(x.mean()) - 1) < 0.02
+
+
+def test_flip_and_crop_shifts_and_mirrors() -> None:
+    images = torch.arange(2 * 3 * 5 * 7.0).reshape(2, 3, 5, 7) + 1
+    seen = set()
+    for seed in range(200):
+        changed = flip_and_crop(1)(images, torch.Generator().manual_seed(seed))
+        assert changed.shape == images.shape
+        for image, original in zip(changed, images, strict=True):
+            found = [
+                (dy, dx, flip)
+                for dy in (-1, 0, 1)
+                for dx in (-1, 0, 1)
+                for flip in (False, True)
+                if torch.equal(image, _moved(original, dy, dx, flip))
+            ]
+            assert len(found) == 1
+            seen.add(found[0])
+    assert len(seen) == 18
+
+
+def _moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
+    """A slow shift: pixel by pixel, zeros from outside."""
+    channels, rows, cols = image.shape
+    moved = torch.zeros_like(image)
+    for y in range(rows):
+        for x in range(cols):
+            if 0 <= y + dy < rows and 0 <= x + dx < cols:
+                moved[:, y, x] = image[:, y + dy, x + dx]
+    return moved.flip(2) if flip else moved
+
+
 @settings(deadline=None, max_examples=30)
 @given(sizes=SIZES)
 def test_sizes_are_read_back_from_the_parameters(sizes: tuple[int, ...]) -> None:
@@ -156,6 +201,15 @@ def test_loss_and_accuracy_by_hand() -> None:
         assert accuracy(lambda x: x, Split(logits, y), chunk) == pytest.approx(2 / 3)
 
 
+def test_logits_are_found_in_an_output() -> None:
+    class Output:
+        logits = torch.ones(2)
+
+    assert torch.equal(logits_of(Output()), torch.ones(2)) and torch.equal(logits_of(Output.logits), torch.ones(2))
+    with pytest.raises(TypeError, match="logits or an object with .logits, got tuple"):
+        logits_of((torch.ones(2),))
+
+
 def test_accuracy_refuses_an_empty_split() -> None:
     with pytest.raises(ValueError, match="got an empty one"):
         accuracy(lambda x: x, Split(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)))
@@ -166,20 +220,21 @@ def test_accuracy_refuses_an_empty_split() -> None:
 
 def check_task(task: Task, n_train: int, n_val: int, n_test: int) -> None:
     assert [len(s.y) for s in (task.train, task.val, task.test)] == [n_train, n_val, n_test]
-    n_classes = task.sizes[-1]
+    n_classes = task.interface.outputs
     for split in (task.train, task.val, task.test):
         assert split.x.dtype == torch.float32 and split.y.dtype == torch.int64
-        assert split.x.shape == (len(split.y), task.sizes[0])
+        assert isinstance(split, Split) and split.x.shape == (len(split.y), *task.interface.inputs)
         assert sorted(split.y.unique().tolist()) == list(range(n_classes))
         # Normalised by the training split, whose mean and deviation are those of the others to a few percent.
         assert abs(float(split.x.mean())) < 0.05 and abs(float(split.x.std()) - 1) < 0.05
-    assert task.image_shape[0] * task.image_shape[1] == task.sizes[0]
     pnet = task.build(0)
-    assert mlp_sizes({name: tuple(p.shape) for name, p in pnet.named_parameters()}) == task.sizes
-    assert pnet(task.val.x[:3]).shape == (3, n_classes)
-    recipe = task.recipe(task.genome_params)
-    plan = gb.make_plan(pnet, genome_params=task.genome_params, rules=recipe.rules, encodings=recipe.encodings)
+    x, y = next(task.val.chunks(3))
+    assert pnet(x).shape == (3, n_classes) and len(y) == 3
+    assert task.genome_params is not None
+    plan = task.plan(pnet, genome_params=task.genome_params)
     assert 0.98 * task.genome_params <= plan.genome_params <= task.genome_params
+    assert task.plan(pnet, gb.low_rank(), compression=2.0).generated[0].slots[0].hypernet.type == "low_rank"
+    assert task.evaluate(pnet, task.val).keys() == {metric.name for metric in task.metrics}
 
 
 def test_digits(digits: Task) -> None:
@@ -187,14 +242,14 @@ def test_digits(digits: Task) -> None:
     assert digits.name == "digits"
     # The demo's claim: at least 40 times smaller, on a p-net of at least 80,000 parameters.
     n_pnet = sum(p.numel() for p in digits.build(0).parameters())
-    assert n_pnet >= 80_000 and n_pnet >= 40 * digits.genome_params
+    assert digits.genome_params is not None and n_pnet >= 80_000 and n_pnet >= 40 * digits.genome_params
 
 
 def test_digits_are_all_of_the_data_set_once(digits: Task) -> None:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    ours = torch.cat([digits.train.x, digits.val.x, digits.test.x])
+    ours = torch.cat([digits.train.x, digits.val.x, digits.test.x]).flatten(1)
     y = torch.cat([digits.train.y, digits.val.y, digits.test.y])
     assert np.bincount(y).tolist() == np.bincount(labels).tolist()
     scale = pixels.std() / float(ours.std())
@@ -221,38 +276,50 @@ def test_mnist_validation_comes_from_the_training_images(mnist: Task, shared_dat
     images, labels, test_images, test_labels = load_mnist(shared_data / "mnist")
     counts = torch.bincount(mnist.train.y) + torch.bincount(mnist.val.y)
     assert counts.tolist() == np.bincount(labels).tolist()
-    assert images.shape == (60_000, 784) and test_images.shape == (10_000, 784)
+    assert images.shape == (60_000, 28, 28) and test_images.shape == (10_000, 28, 28)
     assert torch.equal(mnist.test.y, torch.from_numpy(test_labels))
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
-@pytest.mark.parametrize("sizes", [(), (64,), (3, 10), (64, 0, 10), (784, 0, 10), (784, 20), (64, 20)])
-def test_sizes_that_do_not_fit_the_data_are_refused(name: str, sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="sizes must start with"):
-        TASKS[name](sizes=sizes)
+def test_another_pnet(digits: Task) -> None:
+    task = digits.with_pnet(find_pnet("mlp", digits.interface, {"sizes": (64, 16, 12, 10)}))
+    assert task.build(0)(task.val.x[:2]).shape == (2, 10)
+    assert [len(list(t.build(0).parameters())) for t in (task, digits)] == [6, 4]
 
 
-def test_own_sizes() -> None:
-    task = TASKS["digits"](sizes=(64, 16, 12, 10))
-    assert task.sizes == (64, 16, 12, 10)
-    rules = [pattern for pattern, _ in task.recipe(300).rules]
-    assert rules == [r"^(0|2)\.bias$"]
-    assert TASKS["digits"](sizes=(64, 10)).recipe(300).rules == ()
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_tasks_with_data_ask_for_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"the {name} task needs --data-dir"):
+        find_task(name, None, {})
+    with pytest.raises(FileNotFoundError, match="no such folder: .*nowhere"):
+        find_task(name, tmp_path / "nowhere", {})
+    with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte.gz"):
+        find_task(name, tmp_path, {})
+
+
+def test_fashion_mnist_is_read_as_mnist_is(shared_data: Path, mnist: Task) -> None:
+    # The same files under another name: the loader is one.
+    task = find_task("fashion-mnist", shared_data / "mnist", {})
+    assert task.name == "fashion-mnist" and isinstance(task.train, Split)
+    assert torch.equal(task.train.x, mnist.train.x)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("nope", {}, "no task 'nope': choose one of digits, mnist"),
+        ("digits", {"colour": 1}, "the task digits has no option colour: its options are none"),
+        ("text", {"colour": 1}, "its options are context, vocabulary"),
+        ("gbfunc.tasks:nope", {}, "gbfunc.tasks has no 'nope'"),
+        ("gbfunc.tasks:TASKS", {}, "must be a function that returns a Task, got mappingproxy"),
+        ("gbfunc.tasks.data:noise", {"deviation": 1.0}, "must return a gbfunc.tasks.Task, got function"),
+    ],
+)
+def test_wrong_tasks_are_refused(name: str, config: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_task(name, None, config)
 
 
 # Damaged data
-
-
-def test_mnist_without_a_folder() -> None:
-    with pytest.raises(ValueError, match="--data-dir"):
-        TASKS["mnist"]()
-
-
-def test_mnist_missing_folder_and_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such folder: .*nowhere"):
-        TASKS["mnist"](data_dir=tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte.gz"):
-        TASKS["mnist"](data_dir=tmp_path)
 
 
 def test_idx_round_trip(tmp_path: Path) -> None:

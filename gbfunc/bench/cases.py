@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gbfunc.bench.nets import GPT, ResNet, features, sequences
 from gbfunc.hypernets import Hypernet, gnet, periodic
-from gbfunc.tasks.mlp import mlp
+from gbfunc.pnets.mlp import mlp
 
 Scale = Literal["quick", "full", "cuda"]
 

@@ -22,7 +22,7 @@ from gbfunc.bench.cases import Case
 from gbfunc.bench.live import LiveBytes
 from gbfunc.bench.nets import features
 from gbfunc.bench.variants import Setting, build
-from gbfunc.tasks.mlp import mlp
+from gbfunc.pnets.mlp import mlp
 
 _STEPS = 3
 # malloc.h of glibc

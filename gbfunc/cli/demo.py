@@ -14,39 +14,37 @@ class Demo(TrainingOptions):
     def run(self) -> None:
         """Train all three, write the results, print one table."""
         from gbfunc.cli.fit import dense_trainer, fit, total_steps
-        from gbfunc.cli.job import make_job, results_folder
+        from gbfunc.cli.job import make_job, measure, results_folder
         from gbfunc.cli.output import print_comparison, write_figure, write_run
         from gbfunc.cli.train import train_genome
-        from gbfunc.tasks import accuracy, mlp
+        from gbfunc.pnets import n_params, narrowed
 
         job = make_job(self)
         task, recipe = job.task, job.recipe
+        small_pnet = narrowed(task.pnet, job.plan.genome_params)
         with results_folder(self.out) as folder:
             result, generated, metrics = train_genome(job, self, folder)
-            dense = task.build(self.seed).to(task.train.x.device)
-            small_sizes = (task.sizes[0], small_width(job.plan.genome_params, task.sizes), task.sizes[-1])
-            small = mlp(small_sizes, self.seed).to(task.train.x.device)
+            dense = task.build(self.seed).to(self.device)
+            small = small_pnet.build(self.seed).to(self.device)
             runs = {"genome": result.history}
             for label, net in (("dense p-net", dense), ("small dense net", small)):
-                trainer = dense_trainer(net, recipe, total_steps(task, recipe))
+                trainer = dense_trainer(net, task, recipe, total_steps(task, recipe))
                 runs[label] = fit(trainer, task, recipe, label=label, seed=self.seed).history
+                net.eval()
             metrics |= {
-                "dense_test_accuracy": accuracy(dense, task.test),
-                "small_dense_test_accuracy": accuracy(small, task.test),
-                "small_dense_params": sum(p.numel() for p in small.parameters()),
+                **measure(task, dense, "dense_"),
+                **measure(task, small, "small_dense_"),
+                "small_dense_params": n_params(small),
                 "small_dense_bytes": sum(p.nbytes for p in small.parameters()),
-                "small_dense_sizes": list(small_sizes),
+                "small_dense_config": dict(small_pnet.config),
+                "pnet_label": task.pnet.label,
+                "small_dense_label": small_pnet.label,
             }
             if self.out is not None:
                 from gbfunc.plots import weight_images
 
                 nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
-                write_figure(folder / "weights.png", weight_images(nets, task.image_shape))
-                write_run(folder, metrics, runs)
-            print_comparison(metrics)
-
-
-def small_width(genome_params: int, sizes: tuple[int, ...]) -> int:
-    """Hidden units of the smallest one-layer net with at least as many parameters as the genome."""
-    n_in, n_out = sizes[0], sizes[-1]
-    return max(1, -(-(genome_params - n_out) // (n_in + n_out + 1)))
+                image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
+                write_figure(folder / "weights.png", weight_images(nets, image))
+                write_run(folder, metrics, runs, task.metric)
+            print_comparison(metrics, task.metric)

@@ -1,19 +1,22 @@
-"""The training loop of every command: any trainer, a task's data, one line of history an epoch."""
+"""The training loop of every command: any trainer, a task's data, a row of history a validation."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli.progress import reporter
-from gbfunc.tasks import Net, Recipe, Task, accuracy, epoch_batches, loss_fn, steps_per_epoch
+from gbfunc.tasks import Batch, Net, Recipe, Task, endless_batches, steps_per_epoch
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from gbfunc.cli.job import Job
+
 _SECONDS_BETWEEN_REPORTS = 0.2
 
 
@@ -22,12 +25,12 @@ class Trainer(NamedTuple):
 
     Attributes:
         state: where it starts.
-        step: a state and a batch to the next state, the loss and the accuracy (0 to 1) of the batch.
-        net: the network that a state stands for.
+        step: a state and a batch to the next state, the loss and other figures of the batch.
+        net: the network that a state stands for, as it is in use.
     """
 
     state: Any
-    step: Callable[[Any, Batch], tuple[Any, Tensor, Tensor]]
+    step: Callable[[Any, Batch], tuple[Any, Tensor, dict[str, Tensor]]]
     net: Callable[[Any], Net]
 
 
@@ -36,8 +39,8 @@ class Fit(NamedTuple):
 
     Attributes:
         state: the last state.
-        history: a row an epoch: `epoch`, `step`, `train_loss` (nats) and `train_accuracy` (means over the
-            epoch), `val_accuracy` (after it), `seconds` since the start.
+        history: a row a validation: `epoch` (passes over the data), `step`, `train_loss` (nats) and other
+            `train_` figures (means since the last row), `val_` metrics, `seconds` since the start.
         seconds: of training, validation included.
         steps: done in all.
     """
@@ -50,7 +53,7 @@ class Fit(NamedTuple):
 
 def total_steps(task: Task, recipe: Recipe) -> int:
     """Steps of a whole training run: the length of its schedule."""
-    return recipe.epochs * steps_per_epoch(task.train, recipe.batch_size)
+    return recipe.steps or recipe.epochs * steps_per_epoch(task.train, recipe.batch_size)
 
 
 def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
@@ -65,74 +68,96 @@ def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     )
 
 
-def genome_trainer(plan: gb.Plan, pnet: nn.Module, recipe: Recipe, steps: int, seed: int) -> Trainer:
-    """Train the genome of `plan` with Adam; `steps` is the length of the schedule."""
-    optimizer = gb.torch_optimizer(torch.optim.Adam, lr=one_cycle(recipe, recipe.lr, steps), betas=recipe.betas)
-    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, on_nonfinite="raise")
+def genome_trainer(job: Job, steps: int, seed: int) -> Trainer:
+    """Train the genome of a job with Adam; `steps` is the length of the schedule."""
+    recipe, plan = job.recipe, job.plan
+    direct = None if recipe.direct_lr is None else {"lr": one_cycle(recipe, recipe.direct_lr, steps)}
+    lr = one_cycle(recipe, recipe.lr, steps)
+    optimizer = gb.torch_optimizer(torch.optim.Adam, lr=lr, betas=recipe.betas, direct=direct)
+    train_step = gb.make_train_step(
+        plan,
+        job.pnet,
+        job.task.loss,
+        optimizer,
+        donate=True,
+        clip_norm=recipe.clip_norm,
+        on_nonfinite="raise",
+    )
 
-    def step(state: gb.TrainState, batch: Batch) -> tuple[gb.TrainState, Tensor, Tensor]:
+    def step(state: gb.TrainState, batch: Batch) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
         state, info = train_step(state, batch)
-        return state, info.loss, info.aux["accuracy"]
+        return state, info.loss, info.aux
 
-    return Trainer(train_step.init(seed=seed), step, lambda state: gb.materialize(plan, state, pnet))
+    return Trainer(train_step.init(seed=seed), step, lambda state: gb.materialize(plan, state, job.pnet).eval())
 
 
-def dense_trainer(net: nn.Module, recipe: Recipe, steps: int) -> Trainer:
+def dense_trainer(net: nn.Module, task: Task, recipe: Recipe, steps: int) -> Trainer:
     """Train `net` itself with Adam, on the same schedule as the genome; the yardstick."""
     schedule = one_cycle(recipe, recipe.dense_lr, steps)
     optimizer = torch.optim.Adam(net.parameters(), lr=recipe.dense_lr, betas=recipe.betas, fused=True)
 
-    def step(done: int, batch: Batch) -> tuple[int, Tensor, Tensor]:
+    def step(done: int, batch: Batch) -> tuple[int, Tensor, dict[str, Tensor]]:
+        net.train()
         optimizer.param_groups[0]["lr"] = schedule(done)
-        loss, aux = loss_fn(net, batch)
+        loss, aux = task.loss(net, batch)
         optimizer.zero_grad()
         loss.backward()
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), recipe.clip_norm)
         optimizer.step()
-        return done + 1, loss.detach(), aux["accuracy"]
+        return done + 1, loss.detach(), aux
 
-    return Trainer(0, step, lambda _: net)
+    return Trainer(0, step, lambda _: net.eval())
 
 
 def fit(trainer: Trainer, task: Task, recipe: Recipe, *, label: str, seed: int) -> Fit:
-    """Train for the recipe's epochs, measuring validation accuracy after each.
+    """Train as long as the recipe says, measuring on validation data now and then.
 
     Args:
         trainer: what to train.
         task: its data, on the trainer's device.
-        recipe: batch size and epochs.
+        recipe: batch size, length, how often to measure.
         label: names the run in reports.
         seed: of the order of the examples.
     """
-    per_epoch = steps_per_epoch(task.train, recipe.batch_size)
+    total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
+    every = recipe.measure_every or a_pass
     generator = torch.Generator().manual_seed(seed)
-    state, history = trainer.state, []
+    batches = endless_batches(task.train, recipe.batch_size, generator, recipe.augment)
+    state, history, done = trainer.state, [], 0
     start = reported = time.perf_counter()
-    with reporter(label, recipe.epochs, recipe.epochs * per_epoch) as report:
-        for epoch in range(1, recipe.epochs + 1):
+    with reporter(label, total) as report:
+        while done < total:
             # Summed as tensors: reading a number each step would make a GPU wait.
-            sums = torch.zeros(2, dtype=torch.float64, device=task.train.y.device)
-            batches = epoch_batches(task.train, recipe.batch_size, generator, recipe.noise)
-            for i, batch in enumerate(batches, 1):
-                state, loss, hits = trainer.step(state, batch)
-                sums += torch.stack((loss, hits))
+            sums: dict[str, Tensor] = {}
+            here = min(every, total - done)
+            for i, batch in enumerate(islice(batches, here), 1):
+                state, loss, figures = trainer.step(state, batch)
+                for name, value in {"loss": loss, **figures}.items():
+                    sums[name] = sums.get(name, 0.0) + value.double()
                 now = time.perf_counter()
                 if now - reported > _SECONDS_BETWEEN_REPORTS:
-                    reported, steps = now, (epoch - 1) * per_epoch + i
-                    mean_loss, mean_hits = (sums / i).tolist()
-                    report.step(steps, mean_loss, mean_hits, steps / (now - start))
-            mean_loss, mean_hits = (sums / per_epoch).tolist()
-            val_accuracy, seconds = accuracy(trainer.net(state), task.val), time.perf_counter() - start
-            steps = epoch * per_epoch
+                    reported = now
+                    report.step(done + i, _status(sums, i, (done + i) / (now - start)))
+            done += here
+            measured = task.evaluate(trainer.net(state), task.val)
+            seconds = time.perf_counter() - start
+            passes = done / a_pass
             history.append(
                 {
-                    "epoch": epoch,
-                    "step": steps,
-                    "train_loss": mean_loss,
-                    "train_accuracy": mean_hits,
-                    "val_accuracy": val_accuracy,
+                    "epoch": int(passes) if passes.is_integer() else round(passes, 3),
+                    "step": done,
+                    **{f"train_{name}": float(value) / here for name, value in sums.items()},
+                    **{f"val_{name}": value for name, value in measured.items()},
                     "seconds": round(seconds, 3),
                 }
             )
-            report.step(steps, mean_loss, mean_hits, steps / seconds)
-            report.epoch(epoch, mean_loss, val_accuracy, steps / seconds)
-    return Fit(state, history, time.perf_counter() - start, recipe.epochs * per_epoch)
+            validation = f"{task.metric.label} {task.metric.show(measured[task.metric.name])}"
+            report.row(done, _status(sums, here, done / seconds), validation)
+    return Fit(state, history, time.perf_counter() - start, total)
+
+
+def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:
+    """Means of the figures of a stretch of training, and steps a second."""
+    figures = "  ".join(f"{name} {float(value) / count:.4f}" for name, value in sums.items())
+    return f"{figures}  {speed:,.1f} steps/s"

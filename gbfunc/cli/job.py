@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.fit import Fit
 from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions, find_device
 from gbfunc.cli.output import make_folder
 from gbfunc.hypernets import HYPERNETS
-from gbfunc.tasks import TASKS, Recipe, Task, accuracy, mlp_sizes
+from gbfunc.pnets import find_pnet
+from gbfunc.tasks import Recipe, Task, find_task
+
+_COMPRESSION = 20.0
+"""Where neither the user nor the task names a size."""
 
 
 class Job(NamedTuple):
@@ -35,14 +39,44 @@ class Job(NamedTuple):
     plan: gb.Plan
 
 
-def load_task(options: DataOptions, sizes: tuple[int, ...] | None) -> Task:
-    """The task that the options name.
+def load_task(options: DataOptions, sizes: tuple[int, ...] | None = None) -> Task:
+    """The task that the options name, with the p-net that they name.
+
+    Args:
+        options: which.
+        sizes: layer sizes, for a p-net that takes them.
 
     Raises:
-        ValueError: if its data is damaged, or if the sizes do not fit it.
+        ValueError: if its data is damaged, or if the p-net does not fit it.
         FileNotFoundError: if its data is missing.
+        ImportError: if a package is missing.
     """
-    return TASKS[options.task](data_dir=options.data_dir, sizes=sizes)
+    task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config))
+    config = read_json("--pnet-config", options.pnet_config)
+    if sizes is not None:
+        config |= {"sizes": sizes}
+    if options.pnet is None and not config:
+        return task
+    if options.pnet in (None, task.pnet.name):
+        # What the user leaves open is as the task has it.
+        config = {**task.pnet.config, **config}
+    return task.with_pnet(find_pnet(options.pnet or task.pnet.name, task.interface, config))
+
+
+def read_json(option: str, text: str) -> dict[str, Any]:
+    """The object that an option holds.
+
+    Raises:
+        ValueError: if it is no JSON object.
+    """
+    expected = f"{option} must be a JSON object such as '{{\"width\": 64}}', got {text!r}"
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{expected}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(expected)
+    return found
 
 
 def make_job(options: ModelOptions) -> Job:
@@ -54,37 +88,35 @@ def make_job(options: ModelOptions) -> Job:
     """
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2**63, got {options.seed}")
-    task = load_task(options, options.sizes)
-    if isinstance(options, TrainingOptions):
-        task = task.to(find_device(options.device))
-    pnet = task.build(options.seed).to(task.train.x.device)
+    device = find_device(options.device if isinstance(options, TrainingOptions) else "cpu")
+    task = load_task(options, options.sizes).to(device)
+    pnet = task.build(options.seed).to(device)
     genome_params, compression = options.genome_params, options.compression
     if compression is not None and not 0 < compression < float("inf"):
         raise ValueError(f"--compression must be a positive number, got {compression}")
     if genome_params is None and compression is None:
-        genome_params = task.genome_params
-    n_pnet = sum(p.numel() for p in pnet.parameters())
+        genome_params, compression = task.genome_params, None if task.genome_params else _COMPRESSION
+    hypernet = None if options.hypernet is None else HYPERNETS[options.hypernet]()
     # Both given is for the plan to refuse.
-    recipe = task.recipe(genome_params or n_pnet / (compression or 1))
-    plan = gb.make_plan(
-        pnet,
-        HYPERNETS[options.hypernet](),
-        genome_params=genome_params,
-        compression=compression,
-        rules=recipe.rules,
-        encodings=recipe.encodings,
-    )
+    plan = task.plan(pnet, hypernet, genome_params=genome_params, compression=compression)
+    recipe = task.recipe(plan.genome_params)
     if isinstance(options, TrainingOptions):
-        own = {"epochs": options.epochs, "batch_size": options.batch_size, "lr": options.lr}
-        recipe = replace(recipe, **{name: value for name, value in own.items() if value is not None})
+        if options.epochs is not None and options.steps is not None:
+            raise ValueError(f"give at most one of --epochs and --steps, got {options.epochs} and {options.steps}")
+        names = ("epochs", "steps", "batch_size", "lr")
+        own = {name: value for name in names if (value := getattr(options, name)) is not None}
+        if "epochs" in own:
+            own |= {"steps": None, "measure_every": None}
+        recipe = replace(recipe, **own)
         check_recipe(recipe)
     return Job(task, recipe, pnet, plan)
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise `ValueError` for settings that no training can use; `fit` checks the batch size."""
-    if recipe.epochs < 1:
-        raise ValueError(f"--epochs must be at least 1, got {recipe.epochs}")
+    for name in ("epochs", "steps"):
+        if (value := getattr(recipe, name)) is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
     if not 0 < recipe.lr < float("inf"):
         raise ValueError(f"--lr must be a positive number, got {recipe.lr}")
 
@@ -108,7 +140,7 @@ def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> t
         task: the data, where it is loaded already.
 
     Returns:
-        Its plan, its task, and the network on the task's device.
+        Its plan, its task, and the network on the CPU.
 
     Raises:
         ValueError: if the file is damaged, or if its p-net does not fit the task.
@@ -118,30 +150,33 @@ def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> t
         raise FileNotFoundError(f"no such genome file: {path}")
     plan, genome = gb.load(path)
     if task is None:
-        task = load_task(options, mlp_sizes({t.name: t.shape for t in plan.tensors}))
-    net = gb.materialize(plan, genome, task.build(0)).eval()
-    return plan, task, net.to(task.train.x.device)
+        task = load_task(options)
+        if task.pnet.fitted is not None:
+            task = task.with_pnet(task.pnet.fitted({t.name: t.shape for t in plan.tensors}))
+    return plan, task, gb.materialize(plan, genome, task.build(0)).eval()
 
 
-def genome_metrics(
-    options: ModelOptions, plan: gb.Plan, path: Path, net: nn.Module, task: Task, result: Fit
-) -> dict[str, object]:
-    """What `metrics.json` says: sizes of the whole model, accuracies of what the genome file holds."""
+def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task) -> dict[str, object]:
+    """Sizes of the whole model, and figures of merit of what a genome file holds."""
     genome_bytes = path.stat().st_size
     return {
         "task": task.name,
-        "hypernet": options.hypernet,
-        "sizes": list(task.sizes),
+        "metric": task.metric.name,
+        "pnet": task.pnet.name,
+        "pnet_config": dict(task.pnet.config),
         "pnet_params": plan.pnet_params,
         "genome_params": plan.genome_params,
         "ratio_params": plan.pnet_params / plan.genome_params,
         "dense_bytes": plan.dense_bytes,
         "genome_bytes": genome_bytes,
         "ratio_bytes": plan.dense_bytes / genome_bytes,
-        "test_accuracy": accuracy(net, task.test),
-        "val_accuracy": accuracy(net, task.val),
-        "train_loss": result.history[-1]["train_loss"],
-        "seconds": result.seconds,
-        "steps": result.steps,
-        "seed": options.seed,
+        **measure(task, net),
     }
+
+
+def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
+    """All metrics of a network on validation and test data: `{prefix}val_accuracy`, `{prefix}test_accuracy`, ..."""
+    found = {}
+    for split, data in (("val", task.val), ("test", task.test)):
+        found |= {f"{prefix}{split}_{name}": value for name, value in task.evaluate(net, data).items()}
+    return found

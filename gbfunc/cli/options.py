@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import arg
 
-TaskName = Literal["digits", "mnist"]
 HypernetName = Literal["periodic", "gnet", "stochastic", "low_rank", "xox"]
 
 _RECIPE = "(default: the task's recipe)"
@@ -17,13 +16,22 @@ _RECIPE = "(default: the task's recipe)"
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which data."""
+    """Which data, which p-net."""
 
-    task: TaskName = "digits"
-    """Real data to learn: scikit-learn's 1,797 handwritten digits of 8x8 pixels, or MNIST."""
+    task: Annotated[str, arg(metavar="NAME")] = "digits"
+    """What to learn: digits, mnist, fashion-mnist, text, or package.module:function of your own."""
 
-    data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
-    """Folder with MNIST's four IDX .gz files; digits needs none."""
+    data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
+    """Folder with the task's data; for text a file will do. digits needs none, text has one built in."""
+
+    task_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: none)")] = "{}"
+    """Options of the task, for text '{"context": 128, "vocabulary": 1024}'."""
+
+    pnet: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the task's)")] = None
+    """The network: mlp, allconv, resnet18, gpt, hf:TYPE (Hugging Face), or package.module:function of your own."""
+
+    pnet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
+    """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,16 @@ class ModelOptions(DataOptions):
             help_behavior_hint="(default: 64 1100 10 for digits, 784 800 10 for mnist)",
         ),
     ] = None
-    """Layer sizes of the p-net, inputs first."""
+    """Layer sizes of an mlp, inputs first."""
 
-    hypernet: HypernetName = "periodic"
+    hypernet: Annotated[HypernetName | None, arg(help_behavior_hint="(default: the task's, periodic)")] = None
     """Type of the g-nets that generate the weights."""
 
     genome_params: Annotated[
         int | None,
         arg(
             metavar="INT",
-            help_behavior_hint="(default without --compression: 450 for digits, 1973 for mnist)",
+            help_behavior_hint="(default without --compression: the task's, or 20 times fewer than the p-net)",
         ),
     ] = None
     """Largest genome, in parameters, everything counted."""
@@ -65,11 +73,14 @@ class TrainingOptions(ModelOptions):
     epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint=_RECIPE)] = None
     """Passes over the training examples."""
 
+    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint=_RECIPE)] = None
+    """Training steps, in place of --epochs."""
+
     batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint=_RECIPE)] = None
     """Examples a step."""
 
     lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_RECIPE)] = None
-    """Peak learning rate of the genome."""
+    """Peak learning rate of the g-nets."""
 
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, ..."""

@@ -16,6 +16,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from gbfunc.tasks import Metric
+
 
 def make_folder(path: Path) -> Path:
     """Make a folder for results, so that a path that cannot be one is known before hours of training.
@@ -63,42 +65,45 @@ def write_figure(path: Path, figure: Figure) -> None:
     _replace(path, content.getvalue())
 
 
-def write_run(folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    """`metrics.json`, `history.csv` and `learning_curve.png`."""
+def write_run(
+    folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Mapping[str, float]]], metric: Metric
+) -> None:
+    """`metrics.json`, `history.csv` and `learning_curve.png`, which shows one metric."""
     from gbfunc.plots import learning_curve
 
     write_history(folder / "history.csv", runs)
-    write_figure(folder / "learning_curve.png", learning_curve(runs))
+    write_figure(folder / "learning_curve.png", learning_curve(runs, metric.name, metric.unit))
     # Last: where it stands, the others do too.
     write_metrics(folder / "metrics.json", metrics)
 
 
-def print_metrics(metrics: Mapping[str, Any]) -> None:
+def print_metrics(metrics: Mapping[str, Any], measured: Sequence[Metric]) -> None:
     """One genome's figures of merit on standard output."""
     m = metrics
     table = _table("", f"{m['task']}: genome", "dense p-net", "ratio")
     table.add_row("parameters", f"{m['genome_params']:,}", f"{m['pnet_params']:,}", f"{m['ratio_params']:.1f}")
     table.add_row("bytes", f"{m['genome_bytes']:,}", f"{m['dense_bytes']:,}", f"{m['ratio_bytes']:.1f}")
-    table.add_row("validation accuracy", f"{m['val_accuracy']:.2%}")
-    table.add_row("test accuracy", f"{m['test_accuracy']:.2%}")
+    for split, name in (("val", "validation"), ("test", "test")):
+        for metric in measured:
+            table.add_row(f"{name} {metric.label}", metric.show(m[f"{split}_{metric.name}"]))
     if "seconds" in m:
         table.add_row("training", f"{m['steps']:,} steps", f"{m['seconds']:.1f} s")
     Console().print(table)
 
 
-def print_comparison(metrics: Mapping[str, Any]) -> None:
+def print_comparison(metrics: Mapping[str, Any], metric: Metric) -> None:
     """The genome beside both dense nets on standard output."""
     m = metrics
-    table = _table("network", "parameters", "ratio", "bytes on disk", "test accuracy")
-    sizes, small = "-".join(map(str, m["sizes"])), "-".join(map(str, m["small_dense_sizes"]))
+    table = _table("network", "parameters", "ratio", "bytes on disk", f"test {metric.label}")
     rows = (
-        (f"{sizes}, dense", m["pnet_params"], m["dense_bytes"], m["dense_test_accuracy"]),
-        (f"{sizes}, generated", m["genome_params"], m["genome_bytes"], m["test_accuracy"]),
-        (f"{small}, dense", m["small_dense_params"], m["small_dense_bytes"], m["small_dense_test_accuracy"]),
+        (f"{m['pnet_label']}, dense", "dense", m["pnet_params"], m["dense_bytes"]),
+        (f"{m['pnet_label']}, generated", "", m["genome_params"], m["genome_bytes"]),
+        (f"{m['small_dense_label']}, dense", "small_dense", m["small_dense_params"], m["small_dense_bytes"]),
     )
-    for network, params, n_bytes, accuracy in rows:
+    for network, prefix, params, n_bytes in rows:
         ratio = m["pnet_params"] / params
-        table.add_row(network, f"{params:,}", f"{ratio:.1f}x", f"{n_bytes:,}", f"{accuracy:.2%}")
+        found = m[f"{prefix}_test_{metric.name}" if prefix else f"test_{metric.name}"]
+        table.add_row(network, f"{params:,}", f"{ratio:.1f}x", f"{n_bytes:,}", metric.show(found))
     console = Console()
     console.print(table)
     console.print("Bytes: the genome's whole file; dense nets in float32, without a file's header.", style="dim")

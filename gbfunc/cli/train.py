@@ -30,8 +30,8 @@ class Train(TrainingOptions):
         with results_folder(self.out) as folder:
             result, _, metrics = train_genome(job, self, folder)
             if self.out is not None:
-                write_run(folder, metrics, {"genome": result.history})
-            print_metrics(metrics)
+                write_run(folder, metrics, {"genome": result.history}, job.task.metric)
+            print_metrics(metrics, job.task.metrics)
 
 
 def train_genome(job: Job, options: TrainingOptions, folder: Path) -> tuple[Fit, nn.Module, dict[str, object]]:
@@ -45,9 +45,17 @@ def train_genome(job: Job, options: TrainingOptions, folder: Path) -> tuple[Fit,
     from gbfunc.cli.job import genome_metrics, read_genome
 
     steps = total_steps(job.task, job.recipe)
-    trainer = genome_trainer(job.plan, job.pnet, job.recipe, steps, options.seed)
+    trainer = genome_trainer(job, steps, options.seed)
     result = fit(trainer, job.task, job.recipe, label="genome", seed=options.seed)
     path = folder / GENOME_FILE
     gb.save(path, job.plan, result.state)
     plan, _, net = read_genome(path, options, job.task)
-    return result, net, genome_metrics(options, plan, path, net, job.task, result)
+    net.to(options.device)
+    metrics = genome_metrics(plan, path, net, job.task) | {
+        "hypernet": options.hypernet or job.task.pnet.plan(plan.genome_params).hypernet.type,
+        "train_loss": result.history[-1]["train_loss"],
+        "seconds": result.seconds,
+        "steps": result.steps,
+        "seed": options.seed,
+    }
+    return result, net, metrics

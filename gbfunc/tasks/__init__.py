@@ -2,38 +2,81 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+from gbfunc.pnets import check_options, import_object, is_import_path
 from gbfunc.tasks.base import (
+    Metric,
     Net,
     Recipe,
-    Split,
     Task,
     accuracy,
-    epoch_batches,
-    hold_out,
+    logits_of,
     loss_fn,
-    steps_per_epoch,
+    token_loss,
 )
+from gbfunc.tasks.data import Batch, Data, Split, Windows, endless_batches, epoch_batches, hold_out, steps_per_epoch
 from gbfunc.tasks.digits import digits
-from gbfunc.tasks.mlp import mlp, mlp_sizes
-from gbfunc.tasks.mnist import mnist
+from gbfunc.tasks.mnist import fashion_mnist, mnist
+from gbfunc.tasks.text import text
 
 __all__ = [
     "TASKS",
+    "Batch",
+    "Data",
+    "Metric",
     "Net",
     "Recipe",
     "Split",
     "Task",
+    "Windows",
     "accuracy",
+    "endless_batches",
     "epoch_batches",
+    "find_task",
     "hold_out",
+    "logits_of",
     "loss_fn",
-    "mlp",
-    "mlp_sizes",
     "steps_per_epoch",
+    "token_loss",
 ]
 
-TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType({"digits": digits, "mnist": mnist})
-"""Every task by its name, as its factory `(data_dir=None, sizes=None) -> Task`."""
+TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
+    {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "text": text}
+)
+"""Every task by its name, as its factory `(data_dir=None, **options) -> Task`."""
+
+
+def find_task(name: str, data_dir: Path | None, config: Mapping[str, Any]) -> Task:
+    """The task called `name`: a key of `TASKS`, or `package.module:function` of the user's.
+
+    A function gets the options, and `data_dir` where it has such a parameter.
+
+    Args:
+        name: which.
+        data_dir: where its data is.
+        config: options of the task.
+
+    Raises:
+        ValueError: for an unknown name, options that do not fit, or damaged data.
+        FileNotFoundError: if data is missing.
+        ImportError: if a package is missing.
+    """
+    if is_import_path(name):
+        factory = import_object(name)
+    elif name in TASKS:
+        factory = TASKS[name]
+    else:
+        raise ValueError(f"no task {name!r}: choose one of {', '.join(TASKS)}, or package.module:function")
+    if not callable(factory):
+        raise ValueError(f"{name} must be a function that returns a Task, got {type(factory).__name__}")
+    check_options(f"the task {name}", factory, config, given=("data_dir", "name"))
+    takes = "data_dir" in inspect.signature(factory).parameters
+    task = factory(**({"data_dir": data_dir} if takes else {}), **config)
+    if not isinstance(task, Task):
+        raise ValueError(f"{name} must return a gbfunc.tasks.Task, got {type(task).__name__}")
+    return task

@@ -1,40 +1,52 @@
-"""What a task is: real data in three splits, a p-net, a loss and a recipe that trains its genome well.
+"""What a task is: real data in three splits, a p-net, a loss, metrics, and a recipe that trains its genome well.
 
-Suffixes: N examples of a split, B examples of a batch, F features of an input, K classes.
+Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gbfunc.encoding import Encoding
 from gbfunc.hypernets import Hypernet
+from gbfunc.plan import Plan, make_plan
+from gbfunc.pnets import Interface, PNet
+from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows
 
-Net = Callable[[Tensor], Tensor]
+Net = Callable[[Tensor], Any]
+"""Inputs to logits, or to an object with logits (a Hugging Face output)."""
+
+_CHUNK = 5_000
+_TEXT_CHUNK = 256
 
 
-class Split(NamedTuple):
-    """Examples that belong together.
+class Metric(NamedTuple):
+    """A figure of merit.
 
     Attributes:
-        x: inputs [N, F], float32, normalised.
-        y: classes [N], int64.
+        name: its key in metrics: `val_<name>`, `test_<name>`.
+        unit: `"%"` for parts of one shown in percent, else what stands behind the number.
+        higher_is_better: whether a larger one is better.
     """
 
-    x: Tensor
-    y: Tensor
+    name: str
+    unit: str = "%"
+    higher_is_better: bool = True
 
-    def to(self, device: torch.device | str) -> Split:
-        """The same examples on `device`."""
-        return Split(self.x.to(device), self.y.to(device))
+    @property
+    def label(self) -> str:
+        """The name for a person."""
+        return self.name.replace("_", " ")
+
+    def show(self, value: float) -> str:
+        """The value for a person."""
+        return f"{value:.2%}" if self.unit == "%" else f"{value:.4f} {self.unit}"
 
 
 @dataclass(frozen=True)
@@ -42,26 +54,105 @@ class Recipe:
     """Settings that train a genome of a given size well, chosen on validation data.
 
     Attributes:
-        encodings: `{parameter: (code of rows, code of columns)}` for `make_plan`.
-        rules: `((pattern, hypernetwork), ...)` for `make_plan`.
-        lr: peak learning rate of the genome.
+        lr: peak learning rate of the g-nets.
+        direct_lr: peak learning rate of direct parameters; None for the same.
         dense_lr: peak learning rate of a dense net of the same task.
         betas: of Adam.
         batch_size: examples a step.
         epochs: passes over the training split.
-        noise: standard deviation of noise on the training inputs, in units of the normalised inputs.
+        steps: steps in all, in place of `epochs`; None for whole passes.
+        measure_every: steps from one validation to the next; None for a pass.
+        augment: changes the inputs of a training batch.
+        clip_norm: largest norm of the gradient.
         warmup: part of the steps in which the learning rate rises (one-cycle schedule).
     """
 
-    encodings: dict[str, tuple[Encoding, Encoding]]
-    rules: tuple[tuple[str, Hypernet | None], ...]
-    lr: float
-    dense_lr: float
-    betas: tuple[float, float]
-    batch_size: int
-    epochs: int
-    noise: float = 0.0
+    lr: float = 2e-2
+    direct_lr: float | None = None
+    dense_lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+    batch_size: int = 128
+    epochs: int = 10
+    steps: int | None = None
+    measure_every: int | None = None
+    augment: Augment | None = None
+    clip_norm: float | None = None
     warmup: float = 0.1
+
+
+LossFn = Callable[[Net, Batch], tuple[Tensor, dict[str, Tensor]]]
+Evaluate = Callable[[Net, Any], dict[str, float]]
+
+
+def loss_fn(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean cross entropy (nats) of a batch, and its accuracy (0 to 1) beside it.
+
+    Args:
+        net: maps inputs [B, ...] to logits [B, K].
+        batch: inputs [B, ...] and classes [B].
+    """
+    x, y_B = batch
+    logits_BK = logits_of(net(x))
+    hits_B = logits_BK.detach().argmax(1) == y_B
+    return F.cross_entropy(logits_BK, y_B), {"accuracy": hits_B.float().mean()}
+
+
+def token_loss(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean cross entropy (nats) of the next token.
+
+    Args:
+        net: maps tokens [B, L] to logits [B, L, V].
+        batch: tokens [B, L] and the tokens after them [B, L].
+    """
+    x_BL, y_BL = batch
+    return F.cross_entropy(logits_of(net(x_BL)).flatten(0, 1), y_BL.flatten()), {}
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits of a network's output: itself, or its attribute `logits`.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"a p-net must return logits or an object with .logits, got {type(output).__name__}")
+    return logits
+
+
+@torch.no_grad()
+def accuracy(net: Net, split: Data, chunk: int = _CHUNK) -> float:
+    """Part of a split (0 to 1) whose class `net` gets right, `chunk` examples at a time.
+
+    Raises:
+        ValueError: if the split is empty.
+    """
+    if not len(split):
+        raise ValueError("accuracy expects a split with examples, got an empty one")
+    hits = sum(int((logits_of(net(x)).argmax(1) == y_B).sum()) for x, y_B in split.chunks(chunk))
+    return hits / len(split)
+
+
+def classification_metrics(net: Net, split: Split) -> dict[str, float]:
+    """`accuracy` alone."""
+    # Images of a convolutional net need less of them at a time than flat ones.
+    return {"accuracy": accuracy(net, split, _CHUNK if split.x[0].numel() < 1_000 else 500)}
+
+
+@torch.no_grad()
+def text_metrics(net: Net, text: Windows) -> dict[str, float]:
+    """`loss` (nats a token) over all windows of a text, and `bits_per_char`, which no choice of tokens changes."""
+    total = count = 0
+    for x_BL, y_BL in text.chunks(_TEXT_CHUNK):
+        logits = logits_of(net(x_BL)).flatten(0, 1)
+        total += float(F.cross_entropy(logits, y_BL.flatten(), reduction="sum"))
+        count += y_BL.numel()
+    loss = total / count
+    return {"loss": loss, "bits_per_char": loss / math.log(2) * len(text.tokens) / text.chars}
+
+
+ACCURACY = (Metric("accuracy"),)
+LOSS = (Metric("loss", "nats", higher_is_better=False), Metric("bits_per_char", "bits", higher_is_better=False))
 
 
 @dataclass(frozen=True)
@@ -69,118 +160,64 @@ class Task:
     """Real data, a p-net and how to train it.
 
     Attributes:
-        name: its key in `TASKS`.
-        sizes: layer sizes of the p-net, inputs first.
-        image_shape: rows and columns of the image that an input is.
+        name: its key in `TASKS`, or where it comes from.
+        interface: shapes of its examples and of the answers.
         train: examples to train on.
         val: held-out examples, to choose settings.
         test: held-out examples, to report.
-        build: p-net from a seed.
-        recipe: settings from the size of the genome, in parameters.
-        genome_params: size target where the user gives none.
+        pnet: the p-net.
+        settings: recipe from the p-net and the size of the genome, in parameters.
+        genome_params: size target where the user gives none; None for 20 times fewer than the p-net.
+        loss: `(net, batch) -> (loss, figures of the batch)`.
+        evaluate: `(net, split) -> {metric: value}`.
+        metrics: what `evaluate` measures, the one to judge by first.
+        decode: tokens to text, for a task of texts.
     """
 
     name: str
-    sizes: tuple[int, ...]
-    image_shape: tuple[int, int]
-    train: Split
-    val: Split
-    test: Split
-    build: Callable[[int], nn.Module]
-    recipe: Callable[[float], Recipe]
-    genome_params: int
+    interface: Interface
+    # Each a `Data`; not typed so, as every kind has attributes of its own.
+    train: Any
+    val: Any
+    test: Any
+    pnet: PNet
+    settings: Callable[[PNet, float], Recipe] = lambda pnet, genome_params: Recipe()
+    genome_params: int | None = None
+    loss: LossFn = loss_fn
+    evaluate: Evaluate = classification_metrics
+    metrics: tuple[Metric, ...] = ACCURACY
+    decode: Callable[[list[int]], str] | None = None
+
+    @property
+    def metric(self) -> Metric:
+        """The metric to judge by."""
+        return self.metrics[0]
 
     def to(self, device: torch.device | str) -> Task:
         """The same task with its examples on `device`."""
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
 
+    def with_pnet(self, pnet: PNet) -> Task:
+        """The same task with another p-net."""
+        return replace(self, pnet=pnet)
 
-def loss_fn(net: Net, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean cross entropy (nats) of a batch, and its accuracy (0 to 1) beside it.
+    def build(self, seed: int) -> nn.Module:
+        """The p-net with the initial weights of a seed."""
+        return self.pnet.build(seed)
 
-    Args:
-        net: maps inputs [B, F] to logits [B, K].
-        batch: inputs [B, F] and classes [B].
-    """
-    x_BF, y_B = batch
-    logits_BK = net(x_BF)
-    hits_B = logits_BK.detach().argmax(1) == y_B
-    return F.cross_entropy(logits_BK, y_B), {"accuracy": hits_B.float().mean()}
+    def recipe(self, genome_params: float) -> Recipe:
+        """Settings for a genome of a size."""
+        return self.settings(self.pnet, genome_params)
 
+    def plan(self, module: nn.Module, hypernet: Hypernet | None = None, **size: Any) -> Plan:
+        """Plan a genome for the p-net as is known to be good.
 
-@torch.no_grad()
-def accuracy(net: Net, split: Split, chunk: int = 5_000) -> float:
-    """Part of a split (0 to 1) whose class `net` gets right, `chunk` examples at a time.
-
-    Raises:
-        ValueError: if the split is empty.
-    """
-    if not len(split.y):
-        raise ValueError("accuracy expects a split with examples, got an empty one")
-    pieces = zip(split.x.split(chunk), split.y.split(chunk), strict=True)
-    hits = sum(int((net(x_BF).argmax(1) == y_B).sum()) for x_BF, y_B in pieces)
-    return hits / len(split.y)
-
-
-def steps_per_epoch(split: Split, batch_size: int) -> int:
-    """Full batches in a split.
-
-    Raises:
-        ValueError: if the split holds no full batch.
-    """
-    n = len(split.y)
-    if not 1 <= batch_size <= n:
-        raise ValueError(f"batch size must be between 1 and the {n} training examples, got {batch_size}")
-    return n // batch_size
-
-
-def epoch_batches(
-    split: Split, batch_size: int, generator: torch.Generator, noise: float = 0.0
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """One shuffled pass over a split in full batches ([B, F], [B]); what does not fill one is left out.
-
-    Args:
-        split: the examples.
-        batch_size: B.
-        generator: CPU generator of the order and the noise; passed on from epoch to epoch.
-        noise: standard deviation of the normal noise added to the inputs, in their units.
-
-    Raises:
-        ValueError: if the split holds no full batch.
-    """
-    steps = steps_per_epoch(split, batch_size)
-    # Drawn on the CPU, so that neither order nor noise depends on the device.
-    order_N = torch.randperm(len(split.y), generator=generator).to(split.y.device)
-    for index_B in order_N[: steps * batch_size].split(batch_size):
-        x_BF = split.x[index_B]
-        if noise:
-            x_BF = x_BF + (noise * torch.randn(x_BF.shape, generator=generator)).to(x_BF.device)
-        yield x_BF, split.y[index_B]
-
-
-def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
-    """Stratified, disjoint parts of a data set: indices of `counts[0]`, ... examples, then of the rest.
-
-    Every part holds the classes in proportion. The same seed gives the same parts on every machine.
-
-    Args:
-        labels_N: classes [N].
-        counts: examples in each part.
-        seed: of the choice.
-
-    Raises:
-        ValueError: if the parts together exceed the data set.
-    """
-    n = len(labels_N)
-    if min(counts, default=0) < 0 or sum(counts) > n:
-        raise ValueError(f"cannot hold out {counts} of {n} examples")
-    # RandomState's stream is frozen across numpy versions; Generator's is not.
-    shuffled_N = np.random.RandomState(seed).permutation(n)
-    rank_N, share_N = np.empty(n, np.int64), np.empty(n)
-    for label in np.unique(labels_N):
-        members = shuffled_N[labels_N[shuffled_N] == label]
-        share_N[members] = (np.arange(len(members)) + 0.5) / len(members)
-    # Sorted by position within its class, any stretch of the order holds the classes in proportion.
-    rank_N = np.lexsort((shuffled_N, share_N))
-    bounds = np.cumsum((0, *counts, n - sum(counts)))
-    return tuple(np.sort(rank_N[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        Args:
+            module: what `build` gave.
+            hypernet: type of the g-nets in place of the recipe's.
+            size: `genome_params`, `genome_bytes` or `compression` of `make_plan`, which raises for a bad one.
+        """
+        total = sum(p.numel() for p in module.parameters())
+        target = size.get("genome_params") or (size.get("genome_bytes") or 0) / 4
+        options = self.pnet.plan(target or total / (size.get("compression") or 1.0))._asdict()
+        return make_plan(module, **options | ({} if hypernet is None else {"hypernet": hypernet}), **size)

@@ -1,4 +1,4 @@
-"""MNIST: 70,000 real handwritten digits of 28 x 28 pixels, by Y. LeCun, C. Cortes and C. Burges.
+"""MNIST (LeCun, Cortes and Burges) and Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017): 70,000 images of 28 x 28 pixels.
 
 Suffixes: N images, P pixels of an image.
 """
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gbfunc.tasks.base import Recipe, Split, Task, hold_out
-from gbfunc.tasks.mlp import check_sizes, mlp, mlp_plan_options
+from gbfunc.pnets import PNETS, Interface, PNet
+from gbfunc.tasks.base import Recipe, Task
+from gbfunc.tasks.data import Split, hold_out
 
-SIZES = (784, 800, 10)
 IMAGE_SHAPE = (28, 28)
 N_TRAIN, N_TEST, N_VAL = 60_000, 10_000, 5_000
 SPLIT_SEED = 0
@@ -44,9 +44,9 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
             # One byte more than expected: a longer file does not pass, and a bomb does not fill the memory.
             content = file.read(size + 1)
     except FileNotFoundError:
-        raise FileNotFoundError(f"no such MNIST file: {path}") from None
+        raise FileNotFoundError(f"no such IDX file: {path}") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"damaged MNIST file {path}: {error}") from error
+        raise ValueError(f"damaged IDX file {path}: {error}") from error
     if content[:4] != header[:4]:
         raise ValueError(f"{path} is not an IDX file of {len(shape)}-d bytes: expected to start with "
                          f"{header[:4].hex()}, got {content[:4].hex() or 'nothing'}")  # fmt: skip
@@ -62,14 +62,14 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 def load_mnist(
     data_dir: Path,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
-    """Images [N, P] and labels [N] for training, then for the test, from the four `.gz` files in `data_dir`.
+    """Images [N, 28, 28] and labels [N] for training, then for the test, from the four `.gz` files in `data_dir`.
 
     Raises:
         FileNotFoundError: if the folder or a file is missing.
         ValueError: if a file is damaged.
     """
     if not data_dir.is_dir():
-        raise FileNotFoundError(f"no such folder: {data_dir} (it must hold MNIST's four IDX .gz files)")
+        raise FileNotFoundError(f"no such folder: {data_dir} (it must hold the four IDX .gz files)")
     arrays = []
     for stem, n in (("train", N_TRAIN), ("t10k", N_TEST)):
         images = read_idx(data_dir / f"{stem}-images-idx3-ubyte.gz", (n, *IMAGE_SHAPE))
@@ -77,47 +77,52 @@ def load_mnist(
         labels = read_idx(path, (n,))
         if labels.max() > 9:
             raise ValueError(f"{path} must hold labels 0 to 9, got {labels.max()}")
-        arrays += [images.reshape(n, -1), labels.astype(np.int64)]
+        arrays += [images, labels.astype(np.int64)]
     return tuple(arrays)
 
 
-def mnist(data_dir: Path | None = None, sizes: tuple[int, ...] | None = None) -> Task:
+def mnist(data_dir: Path | None = None, name: str = "mnist") -> Task:
     """The MNIST task; 5,000 training images, the same ones always, are held out for validation.
 
     Args:
         data_dir: folder with the four IDX `.gz` files.
-        sizes: layer sizes of the p-net, by default 784-800-10 (636,010 parameters).
+        name: of the task.
 
     Raises:
         FileNotFoundError: if the folder or a file is missing.
-        ValueError: if no folder is given, a file is damaged, or the sizes do not fit the data.
+        ValueError: if no folder is given, or a file is damaged.
     """
-    sizes = check_sizes(SIZES if sizes is None else sizes, 784, 10)
     if data_dir is None:
-        raise ValueError("the mnist task needs --data-dir: the folder with MNIST's four IDX .gz files")
-    images_NP, labels_N, test_images_NP, test_labels_N = load_mnist(data_dir)
+        raise ValueError(f"the {name} task needs --data-dir: the folder with its four IDX .gz files")
+    images, labels_N, test_images, test_labels_N = load_mnist(data_dir)
     val, train = hold_out(labels_N, (N_VAL,), SPLIT_SEED)
-    mean, std = float(images_NP[train].mean()), float(images_NP[train].std())
+    mean, std = float(images[train].mean()), float(images[train].std())
 
     def split(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Split:
         x = torch.from_numpy(images.astype(np.float32)).sub_(mean).div_(std)
-        return Split(x, torch.from_numpy(labels))
+        return Split(x[:, None], torch.from_numpy(labels))
 
-    def recipe(genome_params: float) -> Recipe:
-        encodings, rules = mlp_plan_options(sizes, IMAGE_SHAPE, bandwidth=6.0)
-        # The smallest genomes train best with a high rate, which is unstable for larger ones.
-        small = genome_params <= 1_000
-        lr, betas = (8e-2, (0.9, 0.95)) if small else (4e-2, (0.9, 0.99))
-        return Recipe(encodings, rules, lr=lr, dense_lr=1e-3, betas=betas, batch_size=256, epochs=30)
-
+    interface = Interface((1, *IMAGE_SHAPE), 10)
     return Task(
-        name="mnist",
-        sizes=sizes,
-        image_shape=IMAGE_SHAPE,
-        train=split(images_NP[train], labels_N[train]),
-        val=split(images_NP[val], labels_N[val]),
-        test=split(test_images_NP, test_labels_N),
-        build=lambda seed: mlp(sizes, seed),
-        recipe=recipe,
+        name=name,
+        interface=interface,
+        train=split(images[train], labels_N[train]),
+        val=split(images[val], labels_N[val]),
+        test=split(test_images, test_labels_N),
+        pnet=PNETS["mlp"](interface, hidden=(800,), bandwidth=6.0),
+        settings=_recipe,
         genome_params=1_973,
     )
+
+
+def fashion_mnist(data_dir: Path | None = None) -> Task:
+    """The Fashion-MNIST task: as `mnist`, from another folder."""
+    return mnist(data_dir, "fashion-mnist")
+
+
+def _recipe(pnet: PNet, genome_params: float) -> Recipe:
+    if pnet.name != "mlp":
+        return Recipe(lr=1e-2, dense_lr=1e-3, batch_size=128, epochs=10)
+    # The smallest genomes train best with a high rate, which is unstable for larger ones.
+    lr, betas = (8e-2, (0.9, 0.95)) if genome_params <= 1_000 else (4e-2, (0.9, 0.99))
+    return Recipe(lr=lr, dense_lr=1e-3, betas=betas, batch_size=256, epochs=30)

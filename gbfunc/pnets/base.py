@@ -1,0 +1,128 @@
+"""What a p-net of the command line is: how to build it, how to plan its genome, how to make it smaller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gbfunc.encoding import Encoding
+from gbfunc.hypernets import Hypernet, periodic
+from gbfunc.tiling import MaxTile
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of every parameter by its name."""
+
+
+class Interface(NamedTuple):
+    """What goes into a p-net and what comes out of it.
+
+    Attributes:
+        inputs: shape of one example: (channels, rows, columns) of an image, (positions,) of a text.
+        outputs: classes, or tokens of the vocabulary.
+        tokens: whether inputs are tokens (integers), each position of which is answered by a prediction.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: int
+    tokens: bool = False
+
+
+class PlanOptions(NamedTuple):
+    """Arguments of `make_plan`: how the weights of a p-net are best generated.
+
+    Attributes:
+        hypernet: type of the g-nets, without a size.
+        encodings: `{parameter: (code of rows, code of columns)}`.
+        rules: `((pattern, hypernetwork), ...)`.
+        include: patterns of parameters to generate beside the default ones.
+        max_tile: largest tile.
+    """
+
+    hypernet: Hypernet = periodic()
+    encodings: Mapping[str, tuple[Encoding | None, Encoding | None]] = MappingProxyType({})
+    rules: tuple[tuple[str, Hypernet | None], ...] = ()
+    include: tuple[str, ...] = ()
+    max_tile: MaxTile = None
+
+
+def _default_plan(genome_params: float) -> PlanOptions:
+    return PlanOptions()
+
+
+@dataclass(frozen=True)
+class PNet:
+    """A p-net and what is known of it.
+
+    Attributes:
+        name: its family, as on the command line.
+        make: the module, with initial weights from torch's default generator.
+        plan: options of `make_plan` from the size of the genome, in parameters.
+        scaled: the same family with its widths times a factor; None where there is no such thing.
+        fitted: the same family with the widths that parameters of these shapes have, to read a genome's file; None
+            where shapes do not say them.
+        config: what it was made from, as JSON.
+        label: its name with its sizes, for tables.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    plan: Callable[[float], PlanOptions] = _default_plan
+    scaled: Callable[[float], PNet] | None = None
+    fitted: Callable[[Shapes], PNet] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    def build(self, seed: int) -> nn.Module:
+        """The module; its first weights depend on `seed` alone, and torch's default generator is left as it was."""
+        with seeded(seed):
+            return self.make()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's default generator of the CPU, and put it back after."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def narrowed(pnet: PNet, params: int) -> PNet:
+    """The smallest p-net of the same family with at least `params` parameters: a dense net to compare a genome with.
+
+    Raises:
+        ValueError: if the family has no widths to change.
+    """
+    if pnet.scaled is None:
+        raise ValueError(f"the p-net {pnet.name} has no smaller one of its kind")
+
+    def size(factor: float) -> int:
+        assert pnet.scaled is not None
+        with torch.device("meta"):
+            return n_params(pnet.scaled(factor).make())
+
+    low, high = 0.0, 1.0
+    if size(low) >= params:
+        return pnet.scaled(low)
+    while size(high) < params:
+        high *= 2
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if size(middle) >= params else (middle, high)
+    return pnet.scaled(high)
+
+
+def scaled_width(width: int, factor: float, multiple: int = 1) -> int:
+    """A width times a factor, as the nearest multiple above 0."""
+    return max(1, math.floor(width * factor / multiple + 0.5)) * multiple
+
+
+def n_params(module: nn.Module) -> int:
+    """Parameters of a module, tied ones once."""
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,210 @@
+"""Examples to learn from: batches of a pass in random order, and chunks of all of them in order.
+
+Suffixes: N examples of a split, B examples of a batch, L positions of a text, C channels, h rows, w columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs [B, ...] and what is to be predicted: classes [B], or tokens [B, L]."""
+
+Augment = Callable[[Tensor, torch.Generator], Tensor]
+"""Inputs [B, ...] and a CPU generator to inputs of the same shape."""
+
+
+class Data(Protocol):
+    """Examples that belong together: whatever has these four methods can be a split of a task."""
+
+    def __len__(self) -> int:
+        """Examples of one pass."""
+        ...
+
+    def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
+        """One pass in full batches, as the CPU generator has it, which is passed on from pass to pass."""
+        ...
+
+    def chunks(self, size: int) -> Iterator[Batch]:
+        """All examples once, in order, at most `size` at a time."""
+        ...
+
+    def to(self, device: torch.device | str) -> Data:
+        """The same examples on `device`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Examples with a class each.
+
+    Attributes:
+        x: inputs [N, ...], float32, normalised.
+        y: classes [N], int64.
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        """Examples."""
+        return len(self.y)
+
+    def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
+        """One shuffled pass in full batches; what does not fill one is left out."""
+        steps = steps_per_epoch(self, batch_size)
+        # Drawn on the CPU, so that the order does not depend on the device.
+        order_N = torch.randperm(len(self.y), generator=generator).to(self.y.device)
+        for index_B in order_N[: steps * batch_size].split(batch_size):
+            yield self.x[index_B], self.y[index_B]
+
+    def chunks(self, size: int) -> Iterator[Batch]:
+        """All examples in order."""
+        yield from zip(self.x.split(size), self.y.split(size), strict=True)
+
+    def to(self, device: torch.device | str) -> Split:
+        """The same examples on `device`."""
+        return Split(self.x.to(device), self.y.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """A text in windows of `context` tokens, at each position of which the next token is to be predicted.
+
+    Attributes:
+        tokens: the text [N], int64.
+        context: L.
+        chars: characters that the text has.
+    """
+
+    tokens: Tensor
+    context: int
+    chars: int
+
+    def __len__(self) -> int:
+        """Windows that do not overlap."""
+        return (len(self.tokens) - 1) // self.context
+
+    def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
+        """As many windows as a pass has, each from a random place."""
+        offsets_L = torch.arange(self.context + 1)
+        for _ in range(steps_per_epoch(self, batch_size)):
+            start_B = torch.randint(len(self.tokens) - self.context, (batch_size,), generator=generator)
+            yield _shifted(self.tokens[(start_B[:, None] + offsets_L).to(self.tokens.device)])
+
+    def chunks(self, size: int) -> Iterator[Batch]:
+        """The windows that do not overlap; what does not fill one is left out."""
+        for windows in self.tokens.unfold(0, self.context + 1, self.context).split(size):
+            yield _shifted(windows)
+
+    def to(self, device: torch.device | str) -> Windows:
+        """The same text on `device`."""
+        return Windows(self.tokens.to(device), self.context, self.chars)
+
+
+def _shifted(windows: Tensor) -> Batch:
+    """Windows [B, L + 1] as inputs and the tokens after them."""
+    return windows[:, :-1], windows[:, 1:]
+
+
+def steps_per_epoch(data: Data, batch_size: int) -> int:
+    """Full batches in a pass.
+
+    Raises:
+        ValueError: if there is no full batch.
+    """
+    n = len(data)
+    if not 1 <= batch_size <= n:
+        raise ValueError(f"batch size must be between 1 and the {n} training examples, got {batch_size}")
+    return n // batch_size
+
+
+def epoch_batches(
+    data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
+) -> Iterator[Batch]:
+    """One pass over the data in full batches, augmented.
+
+    Args:
+        data: the examples.
+        batch_size: B.
+        generator: CPU generator of order and augmentation; passed on from pass to pass.
+        augment: changes the inputs of a batch.
+
+    Raises:
+        ValueError: if the data holds no full batch.
+    """
+    for x, y in data.batches(batch_size, generator):
+        yield (x if augment is None else augment(x, generator)), y
+
+
+def endless_batches(
+    data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
+) -> Iterator[Batch]:
+    """Pass after pass of `epoch_batches`."""
+    while True:
+        yield from epoch_batches(data, batch_size, generator, augment)
+
+
+def noise(deviation: float) -> Augment:
+    """Add normal noise of a standard deviation, in units of the normalised inputs."""
+
+    def add(x: Tensor, generator: torch.Generator) -> Tensor:
+        # Drawn on the CPU, so that it does not depend on the device.
+        return x + (deviation * torch.randn(x.shape, generator=generator)).to(x.device)
+
+    return add
+
+
+def flip_and_crop(padding: int) -> Augment:
+    """Mirror every other image, and shift each by up to `padding` pixels, zeros coming in (He et al., 2015, 4.2)."""
+
+    def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
+        n, _, rows, cols = x_BChw.shape
+        flip_B = torch.rand(n, generator=generator) < 0.5
+        top_B, left_B = torch.randint(2 * padding + 1, (2, n), generator=generator)
+        row_Bh = top_B[:, None] + torch.arange(rows)
+        col_Bw = left_B[:, None] + torch.arange(cols)
+        col_Bw = torch.where(flip_B[:, None], col_Bw.flip(1), col_Bw)
+        padded = F.pad(x_BChw, (padding,) * 4)
+        device = x_BChw.device
+        image_B = torch.arange(n, device=device)[:, None, None]
+        picked = padded.permute(0, 2, 3, 1)[image_B, row_Bh.to(device)[:, :, None], col_Bw.to(device)[:, None, :]]
+        return picked.permute(0, 3, 1, 2)
+
+    return change
+
+
+def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
+    """Stratified, disjoint parts of a data set: indices of `counts[0]`, ... examples, then of the rest.
+
+    Every part holds the classes in proportion. The same seed gives the same parts on every machine.
+
+    Args:
+        labels_N: classes [N].
+        counts: examples in each part.
+        seed: of the choice.
+
+    Raises:
+        ValueError: if the parts together exceed the data set.
+    """
+    n = len(labels_N)
+    if min(counts, default=0) < 0 or sum(counts) > n:
+        raise ValueError(f"cannot hold out {counts} of {n} examples")
+    # RandomState's stream is frozen across numpy versions; Generator's is not.
+    shuffled_N = np.random.RandomState(seed).permutation(n)
+    rank_N, share_N = np.empty(n, np.int64), np.empty(n)
+    for label in np.unique(labels_N):
+        members = shuffled_N[labels_N[shuffled_N] == label]
+        share_N[members] = (np.arange(len(members)) + 0.5) / len(members)
+    # Sorted by position within its class, any stretch of the order holds the classes in proportion.
+    rank_N = np.lexsort((shuffled_N, share_N))
+    bounds = np.cumsum((0, *counts, n - sum(counts)))
+    return tuple(np.sort(rank_N[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))

@@ -1,0 +1,162 @@
+"""Language modelling on any text: the next character, or the next byte-pair token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gbfunc.pnets import PNETS, Interface, PNet
+from gbfunc.tasks.base import LOSS, Recipe, Task, text_metrics, token_loss
+from gbfunc.tasks.data import Windows
+
+TRAIN_PART, TEST_PART = 0.85, 0.05
+"""The last tenth validates, as is usual for tiny shakespeare; the test is what stands before it."""
+
+_MAX_BYTES = 1 << 30
+
+
+class Tokens(NamedTuple):
+    """A vocabulary.
+
+    Attributes:
+        size: tokens.
+        encode: text to tokens [N].
+        decode: tokens to text.
+    """
+
+    size: int
+    encode: Callable[[str], Tensor]
+    decode: Callable[[list[int]], str]
+
+
+def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None) -> Task:
+    """Language model of a text: the first 85 % train, the last 10 % validate, what is between them tests.
+
+    Args:
+        data_dir: a text file in UTF-8, or a folder with one `.txt` file; None for the English of Python's own help
+            (`pydoc_data.topics`).
+        context: tokens that the model sees.
+        vocabulary: byte-pair tokens, made from the training part; None for characters.
+
+    Raises:
+        FileNotFoundError: if there is no such file or folder.
+        ValueError: if the text cannot be read or is too short, or for options out of range.
+        ImportError: if byte-pair tokens are asked for and tokenizers is missing.
+    """
+    for name, value, least in (("context", context, 2), ("vocabulary", vocabulary, 257)):
+        if value is not None and (type(value) is not int or value < least):
+            raise ValueError(f"{name} of the text task must be an int >= {least}, got {value!r}")
+    source = python_help() if data_dir is None else read_text(data_dir)
+    where = "the text" if data_dir is None else str(data_dir)
+    first, last = int(len(source) * TRAIN_PART), int(len(source) * (TRAIN_PART + TEST_PART))
+    parts = (source[:first], source[last:], source[first:last])
+    tokens = characters(source) if vocabulary is None else byte_pairs(parts[0], vocabulary)
+    splits = []
+    for part in parts:
+        encoded = tokens.encode(part)
+        if len(encoded) <= context + 1:
+            raise ValueError(f"{where} is too short: a part of it has {len(encoded)} tokens, "
+                             f"and a window needs {context + 1}")  # fmt: skip
+        splits.append(Windows(encoded, context, len(part)))
+    interface = Interface((context,), tokens.size, tokens=True)
+    return Task(
+        name="text",
+        interface=interface,
+        train=splits[0],
+        val=splits[1],
+        test=splits[2],
+        pnet=PNETS["gpt"](interface),
+        settings=_recipe,
+        loss=token_loss,
+        evaluate=text_metrics,
+        metrics=LOSS,
+        decode=tokens.decode,
+    )
+
+
+def _recipe(pnet: PNet, genome_params: float) -> Recipe:
+    """The length and batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme)."""
+    return Recipe(
+        lr=2e-2,
+        direct_lr=4e-3,
+        dense_lr=4e-3,
+        betas=(0.9, 0.99),
+        batch_size=12,
+        steps=2_000,
+        measure_every=500,
+        clip_norm=1.0,
+    )
+
+
+def python_help() -> str:
+    """The English of Python's own help: some hundred topics of its reference."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def read_text(path: Path) -> str:
+    """Read a text file, or the only `.txt` file of a folder.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if a folder has several, or the file is too large, empty or not UTF-8.
+    """
+    if path.is_dir():
+        found = sorted(path.glob("*.txt"))
+        if not found:
+            raise FileNotFoundError(f"no .txt file in {path}")
+        if len(found) > 1:
+            names = ", ".join(p.name for p in found[:5])
+            raise ValueError(f"{path} has {len(found)} .txt files ({names}): name one of them")
+        (path,) = found
+    if not path.is_file():
+        raise FileNotFoundError(f"no such text file or folder: {path}")
+    if (size := path.stat().st_size) > _MAX_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes, a text may have {_MAX_BYTES:,}")
+    try:
+        found_text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8 (byte {error.start:,})") from error
+    if not found_text.strip():
+        raise ValueError(f"{path} holds no text")
+    return found_text
+
+
+def characters(source: str) -> Tokens:
+    """The characters of a text, in the order of their code points."""
+    alphabet = sorted(set(source))
+    number = {char: i for i, char in enumerate(alphabet)}
+
+    def encode(part: str) -> Tensor:
+        return torch.tensor([number[char] for char in part])
+
+    return Tokens(len(alphabet), encode, lambda tokens: "".join(alphabet[t] for t in tokens))
+
+
+def byte_pairs(source: str, vocabulary: int) -> Tokens:
+    """Byte-level byte-pair tokens (Sennrich et al., 2016; Radford et al., 2019), learned from a text.
+
+    Raises:
+        ImportError: if tokenizers is missing.
+    """
+    try:
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ImportError("byte-pair tokens need tokenizers: pip install 'gbfunc[text]'") from error
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([source], trainer)
+
+    def encode(part: str) -> Tensor:
+        return torch.tensor(tokenizer.encode(part).ids)
+
+    return Tokens(tokenizer.get_vocab_size(), encode, lambda tokens: tokenizer.decode(tokens))

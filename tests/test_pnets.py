@@ -1,0 +1,170 @@
+"""P-nets by name: they build, fit their task, scale, plan and read themselves back; wrong options are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.pnets import PNETS, Interface, find_pnet, n_params, narrowed
+from gbfunc.pnets.own import is_import_path
+
+IMAGE = Interface((3, 32, 32), 10)
+TEXT = Interface((16,), 30, tokens=True)
+SMALL = {
+    "mlp": (IMAGE, {"hidden": [20, 12]}),
+    "allconv": (IMAGE, {"width": 6}),
+    "resnet18": (IMAGE, {"width": 4}),
+    "gpt": (TEXT, {"layers": 2, "width": 16, "heads": 2}),
+}
+
+
+def inputs(interface: Interface) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if interface.tokens:
+        return torch.randint(interface.outputs, (2, *interface.inputs), generator=generator)
+    return torch.randn(2, *interface.inputs, generator=generator)
+
+
+def outputs(interface: Interface) -> tuple[int, ...]:
+    return (2, *interface.inputs, interface.outputs) if interface.tokens else (2, interface.outputs)
+
+
+def shapes(net: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in net.named_parameters()}
+
+
+def test_every_family_is_tried() -> None:
+    assert SMALL.keys() == PNETS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(PNETS))
+def test_a_family_builds_plans_and_trains(name: str) -> None:
+    interface, config = SMALL[name]
+    pnet = find_pnet(name, interface, config)
+    before = torch.get_rng_state()
+    net = pnet.build(0)
+    assert torch.equal(before, torch.get_rng_state())
+    again, other = pnet.build(0).state_dict(), pnet.build(1).state_dict()
+    assert all(torch.equal(v, again[k]) for k, v in net.state_dict().items())
+    assert not all(torch.equal(v, other[k]) for k, v in net.state_dict().items())
+    x = inputs(interface)
+    assert net(x).shape == outputs(interface)
+    size = int(n_params(net) / 2)
+    plan = gb.make_plan(net, **pnet.plan(size)._asdict(), genome_params=size)
+    assert plan.genome_params <= size
+    y = torch.zeros(outputs(interface)[:-1], dtype=torch.int64)
+
+    def loss_fn(net, batch):
+        return torch.nn.functional.cross_entropy(net(batch[0]).flatten(0, -2), batch[1].flatten())
+
+    step = gb.make_train_step(plan, net, loss_fn, gb.torch_optimizer(torch.optim.Adam, lr=1e-2))
+    state, first = step(step.init(seed=0), (x, y))
+    for _ in range(4):
+        state, info = step(state, (x, y))
+    assert info.loss < first.loss
+
+
+@pytest.mark.parametrize("name", sorted(PNETS))
+def test_a_family_reads_itself_back_and_scales(name: str) -> None:
+    interface, config = SMALL[name]
+    pnet = find_pnet(name, interface, config)
+    assert pnet.fitted is not None and pnet.scaled is not None
+    own = shapes(pnet.build(0))
+    assert shapes(find_pnet(name, interface, pnet.config).build(0)) == own
+    # Whatever the widths were, those of the file are taken.
+    assert shapes(find_pnet(name, interface, {}).fitted(own).build(0)) == own
+    with pytest.raises(ValueError, match="expected the parameters of"):
+        pnet.fitted({"a": (3,)})
+    total = n_params(pnet.build(0))
+    sizes = [n_params(pnet.scaled(f).build(0)) for f in (0.0, 0.5, 1.0, 2.0)]
+    assert sizes == sorted(sizes) and sizes[2] == total
+    for params in (1, total // 3, total, 2 * total):
+        assert n_params(narrowed(pnet, params).build(0)) >= params
+
+
+@pytest.mark.parametrize("genome_params", [5, 85, 86, 300, 2_062])
+def test_the_small_net_is_the_smallest_that_is_no_smaller(genome_params: int) -> None:
+    digits = Interface((1, 8, 8), 10)
+    width = narrowed(find_pnet("mlp", digits, {"hidden": [500]}), genome_params).config["hidden"][0]
+
+    def size(width: int) -> int:
+        return 65 * width + (width + 1) * 10
+
+    assert size(width) >= genome_params and (width == 1 or size(width - 1) < genome_params)
+
+
+def test_published_sizes() -> None:
+    assert n_params(find_pnet("allconv", IMAGE, {"norm": False}).build(0)) == 1_369_738
+    assert n_params(find_pnet("mlp", Interface((1, 28, 28), 10), {}).build(0)) == 636_010
+    # nanoGPT's model for a CPU on 65 characters, norms with biases.
+    assert n_params(find_pnet("gpt", Interface((64,), 65, tokens=True), {}).build(0)) == 805_248
+    # torchvision's resnet18 has 11,689,512: 1,000 classes and a stem of 7 x 7.
+    assert n_params(find_pnet("resnet18", IMAGE, {}).build(0)) == 11_689_512 - 990 * 513 - 3 * 64 * (49 - 9)
+
+
+def test_gpt_looks_only_back() -> None:
+    net = find_pnet("gpt", TEXT, SMALL["gpt"][1]).build(0).eval()
+    x = inputs(TEXT)
+    changed = x.clone()
+    changed[:, 8:] = (changed[:, 8:] + 1) % 30
+    assert torch.allclose(net(x)[:, :8], net(changed)[:, :8], atol=1e-6)
+    assert not torch.allclose(net(x)[:, 8:], net(changed)[:, 8:], atol=1e-3)
+    # Shorter texts are read too.
+    assert torch.allclose(net(x[:, :5]), net(x)[:, :5], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "interface", "config", "message"),
+    [
+        ("nope", IMAGE, {}, "no p-net 'nope': choose one of mlp, allconv"),
+        ("mlp", TEXT, {}, "mlp reads images"),
+        ("gpt", IMAGE, {}, "gpt reads text"),
+        ("allconv", TEXT, {}, "allconv reads images"),
+        ("allconv", Interface((1, 8, 8), 10), {}, "needs images of 12 x 12 or more, got 8 x 8"),
+        ("resnet18", TEXT, {}, "resnet18 reads images"),
+        ("gpt", TEXT, {"width": 10, "heads": 4}, "multiple of its 4 heads, got 10"),
+        ("gpt", TEXT, {"layers": 0}, "layers of gpt must be an int >= 1, got 0"),
+        ("gpt", TEXT, {"dropout": 1}, "below 1, got 1"),
+        ("gpt", TEXT, {"depth": 3}, "the p-net gpt has no option depth: its options are layers, width"),
+        ("allconv", IMAGE, {"width": "wide"}, "width of allconv must be an int >= 1, got 'wide'"),
+        ("allconv", IMAGE, {"norm": 1}, "norm of allconv must be true or false, got 1"),
+        ("allconv", IMAGE, {"dropout": -1}, "dropout of allconv"),
+        ("mlp", IMAGE, {"hidden": 3}, "options of the p-net mlp do not fit"),
+        ("mlp", IMAGE, {"hidden": [0]}, "sizes must start with 3072 inputs and end with 10 classes, got 3072 0 10"),
+        ("mlp", IMAGE, {"sizes": [3072, 11]}, "got 3072 11"),
+        ("mlp", IMAGE, {"sizes": []}, "got none"),
+        ("os:sep", IMAGE, {}, "must be a function that returns an nn.Module, got str"),
+        ("os:getpid", IMAGE, {}, "must return an nn.Module or a PNet, got int"),
+        ("os:nope", IMAGE, {}, "os has no 'nope'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, interface: Interface, config: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_pnet(name, interface, config)
+
+
+@pytest.mark.parametrize(("name", "path"), [("a:b", True), ("a.b:c.d", True), ("mlp", False), ("a/b:c", False)])
+def test_import_paths(name: str, path: bool) -> None:
+    assert is_import_path(name) is path
+
+
+def test_own_pnets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_nets.py").write_text(
+        "from torch import nn\n"
+        "from gbfunc.pnets import PlanOptions, PNet\n"
+        "def build(width=4):\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, width), nn.Linear(width, 10))\n"
+        "def fitting(interface):\n    return nn.Linear(7, interface.outputs)\n"
+        "def planned():\n    return PNet('mine', build, plan=lambda size: PlanOptions(max_tile=4))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    net = find_pnet("own_nets:build", IMAGE, {"width": 5}).build(0)
+    assert net(inputs(IMAGE)).shape == (2, 10) and shapes(net)["1.weight"] == (5, 3072)
+    assert shapes(find_pnet("own_nets:fitting", IMAGE, {}).build(0))["weight"] == (10, 7)
+    assert find_pnet("own_nets:planned", IMAGE, {}).plan(100).max_tile == 4
+    with pytest.raises(ValueError, match="own_nets:build has no option depth: its options are width"):
+        find_pnet("own_nets:build", IMAGE, {"depth": 5})
+    with pytest.raises(ImportError, match="cannot import own_nothing"):
+        find_pnet("own_nothing:build", IMAGE, {})

@@ -1,0 +1,149 @@
+"""Texts: how they are read, cut and measured, and a GPT's genome trained on one from the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from gbfunc.cli import main
+from gbfunc.tasks import TASKS, Windows, find_task, token_loss
+from gbfunc.tasks.base import text_metrics
+from gbfunc.tasks.text import byte_pairs, characters, python_help, read_text
+
+TINY = ["--pnet-config", '{"layers": 1, "width": 16, "heads": 2}', "--task-config", '{"context": 16}']
+
+
+@pytest.fixture
+def verse(tmp_path: Path) -> Path:
+    path = tmp_path / "verse.txt"
+    path.write_text("To be, or not to be: that is the question. " * 60)
+    return path
+
+
+def test_characters_are_read_back() -> None:
+    source = "banana\nsplit é"
+    tokens = characters(source)
+    assert tokens.size == len(set(source))
+    assert tokens.decode(tokens.encode(source).tolist()) == source
+
+
+def test_byte_pairs_are_read_back_and_shorter() -> None:
+    pytest.importorskip("tokenizers", reason="byte-pair tokens need tokenizers")
+    source = python_help()[:50_000]
+    tokens = byte_pairs(source, 400)
+    assert tokens.size == 400
+    for part in (source[:5_000], "never seen: żółć 😀"):
+        assert tokens.decode(tokens.encode(part).tolist()) == part
+    assert len(tokens.encode(source)) < 0.7 * len(source)
+
+
+def test_windows_cover_the_text_once() -> None:
+    tokens = torch.arange(30)
+    windows = Windows(tokens, context=4, chars=30)
+    chunks = list(windows.chunks(3))
+    x, y = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    assert len(windows) == len(x) == 7 and torch.equal(x.flatten(), tokens[:28]) and torch.equal(y, x + 1)
+    assert [len(a) for a, _ in chunks] == [3, 3, 1]
+
+
+def test_batches_are_windows_from_anywhere() -> None:
+    tokens = torch.arange(30)
+    windows, generator = Windows(tokens, context=4, chars=30), torch.Generator().manual_seed(0)
+    seen = set()
+    for _ in range(100):
+        batches = list(windows.batches(2, generator))
+        assert len(batches) == 3
+        for x, y in batches:
+            assert x.shape == (2, 4) and torch.equal(y, x + 1) and torch.equal(x, x[:, :1] + torch.arange(4))
+            seen |= set(x[:, 0].tolist())
+    assert seen == set(range(26))
+
+
+def test_metrics_by_hand() -> None:
+    tokens = torch.randint(5, (42,), generator=torch.Generator().manual_seed(0))
+    table = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+    windows = Windows(tokens, context=8, chars=84)
+    expected = -table.log_softmax(1)[tokens[:40], tokens[1:41]].mean().item()
+    found = text_metrics(lambda x: table[x], windows)
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    # Two characters a token.
+    assert found["bits_per_char"] == pytest.approx(expected / math.log(2) / 2, rel=1e-5)
+    loss, figures = token_loss(lambda x: table[x], next(windows.chunks(100)))
+    assert float(loss) == pytest.approx(expected, rel=1e-5) and figures == {}
+
+
+def test_the_built_in_text() -> None:
+    task = TASKS["text"]()
+    assert len(task.train) > 3_000 and task.interface.tokens and task.interface.inputs == (64,)
+    assert task.decode is not None
+    parts = [task.decode(s.tokens.tolist()) for s in (task.train, task.test, task.val)]
+    assert "".join(parts) == python_help()
+    assert 0.09 < len(parts[2]) / len(python_help()) < 0.11
+
+
+def test_tiny_shakespeare(shared_data: Path) -> None:
+    task = find_task("text", shared_data / "tinyshakespeare", {})
+    assert task.interface.outputs == 65
+    # The usual split: the last tenth validates.
+    assert len(task.val.tokens) == 111_540
+    net = task.build(0)
+    assert sum(p.numel() for p in net.parameters()) == 805_248
+    for size in (31_000, 44_000, 62_000):
+        plan = task.plan(net, genome_params=size)
+        assert 0.98 * size <= plan.genome_params <= size
+    recipe = task.recipe(31_000)
+    assert (recipe.steps, recipe.batch_size) == (2_000, 12)
+
+
+def test_text_from_the_command_line(verse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = ["--task", "text", "--data-dir", str(verse)], tmp_path / "run"
+    options = ["--compression", "2", "--steps", "60", "--seed", "1", "--out", str(out)]
+    assert main(["train", *data, *TINY, *options]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["metric"] == "loss" and metrics["steps"] == 60 and metrics["ratio_params"] >= 2
+    assert metrics["val_loss"] < math.log(20) and metrics["hypernet"] == "periodic"
+    assert metrics["val_bits_per_char"] == pytest.approx(metrics["val_loss"] / math.log(2))
+    told = capsys.readouterr()
+    assert "validation loss" in told.out and f"{metrics['test_loss']:.4f} nats" in told.out
+    assert "validation loss" in told.err and (out / "learning_curve.png").exists()
+    # Its widths are read from the file; how its heads are cut is for the user to say.
+    heads = ["--pnet-config", '{"heads": 2}', *TINY[2:]]
+    assert main(["eval", *data, *heads, "--genome", str(out / "genome.safetensors")]) == 0
+    assert f"{metrics['test_loss']:.4f} nats" in capsys.readouterr().out
+
+
+def test_byte_pairs_from_the_command_line(verse: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="byte-pair tokens need tokenizers")
+    config = ["--task-config", '{"context": 8, "vocabulary": 300}', *TINY[:2]]
+    data = ["--task", "text", "--data-dir", str(verse.parent)]
+    assert main(["train", *data, *config, "--steps", "3", "--compression", "1.2", "--out", str(tmp_path / "run")]) == 0
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["val_bits_per_char"] < metrics["val_loss"] / math.log(2)
+
+
+def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such text file or folder"):
+        read_text(tmp_path / "nowhere.txt")
+    with pytest.raises(FileNotFoundError, match="no .txt file in"):
+        read_text(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"fine \xff\xfe")
+    with pytest.raises(ValueError, match=r"a.txt is not a text in UTF-8 \(byte 5\)"):
+        read_text(tmp_path)
+    (tmp_path / "b.txt").write_bytes(b" \n")
+    with pytest.raises(ValueError, match=r"has 2 .txt files \(a.txt, b.txt\): name one of them"):
+        read_text(tmp_path)
+    with pytest.raises(ValueError, match="b.txt holds no text"):
+        read_text(tmp_path / "b.txt")
+    (tmp_path / "b.txt").write_text("too short for windows")
+    with pytest.raises(ValueError, match="b.txt is too short: a part of it has 17 tokens, and a window needs 65"):
+        TASKS["text"](data_dir=tmp_path / "b.txt")
+
+
+@pytest.mark.parametrize("config", [{"context": 1}, {"context": "long"}, {"vocabulary": 100}])
+def test_options_out_of_range(config: dict) -> None:
+    with pytest.raises(ValueError, match="of the text task must be an int >= "):
+        find_task("text", None, config)
