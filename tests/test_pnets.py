@@ -75,7 +75,8 @@ def test_a_family_reads_itself_back_and_scales(name: str) -> None:
     own = shapes(pnet.build(0))
     assert shapes(find_pnet(name, interface, pnet.config).build(0)) == own
     # Whatever the widths were, those of the file are taken.
-    assert shapes(find_pnet(name, interface, {}).fitted(own).build(0)) == own
+    default = find_pnet(name, interface, {})
+    assert default.fitted is not None and shapes(default.fitted(own).build(0)) == own
     with pytest.raises(ValueError, match="expected the parameters of"):
         pnet.fitted({"a": (3,)})
     total = n_params(pnet.build(0))

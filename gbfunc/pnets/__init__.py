@@ -76,16 +76,21 @@ def check_options(what: str, factory: Callable[..., Any], config: Mapping[str, A
 
 
 def _own(path: str, interface: Interface, config: Mapping[str, Any]) -> PNet:
-    factory = import_object(path)
+    factory: Any = import_object(path)
     if not callable(factory):
         raise ValueError(f"{path} must be a function that returns an nn.Module, got {type(factory).__name__}")
     check_options(path, factory, config, given=("interface",))
     takes = "interface" in inspect.signature(factory).parameters
     options = {"interface": interface, **config} if takes else dict(config)
     with seeded(0):
-        made = factory(**options)
+        made: Any = factory(**options)
+
+    def make() -> nn.Module:
+        found: Any = factory(**options)
+        return found
+
     if isinstance(made, PNet):
         return made
     if not isinstance(made, nn.Module):
         raise ValueError(f"{path} must return an nn.Module or a PNet, got {type(made).__name__}")
-    return PNet(name=path, make=lambda: factory(**options), config=config)
+    return PNet(name=path, make=make, config=config)

@@ -83,7 +83,7 @@ def check_sizes(sizes: tuple[int, ...], interface: Interface) -> tuple[int, ...]
     """
     n_inputs, n_classes = math.prod(interface.inputs), interface.outputs
     fits = all(type(n) is int and n >= 1 for n in sizes) and len(sizes) >= 2
-    if not fits or (sizes[0], sizes[-1]) != (n_inputs, n_classes):
+    if not fits or (*sizes[:1], *sizes[-1:]) != (n_inputs, n_classes):
         got = " ".join(map(str, sizes)) or "none"
         raise ValueError(f"sizes must start with {n_inputs} inputs and end with {n_classes} classes, got {got}")
     return sizes
