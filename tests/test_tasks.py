@@ -18,15 +18,10 @@ from gbfunc.tasks import (
     Split,
     Task,
     accuracy,
-    endless_batches,
-    epoch_batches,
     find_task,
-    hold_out,
     loss_fn,
-    steps_per_epoch,
 )
 from gbfunc.tasks.base import logits_of
-from gbfunc.tasks.data import flip_and_crop, noise
 from gbfunc.tasks.mnist import load_mnist, read_idx
 
 SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
@@ -49,108 +44,6 @@ def write_idx(path: Path, array: np.ndarray) -> Path:
 
 
 # Laws
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    counts=st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple),
-    n_classes=st.integers(1, 6),
-    rest=st.integers(0, 50),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_hold_out_covers_once_and_keeps_proportions(
-    counts: tuple[int, ...], n_classes: int, rest: int, seed: int
-) -> None:
-    n = sum(counts) + rest
-    labels = np.random.RandomState(1).randint(0, n_classes, n)
-    parts = hold_out(labels, counts, seed)
-    assert tuple(map(len, parts)) == (*counts, rest)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(n))
-    for part in parts:
-        for label in range(n_classes):
-            expected = (labels == label).sum() * len(part) / max(n, 1)
-            # A stretch of the interleaved classes is off by at most one example at each end.
-            assert abs((labels[part] == label).sum() - expected) <= 2 + n_classes / 2
-
-
-def test_hold_out_is_the_same_everywhere() -> None:
-    labels = np.arange(12) % 3
-    held, rest = hold_out(labels, (3,), seed=0)
-    assert held.tolist() == [4, 6, 11]
-    assert sorted(labels[held]) == [0, 1, 2] and len(rest) == 9
-
-
-def test_hold_out_refuses_more_than_there_is() -> None:
-    with pytest.raises(ValueError, match=r"cannot hold out \(3, 4\) of 5"):
-        hold_out(np.zeros(5, np.int64), (3, 4), 0)
-
-
-@settings(deadline=None, max_examples=30)
-@given(n=st.integers(1, 40), batch_size=st.integers(1, 40), seed=st.integers(0, 2**31))
-def test_batches_are_full_and_never_repeat_an_example(n: int, batch_size: int, seed: int) -> None:
-    split = Split(torch.arange(n)[:, None].float(), torch.arange(n))
-    generator = torch.Generator().manual_seed(seed)
-    if batch_size > n:
-        with pytest.raises(ValueError, match=f"the {n} training examples, got {batch_size}"):
-            steps_per_epoch(split, batch_size)
-        return
-    batches = list(epoch_batches(split, batch_size, generator))
-    assert len(batches) == steps_per_epoch(split, batch_size)
-    assert all(x.shape == (batch_size, 1) and torch.equal(x[:, 0].long(), y) for x, y in batches)
-    seen = torch.cat([y for _, y in batches]).tolist()
-    assert len(set(seen)) == len(seen) == n // batch_size * batch_size
-    again = list(epoch_batches(split, batch_size, torch.Generator().manual_seed(seed)))
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(batches, again, strict=True))
-
-
-def test_batches_change_from_epoch_to_epoch_and_leave_the_global_generator_alone() -> None:
-    split = Split(torch.zeros(100, 1), torch.arange(100))
-    generator, before = torch.Generator().manual_seed(0), torch.get_rng_state()
-    first, second = ([y for _, y in epoch_batches(split, 50, generator)] for _ in range(2))
-    assert not torch.equal(first[0], second[0])
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_passes_follow_each_other() -> None:
-    split = Split(torch.zeros(6, 1), torch.arange(6))
-    batches = endless_batches(split, 2, torch.Generator().manual_seed(0))
-    seen = [next(batches)[1] for _ in range(6)]
-    assert sorted(torch.cat(seen[:3]).tolist()) == sorted(torch.cat(seen[3:]).tolist()) == list(range(6))
-
-
-def test_noise_has_its_deviation() -> None:
-    x = noise(0.5)(torch.ones(100, 100), torch.Generator().manual_seed(0))
-    assert abs(float(x.std()) - 0.5) < 0.02 and abs(float(x.mean()) - 1) < 0.02
-
-
-def test_flip_and_crop_shifts_and_mirrors() -> None:
-    images = torch.arange(2 * 3 * 5 * 7.0).reshape(2, 3, 5, 7) + 1
-    seen = set()
-    for seed in range(200):
-        changed = flip_and_crop(1)(images, torch.Generator().manual_seed(seed))
-        assert changed.shape == images.shape
-        for image, original in zip(changed, images, strict=True):
-            found = [
-                (dy, dx, flip)
-                for dy in (-1, 0, 1)
-                for dx in (-1, 0, 1)
-                for flip in (False, True)
-                if torch.equal(image, _moved(original, dy, dx, flip))
-            ]
-            assert len(found) == 1
-            seen.add(found[0])
-    assert len(seen) == 18
-
-
-def _moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
-    """A slow shift: pixel by pixel, zeros from outside."""
-    channels, rows, cols = image.shape
-    moved = torch.zeros_like(image)
-    for y in range(rows):
-        for x in range(cols):
-            if 0 <= y + dy < rows and 0 <= x + dx < cols:
-                moved[:, y, x] = image[:, y + dy, x + dx]
-    return moved.flip(2) if flip else moved
 
 
 @settings(deadline=None, max_examples=30)
