@@ -26,7 +26,7 @@ LEVELS = (
     {"__init__"},
     {"pnets"},
     {"tasks", "plots"},
-    {"bench"},
+    {"bench", "compare"},
     {"cli"},
     {"__main__"},
 )

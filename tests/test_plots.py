@@ -11,7 +11,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gbfunc.plots import PALETTE, learning_curve, weight_images
+from gbfunc.plots import PALETTE, learning_curve, tradeoff_curves, weight_images
 
 ROWS = [{"epoch": i, "step": 10 * i, "train_loss": 2.0 / i, "val_accuracy": 1 - 0.5 / i} for i in (1, 2, 3)]
 
@@ -52,6 +52,24 @@ def test_other_metrics_keep_their_unit() -> None:
 
 def test_more_runs_than_colours() -> None:
     assert len(learning_curve({str(i): ROWS for i in range(9)}).axes[0].lines) == 9
+
+
+def test_tradeoff_curves_show_mean_and_spread_against_bytes() -> None:
+    figure = tradeoff_curves({"genome": [(4_000, [0.8, 0.9]), (1_000, [0.5])], "dense": [(1_000, [0.4])]})
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log" and "bytes" in axes.get_xlabel() and axes.get_ylabel() == "test accuracy (%)"
+    line, caps, (bars,) = axes.containers[0]
+    assert line.get_xydata().tolist() == [[1_000, 50.0], [4_000, pytest.approx(85.0)]]
+    assert np.asarray(bars.get_segments()[1])[:, 1].tolist() == pytest.approx([80.0, 90.0]) and len(caps) == 2
+    legend = axes.get_legend()
+    assert legend is not None and [t.get_text() for t in legend.get_texts()] == ["genome", "dense"]
+    assert png(figure).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("curves", [{}, {"a": []}, {"a": [(1, [])]}])
+def test_tradeoff_curves_want_points(curves: dict) -> None:
+    with pytest.raises(ValueError, match="at least one method"):
+        tradeoff_curves(curves)
 
 
 def test_weight_images_show_the_matrices_beside_each_other() -> None:

@@ -1,4 +1,4 @@
-"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `bench`."""
+"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `compare`, `bench`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ except ImportError as _error:
     raise ImportError("the command line needs its extra packages: pip install 'gbfunc[cli]'") from _error
 
 from gbfunc.cli.bench import Bench
+from gbfunc.cli.compare import Compare
 from gbfunc.cli.demo import Demo
 from gbfunc.cli.eval import Eval
 from gbfunc.cli.plan import Plan
@@ -25,6 +26,7 @@ Command = (
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 """A new command is one file and one entry here."""

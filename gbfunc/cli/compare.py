@@ -1,0 +1,161 @@
+"""`gbfunc compare`: genomes beside what else one would do, at equal bytes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from tyro.conf import FlagCreatePairsOff, arg
+
+from gbfunc.cli.options import DataOptions
+
+if TYPE_CHECKING:
+    from gbfunc.compare import Method, Problem, Results, Row
+
+_SIZES = {"digits": (300, 600, 1_500), "mnist": (600, 1_300, 2_000, 6_000, 20_000)}
+_WIDTH = 150
+
+
+@dataclass(frozen=True)
+class Compare(DataOptions):
+    """Genomes and what else one would do, within the same bytes; settings by validation, a row a seed."""
+
+    sizes: Annotated[
+        tuple[int, ...] | None,
+        arg(metavar="INT ...", help_behavior_hint="(default: 600 1300 2000 6000 20000; digits: 300 600 1500)"),
+    ] = None
+    """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
+
+    methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
+    """Only these: periodic, smaller_dense, low_rank, random_subspace, pruned, int8, int4, and the other types of g-net:
+    gnet, stochastic, low_rank_genome, xox."""
+
+    seeds: int = 3
+    """Trainings of each method at each size, seeded 0, 1, ..."""
+
+    epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the task's recipe)")] = None
+    """Passes over the training examples, for all alike; the choice among candidates takes a third of them each."""
+
+    numbers: Literal["float32", "float16"] = "float32"
+    """What numbers are stored as, by every method that has no format of its own; training is in float32."""
+
+    quick: FlagCreatePairsOff[bool] = False
+    """One epoch, one seed, two candidates: shows that all of it runs, and nothing else."""
+
+    threads: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: torch's)")] = None
+    """Threads of the CPU."""
+
+    out: Path = Path("compare")
+    """Folder for compare.json, the figure and the data of every network; rows that it holds are not run again."""
+
+    def run(self) -> None:
+        """Run what is missing, print one table, write the results."""
+        from gbfunc.bench.report import machine_name
+        from gbfunc.cli.output import make_folder, write_figure, write_metrics
+        from gbfunc.compare import METHODS, read_results, run_missing, to_json
+        from gbfunc.plots import tradeoff_curves
+
+        methods = {name: METHODS[name] for name in self._method_names(METHODS)}
+        problems = self._problems()
+        folder = make_folder(self.out)
+        results = read_results(folder / "compare.json")
+        about = {
+            "machine": machine_name(torch.device("cpu")),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+        seeds, most = (1, 2) if self.quick else (self.seeds, None)
+
+        def report(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        nets = make_folder(folder / "nets")
+        for newer in run_missing(methods, problems, seeds, results, nets, report, most):
+            results = newer
+            # After each row: what is measured is kept, should a later one fail.
+            write_metrics(folder / "compare.json", about | to_json(results))
+        curves = curves_of(results, problems, methods)
+        if any(curves.values()):
+            write_figure(folder / "tradeoff.png", tradeoff_curves(curves))
+        print_tradeoff(results, problems, methods)
+
+    def _problems(self) -> list[Problem]:
+        from gbfunc.cli.job import load_task
+        from gbfunc.compare import Problem, reference_bytes
+
+        for name, value in (("seeds", self.seeds), ("epochs", self.epochs), ("threads", self.threads)):
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        task = load_task(self, None)
+        problems = []
+        for size in sorted(set(self.sizes or _SIZES[self.task])):
+            recipe = task.recipe(size)
+            epochs = 1 if self.quick else self.epochs or recipe.epochs
+            budget = reference_bytes(task, size)
+            problems.append(Problem(task, size, budget, getattr(torch, self.numbers), replace(recipe, epochs=epochs)))
+        return problems
+
+    def _method_names(self, table: Mapping[str, Method]) -> Sequence[str]:
+        unknown = [name for name in self.methods or () if name not in table]
+        if unknown:
+            raise ValueError(f"--methods must be among {', '.join(table)}; got {', '.join(unknown)}")
+        return self.methods or tuple(table)
+
+
+def curves_of(
+    results: Results, problems: Sequence[Problem], methods: Mapping[str, Method]
+) -> dict[str, list[tuple[float, list[float]]]]:
+    """Points (bytes, accuracies of the seeds on the test split) of each method."""
+    points: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in methods}
+    for problem in problems:
+        for name in methods:
+            if rows := rows_of(results, problem, name):
+                points[name].append((mean(row.bytes for row in rows), [row.test for row in rows]))
+    return {name: found for name, found in points.items() if found}
+
+
+def rows_of(results: Results, problem: Problem, method: str) -> list[Row]:
+    """The rows of a method at one budget, by seed."""
+    from gbfunc.compare import of_problem
+
+    return sorted(of_problem(results, problem, method).rows, key=lambda row: row.seed)
+
+
+def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mapping[str, Method]) -> None:
+    """Accuracies on the test split as one table on standard output: a row a method, a column a budget."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("method")
+    for problem in problems:
+        table.add_column(f"{problem.budget:,} bytes", justify="right", no_wrap=True)
+    cells = {name: [[row.test for row in rows_of(results, problem, name)] for problem in problems] for name in methods}
+    best = [max((mean(c[i]) for c in cells.values() if c[i]), default=0.0) for i in range(len(problems))]
+    for name, found in cells.items():
+        texts = (_cell(tests, bold=bool(tests) and mean(tests) == best[i]) for i, tests in enumerate(found))
+        table.add_row(name, *texts)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(table)
+    first = problems[0]
+    console.print(
+        f"{first.task.name}: test accuracy in %, mean and standard deviation over seeds; {first.recipe.epochs} epochs; "
+        "-: nothing is as small as that.",
+        style="dim",
+    )
+
+
+def _cell(tests: Sequence[float], *, bold: bool) -> str:
+    if not tests:
+        return "-"
+    spread = f" ± {100 * stdev(tests):.2f}" if len(tests) > 1 else ""
+    text = f"{100 * mean(tests):.2f}{spread}"
+    return f"[bold]{text}[/bold]" if bold else text

@@ -1,0 +1,216 @@
+"""Methods at equal bytes: the contract of each, the choice among candidates, and results that go on where they were."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gbfunc.compare import (
+    METHODS,
+    Problem,
+    Results,
+    Settings,
+    TooSmall,
+    Trained,
+    choose,
+    measure,
+    of_problem,
+    read_results,
+    reference_bytes,
+    run_missing,
+    to_json,
+)
+from gbfunc.compare.base import grid
+from gbfunc.compare.family import largest, narrow_sizes
+from gbfunc.compare.store import pack, packed_size, unpack
+from gbfunc.plan import genome_file_bytes
+from gbfunc.tasks import TASKS, Net, Task, accuracy
+
+NUMBERS = (torch.float32, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return TASKS["digits"](sizes=(64, 100, 10))
+
+
+def problem_of(task: Task, size: int, dtype: torch.dtype = torch.float32) -> Problem:
+    return Problem(task, size, reference_bytes(task, size), dtype, replace(task.recipe(size), epochs=1))
+
+
+@pytest.fixture(scope="module")
+def problem(task: Task) -> Problem:
+    return problem_of(task, 1_000)
+
+
+# The contract of every method
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_bytes_are_within_the_budget_and_enough_to_run(
+    name: str, dtype: torch.dtype, task: Task, tmp_path: Path
+) -> None:
+    problem, method = problem_of(task, 1_000, dtype), METHODS[name]
+    candidates = method.candidates(problem)
+    assert json.loads(json.dumps(candidates)) and len({json.dumps(c) for c in candidates}) == len(candidates)
+    row = measure(name, method, problem, candidates[-1], 3, tmp_path / "net")
+    data = (tmp_path / "net").read_bytes()
+    assert row.bytes == len(data) <= problem.budget and 0 < row.params <= 8 * row.bytes
+    assert accuracy(method.load(data, task), task.test) == row.test
+    # Settings come back from JSON with lists for tuples; the same seed gives the same bytes.
+    again = method.train(problem, json.loads(json.dumps(candidates[-1])), 3)
+    assert again == Trained(data, row.params)
+    assert method.train(problem, candidates[-1], 4).data != data
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_candidate_is_within_the_budget(name: str, problem: Problem) -> None:
+    method = METHODS[name]
+    # One step of one batch: sizes do not depend on more.
+    few = type(problem.task.train)(problem.task.train.x[:64], problem.task.train.y[:64])
+    brief = problem._replace(task=replace(problem.task, train=few))
+    for settings in method.candidates(problem):
+        assert len(method.train(brief, settings, 0).data) <= problem.budget
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_cannot_be_so_small_says_so(name: str, problem: Problem) -> None:
+    with pytest.raises(TooSmall):
+        METHODS[name].candidates(problem._replace(budget=60, size=20))
+
+
+def test_a_method_that_breaks_its_bounds_is_found_out(problem: Problem, tmp_path: Path) -> None:
+    class Greedy:
+        def candidates(self, problem: Problem) -> list[Settings]:
+            return [{}]
+
+        def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+            return Trained(bytes(problem.budget + 1), 1)
+
+        def load(self, data: bytes, task: Task) -> Net:
+            raise AssertionError("never measured")
+
+    with pytest.raises(ValueError, match="greedy took"):
+        measure("greedy", Greedy(), problem, {}, 0, tmp_path / "net")
+
+
+# The budget
+
+
+def test_the_budget_is_the_file_of_the_reference(problem: Problem) -> None:
+    method = METHODS["periodic"]
+    trained = method.train(problem, method.candidates(problem)[0], 0)
+    assert len(trained.data) == problem.budget and trained.params <= problem.size
+    assert reference_bytes(problem.task, 500) < problem.budget
+
+
+def test_narrower_numbers_make_room_for_more(task: Task) -> None:
+    wide, narrow = (METHODS["periodic"].candidates(problem_of(task, 1_000, d))[0]["params"] for d in NUMBERS)
+    assert narrow > 1.9 * wide
+
+
+# Choosing and going on
+
+
+class _Steps:
+    """A method whose network ignores its training: the class is a setting."""
+
+    def __init__(self) -> None:
+        self.trained: list[tuple[Settings, int, int]] = []
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        if problem.size < 100:
+            raise TooSmall("too small")
+        return grid(answer=(1, 2, 3))
+
+    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        self.trained.append((settings, problem.recipe.epochs, seed))
+        return Trained(bytes([settings["answer"]]), 1)
+
+    def load(self, data: bytes, task: Task) -> Net:
+        return lambda x: torch.nn.functional.one_hot(torch.full((len(x),), data[0]), 10)
+
+
+def test_validation_data_choose(problem: Problem) -> None:
+    val = problem.task.val
+    # In these splits all examples are twos, or ones: only the first may count.
+    twos, ones = (val._replace(y=torch.full_like(val.y, n)) for n in (2, 1))
+    method = _Steps()
+    six = problem._replace(task=replace(problem.task, val=twos, test=ones), recipe=replace(problem.recipe, epochs=7))
+    choice = choose("steps", method, six)
+    assert choice.settings == {"answer": 2}
+    assert [t["val"] for t in choice.tried] == [0.0, 1.0, 0.0]
+    assert method.trained == [({"answer": a}, 3, 0) for a in (1, 2, 3)]
+    assert choose("steps", method, six, most=1).settings == {"answer": 1}
+
+
+def test_results_go_on_where_they_were(problem: Problem, tmp_path: Path) -> None:
+    method, small = _Steps(), problem._replace(size=50)
+    problems = [small, problem]
+    lines: list[str] = []
+    states = list(run_missing({"steps": method}, problems, 2, Results(), tmp_path, lines.append))
+    assert [len(s.choices) + len(s.rows) for s in states] == [1, 2, 3, 4] == list(range(1, 1 + len(lines)))
+    results = states[-1]
+    assert of_problem(results, small, "steps").choices[0].reason == "too small"
+    assert [row.seed for row in of_problem(results, problem, "steps").rows] == [0, 1]
+    assert len(method.trained) == 3 + 2 == 3 + len(list(tmp_path.iterdir()))
+    (tmp_path / "compare.json").write_text(json.dumps({"machine": "x"} | to_json(results)))
+    known = read_results(tmp_path / "compare.json")
+    assert to_json(known) == to_json(results)
+    assert list(run_missing({"steps": method}, problems, 2, known, tmp_path)) == []
+    # One more seed is one more row, and another length is another experiment.
+    assert len(list(run_missing({"steps": method}, problems, 3, known, tmp_path))) == 1
+    longer = problem._replace(recipe=replace(problem.recipe, epochs=2))
+    assert len(list(run_missing({"steps": method}, [longer], 1, known, tmp_path))) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"choices": [{"a": 1}], "rows": []}'])
+def test_foreign_results_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "compare.json").write_text(text)
+    with pytest.raises(ValueError, match="is not the result of a comparison"):
+        read_results(tmp_path / "compare.json")
+
+
+def test_no_results_are_none(tmp_path: Path) -> None:
+    assert read_results(tmp_path / "compare.json") == Results()
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 3, 7, 8, 100])
+def test_largest_is_the_last_that_fits(bound: int) -> None:
+    assert largest(lambda n: n <= bound, limit=64) == min(bound, 64)
+
+
+def test_nets_fill_the_budget(task: Task) -> None:
+    def n_params(sizes: tuple[int, ...]) -> int:
+        return sum((a + 1) * b for a, b in zip(sizes, sizes[1:], strict=False))
+
+    found = narrow_sizes(task, lambda s: n_params(s) <= 1_000)
+    assert found == [(64, 13, 10), (64, 11, 11, 10), (64, 10)]
+    assert narrow_sizes(task, lambda s: n_params(s) <= 100) == [(64, 1, 10), (64, 1, 1, 10)]
+    with pytest.raises(TooSmall):
+        narrow_sizes(task, lambda s: False)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
+    data = pack(tensors, dtype)
+    back, about = unpack(data)
+    assert about == {} and all(torch.equal(back[k], t.to(dtype).float()) for k, t in tensors.items())
+    assert len(data) == packed_size({"a": (3, 5), "b": (7,)}, dtype)
+    assert unpack(pack(tensors, dtype, {"seed": "3"}))[1] == {"seed": "3"}
+
+
+def test_reference_is_what_train_writes(problem: Problem) -> None:
+    from gbfunc.compare.genome import plan_for
+
+    plan = plan_for(problem.task, "periodic", 1_000, genome_params=1_000)
+    assert genome_file_bytes(plan) == problem.budget
