@@ -67,6 +67,37 @@ def learning_curve(
     return figure
 
 
+def return_curve(
+    runs: Mapping[str, Sequence[Mapping[str, float]]], title: str, threshold: float | None = None
+) -> Figure:
+    """Mean return against environment steps, one line a run, with a band of one standard deviation over episodes.
+
+    Args:
+        runs: history of each run by its label: rows of `env_steps`, `mean_return` and `std_return`.
+        title: names the environment.
+        threshold: mean return at which it counts as solved, drawn as a thin line.
+
+    Raises:
+        ValueError: if there is no run.
+    """
+    if not runs:
+        raise ValueError("return_curve expects at least one run, got none")
+    figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (label, rows) in enumerate(runs.items()):
+        steps, mean, std = (np.array([row[k] for row in rows]) for k in ("env_steps", "mean_return", "std_return"))
+        color = PALETTE[i % len(PALETTE)]
+        axes.plot(steps, mean, color=color, linestyle=LINES[i % len(LINES)], marker="o", markersize=3, label=label)
+        axes.fill_between(steps, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)
+    if threshold is not None:
+        axes.axhline(threshold, color="black", linewidth=0.8, label=f"solved: {threshold:g}")
+    axes.set(title=title, xlabel="environment steps", ylabel="return of an episode (mean, standard deviation)")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
 def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str) -> Figure:
     """Time of a step against a size, both logarithmic, one line a variant with its exponent in the legend.
 

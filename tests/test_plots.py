@@ -11,7 +11,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gbfunc.plots import PALETTE, learning_curve, tradeoff_curves, weight_images
+from gbfunc.plots import PALETTE, learning_curve, return_curve, tradeoff_curves, weight_images
 
 ROWS = [{"epoch": i, "step": 10 * i, "train_loss": 2.0 / i, "val_accuracy": 1 - 0.5 / i} for i in (1, 2, 3)]
 
@@ -48,6 +48,18 @@ def test_other_metrics_keep_their_unit() -> None:
     assert metric.get_ylabel() == "validation loss (nats)" and loss.get_xlabel() == metric.get_xlabel() == "step"
     assert np.asarray(metric.lines[0].get_ydata()).tolist() == [3.0, 1.5]
     assert np.asarray(metric.lines[0].get_xdata()).tolist() == [500, 1000]
+
+
+def test_return_curve_draws_means_in_bands() -> None:
+    rows = [{"env_steps": 100.0 * i, "mean_return": 10.0 * i, "std_return": 2.0} for i in (1, 2)]
+    axes = return_curve({"genome": rows, "dense": rows}, "CartPole-v1", 475.0).axes[0]
+    assert axes.get_xlabel() == "environment steps" and axes.get_title() == "CartPole-v1"
+    assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[100.0, 10.0], [200.0, 20.0]]
+    assert np.asarray(axes.lines[2].get_ydata()).tolist() == [475.0, 475.0]
+    low, high = (f(axes.collections[0].get_paths()[0].vertices[:, 1]) for f in (min, max))
+    assert (low, high) == (8.0, 22.0)
+    with pytest.raises(ValueError, match="at least one run"):
+        return_curve({}, "nothing")
 
 
 def test_more_runs_than_colours() -> None:

@@ -20,6 +20,10 @@ class Eval(DataOptions):
 
     def run(self) -> None:
         """Measure and print."""
+        if self.task == "control":
+            from gbfunc.cli.control import run_eval
+
+            return run_eval(self, self.genome)
         from gbfunc.cli.job import genome_metrics, read_genome
         from gbfunc.cli.output import print_metrics
 

@@ -19,7 +19,7 @@ class DataOptions:
     """Which data, which p-net."""
 
     task: Annotated[str, arg(metavar="NAME")] = "digits"
-    """What to learn: digits, mnist, fashion-mnist, text, or package.module:function of your own."""
+    """What to learn: digits, mnist, fashion-mnist, text, control (gymnasium), or package.module:function of your own."""
 
     data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
     """Folder with the task's data; for text a file will do. digits needs none, text has one built in."""
@@ -32,6 +32,9 @@ class DataOptions:
 
     pnet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
     """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""
+
+    env: str = "CartPole-v1"
+    """Gymnasium environment of the control task."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,12 @@ class TrainingOptions(ModelOptions):
 
     lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_RECIPE)] = None
     """Peak learning rate of the g-nets."""
+
+    env_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint=_RECIPE)] = None
+    """Length of the control task's training, in steps of its environments together."""
+
+    dense: bool = False
+    """Train the control task's networks themselves, without a genome: the yardstick."""
 
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, ..."""

@@ -13,6 +13,10 @@ class Plan(ModelOptions):
 
     def run(self) -> None:
         """Print the plan's report."""
+        if self.task == "control":
+            from gbfunc.cli.control import make_control_job
+
+            return print(make_control_job(self).plan.report())
         from gbfunc.cli.job import make_job
 
         print(make_job(self).plan.report())

@@ -23,6 +23,12 @@ class Train(TrainingOptions):
 
     def run(self) -> None:
         """Train, write the results, print them."""
+        if self.task == "control":
+            from gbfunc.cli.control import run_train
+
+            return run_train(self)
+        if self.dense or self.env_steps is not None:
+            raise ValueError(f"--dense and --env-steps are for the control task, got --task {self.task}")
         from gbfunc.cli.job import make_job, results_folder
         from gbfunc.cli.output import print_metrics, write_run
 

@@ -1,0 +1,165 @@
+r"""Proximal policy optimisation (Schulman et al., 2017): advantages, policies and the clipped loss, as pure functions.
+
+The details are those of "The 37 Implementation Details of Proximal Policy Optimization" (Huang et al., ICLR blog track,
+2022) and of CleanRL. Suffixes: T steps of a rollout, N environments, B transitions of a minibatch, O numbers of an
+observation, P numbers that describe a policy, A numbers (or choices) of an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Independent, Normal
+
+PolicyValue = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Observations [B, O] to the policy's numbers [B, P] and values [B]."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of PPO; the defaults are CleanRL's.
+
+    Attributes:
+        env_steps: transitions to train on, in all environments together.
+        n_envs: environments side by side, N.
+        horizon: steps of a rollout in each, T.
+        epochs: passes over a rollout.
+        minibatches: parts of a rollout; one gradient step each.
+        gamma: discount.
+        lam: weight of longer returns in the advantage.
+        clip: largest change of the probability ratio, and of the value, that is rewarded.
+        entropy: coefficient of the entropy bonus.
+        value: coefficient of the value loss.
+        clip_norm: largest Euclidean norm of the gradient.
+        reward_scale: what rewards are multiplied with for training; reported returns are the environment's own.
+        lr: learning rate of the genome at the start.
+        dense_lr: learning rate of a dense net at the start.
+        eval_every: updates from one evaluation to the next.
+    """
+
+    env_steps: int = 500_000
+    n_envs: int = 4
+    horizon: int = 128
+    epochs: int = 4
+    minibatches: int = 4
+    gamma: float = 0.99
+    lam: float = 0.95
+    clip: float = 0.2
+    entropy: float = 0.01
+    value: float = 0.5
+    clip_norm: float = 0.5
+    reward_scale: float = 1.0
+    lr: float = 2.5e-3
+    dense_lr: float = 2.5e-4
+    eval_every: int = 4
+
+    @property
+    def updates(self) -> int:
+        """Rollouts in all, at least one."""
+        return max(1, self.env_steps // (self.n_envs * self.horizon))
+
+
+class Transitions(NamedTuple):
+    """A minibatch, or a rollout to take minibatches from.
+
+    Attributes:
+        obs: observations [B, O].
+        actions: what was done: int64 [B], or float [B, A].
+        log_probs: of the actions under the policy that acted [B].
+        advantages: [B].
+        returns: targets of the value [B].
+        values: under the network that acted [B].
+        valid: 1 where something was done, 0 where the environment only restarted [B].
+    """
+
+    obs: Tensor
+    actions: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    returns: Tensor
+    values: Tensor
+    valid: Tensor
+
+
+def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:
+    """The distribution of actions: categorical of logits [B, A], or normal of means and log deviations [B, 2A]."""
+    if discrete:
+        return Categorical(logits=numbers_BP, validate_args=False)
+    mean_BA, log_std_BA = numbers_BP.chunk(2, -1)
+    return Independent(Normal(mean_BA, log_std_BA.exp(), validate_args=False), 1, validate_args=False)
+
+
+def gae(
+    rewards_TN: Tensor, values_TN: Tensor, terminated_TN: Tensor, truncated_TN: Tensor, gamma: float, lam: float
+) -> Tensor:
+    r"""Generalised advantage estimates (Schulman et al., 2016, equation 16): [T, N].
+
+    $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. After a terminal
+    state there is no more value; where an episode was cut short, the value of its last state stands for what would
+    have followed. At neither does the sum go on.
+
+    Args:
+        rewards_TN: of each step.
+        values_TN: of the states before each step and of the one after the last: [T + 1, N].
+        terminated_TN: whether the step ended the episode.
+        truncated_TN: whether a time limit cut it short after the step.
+        gamma: discount.
+        lam: weight of longer returns.
+    """
+    going_on_TN = (~(terminated_TN | truncated_TN)).to(rewards_TN)
+    next_TN = values_TN[1:] * (~terminated_TN).to(rewards_TN)
+    delta_TN = rewards_TN + gamma * next_TN - values_TN[:-1]
+    advantage_N, advantages = torch.zeros_like(rewards_TN[0]), []
+    for delta_N, going_on_N in zip(delta_TN.flip(0), going_on_TN.flip(0), strict=True):
+        advantage_N = delta_N + gamma * lam * going_on_N * advantage_N
+        advantages.append(advantage_N)
+    return torch.stack(advantages[::-1])
+
+
+def ppo_loss(
+    net: PolicyValue, batch: Transitions, settings: Settings, discrete: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped policy loss + clipped value loss - entropy bonus, means over the valid transitions of a minibatch.
+
+    Advantages are normalised over the minibatch.
+
+    Returns:
+        The loss, and beside it `policy_loss`, `value_loss`, `entropy` (nats), `kl` (of the old policy from the new one,
+        http://joschu.net/blog/kl-approx.html) and `clipped` (part of the ratios that were clipped, 0 to 1).
+    """
+    count = batch.valid.sum().clamp(min=1.0)
+
+    def mean(x_B: Tensor) -> Tensor:
+        return (x_B * batch.valid).sum() / count
+
+    centred_B = batch.advantages - mean(batch.advantages)
+    # Bessel's correction, as Tensor.std has it.
+    std = (mean(centred_B**2) * count / (count - 1).clamp(min=1.0)).sqrt()
+    advantages_B = centred_B / (std + 1e-8)
+    numbers_BP, values_B = net(batch.obs)
+    actions = policy(numbers_BP, discrete)
+    log_ratio_B = actions.log_prob(batch.actions) - batch.log_probs
+    # What only restarted took no action of the policy: its ratio may be anything, infinity included.
+    log_ratio_B = torch.where(batch.valid > 0, log_ratio_B, 0.0)
+    ratio_B = log_ratio_B.exp()
+    clipped_B = ratio_B.clamp(1 - settings.clip, 1 + settings.clip)
+    policy_loss = -mean(torch.minimum(advantages_B * ratio_B, advantages_B * clipped_B))
+    near_B = batch.values + (values_B - batch.values).clamp(-settings.clip, settings.clip)
+    errors_B = torch.maximum((values_B - batch.returns) ** 2, (near_B - batch.returns) ** 2)
+    value_loss = 0.5 * mean(errors_B)
+    entropy = mean(actions.entropy())
+    loss = policy_loss + settings.value * value_loss - settings.entropy * entropy
+    with torch.no_grad():
+        kl = mean(ratio_B - 1 - log_ratio_B)
+        clipped = mean(((ratio_B - 1).abs() > settings.clip).to(ratio_B))
+    return loss, {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy,
+        "kl": kl,
+        "clipped": clipped,
+    }

@@ -1,0 +1,240 @@
+"""PPO through the bottleneck in real environments, and its command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.tasks.control import (
+    SETTINGS,
+    ActorCritic,
+    Training,
+    control_rules,
+    control_settings,
+    final_returns,
+    train_control,
+)
+from gbfunc.tasks.environments import Environment, evaluate, find_environment
+from gbfunc.tasks.ppo import Settings
+from gbfunc.trees import flat_genome
+
+TINY = replace(SETTINGS["CartPole-v1"], env_steps=512, n_envs=4, horizon=64, epochs=1, minibatches=2, eval_every=1)
+
+
+@pytest.fixture(scope="module")
+def cartpole() -> Environment:
+    return find_environment("CartPole-v1")
+
+
+@pytest.fixture(scope="module")
+def pendulum() -> Environment:
+    return find_environment("Pendulum-v1")
+
+
+def train(
+    env: Environment, seed: int, settings: Settings = TINY, dense: bool = False
+) -> tuple[ActorCritic, gb.Plan, Training]:
+    pnet = ActorCritic(env, seed=seed)
+    plan = gb.make_plan(pnet, rules=[(".", None)]) if dense else genome_plan(pnet)
+    return pnet, plan, train_control(env, pnet, plan, settings, seed)
+
+
+def genome_plan(pnet: ActorCritic) -> gb.Plan:
+    return gb.make_plan(pnet, compression=10.0, rules=control_rules(pnet))
+
+
+def test_environments(cartpole: Environment, pendulum: Environment) -> None:
+    assert cartpole == ("CartPole-v1", 4, 2, True, 475.0)
+    assert pendulum == ("Pendulum-v1", 3, 1, False, None)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "message"),
+    [
+        ("CartPole-v99", "no environment 'CartPole-v99'"),
+        ("Nowhere-v0", "no environment 'Nowhere-v0'"),
+        ("", "no environment ''"),
+        ("FrozenLake-v1", "must have vectors as observations"),
+    ],
+)
+def test_other_environments_are_refused(env_id: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_environment(env_id)
+
+
+def test_networks_start_orthogonal_with_their_gains(cartpole: Environment, pendulum: Environment) -> None:
+    before = torch.get_rng_state()
+    net = ActorCritic(cartpole, (32, 48), seed=3)
+    assert torch.equal(before, torch.get_rng_state())
+    for half, gains in ((net.actor, (2**0.5, 2**0.5, 0.01)), (net.critic, (2**0.5, 2**0.5, 1.0))):
+        for layer, gain in zip(half[::2], gains, strict=True):
+            weight = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
+            torch.testing.assert_close(weight @ weight.T, gain**2 * torch.eye(len(weight)), atol=1e-5, rtol=0)
+            assert not layer.bias.any()
+    numbers, values = ActorCritic(pendulum)(torch.randn(7, 3))
+    assert numbers.shape == (7, 2) and values.shape == (7,) and not numbers[:, 1].any()
+    assert sum(p.numel() for p in ActorCritic(cartpole).parameters()) == 9_155
+
+
+def test_evaluation_is_a_loop_over_single_environments(pendulum: Environment) -> None:
+    net = ActorCritic(pendulum, seed=1)
+    with torch.no_grad():
+        net.actor[-1].weight.mul_(100)
+    expected = []
+    for seed in (5, 6, 7):
+        env = gymnasium.make(pendulum.id)
+        obs, total, over = env.reset(seed=seed)[0], 0.0, False
+        while not over:
+            with torch.no_grad():
+                action = net.actor(torch.as_tensor(obs)).clamp(-2, 2).numpy()
+            obs, reward, terminated, truncated, _ = env.step(action)
+            total, over = total + float(reward), terminated or truncated
+        expected.append(total)
+    np.testing.assert_allclose(evaluate(net.act, pendulum, seed=5, episodes=3), expected, rtol=1e-5)
+
+
+class Reflex(ActorCritic):
+    """Pushes the cart under the falling pole."""
+
+    def act(self, obs_BO: Tensor) -> Tensor:
+        falls_B = obs_BO[:, 2] + obs_BO[:, 3]
+        return torch.stack([-falls_B, falls_B], 1)
+
+
+def test_evaluation_knows_good_from_bad(cartpole: Environment) -> None:
+    good = evaluate(Reflex(cartpole).act, cartpole, seed=0, episodes=20)
+    assert good.tolist() == [500.0] * 20
+    bad = ActorCritic(cartpole)
+    with torch.no_grad():
+        bad.actor[-1].bias.copy_(torch.tensor([9.0, 0.0]))
+    assert evaluate(bad.act, cartpole, seed=0, episodes=20).max() < 15
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_seed_decides_everything(cartpole: Environment, dense: bool) -> None:
+    before = torch.get_rng_state()
+    (_, _, first), (_, _, again), (_, _, other) = (train(cartpole, seed, dense=dense) for seed in (0, 0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+    rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in run.history] for run in (first, again, other)]
+    assert rows[0] == rows[1] != rows[2]
+    assert [row["env_steps"] for row in rows[0]] == [256, 512] and first.steps == 4
+    one, two = (flat_genome(run.state.gnets, run.state.direct) for run in (first, again))
+    assert all(torch.equal(one[name], two[name]) for name in one) and one.keys() == two.keys()
+
+
+def test_continuous_actions_train(pendulum: Environment) -> None:
+    pnet, plan, result = train(pendulum, 0)
+    net = gb.materialize(plan, result.state, pnet)
+    assert not torch.equal(net.log_std, pnet.log_std) and result.solved is None
+    returns = final_returns(net, pendulum, 0)
+    assert returns.shape == (100,) and -2000 < returns.mean() < -100
+
+
+def test_a_few_seconds_teach_cartpole(cartpole: Environment) -> None:
+    settings = replace(SETTINGS["CartPole-v1"], env_steps=12_288, eval_every=12)
+    pnet, plan, result = train(cartpole, 0, settings)
+    untrained = gb.materialize(plan, gb.init_genome(plan, pnet, 0), pnet)
+    before, after = (
+        final_returns(net, cartpole, 0).mean() for net in (untrained, gb.materialize(plan, result.state, pnet))
+    )
+    assert plan.ratio_params >= 10 and before < 100 and after > 3 * before and after > 200
+
+
+def test_minibatches_must_divide_a_rollout(cartpole: Environment) -> None:
+    with pytest.raises(ValueError, match="3 minibatches do not divide a rollout of 256"):
+        train(cartpole, 0, replace(TINY, minibatches=3))
+
+
+def test_settings() -> None:
+    assert control_settings("CartPole-v1") is SETTINGS["CartPole-v1"]
+    assert control_settings("Acrobot-v1").n_envs == 4
+    for settings in SETTINGS.values():
+        assert settings.n_envs * settings.horizon % settings.minibatches == 0
+        assert settings.env_steps % (settings.n_envs * settings.horizon) == 0
+
+
+# Command line
+
+
+def test_train_writes_what_eval_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    command = ["train", "--task", "control", "--compression", "12", "--env-steps", "2048", "--out", str(out)]
+    assert main(command) == 0
+    told = capsys.readouterr()
+    assert told.err.startswith("genome: 2,048/2,048 steps, mean return ")
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["env"] == "CartPole-v1" and metrics["hidden"] == [64, 64] and metrics["env_steps"] == 2_048
+    assert metrics["ratio_params"] == metrics["pnet_params"] / metrics["genome_params"] >= 12
+    assert metrics["genome_bytes"] == (out / "genome.safetensors").stat().st_size
+    with (out / "history.csv").open(newline="") as file:
+        assert [(row["run"], row["env_steps"]) for row in csv.DictReader(file)] == [("genome", "2048.0")]
+    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    # What is reported is what the file holds, in the same episodes.
+    assert main(["eval", "--task", "control", "--genome", str(out / "genome.safetensors")]) == 0
+    assert f"{metrics['mean_return']:.1f} +- {metrics['std_return']:.1f}" in capsys.readouterr().out
+
+
+def test_dense_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "--task", "control", "--dense", "--sizes", "4", "8", "2", "--env-steps", "1024"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["network"] == "dense" and metrics["hidden"] == [8]
+    assert metrics["genome_params"] == metrics["pnet_params"] == 5 * 8 + 9 * 2 + 5 * 8 + 9
+    capsys.readouterr()
+    assert main(["plan", "--task", "control", "--compression", "20"]) == 0
+    assert "critic.2.weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--task", "control", "--env", "Nowhere-v0"], "no environment 'Nowhere-v0'"),
+        (["train", "--task", "control", "--sizes", "3", "8", "2"], "--sizes must start with the 4 numbers"),
+        (["train", "--task", "control", "--sizes", "4", "2"], "--sizes must start with"),
+        (["train", "--task", "control", "--env-steps", "100"], "at least one rollout, 1,024 steps, got 100"),
+        (["train", "--task", "control", "--epochs", "3"], "--epochs: the control task learns from an environment"),
+        (["train", "--task", "control", "--dense", "--compression", "3"], "drop --compression"),
+        (["train", "--task", "control", "--lr", "0"], "--lr must be a positive number"),
+        (["train", "--task", "control", "--seed", "-1"], "--seed must be at least 0"),
+        (["train", "--task", "control", "--compression", "5000"], "cannot be reached"),
+        (["train", "--task", "control", "--device", "meta"], "runs on the CPU"),
+        (["train", "--dense"], "are for the control task"),
+        (["train", "--env-steps", "9"], "are for the control task"),
+        (["demo", "--task", "control"], "control task has no examples"),
+        (["eval", "--task", "control", "--genome", "nowhere"], "no such genome file: nowhere"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1 and told.startswith("gbfunc: error: ")
+
+
+def test_a_genome_of_another_environment_is_refused(
+    tmp_path: Path, pendulum: Environment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pnet = ActorCritic(pendulum)
+    plan = genome_plan(pnet)
+    path = tmp_path / "genome.safetensors"
+    gb.save(path, plan, gb.init_genome(plan, pnet))
+    assert main(["eval", "--task", "control", "--genome", str(path)]) == 2
+    assert "the plan was made for another p-net" in capsys.readouterr().err
+
+
+def test_without_gymnasium_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    assert main(["train", "--task", "control"]) == 2
+    assert "pip install 'gbfunc[control]'" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""PPO's arithmetic against slow float64 loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gbfunc.tasks.ppo import Settings, Transitions, gae, policy, ppo_loss
+
+
+def advantages_by_definition(
+    rewards: Tensor, values: Tensor, terminated: Tensor, truncated: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """Sum of discounted one-step errors up to the end of the episode, each from its own formula."""
+    n_steps, n_envs = rewards.shape
+    found = torch.zeros_like(rewards)
+    for n in range(n_envs):
+        for t in range(n_steps):
+            for k in range(t, n_steps):
+                future = 0.0 if terminated[k, n] else float(values[k + 1, n])
+                error = float(rewards[k, n]) + gamma * future - float(values[k, n])
+                found[t, n] += (gamma * lam) ** (k - t) * error
+                if terminated[k, n] or truncated[k, n]:
+                    break
+    return found
+
+
+@given(
+    n_steps=st.integers(1, 12),
+    n_envs=st.integers(1, 3),
+    gamma=st.floats(0.0, 1.0),
+    lam=st.floats(0.0, 1.0),
+    seed=st.integers(0, 2**31),
+)
+def test_gae_is_its_definition(n_steps: int, n_envs: int, gamma: float, lam: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(n_steps, n_envs, generator=generator, dtype=torch.float64)
+    values = torch.randn(n_steps + 1, n_envs, generator=generator, dtype=torch.float64)
+    ends = [torch.rand(n_steps, n_envs, generator=generator) < 0.2 for _ in range(2)]
+    found = gae(rewards, values, *ends, gamma, lam)
+    torch.testing.assert_close(found, advantages_by_definition(rewards, values, *ends, gamma, lam))
+
+
+def test_time_limits_keep_the_value_of_what_would_follow() -> None:
+    reward, values = torch.tensor([[1.0]]), torch.tensor([[2.0], [10.0]])
+    yes, no = torch.tensor([[True]]), torch.tensor([[False]])
+    assert gae(reward, values, no, yes, 0.5, 0.9).item() == pytest.approx(1 + 0.5 * 10 - 2)
+    assert gae(reward, values, yes, no, 0.5, 0.9).item() == pytest.approx(1 - 2)
+
+
+def transitions(discrete: bool, seed: int = 0, n: int = 9) -> Transitions:
+    generator = torch.Generator().manual_seed(seed)
+    draw = [torch.randn(n, generator=generator, dtype=torch.float64) for _ in range(4)]
+    actions = torch.randint(0, 3, (n,), generator=generator) if discrete else torch.randn(n, 2, generator=generator)
+    valid = (torch.arange(n) % 4 != 1).double()
+    obs = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    return Transitions(obs, actions.double() if not discrete else actions, -1 + 0.3 * draw[0], *draw[1:], valid)
+
+
+class LinearNet:
+    def __init__(self, n_numbers: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.policy = (0.5 * torch.randn(5, n_numbers, generator=generator, dtype=torch.float64)).requires_grad_()
+        self.value = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def __call__(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        return obs @ self.policy, obs @ self.value
+
+
+def loss_by_hand(net: LinearNet, batch: Transitions, settings: Settings, discrete: bool) -> dict[str, float]:
+    """The loss from plain numbers, one transition at a time."""
+    rows = [i for i in range(len(batch.valid)) if batch.valid[i]]
+    gains = [float(batch.advantages[i]) for i in rows]
+    mean = sum(gains) / len(gains)
+    std = math.sqrt(sum((a - mean) ** 2 for a in gains) / (len(gains) - 1))
+    policy_loss = value_loss = entropy = kl = clipped = 0.0
+    for i, gain in zip(rows, gains, strict=True):
+        numbers, value = (x.tolist() for x in net(batch.obs[i]))
+        if discrete:
+            total = sum(math.exp(x) for x in numbers)
+            probabilities = [math.exp(x) / total for x in numbers]
+            log_prob = math.log(probabilities[int(batch.actions[i])])
+            entropy -= sum(p * math.log(p) for p in probabilities)
+        else:
+            log_prob = 0.0
+            for m, log_std, a in zip(numbers[:2], numbers[2:], batch.actions[i].tolist(), strict=True):
+                log_prob -= 0.5 * ((a - m) / math.exp(log_std)) ** 2 + log_std + 0.5 * math.log(2 * math.pi)
+                entropy += 0.5 + 0.5 * math.log(2 * math.pi) + log_std
+        log_ratio = log_prob - float(batch.log_probs[i])
+        ratio = math.exp(log_ratio)
+        normal = (gain - mean) / (std + 1e-8)
+        bounded = min(max(ratio, 1 - settings.clip), 1 + settings.clip)
+        policy_loss -= min(normal * ratio, normal * bounded)
+        old, target = float(batch.values[i]), float(batch.returns[i])
+        near = old + min(max(value - old, -settings.clip), settings.clip)
+        value_loss += 0.5 * max((value - target) ** 2, (near - target) ** 2)
+        kl += ratio - 1 - log_ratio
+        clipped += abs(ratio - 1) > settings.clip
+    sums = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "kl": kl, "clipped": clipped}
+    means = {k: v / len(rows) for k, v in sums.items()}
+    loss = means["policy_loss"] + settings.value * means["value_loss"] - settings.entropy * means["entropy"]
+    return {"loss": loss, **means}
+
+
+@pytest.mark.parametrize("discrete", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_by_hand(discrete: bool, seed: int) -> None:
+    settings = Settings(clip=0.3, entropy=0.07, value=0.4)
+    net, batch = LinearNet(3 if discrete else 4), transitions(discrete, seed)
+    loss, aux = ppo_loss(net, batch, settings, discrete)
+    found = {k: float(v.detach()) for k, v in {"loss": loss, **aux}.items()}
+    assert found == pytest.approx(loss_by_hand(net, batch, settings, discrete), rel=1e-9)
+
+
+@pytest.mark.parametrize("discrete", [True, False])
+def test_steps_that_only_restart_do_not_count(discrete: bool) -> None:
+    net, batch = LinearNet(3 if discrete else 4), transitions(discrete)
+    off = batch.valid == 0
+    other = batch._replace(
+        log_probs=torch.where(off, -1e9, batch.log_probs),
+        advantages=torch.where(off, 1e9, batch.advantages),
+        returns=torch.where(off, -1e9, batch.returns),
+    )
+    found = []
+    for one in (batch, other):
+        loss, _ = ppo_loss(net, one, Settings(), discrete)
+        found.append((loss.detach(), *torch.autograd.grad(loss, (net.policy, net.value))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_policies_are_normalised() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    torch.testing.assert_close(policy(logits, True).log_prob(torch.tensor([1])).exp(), torch.tensor([0.75]))
+    normal = policy(torch.tensor([[1.0, -1.0, 0.0, math.log(2.0)]]), False)
+    expected = torch.tensor([-math.log(2 * math.pi) - math.log(2.0)])
+    torch.testing.assert_close(normal.log_prob(torch.tensor([[1.0, -1.0]])), expected)
+
+
+def test_length_in_updates() -> None:
+    assert Settings(env_steps=1_000, n_envs=4, horizon=50).updates == 5
+    assert Settings(env_steps=1, n_envs=4, horizon=50).updates == 1
