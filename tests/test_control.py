@@ -105,10 +105,10 @@ def test_evaluation_is_a_loop_over_single_environments(pendulum: Environment) ->
 
 
 class Reflex(ActorCritic):
-    """Pushes the cart under the falling pole."""
+    """Pushes the cart under the falling pole, a little also back to the middle: solves CartPole by hand."""
 
     def act(self, obs_BO: Tensor) -> Tensor:
-        falls_B = obs_BO[:, 2] + obs_BO[:, 3]
+        falls_B = obs_BO @ torch.tensor([0.1, 0.2, 1.0, 1.0])
         return torch.stack([-falls_B, falls_B], 1)
 
 
