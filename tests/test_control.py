@@ -23,6 +23,7 @@ from gbfunc.tasks.control import (
     control_rules,
     control_settings,
     final_returns,
+    grow,
     train_control,
 )
 from gbfunc.tasks.environments import Environment, evaluate, find_environment
@@ -78,7 +79,8 @@ def test_networks_start_orthogonal_with_their_gains(cartpole: Environment, pendu
     net = ActorCritic(cartpole, (32, 48), seed=3)
     assert torch.equal(before, torch.get_rng_state())
     for half, gains in ((net.actor, (2**0.5, 2**0.5, 0.01)), (net.critic, (2**0.5, 2**0.5, 1.0))):
-        for layer, gain in zip(half[::2], gains, strict=True):
+        for layer, gain in zip(list(half)[::2], gains, strict=True):
+            assert isinstance(layer, torch.nn.Linear)
             weight = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
             torch.testing.assert_close(weight @ weight.T, gain**2 * torch.eye(len(weight)), atol=1e-5, rtol=0)
             assert not layer.bias.any()
@@ -90,7 +92,7 @@ def test_networks_start_orthogonal_with_their_gains(cartpole: Environment, pendu
 def test_evaluation_is_a_loop_over_single_environments(pendulum: Environment) -> None:
     net = ActorCritic(pendulum, seed=1)
     with torch.no_grad():
-        net.actor[-1].weight.mul_(100)
+        net.get_parameter("actor.4.weight").mul_(100)
     expected = []
     for seed in (5, 6, 7):
         env = gymnasium.make(pendulum.id)
@@ -117,7 +119,7 @@ def test_evaluation_knows_good_from_bad(cartpole: Environment) -> None:
     assert good.tolist() == [500.0] * 20
     bad = ActorCritic(cartpole)
     with torch.no_grad():
-        bad.actor[-1].bias.copy_(torch.tensor([9.0, 0.0]))
+        bad.get_parameter("actor.4.bias").copy_(torch.tensor([9.0, 0.0]))
     assert evaluate(bad.act, cartpole, seed=0, episodes=20).max() < 15
 
 
@@ -135,7 +137,7 @@ def test_a_seed_decides_everything(cartpole: Environment, dense: bool) -> None:
 
 def test_continuous_actions_train(pendulum: Environment) -> None:
     pnet, plan, result = train(pendulum, 0)
-    net = gb.materialize(plan, result.state, pnet)
+    net = grow(plan, result.state, pnet)
     assert not torch.equal(net.log_std, pnet.log_std) and result.solved is None
     returns = final_returns(net, pendulum, 0)
     assert returns.shape == (100,) and -2000 < returns.mean() < -100
@@ -144,10 +146,8 @@ def test_continuous_actions_train(pendulum: Environment) -> None:
 def test_a_few_seconds_teach_cartpole(cartpole: Environment) -> None:
     settings = replace(SETTINGS["CartPole-v1"], env_steps=12_288, eval_every=12)
     pnet, plan, result = train(cartpole, 0, settings)
-    untrained = gb.materialize(plan, gb.init_genome(plan, pnet, 0), pnet)
-    before, after = (
-        final_returns(net, cartpole, 0).mean() for net in (untrained, gb.materialize(plan, result.state, pnet))
-    )
+    untrained = grow(plan, gb.init_genome(plan, pnet, 0), pnet)
+    before, after = (final_returns(net, cartpole, 0).mean() for net in (untrained, grow(plan, result.state, pnet)))
     assert plan.ratio_params >= 10 and before < 100 and after > 3 * before and after > 200
 
 

@@ -42,8 +42,8 @@ def test_gae_is_its_definition(n_steps: int, n_envs: int, gamma: float, lam: flo
     rewards = torch.randn(n_steps, n_envs, generator=generator, dtype=torch.float64)
     values = torch.randn(n_steps + 1, n_envs, generator=generator, dtype=torch.float64)
     ends = [torch.rand(n_steps, n_envs, generator=generator) < 0.2 for _ in range(2)]
-    found = gae(rewards, values, *ends, gamma, lam)
-    torch.testing.assert_close(found, advantages_by_definition(rewards, values, *ends, gamma, lam))
+    arguments = (rewards, values, ends[0], ends[1], gamma, lam)
+    torch.testing.assert_close(gae(*arguments), advantages_by_definition(*arguments))
 
 
 def test_time_limits_keep_the_value_of_what_would_follow() -> None:
@@ -59,7 +59,8 @@ def transitions(discrete: bool, seed: int = 0, n: int = 9) -> Transitions:
     actions = torch.randint(0, 3, (n,), generator=generator) if discrete else torch.randn(n, 2, generator=generator)
     valid = (torch.arange(n) % 4 != 1).double()
     obs = torch.randn(n, 5, generator=generator, dtype=torch.float64)
-    return Transitions(obs, actions.double() if not discrete else actions, -1 + 0.3 * draw[0], *draw[1:], valid)
+    actions = actions if discrete else actions.double()
+    return Transitions(obs, actions, -1 + 0.3 * draw[0], draw[1], draw[2], draw[3], valid)
 
 
 class LinearNet:
@@ -80,7 +81,8 @@ def loss_by_hand(net: LinearNet, batch: Transitions, settings: Settings, discret
     std = math.sqrt(sum((a - mean) ** 2 for a in gains) / (len(gains) - 1))
     policy_loss = value_loss = entropy = kl = clipped = 0.0
     for i, gain in zip(rows, gains, strict=True):
-        numbers, value = (x.tolist() for x in net(batch.obs[i]))
+        numbers_P, value_ = net(batch.obs[i])
+        numbers, value = numbers_P.tolist(), value_.item()
         if discrete:
             total = sum(math.exp(x) for x in numbers)
             probabilities = [math.exp(x) / total for x in numbers]

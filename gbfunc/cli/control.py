@@ -21,6 +21,7 @@ from gbfunc.tasks.control import (
     control_rules,
     control_settings,
     final_returns,
+    grow,
     train_control,
 )
 from gbfunc.tasks.environments import EPISODES, Environment, find_environment
@@ -144,7 +145,7 @@ def _measure(options: DataOptions, path: Path) -> dict[str, object]:
     plan, genome = gb.load(path)
     env = find_environment(options.env)
     hidden = [t.shape[0] for t in plan.tensors if t.name.startswith("actor.") and len(t.shape) == 2][:-1]
-    net = gb.materialize(plan, genome, ActorCritic(env, hidden))
+    net = grow(plan, genome, ActorCritic(env, hidden))
     seed = getattr(options, "seed", 0)
     returns, size = final_returns(net, env, seed), path.stat().st_size
     return {

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from gbfunc.gradients import seeded
 from gbfunc.hypernets import Hypernet, constant
 from gbfunc.tasks.environments import Environment, evaluate, make_envs, step_envs
 from gbfunc.tasks.ppo import Settings, Transitions, gae, policy, ppo_loss
+from gbfunc.types import GenomeLike
 
 _CPU = torch.device("cpu")
 # Streams of random numbers that one seed gives, so that evaluations never see an episode of training.
@@ -83,6 +84,10 @@ class ActorCritic(nn.Module):
         seed: of the initial weights; torch's global generator is left as it was.
     """
 
+    actor: nn.Sequential
+    critic: nn.Sequential
+    log_std: nn.Parameter
+
     def __init__(self, env: Environment, hidden: Sequence[int] = (64, 64), seed: int = 0) -> None:
         super().__init__()
         self.discrete = env.discrete
@@ -142,8 +147,8 @@ def _rollout(envs: Any, net: ActorCritic, front: _Front, settings: Settings) -> 
     values_TN = values.unflatten(0, obs_TNO.shape[:2])
     actions_B = torch.stack(actions).flatten(0, 1)
     rewards_TN = torch.as_tensor(np.stack(rewards), dtype=torch.float32) * settings.reward_scale
-    ends_TN = [torch.as_tensor(np.stack(x)) for x in (terminated, truncated)]
-    advantages_TN = gae(rewards_TN, values_TN, *ends_TN, settings.gamma, settings.lam)
+    terminated_TN, truncated_TN = (torch.as_tensor(np.stack(x)) for x in (terminated, truncated))
+    advantages_TN = gae(rewards_TN, values_TN, terminated_TN, truncated_TN, settings.gamma, settings.lam)
     data = Transitions(
         obs=obs_TNO[:-1].flatten(0, 1),
         actions=actions_B,
@@ -197,14 +202,14 @@ def train_control(
     envs = make_envs(env.id, settings.n_envs)
     front = _Front(envs.reset(seed=stream(seed, _RESETS))[0], np.zeros(settings.n_envs, dtype=bool))
     order = torch.Generator().manual_seed(stream(seed, _ORDER))
-    net = materialize(plan, state, pnet)
+    net = grow(plan, state, pnet)
     for update in range(1, settings.updates + 1):
         with seeded(stream(seed, _ACTIONS, update), _CPU):
             data, front = _rollout(envs, net, front, settings)
         for _ in range(settings.epochs):
             for index_B in torch.randperm(size, generator=order).chunk(settings.minibatches):
                 state, info = train_step(state, Transitions(*(x[index_B] for x in data)))
-        net = materialize(plan, state, pnet)
+        net = grow(plan, state, pnet)
         if update % settings.eval_every == 0 or update == settings.updates:
             returns = evaluate(net.act, env, stream(seed, _CHECKS, update))
             row = {"env_steps": update * size, "mean_return": returns.mean(), "std_return": returns.std()}
@@ -215,6 +220,11 @@ def train_control(
                 solved = update * size
     envs.close()
     return Training(state, history, solved, per_update * settings.updates, time.perf_counter() - start)
+
+
+def grow(plan: Plan, genome: GenomeLike, pnet: ActorCritic) -> ActorCritic:
+    """`materialize`, known to be what it was made from."""
+    return cast(ActorCritic, materialize(plan, genome, pnet))
 
 
 def final_returns(net: ActorCritic, env: Environment, seed: int) -> NDArray[np.float64]:

@@ -49,13 +49,14 @@ def find_environment(env_id: str) -> Environment:
 
     seen, done, spec = envs.single_observation_space, envs.single_action_space, envs.spec
     envs.close()
-    discrete = isinstance(done, Discrete) and int(done.start) == 0
-    vectors = all(isinstance(space, Box) and len(space.shape) == 1 for space in ((seen,) if discrete else (seen, done)))
-    if not vectors:
-        raise ValueError(f"environment {env_id!r} must have vectors as observations, and choices from 0 or vectors as "
-                         f"actions, got {seen} and {done}")  # fmt: skip
-    n_actions = int(done.n) if discrete else done.shape[0]
-    return Environment(env_id, seen.shape[0], n_actions, discrete, spec.reward_threshold if spec else None)
+    threshold = spec.reward_threshold if spec else None
+    if isinstance(seen, Box) and len(seen.shape) == 1:
+        if isinstance(done, Discrete) and int(done.start) == 0:
+            return Environment(env_id, seen.shape[0], int(done.n), True, threshold)
+        if isinstance(done, Box) and len(done.shape) == 1:
+            return Environment(env_id, seen.shape[0], done.shape[0], False, threshold)
+    raise ValueError(f"environment {env_id!r} must have vectors as observations, and choices from 0 or vectors as "
+                     f"actions, got {seen} and {done}")  # fmt: skip
 
 
 def make_envs(env_id: str, n: int) -> Any:
