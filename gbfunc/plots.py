@@ -91,7 +91,8 @@ def return_curve(
         axes.fill_between(steps, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)
     if threshold is not None:
         axes.axhline(threshold, color="black", linewidth=0.8, label=f"solved: {threshold:g}")
-    axes.set(title=title, xlabel="environment steps", ylabel="return of an episode (mean, standard deviation)")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set(title=title, xlabel="environment steps", ylabel="return (mean, deviation over episodes)")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -64,7 +64,7 @@ def make_control_job(options: ModelOptions) -> ControlJob:
         compression = COMPRESSION
     plan = gb.make_plan(
         pnet,
-        HYPERNETS[options.hypernet](),
+        HYPERNETS[options.hypernet or "periodic"](),
         genome_params=options.genome_params,
         compression=compression,
         rules=control_rules(pnet),
@@ -78,8 +78,8 @@ def find_settings(env: Environment, options: TrainingOptions) -> Settings:
     Raises:
         ValueError: for settings out of range, and for options of other tasks.
     """
-    foreign = {"--epochs": options.epochs, "--batch-size": options.batch_size, "--data-dir": options.data_dir}
-    if given := [name for name, value in foreign.items() if value is not None]:
+    foreign = {name: getattr(options, name) for name in ("epochs", "steps", "batch_size", "data_dir", "pnet")}
+    if given := [f"--{name.replace('_', '-')}" for name, value in foreign.items() if value is not None]:
         raise ValueError(f"{', '.join(given)}: the control task learns from an environment; its length is --env-steps")
     if find_device(options.device).type != "cpu":
         raise ValueError(f"the control task runs on the CPU, where its environments are; got --device {options.device}")
