@@ -5,6 +5,7 @@ weight; only the genome, which is the g-nets' parameters and the few direct ones
 """
 
 from gbfunc.artifact import load, save
+from gbfunc.checkpoint import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.generate import generate
 from gbfunc.genome import init_genome, sample_noise
@@ -19,6 +20,8 @@ from gbfunc.types import Genome
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
+    "Checkpointer",
     "Genome",
     "Optimizer",
     "Plan",
@@ -36,6 +39,7 @@ __all__ = [
     "init_genome",
     "join_tiles",
     "load",
+    "load_checkpoint",
     "low_rank",
     "make_plan",
     "make_train_step",

@@ -6,12 +6,10 @@ absurd sizes gives a `ValueError`, and nothing is loaded.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from gbfunc.files import replace_file
 from gbfunc.genome import check_genome
 from gbfunc.plan import DTYPES, FORMAT, Plan, file_layout, file_metadata
 from gbfunc.types import Genome, GenomeLike, Params
@@ -67,7 +66,7 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike) -> int:
     _check_layout(plan, {k: tuple(v.shape) for k, v in flat.items()})
     _check_values(plan, flat, "the genome")
     data = _ordered(to_bytes(flat, file_metadata(plan, _digest(plan.to_json(), flat))))
-    _replace(Path(path), data)
+    replace_file(Path(path), data)
     return len(data)
 
 
@@ -78,27 +77,6 @@ def _ordered(data: bytes) -> bytes:
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return data[:8] + text.ljust(size) + data[8 + size :]
-
-
-def _replace(target: Path, data: bytes) -> None:
-    """Put `data` in the place of a file, whole or not at all, also after a loss of power."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    # The new name is on disk only when its folder is; not every system can open folders, nor flush them.
-    with contextlib.suppress(OSError):
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def load(

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "gbfunc"
 # Lowest first; a room (a module or a subpackage) imports only from itself and from the rows above its own.
 LEVELS = (
     {"types"},
-    {"trees", "tiling", "encoding", "collective"},
+    {"trees", "tiling", "encoding", "files", "collective"},
     {"kernels"},
     {"hypernets", "layers", "factored", "optim", "pnet"},
     {"plan"},
@@ -22,7 +22,8 @@ LEVELS = (
     {"genome"},
     {"generate"},
     {"gradients"},
-    {"train", "artifact", "checkpoint", "materialize"},
+    {"train", "artifact", "materialize"},
+    {"checkpoint"},
     {"__init__"},
     {"pnets"},
     {"tasks", "plots"},

@@ -13,6 +13,7 @@ except ImportError as _error:
     raise ImportError("the command line needs its extra packages: pip install 'gbfunc[cli]'") from _error
 
 from gbfunc.cli.bench import Bench
+from gbfunc.cli.checkpoints import Stopped
 from gbfunc.cli.compare import Compare
 from gbfunc.cli.demo import Demo
 from gbfunc.cli.eval import Eval
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name, by default those of the process.
 
     Returns:
-        Exit code: 0, or 2 after an error that the user can mend, told in one line on standard error.
+        Exit code: 0; 2 after an error that the user can mend, told in one line on standard error; 128 + the number
+        of the signal that ended it.
 
     Raises:
         SystemExit: from the parser, for `--help` (0) and for options that it refuses (2).
@@ -56,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader (`| head`) has had enough; what is still buffered must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Stopped as stopped:
+        print(f"gbfunc: {stopped}", file=sys.stderr)
+        return 128 + stopped.signum
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         # One line, whatever the message holds.
         print(f"gbfunc: error: {' '.join(str(error).split())}", file=sys.stderr)

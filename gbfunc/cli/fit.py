@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.cli.checkpoints import Checkpoints, Position
 from gbfunc.cli.progress import reporter
 from gbfunc.tasks import Batch, Net, Recipe, Task, endless_batches, steps_per_epoch
 
@@ -27,11 +28,13 @@ class Trainer(NamedTuple):
         state: where it starts.
         step: a state and a batch to the next state, the loss and other figures of the batch.
         net: the network that a state stands for, as it is in use.
+        train_step: what takes the steps of a genome; None for other things.
     """
 
     state: Any
     step: Callable[[Any, Batch], tuple[Any, Tensor, dict[str, Tensor]]]
     net: Callable[[Any], Net]
+    train_step: gb.TrainStep | None = None
 
 
 class Fit(NamedTuple):
@@ -88,7 +91,10 @@ def genome_trainer(job: Job, steps: int, seed: int) -> Trainer:
         state, info = train_step(state, batch)
         return state, info.loss, info.aux
 
-    return Trainer(train_step.init(seed=seed), step, lambda state: gb.materialize(plan, state, job.pnet).eval())
+    def net(state: gb.TrainState) -> nn.Module:
+        return gb.materialize(plan, state, job.pnet).eval()
+
+    return Trainer(train_step.init(seed=seed), step, net, train_step)
 
 
 def dense_trainer(net: nn.Module, task: Task, recipe: Recipe, steps: int) -> Trainer:
@@ -110,7 +116,9 @@ def dense_trainer(net: nn.Module, task: Task, recipe: Recipe, steps: int) -> Tra
     return Trainer(0, step, lambda _: net.eval())
 
 
-def fit(trainer: Trainer, task: Task, recipe: Recipe, *, label: str, seed: int) -> Fit:
+def fit(
+    trainer: Trainer, task: Task, recipe: Recipe, *, label: str, seed: int, checkpoints: Checkpoints | None = None
+) -> Fit:
     """Train as long as the recipe says, measuring on validation data now and then.
 
     Args:
@@ -119,26 +127,44 @@ def fit(trainer: Trainer, task: Task, recipe: Recipe, *, label: str, seed: int) 
         recipe: batch size, length, how often to measure.
         label: names the run in reports.
         seed: of the order of the examples.
+        checkpoints: where to go on from, and when to save; training then is the same as without an interruption.
+
+    Raises:
+        Stopped: by a signal, after a checkpoint.
     """
     total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
     every = recipe.measure_every or a_pass
     generator = torch.Generator().manual_seed(seed)
+    state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
+    done, more, order, figures_before, history, spent = at or Position(0, 0, generator.get_state(), {}, [], 0.0)
+    finished = done == total
+    generator.set_state(order)
     batches = endless_batches(task.train, recipe.batch_size, generator, recipe.augment)
-    state, history, done = trainer.state, [], 0
-    start = reported = time.perf_counter()
+    if done + more:
+        # What was taken of the pass in hand is drawn again: order and augmentation go on as they would have.
+        for _ in islice(batches, (done + more - 1) % a_pass + 1):
+            pass
+    # Summed as tensors: reading a number each step would make a GPU wait.
+    sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures_before.items()}
+    reported = time.perf_counter()
+    start = reported - spent
     with reporter(label, total) as report:
         while done < total:
-            # Summed as tensors: reading a number each step would make a GPU wait.
-            sums: dict[str, Tensor] = {}
             here = min(every, total - done)
-            for i, batch in enumerate(islice(batches, here), 1):
-                state, loss, figures = trainer.step(state, batch)
+            for i in range(more + 1, here + 1):
+                steps = done + i
+                if (steps - 1) % a_pass == 0:
+                    order = generator.get_state()
+                state, loss, figures = trainer.step(state, next(batches))
                 for name, value in {"loss": loss, **figures}.items():
                     sums[name] = sums.get(name, 0.0) + value.double()
                 now = time.perf_counter()
                 if now - reported > _SECONDS_BETWEEN_REPORTS:
                     reported = now
-                    report.step(done + i, _status(sums, i, (done + i) / (now - start)))
+                    report.step(steps, _status(sums, i, steps / (now - start)))
+                if checkpoints and checkpoints.due(steps):
+                    numbers = {name: float(value) for name, value in sums.items()}
+                    checkpoints.save(state, steps, Position(done, i, order, numbers, history, now - start))
             done += here
             measured = task.evaluate(trainer.net(state), task.val)
             seconds = time.perf_counter() - start
@@ -154,7 +180,11 @@ def fit(trainer: Trainer, task: Task, recipe: Recipe, *, label: str, seed: int) 
             )
             validation = f"{task.metric.label} {task.metric.show(measured[task.metric.name])}"
             report.row(done, _status(sums, here, done / seconds), validation)
-    return Fit(state, history, time.perf_counter() - start, total)
+            sums, more = {}, 0
+    seconds = time.perf_counter() - start
+    if checkpoints and not finished:
+        checkpoints.save(state, total, Position(total, 0, order, {}, history, seconds), wait=True)
+    return Fit(state, history, seconds, total)
 
 
 def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:

@@ -11,6 +11,9 @@ from tyro.conf import arg
 
 HypernetName = Literal["periodic", "gnet", "stochastic", "low_rank", "xox"]
 
+AUTO = "auto"
+"""The value of `--resume` that takes the newest sound checkpoint, if there is any."""
+
 _RECIPE = "(default: the task's recipe)"
 
 
@@ -96,6 +99,20 @@ class TrainingOptions(ModelOptions):
 
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
     """Folder for metrics.json, history.csv, genome.safetensors and figures; such files are replaced."""
+
+
+@dataclass(frozen=True)
+class CheckpointOptions(TrainingOptions):
+    """When to save a training that may be cut short, and where to go on."""
+
+    checkpoint_every: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: never)")] = None
+    """Save a checkpoint into OUT/checkpoints every so many steps, at the end, and when stopped by SIGINT or SIGTERM."""
+
+    keep: int = 3
+    """Checkpoints to keep."""
+
+    resume: Annotated[str | None, arg(metavar="auto|PATH", help_behavior_hint="(default: begin afresh)")] = None
+    """Go on from the newest sound checkpoint of OUT, if there is any (auto), or from a file or folder."""
 
 
 def find_device(name: str) -> torch.device:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+from gbfunc.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,19 +33,9 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file beside its place, then move it there: it is never seen half-written."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def write_metrics(path: Path, metrics: Mapping[str, object]) -> None:
     """One JSON object."""
-    _replace(path, (json.dumps(metrics, indent=2) + "\n").encode())
+    replace_file(path, (json.dumps(metrics, indent=2) + "\n").encode())
 
 
 def write_history(path: Path, runs: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
@@ -55,14 +46,14 @@ def write_history(path: Path, runs: Mapping[str, Sequence[Mapping[str, float]]])
     writer.writeheader()
     for run, rows in runs.items():
         writer.writerows({"run": run, **row} for row in rows)
-    _replace(path, text.getvalue().encode())
+    replace_file(path, text.getvalue().encode())
 
 
 def write_figure(path: Path, figure: Figure) -> None:
     """A PNG."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
-    _replace(path, content.getvalue())
+    replace_file(path, content.getvalue())
 
 
 def write_run(

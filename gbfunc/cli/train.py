@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gbfunc.cli.options import TrainingOptions
+from gbfunc.cli.options import CheckpointOptions, TrainingOptions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +18,7 @@ GENOME_FILE = "genome.safetensors"
 
 
 @dataclass(frozen=True)
-class Train(TrainingOptions):
+class Train(CheckpointOptions):
     """Train a genome on real data; measure it as its file holds it."""
 
     def run(self) -> None:
@@ -43,16 +43,20 @@ class Train(TrainingOptions):
 def train_genome(job: Job, options: TrainingOptions, folder: Path) -> tuple[Fit, nn.Module, dict[str, object]]:
     """Train a job's genome, save it, read the file back and measure what it holds.
 
+    Checkpoints are kept where the options can ask for them.
+
     Returns:
         The training, the network read back, and its metrics.
     """
     import gbfunc as gb
+    from gbfunc.cli.checkpoints import checkpoints
     from gbfunc.cli.fit import fit, genome_trainer, total_steps
     from gbfunc.cli.job import genome_metrics, read_genome
 
     steps = total_steps(job.task, job.recipe)
     trainer = genome_trainer(job, steps, options.seed)
-    result = fit(trainer, job.task, job.recipe, label="genome", seed=options.seed)
+    with checkpoints(options, job, trainer.train_step, steps) as kept:
+        result = fit(trainer, job.task, job.recipe, label="genome", seed=options.seed, checkpoints=kept)
     path = folder / GENOME_FILE
     gb.save(path, job.plan, result.state)
     plan, _, net = read_genome(path, options, job.task)

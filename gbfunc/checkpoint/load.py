@@ -1,0 +1,69 @@
+"""Which checkpoint to go on from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gbfunc.checkpoint.file import NAME, list_steps, restore, unseal
+from gbfunc.train import TrainStep
+from gbfunc.types import JSON
+
+
+class Checkpoint(NamedTuple):
+    """What `load_checkpoint` found.
+
+    Attributes:
+        state: the state, in the structure and on the devices of `like`.
+        extra: what was saved with it; {} where nothing was found.
+        path: the file; None where nothing was found.
+        skipped: a line for each newer checkpoint that is damaged, saying why; newest first.
+    """
+
+    state: Any
+    extra: JSON
+    path: Path | None
+    skipped: tuple[str, ...]
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    train_step: TrainStep,
+    like: Any,
+    *,
+    check: Callable[[JSON], None] = lambda extra: None,
+) -> Checkpoint:
+    """Read the newest sound checkpoint of a folder, or the one of a file; everything is checked.
+
+    Args:
+        path: a folder that a `Checkpointer` writes to, or one of its files. A folder in which there is no sound
+            checkpoint, or that does not exist, gives `like` back with `path=None`.
+        train_step: the step that trains.
+        like: a full state with the structure, shapes, dtypes and devices to restore, such as a fresh one.
+        check: gets the `extra` of the checkpoint before all else is compared; raises ValueError to refuse it.
+
+    Raises:
+        FileNotFoundError: for a file that does not exist.
+        ValueError: for a file that is damaged; for a sound checkpoint of another plan or optimizer.
+    """
+    path, skipped = Path(path), []
+    named = path.is_file() or NAME.fullmatch(path.name)
+    for file in [path] if named else list_steps(path):
+        try:
+            metadata, tensors = unseal(file.read_bytes())
+        except (ValueError, OSError) as error:
+            if not named:
+                skipped.append(f"{file.name}: {error}")
+                continue
+            if isinstance(error, OSError):
+                raise
+            raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
+        # A sound checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
+        try:
+            state, extra = restore(metadata, tensors, train_step.plan, like, check)
+        except ValueError as error:
+            raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
+        return Checkpoint(state, extra, file, tuple(skipped))
+    return Checkpoint(like, {}, None, tuple(skipped))

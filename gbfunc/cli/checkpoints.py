@@ -1,0 +1,224 @@
+"""Checkpoints of a command's training: where to go on, when to save, and a last one before it is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+import gbfunc as gb
+from gbfunc.cli.options import AUTO, CheckpointOptions, TrainingOptions
+from gbfunc.types import JSON
+
+if TYPE_CHECKING:
+    from gbfunc.cli.job import Job
+
+FOLDER = "checkpoints"
+
+
+class Position(NamedTuple):
+    """How far a training has come, beside its state.
+
+    Attributes:
+        done: steps up to the last row of the history.
+        more: steps since.
+        order: state of the generator of the data's order and noise before the pass over the data in hand.
+        sums: of the figures of the steps since.
+        history: rows.
+        seconds: of training.
+    """
+
+    done: int
+    more: int
+    order: torch.Tensor
+    sums: dict[str, float]
+    history: list[dict[str, float]]
+    seconds: float
+
+
+class Stopped(Exception):
+    """A signal has ended training, after a checkpoint.
+
+    Attributes:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
+@dataclass
+class Checkpoints:
+    """What a training loop asks of its checkpoints.
+
+    Attributes:
+        train_step: the step that trains.
+        settings: what must be the same for a training to go on.
+        source: file or folder to go on from; None begins afresh.
+        needed: whether there must be something to go on from.
+        writer: where to save; None saves nothing.
+        every: steps from one checkpoint to the next.
+        signals: that came and ask for an end.
+    """
+
+    train_step: gb.TrainStep
+    settings: JSON
+    source: Path | None
+    needed: bool
+    writer: gb.Checkpointer | None
+    every: int
+    signals: list[int] = field(default_factory=list)
+
+    def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
+        """The state to begin with and how far it has come; what was found is told on standard error.
+
+        Raises:
+            FileNotFoundError: where there must be a checkpoint and is none.
+            ValueError: for one that is damaged, where there must be one, or of other settings.
+        """
+        if self.source is None:
+            return state, None
+        if self.needed and not self.source.exists():
+            raise FileNotFoundError(f"--resume: no such file or folder: {self.source}")
+        found = gb.load_checkpoint(self.source, self.train_step, state, check=self._check)
+        for line in found.skipped:
+            _tell(f"skipped {line}")
+        if found.path is None:
+            if self.needed:
+                raise FileNotFoundError(f"--resume: no sound checkpoint in {self.source}")
+            _tell(f"no checkpoint to resume in {self.source}: training begins")
+            return state, None
+        position = found.extra["position"]
+        order = torch.frombuffer(bytearray.fromhex(position["order"]), dtype=torch.uint8)
+        finished = position["done"] == self.settings["steps"]
+        _tell(f"resumed {found.path}" + (": training is finished, only measured again" if finished else ""))
+        return found.state, Position(**position | {"order": order})
+
+    def _check(self, extra: JSON) -> None:
+        if "position" not in extra or "settings" not in extra:
+            raise ValueError("it was not saved by gbfunc train")
+        saved, own = extra["settings"], self.settings
+        if differing := sorted(k for k in saved.keys() | own.keys() if saved.get(k) != own.get(k)):
+            changes = ", ".join(f"{k} {saved.get(k)}, now {own.get(k)}" for k in differing)
+            raise ValueError(f"it was trained with other settings: {changes}")
+
+    def due(self, steps: int) -> bool:
+        """Whether to save after so many steps."""
+        return self.writer is not None and (bool(self.signals) or steps % self.every == 0)
+
+    def save(self, state: gb.TrainState, steps: int, position: Position, *, wait: bool = False) -> None:
+        """Save, in the background unless `wait`.
+
+        Raises:
+            Stopped: after a signal, with this checkpoint on disk.
+            OSError: after a signal, if it cannot be written; otherwise that is told on standard error.
+        """
+        if self.writer is None:
+            return
+        order = position.order.numpy().tobytes().hex()
+        extra = {"settings": self.settings, "position": position._asdict() | {"order": order}}
+        try:
+            self.writer.save(state, extra)
+        except OSError as error:
+            # The one before. The disk may have room again for this one: what is trained must not be lost.
+            _tell(f"warning: {error}")
+        signum = next(iter(self.signals), None)
+        if not wait and signum is None:
+            return
+        try:
+            path = self.writer.wait()
+        except OSError as error:
+            if signum is not None:
+                raise
+            _tell(f"warning: {error}")
+            return
+        if signum is not None:
+            name = signal.Signals(signum).name
+            raise Stopped(signum, f"stopped by {name} after step {steps}: --resume auto goes on from {path}")
+
+
+@contextmanager
+def checkpoints(
+    options: TrainingOptions, job: Job, train_step: gb.TrainStep | None, steps: int
+) -> Iterator[Checkpoints | None]:
+    """The checkpoints that the options ask for; while they are open, SIGINT and SIGTERM save before they stop.
+
+    Args:
+        options: what the user asks for; with plain ones there are no checkpoints.
+        job: what is trained.
+        train_step: the step that trains it.
+        steps: of the whole training.
+
+    Raises:
+        ValueError: for options that do not fit each other, or old checkpoints in the way of a new training.
+        OSError: if their folder cannot be written.
+    """
+    if not isinstance(options, CheckpointOptions) or train_step is None:
+        yield None
+        return
+    every, resume, out = options.checkpoint_every, options.resume, options.out
+    if every is None and resume is None:
+        yield None
+        return
+    if every is not None and every < 1:
+        raise ValueError(f"--checkpoint-every must be at least 1, got {every}")
+    if options.keep < 1:
+        raise ValueError(f"--keep must be at least 1, got {options.keep}")
+    if out is None and (every is not None or resume == AUTO):
+        raise ValueError("--checkpoint-every and --resume auto need --out, the folder that holds the checkpoints")
+    folder = (out or Path()) / FOLDER
+    source = None if resume is None else folder if resume == AUTO else Path(resume)
+    if source is None and any(folder.glob("step-*")):
+        raise ValueError(f"{folder} holds checkpoints: go on from them with --resume auto, or choose another --out")
+    settings = _settings(options, job, steps)
+    needed = resume != AUTO
+    if every is None:
+        yield Checkpoints(train_step, settings, source, needed, None, 0)
+        return
+    with gb.Checkpointer(folder, train_step, keep=options.keep) as writer:
+        made = Checkpoints(train_step, settings, source, needed, writer, every)
+        with _listening(made.signals):
+            yield made
+
+
+def _settings(options: CheckpointOptions, job: Job, steps: int) -> JSON:
+    """What decides the course of a training beside the plan, as JSON."""
+    recipe = {f.name: getattr(job.recipe, f.name) for f in fields(job.recipe)}
+    plain = {k: v for k, v in recipe.items() if isinstance(v, int | float | str)}
+    known = {"task": options.task, "seed": options.seed, "steps": steps}
+    return json.loads(json.dumps(plain | known | {"betas": recipe["betas"]}))
+
+
+@contextmanager
+def _listening(signals: list[int]) -> Iterator[None]:
+    """Note SIGINT and SIGTERM instead of ending at once; a second SIGINT does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread may.
+        return
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        # Launchers pass a Ctrl-C on as SIGTERM, beside the SIGINT of the terminal: only a second Ctrl-C is impatience.
+        if signum == signal.SIGINT and signum in signals:
+            raise KeyboardInterrupt
+        signals.append(signum)
+
+    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _tell(line: str) -> None:
+    print(f"gbfunc: {line}", file=sys.stderr, flush=True)

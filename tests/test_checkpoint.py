@@ -1,0 +1,275 @@
+"""Checkpoints: exact, sealed, kept in number, and the trainings that go on from them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from trees_equal import copy_tree, same_bits
+from zoo import ZOO, loss_fn, mlp, step_of
+
+import gbfunc as gb
+from gbfunc import files
+
+ADAM = gb.torch_optimizer(torch.optim.AdamW, lr=lambda step: 0.02 / (step + 1))
+OPTIMIZERS = {
+    "sgd": gb.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": gb.torch_optimizer(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "nadam": gb.torch_optimizer(torch.optim.NAdam, lr=0.01, direct={"lr": 0.1}),
+    "rprop": gb.torch_optimizer(torch.optim.Rprop, lr=0.01),
+    "muon": gb.torch_optimizer(torch.optim.Muon, lr=0.01),
+    "adafactor": gb.torch_optimizer(torch.optim.Adafactor, lr=0.01),
+}
+
+
+def advance(step: gb.TrainStep, state: Any, batch: Any, steps: int) -> Any:
+    for _ in range(steps):
+        state, _ = step(state, batch)
+    return state
+
+
+def save(folder: Path, step: gb.TrainStep, *states: Any, extra: Any = None, keep: int = 9) -> None:
+    with gb.Checkpointer(folder, step, keep=keep) as checkpointer:
+        for state in states:
+            checkpointer.save(state, extra)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+# --- what goes on is what would have been --------------------------------------------------------------------------
+
+
+def goes_on(step: gb.TrainStep, batch: Any, folder: Path) -> None:
+    """Two steps, a checkpoint, two steps are bit for bit four steps; the copy is taken before the step goes on."""
+    straight = advance(step, step.init(seed=7), batch, 4)
+    with gb.Checkpointer(folder, step) as checkpointer:
+        state = advance(step, step.init(seed=7), batch, 2)
+        checkpointer.save(state, {"loss": [0.1, float("inf")]})
+        advance(step, state, batch, 1)
+    found = gb.load_checkpoint(folder, step, step.init(seed=1))
+    assert found.path == folder / "step-00000002.safetensors" and not found.skipped
+    assert found.extra == {"loss": [0.1, float("inf")]}
+    assert same_bits(advance(step, found.state, batch, 2), straight)
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "meta"])
+def test_every_training_goes_on(name: str, tmp_path: Path) -> None:
+    goes_on(*step_of(name, optimizer=ADAM, donate=True), tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_goes_on(optimizer: gb.Optimizer, tmp_path: Path) -> None:
+    goes_on(*step_of("mixed", optimizer=optimizer, donate=True), tmp_path)
+
+
+def test_a_state_is_copied_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, batch = step_of("conv_bn", optimizer=ADAM, donate=True)
+    state, extra = advance(step, step.init(), batch, 1), {"history": [1]}
+    before, go = copy_tree(state), threading.Event()
+
+    def late(path: Path, data: bytes) -> None:
+        assert go.wait(60)
+        files.replace_file(path, data)
+
+    monkeypatch.setattr("gbfunc.checkpoint.save.replace_file", late)
+    with gb.Checkpointer(tmp_path, step) as checkpointer:
+        checkpointer.save(state, extra)
+        # The step goes on while nothing is written yet.
+        later = advance(step, state, batch, 3)
+        extra["history"].append(2)
+        assert names(tmp_path) == []
+        go.set()
+        assert checkpointer.wait() == tmp_path / "step-00000001.safetensors"
+        assert checkpointer.wait() is None
+    found = gb.load_checkpoint(tmp_path, step, step.init())
+    assert same_bits(found.state, before) and not same_bits(found.state.gnets, later.gnets)
+    assert found.extra == {"history": [1]}
+
+
+# --- which is taken ------------------------------------------------------------------------------------------------
+
+
+def test_without_checkpoints_it_begins(tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    like = step.init()
+    for folder in (tmp_path, tmp_path / "none"):
+        assert gb.load_checkpoint(folder, step, like) == (like, {}, None, ())
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
+    step, batch = step_of("mlp")
+    states = [step.init()]
+    for _ in range(4):
+        states.append(advance(step, states[-1], batch, 1))
+    (tmp_path / "step-00000009.safetensors").write_bytes(b"of an abandoned course")
+    (tmp_path / "mine.txt").write_text("mine")
+    save(tmp_path, step, *states, keep=keep)
+    kept = [f"step-{i:08d}.safetensors" for i in range(max(0, 5 - keep), 5)]
+    assert names(tmp_path) == ["mine.txt", *kept, "step-00000009.safetensors"]
+    found = gb.load_checkpoint(tmp_path, step, step.init())
+    assert int(found.state.step) == 4 and len(found.skipped) == 1
+    assert same_bits(gb.load_checkpoint(tmp_path / kept[0], step, step.init()).state, states[max(0, 5 - keep)])
+    # The same step again takes the place of the first.
+    save(tmp_path, step, states[4], extra={"again": True})
+    assert gb.load_checkpoint(tmp_path, step, step.init()).extra == {"again": True}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[gb.TrainStep, Path, bytes]]:
+    """A step, a folder with its checkpoints 1 and 2, and the bytes of the second."""
+    folder = tmp_path_factory.mktemp("pair")
+    step, batch = step_of("conv_bn", optimizer=ADAM)
+    one = advance(step, step.init(), batch, 1)
+    save(folder, step, one, advance(step, one, batch, 1), extra={"epoch": 3, "text": '"sha256":"' + "0" * 64})
+    yield step, folder, (folder / "step-00000002.safetensors").read_bytes()
+
+
+def skips(pair: tuple[gb.TrainStep, Path, bytes], data: bytes) -> None:
+    """The second is passed over, and said to be damaged; by itself it is refused."""
+    step, folder, _ = pair
+    newest = folder / "step-00000002.safetensors"
+    newest.write_bytes(data)
+    found = gb.load_checkpoint(folder, step, step.init())
+    assert int(found.state.step) == 1 and found.path == folder / "step-00000001.safetensors"
+    assert len(found.skipped) == 1 and found.skipped[0].startswith(f"{newest.name}: it is damaged: ")
+    with pytest.raises(ValueError, match="step-00000002.safetensors is not a checkpoint to go on from: it is damaged"):
+        gb.load_checkpoint(newest, step, step.init())
+
+
+def test_the_pair_is_sound(pair: tuple[gb.TrainStep, Path, bytes]) -> None:
+    step, folder, data = pair
+    (folder / "step-00000002.safetensors").write_bytes(data)
+    found = gb.load_checkpoint(folder, step, step.init())
+    assert int(found.state.step) == 2 and not found.skipped and found.extra["epoch"] == 3
+
+
+@given(st.data())
+def test_a_flipped_bit_is_seen(pair: tuple[gb.TrainStep, Path, bytes], data: st.DataObject) -> None:
+    whole = pair[2]
+    header = 8 + int.from_bytes(whole[:8], "little")
+    # Half of them in the header, which is the smaller part.
+    at = data.draw(st.integers(0, header - 1) | st.integers(header, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+    skips(pair, bytes(flipped))
+
+
+@given(st.data())
+def test_a_cut_file_is_seen(pair: tuple[gb.TrainStep, Path, bytes], data: st.DataObject) -> None:
+    skips(pair, pair[2][: data.draw(st.integers(0, len(pair[2]) - 1))])
+
+
+@given(st.binary(max_size=300))
+@example(b"\xff" * 64)
+@example((24).to_bytes(8, "little") + b'{"__metadata__": {"a":1}}')
+@example((10**5).to_bytes(8, "little") + b"[" * 10**5)
+def test_any_bytes_are_seen(pair: tuple[gb.TrainStep, Path, bytes], noise: bytes) -> None:
+    skips(pair, noise)
+    skips(pair, pair[2] + noise + b"\0")
+
+
+def test_nothing_sound_begins_again(tmp_path: Path) -> None:
+    step, batch = step_of("mlp")
+    state = advance(step, step.init(), batch, 1)
+    save(tmp_path, step, state)
+    (tmp_path / "step-00000001.safetensors").write_bytes(b"")
+    (tmp_path / "step-00000002.safetensors").mkdir()
+    like = step.init()
+    found = gb.load_checkpoint(tmp_path, step, like)
+    assert found.state is like and found.path is None
+    assert [line.split(":")[0] for line in found.skipped] == [f"step-0000000{i}.safetensors" for i in (2, 1)]
+
+
+# --- doors ---------------------------------------------------------------------------------------------------------
+
+
+def test_another_training_is_refused(tmp_path: Path) -> None:
+    step, batch = step_of("mlp", optimizer=ADAM)
+    save(tmp_path, step, advance(step, step.init(), batch, 1))
+    pnet = mlp()
+    for hypernet, words in ((gb.periodic(3), "ensembles"), (gb.periodic(2, frequency=2.0), "of the same size")):
+        other = gb.make_train_step(gb.make_plan(pnet, hypernet, max_tile=4), pnet, loss_fn, ADAM)
+        with pytest.raises(ValueError, match=rf"step-00000001.safetensors .* another plan \(.*{words}"):
+            gb.load_checkpoint(tmp_path, other, step.init())
+    with pytest.raises(ValueError, match=r"another optimizer or p-net: missing \[\], unknown \['opt/"):
+        gb.load_checkpoint(tmp_path, step, step_of("mlp")[0].init())
+    like = step.init()
+    wide = like._replace(direct={k: v.double() for k, v in like.direct.items()})
+    with pytest.raises(ValueError, match="tensor 'direct/0.bias' is .*float32, expected .*float64"):
+        gb.load_checkpoint(tmp_path, step, wide)
+
+
+def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = step_of("mlp")
+    monkeypatch.setattr("gbfunc.checkpoint.save.FORMAT", "gbfunc-checkpoint-9")
+    save(tmp_path, step, step.init())
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match="format is 'gbfunc-checkpoint-9', the one known here is 'gbfunc-checkpoint-1'"
+    ):
+        gb.load_checkpoint(tmp_path, step, step.init())
+
+
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    state = step.init()
+    with gb.Checkpointer(tmp_path, step) as checkpointer:
+        with pytest.raises(TypeError, match="tensors alone, got int at 'opt'"):
+            checkpointer.save(state._replace(opt=3))
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            checkpointer.save(state, {"net": mlp()})
+        with pytest.raises(TypeError, match="two tensors of the state have the name 'opt/a/b'"):
+            checkpointer.save(state._replace(opt={"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True, "all"])
+def test_keep_is_a_count(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep must be an int >= 1"):
+        gb.Checkpointer(tmp_path / "new", step_of("mlp")[0], keep=keep)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    with pytest.raises(FileNotFoundError):
+        gb.load_checkpoint(tmp_path / "step-00000007.safetensors", step, step.init())
+
+
+def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    mine = [".step-1.safetensors.bak", "step-3.txt", ".step-00000001.safetensors.0123"]
+    for name in [*mine, ".step-00000001.safetensors.0123456789abcdef"]:
+        (tmp_path / name).write_bytes(b"half")
+    save(tmp_path, step, step.init())
+    assert names(tmp_path) == sorted([*mine, "step-00000000.safetensors"])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the child does next to nothing
+def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    with gb.Checkpointer(tmp_path, step) as checkpointer:
+        half = tmp_path / ".step-00000001.safetensors.0123456789abcdef"
+        half.write_bytes(b"being written")
+        # Another process sees the lock; the child of a fork is one.
+        child = os.fork()
+        if not child:
+            try:
+                gb.Checkpointer(tmp_path, step)
+            except OSError as error:
+                os._exit(17 if "another process is keeping checkpoints there" in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17 and half.exists()
+        checkpointer.save(step.init())
+    gb.Checkpointer(tmp_path, step).close()
+    assert names(tmp_path) == ["step-00000000.safetensors"]

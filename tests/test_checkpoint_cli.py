@@ -1,0 +1,197 @@
+"""Training from the command line that is cut short and goes on, as a user would do it."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gbfunc as gb
+from gbfunc.cli import main
+
+ARGS = ["train", "--sizes", "64", "24", "10", "--genome-params", "200", "--epochs", "3", "--batch-size", "200"]
+STEPS = 15
+
+
+def course(out: Path) -> tuple[bytes, list[dict[str, str]]]:
+    """The genome and the history without its times."""
+    with (out / "history.csv").open(newline="") as file:
+        rows = [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+    return (out / "genome.safetensors").read_bytes(), rows
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[dict[str, str]]]:
+    """The course of the training without an interruption, nor checkpoints."""
+    out = tmp_path_factory.mktemp("straight")
+    assert main([*ARGS, "--out", str(out)]) == 0
+    return course(out)
+
+
+def keeping(out: Path, every: int = 2, *more: str) -> list[str]:
+    return [*ARGS, "--out", str(out), "--checkpoint-every", str(every), *more]
+
+
+def files(out: Path) -> list[str]:
+    return sorted(p.name for p in (out / "checkpoints").iterdir() if p.name != ".lock")
+
+
+def at_save(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], Any]) -> None:
+    """Do something when the training comes to save a step."""
+    save = gb.Checkpointer.save
+
+    def saving(self: gb.Checkpointer, state: Any, extra: Any = None) -> None:
+        if int(state.step) == step:
+            do()
+        save(self, state, extra)
+
+    monkeypatch.setattr(gb.Checkpointer, "save", saving)
+
+
+# Steps 5 and 15 end an epoch, before its validation; 7 is no multiple of what is saved.
+@pytest.mark.parametrize(("signum", "stop"), [(signal.SIGTERM, 4), (signal.SIGINT, 5), (signal.SIGTERM, 7)])
+def test_stopped_it_goes_on_as_if_nothing_had_been(
+    signum: int,
+    stop: int,
+    straight: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = signal.getsignal(signum)
+    with monkeypatch.context() as patch:
+        at_save(patch, stop, lambda: os.kill(os.getpid(), signum))
+        # The first --resume auto finds nothing, and begins.
+        assert main(keeping(tmp_path, stop, "--resume", "auto")) == 128 + signum
+    assert signal.getsignal(signum) is before
+    told = capsys.readouterr()
+    newest = tmp_path / "checkpoints" / f"step-{stop:08d}.safetensors"
+    begins, *_, last = told.err.splitlines()
+    assert "no checkpoint to resume in" in begins and told.out == ""
+    name = signal.Signals(signum).name
+    assert last == f"gbfunc: stopped by {name} after step {stop}: --resume auto goes on from {newest}"
+    assert not (tmp_path / "genome.safetensors").exists()
+
+    assert main(keeping(tmp_path, 4, "--resume", "auto", "--keep", "2")) == 0
+    assert course(tmp_path) == straight
+    assert f"gbfunc: resumed {newest}" in capsys.readouterr().err.splitlines()
+    assert files(tmp_path) == ["step-00000012.safetensors", f"step-000000{STEPS}.safetensors"]
+
+
+def test_from_every_checkpoint_it_ends_the_same(straight: Any, tmp_path: Path) -> None:
+    assert main(keeping(tmp_path, 1, "--keep", "99")) == 0
+    assert course(tmp_path) == straight
+    assert len(files(tmp_path)) == STEPS
+    for i in (1, 5, 14, 15):
+        out = tmp_path / f"from-{i}"
+        path = tmp_path / "checkpoints" / f"step-{i:08d}.safetensors"
+        assert main([*ARGS, "--out", str(out), "--resume", str(path)]) == 0
+        assert course(out) == straight and not (out / "checkpoints").exists()
+
+
+def test_finished_it_is_only_measured(straight: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(keeping(tmp_path, 100)) == 0
+    first = capsys.readouterr()
+    assert files(tmp_path) == [f"step-000000{STEPS}.safetensors"]
+    (tmp_path / "genome.safetensors").unlink()
+    assert main(keeping(tmp_path, 100, "--resume", "auto")) == 0
+    again = capsys.readouterr()
+    assert course(tmp_path) == straight
+    assert again.err.count("\n") == 1 and "training is finished, only measured again" in again.err
+    assert [line for line in again.out.splitlines() if "training" not in line] == [
+        line for line in first.out.splitlines() if "training" not in line
+    ]
+
+
+def test_damaged_ones_are_passed_over_and_told(
+    straight: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(keeping(tmp_path, 4, "--keep", "9")) == 0
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000015.safetensors").write_bytes(b"")
+    data = bytearray((folder / "step-00000012.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "step-00000012.safetensors").write_bytes(data)
+    capsys.readouterr()
+    assert main(keeping(tmp_path, 4, "--resume", "auto")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("gbfunc: skipped step-00000015.safetensors: it is damaged")
+    assert lines[1].startswith("gbfunc: skipped step-00000012.safetensors: it is damaged")
+    assert lines[2].endswith("step-00000008.safetensors")
+    assert course(tmp_path) == straight
+    capsys.readouterr()
+    # One that the user names must be sound.
+    (folder / "step-00000012.safetensors").write_bytes(data)
+    assert main([*ARGS, "--resume", str(folder / "step-00000012.safetensors")]) == 2
+    assert "is not a checkpoint to go on from: it is damaged" in capsys.readouterr().err
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(keeping(tmp_path, 100)) == 0
+    whole = (tmp_path / "checkpoints" / "step-00000015.safetensors").read_bytes()
+    for more, words in (
+        (["--epochs", "4"], "trained with other settings: epochs 3, now 4, steps 15, now 20"),
+        (["--batch-size", "100", "--lr", "0.5"], "batch_size 200, now 100, lr 0."),
+        (["--seed", "1"], "seed 0, now 1"),
+        (["--genome-params", "180"], "another plan (genome_params"),
+        (["--hypernet", "low_rank"], "another plan (genome_params"),
+    ):
+        capsys.readouterr()
+        assert main(keeping(tmp_path, 100, "--resume", "auto", *more)) == 2
+        told = capsys.readouterr().err
+        assert words in told and told.count("\n") == 1
+    assert (tmp_path / "checkpoints" / "step-00000015.safetensors").read_bytes() == whole
+    # A new training does not mix with an old one.
+    assert main(keeping(tmp_path, 100)) == 2
+    assert "holds checkpoints: go on from them with --resume auto" in capsys.readouterr().err
+
+
+def test_a_full_disk_does_not_end_training(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A folder in the place of one file is refused as a write to a full disk is, and for this file alone.
+    (tmp_path / "checkpoints").mkdir()
+    at_save(monkeypatch, 8, lambda: (tmp_path / "checkpoints" / "step-00000008.safetensors").mkdir())
+    assert main(keeping(tmp_path, 4, "--keep", "9")) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and "the checkpoint of step 8 could not be written" in warnings[0]
+    assert course(tmp_path) == straight
+    assert files(tmp_path) == [f"step-{i:08d}.safetensors" for i in (4, 8, 12, 15)]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--checkpoint-every", "5"], "need --out"),
+        (["--resume", "auto"], "need --out"),
+        (["--checkpoint-every", "0", "--out", "{out}"], "--checkpoint-every must be at least 1, got 0"),
+        (["--checkpoint-every", "1", "--keep", "0", "--out", "{out}"], "--keep must be at least 1, got 0"),
+        (["--resume", "{out}/nowhere"], "--resume: no such file or folder: "),
+        (["--resume", "{out}"], "--resume: no sound checkpoint in "),
+        (["--checkpoint-every", "1", "--out", "{out}/blocked"], "cannot keep checkpoints there"),
+    ],
+)
+def test_options_that_cannot_be(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "checkpoints").write_text("mine")
+    assert main([*ARGS, *(word.format(out=tmp_path) for word in more)]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and told.err.count("\n") == 1 and told.out == ""
+
+
+def test_another_saver_s_checkpoint_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = gb.Checkpointer.save
+    monkeypatch.setattr(gb.Checkpointer, "save", lambda self, state, extra: save(self, state))
+    assert main(keeping(tmp_path, 100)) == 0
+    capsys.readouterr()
+    assert main([*ARGS, "--resume", str(tmp_path / "checkpoints")]) == 2
+    assert "was not saved by gbfunc train" in capsys.readouterr().err

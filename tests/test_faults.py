@@ -1,0 +1,125 @@
+"""What goes wrong while training is saved: kills, full disks, folders that cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_checkpoint import ADAM, advance, names, save
+from trees_equal import same_bits
+from zoo import step_of
+
+import gbfunc as gb
+
+TESTS = Path(__file__).resolve().parent
+
+
+def crash(folder: Path, rounds: int, seed: int, timeout: float) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "crash_saves.py"), str(folder), str(rounds), str(seed)],
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_a_kill_leaves_the_newest_sound(tmp_path: Path) -> None:
+    found = crash(tmp_path, 25, 0, 100)
+    assert found["rounds"] == 25
+    # The lock, and what KEEP says: whatever the killed ones left half-written is gone.
+    assert found["files"][0] == ".lock" and len(found["files"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_kills_leave_the_newest_sound(tmp_path: Path) -> None:
+    found = crash(tmp_path, 500, 1, 800)
+    # Kills did fall into the middle of writing, and between a commit and its telling.
+    assert found["half-written"] > 0 and found["newer than told"] > 0
+
+
+@contextlib.contextmanager
+def largest_file(n_bytes: int) -> Iterator[None]:
+    """The system refuses to write further into any file, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_costs_one_checkpoint(tmp_path: Path) -> None:
+    step, batch = step_of("conv_bn", optimizer=ADAM, donate=True)
+    with gb.Checkpointer(tmp_path, step) as checkpointer:
+        state = advance(step, step.init(), batch, 1)
+        checkpointer.save(state)
+        checkpointer.wait()
+        with largest_file(1_000):
+            state = advance(step, state, batch, 1)
+            checkpointer.save(state)
+            words = "checkpoint of step 2 could not be written .*; those before it are intact"
+            with pytest.raises(OSError, match=words):
+                checkpointer.wait()
+            assert names(tmp_path) == ["step-00000001.safetensors"]
+            # Told by the next save, which is tried nevertheless.
+            checkpointer.save(state)
+            state = advance(step, state, batch, 1)
+            with pytest.raises(OSError, match=words):
+                checkpointer.save(state)
+            with pytest.raises(OSError, match="checkpoint of step 3"):
+                checkpointer.wait()
+        assert int(gb.load_checkpoint(tmp_path, step, step.init()).state.step) == 1
+        # Nothing that was trained is lost once there is room.
+        checkpointer.save(state)
+    assert names(tmp_path) == ["step-00000001.safetensors", "step-00000003.safetensors"]
+    found = gb.load_checkpoint(tmp_path, step, step.init())
+    assert same_bits(found.state, advance(step, step.init(), batch, 3))
+
+
+def test_closing_tells_what_was_not_written(tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    with pytest.raises(OSError, match="checkpoint of step 0 could not be written"), largest_file(100):
+        save(tmp_path, step, step.init())
+    # The error that ended a training is not hidden by one in writing, and the folder is let go.
+    with pytest.raises(ZeroDivisionError), largest_file(100), gb.Checkpointer(tmp_path, step) as checkpointer:
+        checkpointer.save(step.init())
+        raise ZeroDivisionError
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_goes_away(tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    folder = tmp_path / "run"
+    with gb.Checkpointer(folder, step) as checkpointer:
+        folder.rename(tmp_path / "moved")
+        checkpointer.save(step.init())
+        with pytest.raises(OSError, match="could not be written .No such file or directory."):
+            checkpointer.wait()
+    assert gb.load_checkpoint(folder, step, step.init()).path is None
+
+
+@pytest.mark.parametrize("where", ["/proc/checkpoints", "/proc", "file", "file/below", "x" * 300])
+def test_a_folder_that_cannot_be_written_is_told_at_once(where: str, tmp_path: Path) -> None:
+    if where.startswith("/proc") and not Path("/proc/self").exists():
+        pytest.skip("no /proc, which even root cannot write")
+    step, _ = step_of("mlp")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="cannot keep checkpoints there"):
+        gb.Checkpointer(tmp_path / where, step)
+    assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
