@@ -19,6 +19,7 @@ from torch import Tensor
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX*"
+HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 # Diverging and without red-green contrast.
 WEIGHTS = "PuOr"
 _MAX_FIELDS = 64
@@ -157,6 +158,45 @@ def tradeoff_curves(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def grouped_bars(panels: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]]) -> Figure:
+    """Bars on logarithmic axes, side by side in groups, a panel for each quantity.
+
+    Args:
+        panels: label of the vertical axis, and values by group and by label, for each panel by its title. All groups
+            draw from the same labels; one that lacks a label has a gap there.
+
+    Raises:
+        ValueError: if there is no panel, or a value that is not positive.
+    """
+    values = [v for _, groups in panels.values() for bars in groups.values() for v in bars.values()]
+    if not values or min(values) <= 0:
+        raise ValueError("grouped_bars expects at least one panel, and positive values")
+    labels = list(dict.fromkeys(k for _, groups in panels.values() for bars in groups.values() for k in bars))
+    figure = Figure(figsize=(1.2 + 3.6 * len(panels), 3.9), layout="constrained")
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    width = 0.8 / len(labels)
+    for axes, (title, (ylabel, groups)) in zip(row, panels.items(), strict=True):
+        for i, label in enumerate(labels):
+            places = [x for x, bars in enumerate(groups.values()) if label in bars]
+            heights = [bars[label] for bars in groups.values() if label in bars]
+            axes.bar(
+                [x + (i - (len(labels) - 1) / 2) * width for x in places],
+                heights,
+                width,
+                color=PALETTE[i % len(PALETTE)],
+                hatch=HATCHES[i % len(HATCHES)],
+                edgecolor="white",
+                linewidth=0.4,
+                label=label,
+            )
+        axes.set(title=title, ylabel=ylabel, yscale="log", xticks=range(len(groups)), xticklabels=list(groups))
+        axes.grid(alpha=0.3, axis="y")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*row[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=len(labels))
     return figure
 
 

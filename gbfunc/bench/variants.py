@@ -21,6 +21,9 @@ from gbfunc.types import GNets, Params
 Step = Callable[[], Any]
 """One step; what it changes, it keeps."""
 
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets, of equal first dimension."""
+
 
 class Setting(NamedTuple):
     """Where to measure.
@@ -53,7 +56,7 @@ class Built(NamedTuple):
     features: int
 
 
-def loss_fn(net: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     """Mean cross entropy of classes [B] or of words [B, L]."""
     x, target = batch
     scores = net(x)
@@ -92,7 +95,7 @@ def _net(case: Case, setting: Setting) -> nn.Module:
         return case.net().to(setting.device)
 
 
-def _batch(case: Case, setting: Setting) -> tuple[Tensor, Tensor]:
+def _batch(case: Case, setting: Setting) -> Batch:
     x, target = case.batch()
     return x.to(setting.device), target.to(setting.device)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from tyro.conf import FlagCreatePairsOff, arg
@@ -41,8 +41,23 @@ class Bench:
     out: Path = Path("bench")
     """Folder for bench.json and figures; such files are replaced."""
 
+    distributed: FlagCreatePairsOff[bool] = False
+    """Measure instead what training on several ranks sends, and how long a step takes on slow links (as root, with
+    iproute2; else modelled), beside DDP, FSDP2 and torchGB's scheme. Cases: mlp, gpt."""
+
+    ranks: tuple[int, ...] = (2, 4)
+    """Numbers of ranks, with --distributed."""
+
+    links: tuple[Literal["loopback", "100mbit", "10mbit"], ...] = ("loopback", "100mbit", "10mbit")
+    """Links between ranks, with --distributed."""
+
     def run(self) -> None:
         """Run the cases, print one table, write the results."""
+        if self.distributed:
+            from gbfunc.cli.bench_wire import run_wire
+
+            run_wire("quick" if self.quick else "full", self.cases, self.ranks, self.links, self.out)
+            return
         from gbfunc.bench import choose_benches
         from gbfunc.cli.output import make_folder
 

@@ -1,0 +1,153 @@
+"""Links between ranks: the loopback, or a switch of limited rate between network namespaces; their byte counters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_PREFIX = "gbfunc"
+_SUBNET = "10.213.77"
+# Of credit that an idle link saves up: a large burst would let a small message pass as if there were no limit.
+_BURST_SECONDS = 1e-3
+_LEAST_BURST = 3_028
+_QUEUE = "50ms"
+
+
+class Port(NamedTuple):
+    """Where one rank sits.
+
+    Attributes:
+        prefix: words before its command, which put it there.
+        interface: its network interface.
+        sharing: ranks that send through this same interface.
+        ends: both ends of its cable to the switch, as (namespace, interface); none on the loopback.
+    """
+
+    prefix: tuple[str, ...]
+    interface: str
+    sharing: int
+    ends: tuple[tuple[str, str], ...] = ()
+
+    def limit(self, mbit: float | None) -> None:
+        """Limit the rank's cable in both directions (`man tc-tbf`).
+
+        Args:
+            mbit: rate in 10^6 bit/s each way, Ethernet headers counted; None lifts the limit.
+
+        Raises:
+            OSError: if the system does not let it.
+        """
+        for name, interface in self.ends:
+            if mbit is None:
+                _run(f"tc -n {name} qdisc replace dev {interface} root pfifo")
+                continue
+            burst = max(_LEAST_BURST, int(mbit * 1e6 / 8 * _BURST_SECONDS))
+            limit = f"rate {mbit}mbit burst {burst} latency {_QUEUE}"
+            _run(f"tc -n {name} qdisc replace dev {interface} root tbf {limit}")
+
+
+def can_make_links() -> bool:
+    """Whether this process may make network namespaces and limit their rate: root, with `ip` and `tc` (iproute2)."""
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    try:
+        with open_switch(1) as (port,):
+            port.limit(100.0)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def open_loopback(ranks: int) -> Iterator[tuple[Port, ...]]:
+    """The loopback for some ranks, where possible in a namespace of its own, in which nothing else is counted."""
+    if not can_make_links():
+        yield (Port((), "lo", ranks),) * ranks
+        return
+    with _namespaces(1) as (name,):
+        yield (Port(("ip", "netns", "exec", name), "lo", ranks),) * ranks
+
+
+@contextlib.contextmanager
+def open_switch(ranks: int) -> Iterator[tuple[Port, ...]]:
+    """A namespace for every rank, each joined by a veth pair to one switch; deleted at the end, whatever happens.
+
+    Nothing delays a packet but the queue before its cable, once that is limited (`Port.limit`).
+
+    Raises:
+        OSError: if the system does not let it.
+    """
+    with _namespaces(ranks + 1) as (switch, *names):
+        _run(f"ip -n {switch} link add dev switch type bridge", f"ip -n {switch} link set dev switch up")
+        yield tuple(_plug(switch, name, i) for i, name in enumerate(names))
+
+
+def _plug(switch: str, name: str, rank: int) -> Port:
+    """Join a rank's namespace to the switch."""
+    inside, outside = "wire", f"port{rank}"
+    _run(
+        f"ip -n {switch} link add dev {outside} type veth peer name {inside} netns {name}",
+        f"ip -n {switch} link set dev {outside} master switch",
+        f"ip -n {name} address add {_SUBNET}.{rank + 1}/24 dev {inside}",
+    )
+    ends = ((switch, outside), (name, inside))
+    for where, interface in ends:
+        # One packet at a time, as on a real wire: else the counters see 64 KiB under a single header.
+        _run(f"ip -n {where} link set dev {interface} gso_max_segs 1 up")
+    return Port(("ip", "netns", "exec", name), inside, 1, ends)
+
+
+@contextlib.contextmanager
+def _namespaces(n: int) -> Iterator[tuple[str, ...]]:
+    """New network namespaces, named after this process, with their loopback up."""
+    _sweep()
+    taken = set(_present())
+    free = (f"{_PREFIX}-{os.getpid()}-{i}" for i in range(len(taken) + n))
+    names = tuple(name for name in free if name not in taken)[:n]
+    try:
+        for name in names:
+            _run(f"ip netns add {name}", f"ip -n {name} link set dev lo up")
+        yield names
+    finally:
+        for name in set(names) & set(_present()):
+            _run(f"ip netns delete {name}")
+
+
+def _present() -> list[str]:
+    """Names of the network namespaces that there are."""
+    folder = Path("/run/netns")
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def _sweep() -> None:
+    """Delete namespaces of processes that were killed before they could."""
+    for name in _present():
+        found = re.fullmatch(rf"{_PREFIX}-(\d+)-\d+", name)
+        if found and not Path("/proc", found[1]).exists():
+            _run(f"ip netns delete {name}")
+
+
+def _run(*commands: str) -> None:
+    """Run commands one after the other.
+
+    Raises:
+        OSError: for one that fails.
+    """
+    for command in commands:
+        done = subprocess.run(command.split(), capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode:
+            raise OSError(f"{command}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+
+
+def sent_bytes(interface: str) -> int:
+    """Bytes that an interface of this process's namespace has sent, headers included."""
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+__all__ = ["Port", "can_make_links", "open_loopback", "open_switch", "sent_bytes"]
