@@ -47,12 +47,12 @@ def train(
     env: Environment, seed: int, settings: Settings = TINY, dense: bool = False
 ) -> tuple[ActorCritic, gb.Plan, Training]:
     pnet = ActorCritic(env, seed=seed)
-    plan = gb.make_plan(pnet, rules=[(".", None)]) if dense else genome_plan(pnet)
+    plan = gb.make_plan(pnet, rules=[(".", None)]) if dense else genome_plan(env, pnet)
     return pnet, plan, train_control(env, pnet, plan, settings, seed)
 
 
-def genome_plan(pnet: ActorCritic) -> gb.Plan:
-    return gb.make_plan(pnet, compression=10.0, rules=control_rules(pnet))
+def genome_plan(env: Environment, pnet: ActorCritic) -> gb.Plan:
+    return gb.make_plan(pnet, compression=10.0, rules=control_rules(env, pnet))
 
 
 def test_environments(cartpole: Environment, pendulum: Environment) -> None:
@@ -225,7 +225,7 @@ def test_a_genome_of_another_environment_is_refused(
     tmp_path: Path, pendulum: Environment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pnet = ActorCritic(pendulum)
-    plan = genome_plan(pnet)
+    plan = genome_plan(pendulum, pnet)
     path = tmp_path / "genome.safetensors"
     gb.save(path, plan, gb.init_genome(plan, pnet))
     assert main(["eval", "--task", "control", "--genome", str(path)]) == 2

@@ -67,7 +67,7 @@ def make_control_job(options: ModelOptions) -> ControlJob:
         HYPERNETS[options.hypernet or "periodic"](),
         genome_params=options.genome_params,
         compression=compression,
-        rules=control_rules(pnet),
+        rules=control_rules(env, pnet),
     )
     return ControlJob(env, pnet, plan)
 
