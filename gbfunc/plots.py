@@ -128,21 +128,22 @@ def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str
     return figure
 
 
-def tradeoff_curves(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> Figure:
-    """Accuracy against bytes (logarithmic): a line a method through the means, a bar from least to best seed.
+def tradeoff_curves(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], ylabel: str) -> Figure:
+    """A metric against bytes (logarithmic): a line a method through the means, a bar from least to largest seed.
 
     Args:
-        curves: points (bytes, accuracy (0 to 1) of each seed) of each method by its label.
+        curves: points (bytes, metric of each seed) of each method by its label.
+        ylabel: what the metric is, with its unit.
 
     Raises:
         ValueError: if there is no method, or one without points or seeds.
     """
     if not curves or not all(points and all(seeds for _, seeds in points) for points in curves.values()):
-        raise ValueError("tradeoff_curves expects at least one method, and points with accuracies for each")
+        raise ValueError("tradeoff_curves expects at least one method, and points with values for each")
     figure = Figure(figsize=(7.6, 4.6), layout="constrained")
     axes = figure.subplots()
     for i, (label, points) in enumerate(curves.items()):
-        sizes, seeds = zip(*sorted((size, [100 * a for a in found]) for size, found in points), strict=True)
+        sizes, seeds = zip(*sorted((size, list(found)) for size, found in points), strict=True)
         means = [sum(found) / len(found) for found in seeds]
         down = [m - min(found) for m, found in zip(means, seeds, strict=True)]
         up = [max(found) - m for m, found in zip(means, seeds, strict=True)]
@@ -154,7 +155,7 @@ def tradeoff_curves(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]
             "linewidth": 2.4 if i == 0 else 1.4,
         }
         axes.errorbar(sizes, means, yerr=(down, up), capsize=3, label=label, **style)
-    axes.set(xlabel="everything needed to run (bytes)", ylabel="test accuracy (%)", xscale="log")
+    axes.set(xlabel="everything needed to run (bytes)", ylabel=ylabel, xscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

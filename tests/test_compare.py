@@ -14,8 +14,8 @@ from gbfunc.compare import (
     Problem,
     Results,
     Settings,
-    TooSmall,
     Trained,
+    Unfit,
     choose,
     measure,
     of_problem,
@@ -23,19 +23,26 @@ from gbfunc.compare import (
     reference_bytes,
     run_missing,
     to_json,
+    total_steps,
 )
 from gbfunc.compare.base import grid
 from gbfunc.compare.family import largest, narrow_sizes
 from gbfunc.compare.store import pack, packed_size, unpack
 from gbfunc.plan import genome_file_bytes
+from gbfunc.pnets import find_pnet
 from gbfunc.tasks import TASKS, Net, Task, accuracy
 
 NUMBERS = (torch.float32, torch.float16)
 
 
+def perceptron(*hidden: int) -> Task:
+    task = TASKS["digits"]()
+    return task.with_pnet(find_pnet("mlp", task.interface, {"hidden": hidden, "bandwidth": 3.0}))
+
+
 @pytest.fixture(scope="module")
 def task() -> Task:
-    return TASKS["digits"](sizes=(64, 100, 10))
+    return perceptron(100)
 
 
 def problem_of(task: Task, size: int, dtype: torch.dtype = torch.float32) -> Problem:
@@ -80,7 +87,7 @@ def test_every_candidate_is_within_the_budget(name: str, problem: Problem) -> No
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_cannot_be_so_small_says_so(name: str, problem: Problem) -> None:
-    with pytest.raises(TooSmall):
+    with pytest.raises(Unfit):
         METHODS[name].candidates(problem._replace(budget=60, size=20))
 
 
@@ -125,11 +132,11 @@ class _Steps:
 
     def candidates(self, problem: Problem) -> list[Settings]:
         if problem.size < 100:
-            raise TooSmall("too small")
+            raise Unfit("too small")
         return grid(answer=(1, 2, 3))
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        self.trained.append((settings, problem.recipe.epochs, seed))
+        self.trained.append((settings, total_steps(problem), seed))
         return Trained(bytes([settings["answer"]]), 1)
 
     def load(self, data: bytes, task: Task) -> Net:
@@ -139,9 +146,9 @@ class _Steps:
 def test_validation_data_choose(problem: Problem) -> None:
     val = problem.task.val
     # In these splits all examples are twos, or ones: only the first may count.
-    twos, ones = (val._replace(y=torch.full_like(val.y, n)) for n in (2, 1))
+    twos, ones = (replace(val, y=torch.full_like(val.y, n)) for n in (2, 1))
     method = _Steps()
-    six = problem._replace(task=replace(problem.task, val=twos, test=ones), recipe=replace(problem.recipe, epochs=7))
+    six = problem._replace(task=replace(problem.task, val=twos, test=ones), recipe=replace(problem.recipe, steps=7))
     choice = choose("steps", method, six)
     assert choice.settings == {"answer": 2}
     assert [t["val"] for t in choice.tried] == [0.0, 1.0, 0.0]
@@ -195,7 +202,7 @@ def test_nets_fill_the_budget(task: Task) -> None:
     found = narrow_sizes(task, lambda s: n_params(s) <= 1_000)
     assert found == [(64, 13, 10), (64, 11, 11, 10), (64, 10)]
     assert narrow_sizes(task, lambda s: n_params(s) <= 100) == [(64, 1, 10), (64, 1, 1, 10)]
-    with pytest.raises(TooSmall):
+    with pytest.raises(Unfit):
         narrow_sizes(task, lambda s: False)
 
 
@@ -212,5 +219,5 @@ def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
 def test_reference_is_what_train_writes(problem: Problem) -> None:
     from gbfunc.compare.genome import plan_for
 
-    plan = plan_for(problem.task, "periodic", 1_000, genome_params=1_000)
+    plan = plan_for(problem.task, "periodic", genome_params=1_000)
     assert genome_file_bytes(plan) == problem.budget

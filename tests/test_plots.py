@@ -67,9 +67,11 @@ def test_more_runs_than_colours() -> None:
 
 
 def test_tradeoff_curves_show_mean_and_spread_against_bytes() -> None:
-    figure = tradeoff_curves({"genome": [(4_000, [0.8, 0.9]), (1_000, [0.5])], "dense": [(1_000, [0.4])]})
+    figure = tradeoff_curves(
+        {"genome": [(4_000, [80.0, 90.0]), (1_000, [50.0])], "dense": [(1_000, [40.0])]}, "test x (%)"
+    )
     (axes,) = figure.axes
-    assert axes.get_xscale() == "log" and "bytes" in axes.get_xlabel() and axes.get_ylabel() == "test accuracy (%)"
+    assert axes.get_xscale() == "log" and "bytes" in axes.get_xlabel() and axes.get_ylabel() == "test x (%)"
     line, caps, (bars,) = axes.containers[0]
     assert line.get_xydata().tolist() == [[1_000, 50.0], [4_000, pytest.approx(85.0)]]
     assert np.asarray(bars.get_segments()[1])[:, 1].tolist() == pytest.approx([80.0, 90.0]) and len(caps) == 2
@@ -81,7 +83,7 @@ def test_tradeoff_curves_show_mean_and_spread_against_bytes() -> None:
 @pytest.mark.parametrize("curves", [{}, {"a": []}, {"a": [(1, [])]}])
 def test_tradeoff_curves_want_points(curves: dict) -> None:
     with pytest.raises(ValueError, match="at least one method"):
-        tradeoff_curves(curves)
+        tradeoff_curves(curves, "x")
 
 
 def test_weight_images_show_the_matrices_beside_each_other() -> None:

@@ -17,7 +17,6 @@ from gbfunc.cli.options import DataOptions
 if TYPE_CHECKING:
     from gbfunc.compare import Method, Problem, Results, Row
 
-_SIZES = {"digits": (300, 600, 1_500), "mnist": (600, 1_300, 2_000, 6_000, 20_000)}
 _WIDTH = 150
 
 
@@ -25,10 +24,7 @@ _WIDTH = 150
 class Compare(DataOptions):
     """Genomes and what else one would do, within the same bytes; settings by validation, a row a seed."""
 
-    sizes: Annotated[
-        tuple[int, ...] | None,
-        arg(metavar="INT ...", help_behavior_hint="(default: 600 1300 2000 6000 20000; digits: 300 600 1500)"),
-    ] = None
+    sizes: Annotated[tuple[int, ...], arg(metavar="INT ...")] = (600, 1_300, 2_000, 6_000, 20_000)
     """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
 
     methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
@@ -81,7 +77,9 @@ class Compare(DataOptions):
             write_metrics(folder / "compare.json", about | to_json(results))
         curves = curves_of(results, problems, methods)
         if any(curves.values()):
-            write_figure(folder / "tradeoff.png", tradeoff_curves(curves))
+            metric = problems[0].task.metric
+            label = f"test {metric.label} ({metric.unit})"
+            write_figure(folder / "tradeoff.png", tradeoff_curves(curves, label))
         print_tradeoff(results, problems, methods)
 
     def _problems(self) -> list[Problem]:
@@ -93,13 +91,15 @@ class Compare(DataOptions):
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        task = load_task(self, None)
+        task = load_task(self)
         problems = []
-        for size in sorted(set(self.sizes or _SIZES[self.task])):
+        for size in sorted(set(self.sizes)):
             recipe = task.recipe(size)
-            epochs = 1 if self.quick else self.epochs or recipe.epochs
+            epochs = 1 if self.quick else self.epochs
+            if epochs is not None:
+                recipe = replace(recipe, epochs=epochs, steps=None)
             budget = reference_bytes(task, size)
-            problems.append(Problem(task, size, budget, getattr(torch, self.numbers), replace(recipe, epochs=epochs)))
+            problems.append(Problem(task, size, budget, getattr(torch, self.numbers), recipe))
         return problems
 
     def _method_names(self, table: Mapping[str, Method]) -> Sequence[str]:
@@ -112,12 +112,12 @@ class Compare(DataOptions):
 def curves_of(
     results: Results, problems: Sequence[Problem], methods: Mapping[str, Method]
 ) -> dict[str, list[tuple[float, list[float]]]]:
-    """Points (bytes, accuracies of the seeds on the test split) of each method."""
+    """Points (bytes, metric of the seeds on the test split, in its unit) of each method."""
     points: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in methods}
     for problem in problems:
         for name in methods:
             if rows := rows_of(results, problem, name):
-                points[name].append((mean(row.bytes for row in rows), [row.test for row in rows]))
+                points[name].append((mean(row.bytes for row in rows), shown_values(problem, rows)))
     return {name: found for name, found in points.items() if found}
 
 
@@ -128,16 +128,25 @@ def rows_of(results: Results, problem: Problem, method: str) -> list[Row]:
     return sorted(of_problem(results, problem, method).rows, key=lambda row: row.seed)
 
 
+def shown_values(problem: Problem, rows: Sequence[Row]) -> list[float]:
+    """The metric on the test split in the unit in which it is shown."""
+    return [100 * row.test if problem.task.metric.unit == "%" else row.test for row in rows]
+
+
 def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mapping[str, Method]) -> None:
-    """Accuracies on the test split as one table on standard output: a row a method, a column a budget."""
+    """The metric on the test split as one table on standard output: a row a method, a column a budget."""
     from rich.console import Console
     from rich.table import Table
+
+    from gbfunc.compare import total_steps
 
     table = Table("method")
     for problem in problems:
         table.add_column(f"{problem.budget:,} bytes", justify="right", no_wrap=True)
-    cells = {name: [[row.test for row in rows_of(results, problem, name)] for problem in problems] for name in methods}
-    best = [max((mean(c[i]) for c in cells.values() if c[i]), default=0.0) for i in range(len(problems))]
+    cells = {name: [shown_values(problem, rows_of(results, problem, name)) for problem in problems] for name in methods}
+    metric = problems[0].task.metric
+    extreme = max if metric.higher_is_better else min
+    best = [extreme((mean(c[i]) for c in cells.values() if c[i]), default=0.0) for i in range(len(problems))]
     for name, found in cells.items():
         texts = (_cell(tests, bold=bool(tests) and mean(tests) == best[i]) for i, tests in enumerate(found))
         table.add_row(name, *texts)
@@ -147,8 +156,8 @@ def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mappi
     console.print(table)
     first = problems[0]
     console.print(
-        f"{first.task.name}: test accuracy in %, mean and standard deviation over seeds; {first.recipe.epochs} epochs; "
-        "-: nothing is as small as that.",
+        f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
+        f"{total_steps(first):,} steps; -: nothing is as small as that.",
         style="dim",
     )
 
@@ -156,6 +165,7 @@ def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mappi
 def _cell(tests: Sequence[float], *, bold: bool) -> str:
     if not tests:
         return "-"
-    spread = f" ± {100 * stdev(tests):.2f}" if len(tests) > 1 else ""
-    text = f"{100 * mean(tests):.2f}{spread}"
+    digits = 2 if mean(tests) > 10 else 4
+    spread = f" ± {stdev(tests):.{digits}f}" if len(tests) > 1 else ""
+    text = f"{mean(tests):.{digits}f}{spread}"
     return f"[bold]{text}[/bold]" if bold else text

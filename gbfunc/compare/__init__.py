@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gbfunc.compare.base import Method, Problem, Settings, TooSmall, Trained
+from gbfunc.compare.base import Method, Problem, Settings, Trained, Unfit
 from gbfunc.compare.dense import Dense
 from gbfunc.compare.genome import GenomeOf, reference_bytes
 from gbfunc.compare.low_rank import LowRankTraining
@@ -28,6 +28,7 @@ from gbfunc.compare.rows import (
     to_json,
 )
 from gbfunc.compare.subspace import RandomSubspace
+from gbfunc.compare.training import total_steps
 
 __all__ = [
     "METHODS",
@@ -37,7 +38,7 @@ __all__ = [
     "Results",
     "Row",
     "Settings",
-    "TooSmall",
+    "Unfit",
     "Trained",
     "choose",
     "measure",
@@ -46,6 +47,7 @@ __all__ = [
     "reference_bytes",
     "run_missing",
     "to_json",
+    "total_steps",
 ]
 
 METHODS: Mapping[str, Method] = MappingProxyType(

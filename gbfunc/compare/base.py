@@ -20,7 +20,7 @@ class Problem(NamedTuple):
         size: parameters of the genome whose file sets the budget.
         budget: most bytes of everything that is needed to run.
         dtype: of the numbers that are stored, where a method has no format of its own.
-        recipe: batch size, noise, warm-up and epochs of every training; its rates are the genome's own.
+        recipe: batch size, augmentation, warm-up and length of every training; its rates are the genome's own.
     """
 
     task: Task
@@ -42,8 +42,8 @@ class Trained(NamedTuple):
     params: int
 
 
-class TooSmall(ValueError):
-    """The budget is below the smallest thing that the method can make of this task."""
+class Unfit(ValueError):
+    """The method can make nothing of this task that is as small as the budget."""
 
 
 class Method(Protocol):
@@ -53,7 +53,7 @@ class Method(Protocol):
         """The settings among which validation data choose, each within the budget.
 
         Raises:
-            TooSmall: if nothing fits.
+            Unfit: if nothing fits.
         """
         ...
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+
 from gbfunc.compare.base import Problem, Settings, Trained, grid
-from gbfunc.compare.family import Sizes, narrow_sizes
-from gbfunc.compare.store import pack, packed_size, unpack
+from gbfunc.compare.family import Sizes, narrow_pnets
+from gbfunc.compare.store import pack, restore, state_of, unpack
 from gbfunc.compare.training import train_net
-from gbfunc.tasks import Net, Task, mlp, mlp_sizes
+from gbfunc.pnets import PNet, find_pnet, n_params
+from gbfunc.tasks import Net, Task
 
 RATES = (3e-3, 1e-2, 3e-2, 1e-1)
 
@@ -28,18 +31,29 @@ class Dense:
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Depths, each as wide as fits, and learning rates."""
-        found = narrow_sizes(problem.task, lambda s: packed_size(dense_shapes(s), problem.dtype) <= problem.budget)
-        return grid(sizes=found, lr=RATES)
+
+        def fits(pnet: PNet) -> bool:
+            # Its parameters and buffers have shapes alone on that device.
+            with torch.device("meta"):
+                state = state_of(pnet.make())
+            return len(pack({k: torch.zeros(t.shape, dtype=t.dtype) for k, t in state.items()}, problem.dtype)) <= (
+                problem.budget
+            )
+
+        return grid(pnet=[dict(pnet.config) for pnet in narrow_pnets(problem.task, fits)], lr=RATES)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on all weights."""
-        net = mlp(tuple(settings["sizes"]), seed)
+        task = problem.task
+        net = find_pnet(task.pnet.name, task.interface, settings["pnet"]).build(seed)
         train_net(problem, net.parameters(), net, settings["lr"], seed)
-        return Trained(pack(net.state_dict(), problem.dtype), sum(p.numel() for p in net.parameters()))
+        return Trained(pack(state_of(net), problem.dtype), n_params(net))
 
     def load(self, data: bytes, task: Task) -> Net:
-        """The net; its sizes are those of the tensors."""
-        tensors, _ = unpack(data)
-        net = mlp(mlp_sizes({name: tuple(t.shape) for name, t in tensors.items()}), 0)
-        net.load_state_dict(tensors)
-        return net
+        """The net; its widths are those of the tensors."""
+        state, _ = unpack(data)
+        assert task.pnet.fitted is not None
+        buffers = {name for name, _ in task.build(0).named_buffers()}
+        return restore(
+            task.pnet.fitted({k: tuple(t.shape) for k, t in state.items() if k not in buffers}).build(0), state
+        )

@@ -10,43 +10,40 @@ from typing import Any
 import torch
 
 import gbfunc as gb
-from gbfunc.compare.base import Problem, Settings, TooSmall, Trained, grid
+from gbfunc.compare.base import Problem, Settings, Trained, Unfit, grid
 from gbfunc.compare.store import pack, unpack
-from gbfunc.compare.training import Batch, one_cycle, run_steps
+from gbfunc.compare.training import numbered_batches, one_cycle
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.plan import genome_file_bytes
-from gbfunc.tasks import Net, Task, loss_fn
+from gbfunc.tasks import Net, Task
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike
 
 _FILE = "genome.safetensors"
 
 
-def plan_for(task: Task, hypernet: str, size: int, **target: Any) -> gb.Plan:
-    """A plan by the task's recipe.
+def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
+    """A plan as the task has it.
 
     Args:
         task: its p-net and recipe.
-        hypernet: the type of g-net, a key of `HYPERNETS`.
-        size: parameters for which the recipe is asked.
+        hypernet: the type of g-net, a key of `HYPERNETS`; the p-net's own options stand where its type is that.
         target: the size target of `make_plan`.
 
     Raises:
-        TooSmall: if no genome of the task is as small as that.
+        Unfit: if no genome of the task is as small as that.
     """
-    recipe = task.recipe(size)
+    own = task.pnet.plan(target.get("genome_params") or target["genome_bytes"] / 4).hypernet
     try:
         # Of one seed: the initial scales are in the file, and their digits must not move its length.
-        return gb.make_plan(
-            task.build(0), HYPERNETS[hypernet](), rules=recipe.rules, encodings=recipe.encodings, **target
-        )
+        return task.plan(task.build(0), None if own.type == hypernet else HYPERNETS[hypernet](), **target)
     except ValueError as error:
-        raise TooSmall(str(error)) from error
+        raise Unfit(str(error)) from error
 
 
 def reference_bytes(task: Task, size: int) -> int:
     """What `gbfunc train --genome-params SIZE` writes: the bytes that every method may use."""
-    return genome_file_bytes(plan_for(task, "periodic", size, genome_params=size))
+    return genome_file_bytes(plan_for(task, "periodic", genome_params=size))
 
 
 @dataclass(frozen=True)
@@ -69,16 +66,21 @@ class GenomeOf:
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam with the recipe's moments on the genome."""
         plan, pnet = self._plan(problem), problem.task.build(seed)
-        betas = problem.task.recipe(plan.genome_params).betas
-        optimizer = gb.torch_optimizer(torch.optim.Adam, lr=one_cycle(problem, settings["lr"]), betas=betas)
-        train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, on_nonfinite="raise")
+        recipe = problem.task.recipe(plan.genome_params)
+        direct = None
+        if recipe.direct_lr is not None:
+            direct = {"lr": one_cycle(problem, recipe.direct_lr / recipe.lr * settings["lr"])}
+        lr = one_cycle(problem, settings["lr"])
+        optimizer = gb.torch_optimizer(torch.optim.Adam, lr=lr, betas=recipe.betas, direct=direct)
+        train_step = gb.make_train_step(
+            *(plan, pnet, problem.task.loss, optimizer),
+            donate=True,
+            clip_norm=problem.recipe.clip_norm,
+            on_nonfinite="raise",
+        )
         state = train_step.init(seed=seed)
-
-        def step(done: int, batch: Batch) -> None:
-            nonlocal state
+        for _, batch in numbered_batches(problem, seed):
             state, _ = train_step(state, batch)
-
-        run_steps(problem, step, seed)
         return Trained(_encode(plan, state, problem.dtype), plan.genome_params)
 
     def load(self, data: bytes, task: Task) -> Net:
@@ -87,18 +89,18 @@ class GenomeOf:
         return gb.materialize(plan, genome, task.build(0)).eval()
 
     def _plan(self, problem: Problem) -> gb.Plan:
-        task, size, itemsize = problem.task, problem.size, problem.dtype.itemsize
-        own = {"genome_params": size} if self.hypernet == "periodic" else {"genome_bytes": problem.budget}
-        plan = plan_for(task, self.hypernet, size, **own)
+        task, itemsize = problem.task, problem.dtype.itemsize
+        own = {"genome_params": problem.size} if self.hypernet == "periodic" else {"genome_bytes": problem.budget}
+        plan = plan_for(task, self.hypernet, **own)
         if problem.dtype == torch.float32:
             return plan
         # Narrower numbers leave room for more of them.
         header = genome_file_bytes(plan) - plan.dtype.itemsize * plan.genome_params
         target = (problem.budget - header) // itemsize
-        plan = plan_for(task, self.hypernet, size, genome_params=target)
+        plan = plan_for(task, self.hypernet, genome_params=target)
         while len(_encode(plan, gb.init_genome(plan, task.build(0), 0), problem.dtype)) > problem.budget:
             target -= 8
-            plan = plan_for(task, self.hypernet, size, genome_params=target)
+            plan = plan_for(task, self.hypernet, genome_params=target)
         return plan
 
 

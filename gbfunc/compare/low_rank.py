@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.compare.base import Problem, Settings, TooSmall, Trained, grid
-from gbfunc.compare.family import Sizes, largest
+from gbfunc.compare.base import Problem, Settings, Trained, Unfit, grid
+from gbfunc.compare.family import Sizes, largest, perceptron_sizes
 from gbfunc.compare.store import pack, packed_size, unpack
 from gbfunc.compare.training import train_net
 from gbfunc.tasks import Net, Task
@@ -36,10 +36,11 @@ def factored_shapes(sizes: Sizes, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def factored_net(leaves: Params) -> Net:
-    """The perceptron with these parameters: [B, F] -> [B, K]."""
+    """The perceptron with these parameters: [B, ...] -> [B, K]."""
     n_layers = len({name.split(".")[0] for name in leaves})
 
     def net(x: Tensor) -> Tensor:
+        x = x.flatten(1)
         for i in range(n_layers):
             if f"{i}.left" in leaves:
                 x = F.linear(F.linear(x, leaves[f"{i}.right"]), leaves[f"{i}.left"], leaves[f"{i}.bias"])
@@ -57,7 +58,8 @@ class LowRankTraining:
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Ranks, each with as many hidden units as fit (at most the p-net's), and learning rates."""
-        n_in, width, n_out = problem.task.sizes[0], max(problem.task.sizes[1:-1], default=1), problem.task.sizes[-1]
+        n_in, *hidden_units, n_out = perceptron_sizes(problem.task)
+        width = max(hidden_units, default=1)
         found = []
         for rank in RANKS:
 
@@ -69,7 +71,7 @@ class LowRankTraining:
             if rank * (n_in + hidden) < n_in * hidden:
                 found.append({"sizes": (n_in, hidden, n_out), "rank": rank})
         if not found:
-            raise TooSmall(f"no factors of rank 1 between {n_in} inputs and {n_out} outputs are as small as that")
+            raise Unfit(f"no factors of rank 1 between {n_in} inputs and {n_out} outputs are as small as that")
         return [{**shape, **rate} for shape in found for rate in grid(lr=RATES)]
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:

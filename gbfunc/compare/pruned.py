@@ -13,12 +13,13 @@ from safetensors.torch import load
 from torch import nn
 from torch.nn.utils import prune
 
-from gbfunc.compare.base import Problem, Settings, TooSmall, Trained, grid
+from gbfunc.compare.base import Problem, Settings, Trained, Unfit, grid
 from gbfunc.compare.coding import decode_sparse, encode_sparse
 from gbfunc.compare.dense import dense_shapes
-from gbfunc.compare.family import Sizes, largest
+from gbfunc.compare.family import Sizes, largest, perceptron_sizes
 from gbfunc.compare.training import total_steps, train_net
-from gbfunc.tasks import Net, Task, mlp
+from gbfunc.pnets import mlp
+from gbfunc.tasks import Net, Task
 from gbfunc.types import Params
 
 RATES = (1e-3, 3e-3, 1e-2)
@@ -35,7 +36,7 @@ class Pruned:
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Widths of the net that is pruned, in parts of the p-net's, and learning rates."""
-        n_in, *hidden, n_out = problem.task.sizes
+        n_in, *hidden, n_out = perceptron_sizes(problem.task)
         found = []
         for part in WIDTHS:
             sizes = (n_in, *(max(1, round(part * h)) for h in hidden), n_out)
@@ -43,7 +44,7 @@ class Pruned:
             if len(encode_sparse(empty, BITS)) < 0.9 * problem.budget and sizes not in found:
                 found.append(sizes)
         if not found:
-            raise TooSmall("the biases of the net and the header of its file alone are larger")
+            raise Unfit("the biases of the net and the header of its file alone are larger")
         return grid(sizes=found, lr=RATES)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
@@ -79,7 +80,7 @@ class Pruned:
     def load(self, data: bytes, task: Task) -> Net:
         """The net that the code stands for."""
         biases = {int(name.split(".")[0]): t for name, t in load(data).items() if name.endswith(".bias")}
-        sizes: Sizes = (task.sizes[0], *(len(biases[i]) for i in sorted(biases)))
+        sizes: Sizes = (perceptron_sizes(task)[0], *(len(biases[i]) for i in sorted(biases)))
         net = mlp(sizes, 0)
         net.load_state_dict(decode_sparse(data, {k: s for k, s in dense_shapes(sizes).items() if len(s) == 2}))
         return net

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from gbfunc.compare.base import Problem, Settings, Trained, grid
 from gbfunc.compare.dense import dense_shapes
-from gbfunc.compare.family import Sizes, narrow_sizes
+from gbfunc.compare.family import Sizes, narrow_sizes, perceptron_sizes
 from gbfunc.compare.training import train_net
-from gbfunc.tasks import Net, Task, mlp
+from gbfunc.pnets import mlp
+from gbfunc.tasks import Net, Task
 from gbfunc.types import Params
 
 RATES = (3e-3, 1e-2, 3e-2)
@@ -116,7 +117,7 @@ class DenseQuantised:
         """The net with the weights that the levels stand for."""
         tensors = load(data)
         biases = {int(name.split(".")[0]): b.float() for name, b in tensors.items() if name.endswith("bias")}
-        sizes = (task.sizes[0], *(len(biases[i]) for i in sorted(biases)))
+        sizes = (perceptron_sizes(task)[0], *(len(biases[i]) for i in sorted(biases)))
         state: Params = {f"{i}.bias": b for i, b in biases.items()}
         for name, shape in dense_shapes(sizes).items():
             if len(shape) == 2:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gbfunc.compare.base import Method, Problem, Settings, TooSmall
-from gbfunc.tasks import accuracy
+from gbfunc.compare.base import Method, Problem, Settings, Unfit
+from gbfunc.compare.training import total_steps
+from gbfunc.tasks import Net
 
 SEARCH_PART = 1 / 3
-"""Candidates are trained for this part of the epochs, on a schedule of that length."""
+"""Candidates are trained for this part of the steps, on a schedule of that length."""
 
 
 class Choice(NamedTuple):
@@ -25,9 +26,9 @@ class Choice(NamedTuple):
         method: name of the method.
         size: parameters of the genome whose file is the budget.
         numbers: type of the numbers that are stored, where the method has no format of its own.
-        epochs: of the training.
+        steps: of the training.
         settings: the choice, None where nothing fits.
-        tried: every candidate with its accuracy on the validation split (0 to 1).
+        tried: every candidate with its metric on the validation split.
         reason: why nothing fits.
     """
 
@@ -35,7 +36,7 @@ class Choice(NamedTuple):
     method: str
     size: int
     numbers: str
-    epochs: int
+    steps: int
     settings: Settings | None
     tried: list[Settings]
     reason: str = ""
@@ -49,13 +50,13 @@ class Row(NamedTuple):
         method: name of the method.
         size: parameters of the genome whose file is the budget.
         numbers: type of the numbers that are stored, where the method has no format of its own.
-        epochs: of the training.
+        steps: of the training.
         seed: of the training.
         budget: bytes of that genome's file.
         bytes: length of the data that the network was read back from.
         params: trained numbers in them.
-        val: accuracy on the validation split (0 to 1).
-        test: accuracy on the test split.
+        val: metric on the validation split.
+        test: metric on the test split.
         seconds: of the training.
         settings: what the validation split chose.
     """
@@ -64,7 +65,7 @@ class Row(NamedTuple):
     method: str
     size: int
     numbers: str
-    epochs: int
+    steps: int
     seed: int
     budget: int
     bytes: int
@@ -92,11 +93,16 @@ def of_problem(results: Results, problem: Problem, method: str) -> Results:
 
 
 def _of(problem: Problem) -> tuple[int, str, int]:
-    return problem.size, str(problem.dtype).removeprefix("torch."), problem.recipe.epochs
+    return problem.size, str(problem.dtype).removeprefix("torch."), total_steps(problem)
+
+
+def metric_of(problem: Problem, net: Net, split: Any) -> float:
+    """The metric by which the task is judged."""
+    return problem.task.evaluate(net, split)[problem.task.metric.name]
 
 
 def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
-    """Train every candidate briefly and take the one with the best validation accuracy.
+    """Train every candidate briefly and take the one with the best validation metric.
 
     Args:
         name: of the method.
@@ -107,19 +113,23 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
     head = (problem.task.name, name, *_of(problem))
     try:
         candidates = method.candidates(problem)[:most]
-    except TooSmall as error:
+    except Unfit as error:
         return Choice(*head, settings=None, tried=[], reason=str(error))
-    epochs = max(1, math.ceil(SEARCH_PART * problem.recipe.epochs))
-    brief = problem._replace(recipe=replace(problem.recipe, epochs=epochs))
-    tried = []
+    steps = max(1, math.ceil(SEARCH_PART * total_steps(problem)))
+    brief = problem._replace(recipe=replace(problem.recipe, steps=steps))
+    sign = 1 if problem.task.metric.higher_is_better else -1
+    tried, best, least = [], candidates[0], -math.inf
     for settings in candidates:
         try:
-            net = method.load(method.train(brief, settings, 0).data, problem.task)
-            tried.append({**settings, "val": accuracy(net, problem.task.val)})
+            found = metric_of(
+                problem, method.load(method.train(brief, settings, 0).data, problem.task), problem.task.val
+            )
         except FloatingPointError:
-            tried.append({**settings, "val": 0.0})
-    best = max(range(len(tried)), key=lambda i: tried[i]["val"])
-    return Choice(*head, settings=candidates[best], tried=tried)
+            found = None  # it diverged
+        tried.append({**settings, "val": found})
+        if found is not None and sign * found > least:
+            best, least = settings, sign * found
+    return Choice(*head, settings=best, tried=tried)
 
 
 def measure(name: str, method: Method, problem: Problem, settings: Settings, seed: int, path: Path) -> Row:
@@ -149,8 +159,8 @@ def measure(name: str, method: Method, problem: Problem, settings: Settings, see
         budget=problem.budget,
         bytes=len(data),
         params=trained.params,
-        val=accuracy(net, problem.task.val),
-        test=accuracy(net, problem.task.test),
+        val=metric_of(problem, net, problem.task.val),
+        test=metric_of(problem, net, problem.task.test),
         seconds=round(seconds, 2),
         settings=settings,
     )
@@ -184,7 +194,7 @@ def run_missing(
             else:
                 choice = choose(name, method, problem, most)
                 results = results._replace(choices=(*results.choices, choice))
-                report(f"{name} at {problem.budget:,} bytes: {choice.settings or 'nothing is as small as that'}")
+                report(f"{name} at {problem.budget:,} bytes: {choice.settings or choice.reason}")
                 yield results
             for seed in range(seeds):
                 if choice.settings is None or any(row.seed == seed for row in known.rows):
@@ -192,8 +202,9 @@ def run_missing(
                 path = folder / "-".join(map(str, (*choice[:5], seed)))
                 row = measure(name, method, problem, choice.settings, seed, path)
                 results = results._replace(rows=(*results.rows, row))
+                shown = problem.task.metric.show(row.val)
                 report(
-                    f"{name} at {problem.budget:,} bytes, seed {seed}: {row.val:.2%} validation accuracy, "
+                    f"{name} at {problem.budget:,} bytes, seed {seed}: validation {problem.task.metric.label} {shown}, "
                     f"{row.bytes:,} bytes, {row.seconds:.0f} s"
                 )
                 yield results

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gbfunc.compare.base import Problem, Settings, TooSmall, Trained, grid
+from gbfunc.compare.base import Problem, Settings, Trained, Unfit, grid
 from gbfunc.compare.family import largest
 from gbfunc.compare.projection import Projection
-from gbfunc.compare.store import pack, unpack
+from gbfunc.compare.store import pack, restore, unpack
 from gbfunc.compare.training import train_net
-from gbfunc.pnet import PureNet, buffers_of, owned_parameters, with_weights
+from gbfunc.pnet import PureNet, buffers_of, owned_parameters
+from gbfunc.pnets import n_params
 from gbfunc.tasks import Net, Task
 from gbfunc.types import Params
 
@@ -49,32 +50,32 @@ class RandomSubspace:
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """As many numbers as fit, and learning rates."""
+        pnet = problem.task.build(0)
+        buffers = {name: b for name, (b, _) in buffers_of(pnet).items()}
 
         def fits(d: int) -> bool:
-            return len(_encode(torch.zeros(d), problem, 0)) <= problem.budget
+            return len(_encode(torch.zeros(d), buffers, problem.dtype, 0)) <= problem.budget
 
-        d = largest(fits, sum(o.tensor.numel() for o in owned_parameters(problem.task.build(0))))
+        d = largest(fits, n_params(pnet))
         if not d:
-            raise TooSmall("no file has room for a single number")
+            raise Unfit("no file has room for a single number")
         return grid(d=(d,), lr=RATES)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on z, from the p-net's first weights."""
-        d = settings["d"]
-        weights, call = subspace_weights(problem.task, d, seed), PureNet(problem.task.build(seed))
-        buffers = {name: b for name, (b, _) in buffers_of(problem.task.build(seed)).items()}
+        d, pnet = settings["d"], problem.task.build(seed)
+        weights, call = subspace_weights(problem.task, d, seed), PureNet(pnet)
+        buffers = {name: b.clone() for name, (b, _) in buffers_of(pnet).items()}
         z_d = torch.zeros(d, requires_grad=True)
         train_net(problem, [z_d], lambda x: call(weights(z_d), buffers, x), settings["lr"], seed)
-        return Trained(_encode(z_d, problem, seed), d)
+        return Trained(_encode(z_d, buffers, problem.dtype, seed), d)
 
     def load(self, data: bytes, task: Task) -> Net:
         """The p-net with the weights that seed and z give."""
-        tensors, about = unpack(data)
-        seed, z_d = int(about["seed"]), tensors["z"]
-        pnet = task.build(seed)
-        buffers = {name: b for name, (b, _) in buffers_of(pnet).items()}
-        return with_weights(pnet, subspace_weights(task, len(z_d), seed)(z_d), buffers).eval()
+        state, about = unpack(data)
+        seed, z_d = int(about["seed"]), state.pop("z")
+        return restore(task.build(seed), state | subspace_weights(task, len(z_d), seed)(z_d))
 
 
-def _encode(z_d: Tensor, problem: Problem, seed: int) -> bytes:
-    return pack({"z": z_d}, problem.dtype, {"seed": str(seed)})
+def _encode(z_d: Tensor, buffers: Params, dtype: torch.dtype, seed: int) -> bytes:
+    return pack({"z": z_d, **buffers}, dtype, {"seed": str(seed)})

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 import gbfunc as gb
 from gbfunc.compare.base import Problem
-from gbfunc.tasks import Net, epoch_batches, loss_fn, steps_per_epoch
-
-Batch = tuple[Tensor, Tensor]
+from gbfunc.tasks import Batch, Net, endless_batches, steps_per_epoch
 
 
 def total_steps(problem: Problem) -> int:
     """Steps of a training."""
-    return problem.recipe.epochs * steps_per_epoch(problem.task.train, problem.recipe.batch_size)
+    recipe = problem.recipe
+    return recipe.steps or recipe.epochs * steps_per_epoch(problem.task.train, recipe.batch_size)
 
 
 def one_cycle(problem: Problem, lr: float) -> Callable[[int], float]:
@@ -25,13 +24,11 @@ def one_cycle(problem: Problem, lr: float) -> Callable[[int], float]:
     return gb.torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=warmup)
 
 
-def run_steps(problem: Problem, step: Callable[[int, Batch], None], seed: int) -> None:
-    """Call `step(number, batch)` for every batch of all epochs, in the order that `seed` gives."""
-    generator, done = torch.Generator().manual_seed(seed), 0
-    for _ in range(problem.recipe.epochs):
-        for batch in epoch_batches(problem.task.train, problem.recipe.batch_size, generator, problem.recipe.noise):
-            step(done, batch)
-            done += 1
+def numbered_batches(problem: Problem, seed: int) -> Iterator[tuple[int, Batch]]:
+    """The number of each step and its batch, in the order that `seed` gives."""
+    recipe, generator = problem.recipe, torch.Generator().manual_seed(seed)
+    batches = endless_batches(problem.task.train, recipe.batch_size, generator, recipe.augment)
+    return zip(range(total_steps(problem)), batches, strict=False)
 
 
 def train_net(
@@ -52,15 +49,14 @@ def train_net(
         seed: of the order of the examples.
         after: called with the number of each step when it is done.
     """
-    schedule = one_cycle(problem, lr)
+    schedule, leaves, clip_norm = one_cycle(problem, lr), list(leaves), problem.recipe.clip_norm
     optimizer = torch.optim.Adam(leaves, lr=lr, fused=True)
-
-    def step(done: int, batch: Batch) -> None:
+    for done, batch in numbered_batches(problem, seed):
         optimizer.param_groups[0]["lr"] = schedule(done)
-        loss, _ = loss_fn(net, batch)
+        loss, _ = problem.task.loss(net, batch)
         optimizer.zero_grad()
         loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(leaves, clip_norm)
         optimizer.step()
         after(done)
-
-    run_steps(problem, step, seed)
