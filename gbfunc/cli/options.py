@@ -22,7 +22,7 @@ class DataOptions:
     """Which data, which p-net."""
 
     task: Annotated[str, arg(metavar="NAME")] = "digits"
-    """What to learn: digits, mnist, fashion-mnist, text, control, or package.module:function of your own."""
+    """What to learn: digits, mnist, fashion-mnist, cifar10, text, control, or package.module:function of your own."""
 
     data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
     """Folder with the task's data; for text a file will do. digits needs none, text has one built in."""

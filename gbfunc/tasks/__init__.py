@@ -19,6 +19,7 @@ from gbfunc.tasks.base import (
     loss_fn,
     token_loss,
 )
+from gbfunc.tasks.cifar10 import cifar10
 from gbfunc.tasks.data import Batch, Data, Split, Windows, endless_batches, epoch_batches, hold_out, steps_per_epoch
 from gbfunc.tasks.digits import digits
 from gbfunc.tasks.mnist import fashion_mnist, mnist
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "text": text}
+    {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "cifar10": cifar10, "text": text}
 )
 """Every task by its name, as its factory `(data_dir=None, **options) -> Task`."""
 

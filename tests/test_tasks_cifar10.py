@@ -1,0 +1,221 @@
+"""CIFAR-10 in both forms, and files that are damaged or mean harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gbfunc.cli import main
+from gbfunc.tasks import Task, find_task
+from gbfunc.tasks.batches import read_batch
+from gbfunc.tasks.cifar10 import load_cifar10, read_packed
+
+Images = tuple[np.ndarray, np.ndarray]
+
+
+def small(n: int, seed: int = 0) -> Images:
+    random = np.random.RandomState(seed)
+    return random.randint(0, 256, (n, 3, 32, 32)).astype(np.uint8), np.arange(n) % 10
+
+
+def write_batch(path: Path, images: np.ndarray, labels: list, protocol: int = 2, binary_keys: bool = True) -> Path:
+    batch = {"batch_label": "one", "labels": labels, "data": images.reshape(len(images), -1), "filenames": ["a"]}
+    kept = {k.encode() if binary_keys else k: v for k, v in batch.items()}
+    path.write_bytes(pickle.dumps(kept, protocol))
+    return path
+
+
+def write_packed(path: Path, images: np.ndarray, labels: np.ndarray, **more: np.ndarray) -> Path:
+    delta = images.copy()
+    delta[:, 0] -= images[:, 1]
+    delta[:, 2] -= images[:, 1]
+    for axis in (3, 2):
+        delta = np.diff(delta, axis=axis, prepend=np.uint8(0)).astype(np.uint8)
+    np.savez_compressed(path, delta=delta, labels=labels.astype(np.uint8), **more)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    inner = tmp_path / "data" / "cifar-10-batches-py"
+    inner.mkdir(parents=True)
+    for i in range(1, 6):
+        images, labels = small(40, i)
+        write_batch(inner / f"data_batch_{i}", images, labels.tolist())
+    write_batch(inner / "test_batch", *(x if i == 0 else x.tolist() for i, x in enumerate(small(20, 6))))
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("binary_keys", [True, False])
+def test_batches_of_every_protocol(tmp_path: Path, protocol: int, binary_keys: bool) -> None:
+    images, labels = small(12)
+    path = write_batch(tmp_path / "b", images, labels.tolist(), protocol, binary_keys)
+    found, own = read_batch(path)
+    assert np.array_equal(found, images) and np.array_equal(own, labels) and own.dtype == np.int64
+
+
+def test_a_batch_as_python_2_wrote_it(tmp_path: Path) -> None:
+    # The opcodes of the files of the data set: numpy.core, and strings of 8 bits for the bytes.
+    images, labels = small(2)
+    data = images.tobytes()
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR(K\x01(K\x02M\x00\x0ct"
+        b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89"
+        b"T" + len(data).to_bytes(4, "little") + data + b"tb"
+    )
+    (tmp_path / "b").write_bytes(b"\x80\x02}(U\x04data" + array + b"U\x06labels](K\x00K\x01eu.")
+    found, own = read_batch(tmp_path / "b")
+    assert np.array_equal(found, images) and np.array_equal(own, labels)
+
+
+class Harm:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+class Codec:
+    def __reduce__(self) -> tuple:
+        import codecs
+
+        return codecs.encode, (b"x" * 9, "zip")
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_batch_runs_nothing(tmp_path: Path, protocol: int) -> None:
+    (tmp_path / "b").write_bytes(pickle.dumps({"data": Harm(tmp_path / "harm"), "labels": []}, protocol))
+    with pytest.raises(ValueError, match="it asks for (posix|nt).mkdir, which no batch of images needs"):
+        read_batch(tmp_path / "b")
+    assert not (tmp_path / "harm").exists()
+    (tmp_path / "b").write_bytes(pickle.dumps({"data": Codec()}, protocol))
+    with pytest.raises(ValueError, match="is not a sound CIFAR-10 batch"):
+        read_batch(tmp_path / "b")
+
+
+def test_a_damaged_batch_is_one_line(tmp_path: Path) -> None:
+    images, labels = small(3)
+    path = write_batch(tmp_path / "b", images, labels.tolist())
+    whole = path.read_bytes()
+    random = np.random.RandomState(0)
+    damaged = [whole[:n] for n in (0, 1, 10, 200, len(whole) - 1)] + [
+        b"GIF89a" * 9,
+        pickle.dumps([1]),
+        pickle.dumps({}),
+    ]
+    for _ in range(200):
+        broken = bytearray(whole)
+        broken[random.choice([random.randint(150), random.randint(len(whole))])] = random.randint(256)
+        damaged.append(bytes(broken))
+    told = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            read_batch(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+            told += 1
+    assert told >= 8
+    for data, own, message in (
+        (images.astype(np.int64), labels.tolist(), "not one of unsigned bytes"),
+        (images[:, :2], labels.tolist(), r"data must be N x 3072 bytes, got \(3, 2048\)"),
+        (images, [0, 1], "it needs a list of 3 labels"),
+        (images, [0, 1, "2"], "it needs a list of 3 labels"),
+        (images, [0, 1, 10], "labels 0 to 9, got 0 to 10"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_batch(write_batch(path, data, own))
+
+
+def test_the_standard_folder(folder: Path) -> None:
+    task = find_task("cifar10", folder, {})
+    assert [len(s) for s in (task.train, task.val, task.test)] == [180, 20, 20]
+    assert torch.bincount(task.val.y).tolist() == [2] * 10
+    again = find_task("cifar10", folder / "cifar-10-batches-py", {})
+    assert torch.equal(task.train.x, again.train.x)
+    mean, std = task.train.x.mean((0, 2, 3)), task.train.x.std((0, 2, 3))
+    assert float(mean.abs().max()) < 1e-4 and float((std - 1).abs().max()) < 1e-3
+
+
+def test_both_forms_are_the_same(folder: Path, tmp_path: Path) -> None:
+    train, test = load_cifar10(folder)
+    other = tmp_path / "packed"
+    other.mkdir()
+    write_packed(other / "cifar10_train.npz", *train)
+    write_packed(other / "cifar10_test.npz", *test)
+    for a, b in zip((*train, *test), sum(load_cifar10(other), ()), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_images_that_are_not_exact_are_left_out(tmp_path: Path) -> None:
+    images, labels = small(5)
+    exact = np.array([1, 0, 1, 1, 0], bool)
+    found, own = read_packed(write_packed(tmp_path / "a.npz", images, labels, exact=exact))
+    assert np.array_equal(found, images[exact]) and own.tolist() == [0, 2, 3]
+
+
+def test_damaged_npz(tmp_path: Path) -> None:
+    images, labels = small(4)
+    path = write_packed(tmp_path / "a.npz", images, labels)
+    whole = path.read_bytes()
+    for content in (b"", b"PK", whole[:500], whole[:-20], whole[:200] + b"\0" * 50 + whole[250:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="a.npz is not a sound CIFAR-10 .npz"):
+            read_packed(path)
+    np.savez(path, labels=labels)
+    with pytest.raises(ValueError, match="delta"):
+        read_packed(path)
+    np.savez(path, labels=labels, delta=np.array([object()], object))
+    with pytest.raises(ValueError, match="not a sound CIFAR-10 .npz"):
+        read_packed(path)
+    for own, more, message in (
+        (labels + 9, {}, "labels 0 to 9, got 9 to 12"),
+        (labels[:3], {}, "as many labels"),
+        (labels, {"exact": np.ones(3, bool)}, "of each of 4 images"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_packed(write_packed(path, images, own, **more))
+
+
+def test_missing_files(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cifar10 task needs --data-dir"):
+        find_task("cifar10", None, {})
+    with pytest.raises(FileNotFoundError, match="no such folder: .*nowhere"):
+        find_task("cifar10", tmp_path / "nowhere", {})
+    (folder / "cifar-10-batches-py" / "data_batch_3").unlink()
+    with pytest.raises(FileNotFoundError, match="no such CIFAR-10 batch: .*data_batch_3"):
+        find_task("cifar10", folder, {})
+    write_packed(folder / "cifar10_train.npz", *small(3))
+    with pytest.raises(FileNotFoundError, match="one cifar10_test.*npz, not 1 and 0"):
+        find_task("cifar10", folder, {})
+
+
+def test_real_images_train_from_the_command_line(shared_data: Path, tmp_path: Path) -> None:
+    images, labels = read_packed(shared_data / "cifar10" / "cifar10_test10k.npz")
+    assert len(images) == 9_977 and labels[:5].tolist() == [3, 8, 8, 0, 6]
+    data = tmp_path / "slice"
+    data.mkdir()
+    write_packed(data / "cifar10_train.npz", images[:300], labels[:300])
+    write_packed(data / "cifar10_test.npz", images[300:360], labels[300:360])
+    options = ["--pnet-config", '{"width": 8}', "--genome-params", "2000", "--epochs", "2", "--batch-size", "90"]
+    where = ["--task", "cifar10", "--data-dir", str(data)]
+    assert main(["train", *where, *options, "--out", str(tmp_path / "run")]) == 0
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["pnet"] == "allconv" and metrics["steps"] == 6 and metrics["genome_params"] <= 2_000
+    assert main(["eval", *where, "--genome", str(tmp_path / "run" / "genome.safetensors")]) == 0
+
+
+def test_the_whole_subset(shared_data: Path) -> None:
+    task: Task = find_task("cifar10", shared_data / "cifar10", {})
+    assert [len(s) for s in (task.train, task.val, task.test)] == [18_000, 2_000, 9_977]
+    for size in (14_958, 9_378, 3_798):
+        plan = task.plan(task.build(0), genome_params=size)
+        assert 0.98 * size <= plan.genome_params <= size
