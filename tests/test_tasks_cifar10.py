@@ -37,7 +37,7 @@ def write_packed(path: Path, images: np.ndarray, labels: np.ndarray, **more: np.
     delta[:, 2] -= images[:, 1]
     for axis in (3, 2):
         delta = np.diff(delta, axis=axis, prepend=np.uint8(0)).astype(np.uint8)
-    np.savez_compressed(path, delta=delta, labels=labels.astype(np.uint8), **more)
+    np.savez_compressed(path, delta=delta, labels=labels.astype(np.uint8), **more)  # pyright: ignore[reportArgumentType]
     return path
 
 
@@ -48,7 +48,8 @@ def folder(tmp_path: Path) -> Path:
     for i in range(1, 6):
         images, labels = small(40, i)
         write_batch(inner / f"data_batch_{i}", images, labels.tolist())
-    write_batch(inner / "test_batch", *(x if i == 0 else x.tolist() for i, x in enumerate(small(20, 6))))
+    images, labels = small(20, 6)
+    write_batch(inner / "test_batch", images, labels.tolist())
     return tmp_path / "data"
 
 
