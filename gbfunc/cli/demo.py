@@ -45,6 +45,8 @@ class Demo(TrainingOptions):
 
                 nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
                 image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
-                write_figure(folder / "weights.png", weight_images(nets, image))
+                # A net of convolutions alone has no matrices to show.
+                if any(w.ndim == 2 for w in nets["dense"].values()):
+                    write_figure(folder / "weights.png", weight_images(nets, image))
                 write_run(folder, metrics, runs, task.metric)
             print_comparison(metrics, task.metric)
