@@ -6,6 +6,7 @@ weight; only the genome, which is the g-nets' parameters and the few direct ones
 
 from gbfunc.artifact import load, save
 from gbfunc.checkpoint import Checkpoint, Checkpointer, load_checkpoint
+from gbfunc.collective import CollectiveError, Mesh, mesh
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.generate import generate
 from gbfunc.genome import init_genome, sample_noise
@@ -22,7 +23,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "Checkpointer",
+    "CollectiveError",
     "Genome",
+    "Mesh",
     "Optimizer",
     "Plan",
     "StepInfo",
@@ -44,6 +47,7 @@ __all__ = [
     "make_plan",
     "make_train_step",
     "materialize",
+    "mesh",
     "one_hot",
     "per_axis",
     "periodic",

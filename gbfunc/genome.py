@@ -22,19 +22,35 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
     return row, col
 
 
-def check_genome(plan: Plan, genome: GenomeLike) -> None:
+def check_genome(
+    plan: Plan, genome: GenomeLike, shapes: Mapping[tuple[str, str], tuple[int, ...]] | None = None
+) -> None:
     """Compare names and shapes of a genome with its plan's.
+
+    Args:
+        plan: the plan.
+        genome: the genome.
+        shapes: shapes by (ensemble, leaf) and ("direct", name), where they are those of one rank's part.
 
     Raises:
         ValueError: naming what is missing, unknown or of a wrong shape.
     """
-    expected = plan.leaf_shapes
+    expected = plan.leaf_shapes if shapes is None else shapes
     found = {(e, k): tuple(leaf.shape) for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
     found |= {("direct", name): tuple(leaf.shape) for name, leaf in genome.direct.items()}
     if expected != found:
         missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         wrong = [f"{k} is {found[k]}, expected {s}" for k, s in expected.items() if k in found and found[k] != s]
-        raise ValueError(f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {wrong}")
+        hint = ""
+        if wrong and not missing and not unknown:
+            both = [(found[k], s) for k, s in expected.items() if found[k] != s]
+            if all(f[1:] == s[1:] and f[:1] < s[:1] for f, s in both):
+                hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
+            elif shapes is not None and found == plan.leaf_shapes:
+                hint = "; a whole state becomes this rank's part by train_step.shard(state)"
+        raise ValueError(
+            f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {wrong}{hint}"
+        )
 
 
 def check_plan(plan: Plan, pnet: nn.Module) -> None:

@@ -41,7 +41,7 @@ def numel(tree: Any) -> int:
 class _Pieces:
     """A leaf that holds the pieces of a leaf (a tuple would be a subtree)."""
 
-    def __init__(self, items: tuple[Tensor, ...]) -> None:
+    def __init__(self, items: tuple[Any, ...]) -> None:
         self.items = items
 
 
@@ -63,12 +63,45 @@ def split_batch(batch: Any, n: int) -> list[Any]:
     return [tree_map(lambda p, i=i: p.items[i], pieces) for i in range(n)]
 
 
-def mean_tree(trees: Sequence[Any]) -> Any:
-    """The mean of every leaf over trees of the same structure, as a floating-point tensor."""
+def split_rows(batch: Any, n: int) -> list[Any]:
+    """A batch in `n` shares as even as can be, some of them empty, the longer ones first: [b, ...] -> [b_i, ...].
+
+    Scalars and what is no tensor are in every share.
+    """
+
+    def cut(x: Any) -> _Pieces:
+        return _Pieces(x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n)
+
+    pieces = tree_map(cut, batch)
+    return [tree_map(lambda p, i=i: p.items[i], pieces) for i in range(n)]
+
+
+def n_rows(batch: Any) -> int | None:
+    """First dimension of the tensors of a batch, None if it has no tensor with one.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    lengths = {len(x) for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim}
+    if len(lengths) > 1:
+        raise ValueError(f"tensors of a batch must have the same first dimension, got {sorted(lengths)}")
+    return lengths.pop() if lengths else None
+
+
+def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
+    """The weighted mean of every leaf over trees of the same structure, as a floating-point tensor.
+
+    Args:
+        trees: the trees.
+        weights: as many numbers, whose sum is 1; None weighs all alike.
+    """
 
     def mean(*values: Any) -> Tensor:
         stacked = torch.stack([torch.as_tensor(x) for x in values])
-        return (stacked if stacked.is_floating_point() else stacked.float()).mean(0)
+        stacked = stacked if stacked.is_floating_point() else stacked.float()
+        if weights is None or len(set(weights)) == 1:
+            return stacked.mean(0)
+        return (stacked * stacked.new_tensor(weights).reshape(-1, *(1,) * (stacked.ndim - 1))).sum(0)
 
     return tree_map(mean, *trees)
 

@@ -1,0 +1,130 @@
+"""The collectives themselves, on flat or row-wise tensors without graph; each counts what it sends.
+
+All but the sums are one `all_to_all_single`: it takes uneven and empty shares without padding, and gloo's own
+reduce-scatter is an all-reduce inside (measured: twice the bytes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gbfunc.collective.mesh import Axis, AxisName, Mesh
+
+Sizes = tuple[int, ...]
+"""Rows of every rank along an axis."""
+
+# Names of torch 2.13; before it, those that 2.13 deprecates.
+_gather_even: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_even: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def exchange_gather(x: Tensor, sizes: Sizes, axis: Axis, nccl: bool) -> Tensor:
+    """Rows of all ranks: [own, ...] -> [sum(sizes), ...]."""
+    x = x.contiguous()
+    out = x.new_empty((sum(sizes), *x.shape[1:]))
+    if nccl and len(set(sizes)) == 1:
+        _gather_even(out, x, group=axis.group)
+        return out
+    own = sizes[axis.index]
+    many = x.repeat(axis.size, *(1 for _ in x.shape[1:]))
+    dist.all_to_all_single(out, many, list(sizes), [own] * axis.size, group=axis.group)
+    return out
+
+
+def exchange_scatter(x: Tensor, sizes: Sizes, axis: Axis, nccl: bool) -> Tensor:
+    """The sum over ranks of this rank's rows: [sum(sizes), ...] -> [own, ...]."""
+    x = x.contiguous()
+    own = sizes[axis.index]
+    if nccl and len(set(sizes)) == 1:
+        out = x.new_empty((own, *x.shape[1:]))
+        _scatter_even(out, x, group=axis.group)
+        return out
+    parts = x.new_empty((axis.size * own, *x.shape[1:]))
+    dist.all_to_all_single(parts, x, [own] * axis.size, list(sizes), group=axis.group)
+    # In the order of ranks, so the sum does not depend on who came first.
+    return parts.reshape(axis.size, own, *x.shape[1:]).sum(0)
+
+
+def uses_nccl(axis: Axis) -> bool:
+    """Whether an axis has collectives of nccl, whose even forms are the fast ones."""
+    return axis.group is not None and dist.get_backend(axis.group) == "nccl"
+
+
+def gather_rows(mesh: Mesh, x: Tensor, sizes: Sizes, axis: AxisName = "world") -> Tensor:
+    """Rows of all ranks of an axis, in their order: [own, ...] -> [sum(sizes), ...].
+
+    Raises:
+        CollectiveError: if a rank is missing.
+    """
+    ranks = mesh.axis(axis)
+    if ranks.size == 1:
+        return x
+    mesh.traffic.add("gather", x.nbytes * (ranks.size - 1))
+    with mesh.faults.named("a gather"):
+        return exchange_gather(x, sizes, ranks, uses_nccl(ranks))
+
+
+def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
+    """The sum over the ranks of an axis, in place.
+
+    Raises:
+        CollectiveError: if a rank is missing.
+    """
+    ranks = mesh.axis(axis)
+    if ranks.size == 1:
+        return x
+    mesh.traffic.add("all_reduce", 2 * x.nbytes * (ranks.size - 1) // ranks.size)
+    with mesh.faults.named("an all-reduce"):
+        dist.all_reduce(x, group=ranks.group)
+    return x
+
+
+def bytes_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """What tensors of any dtypes hold, one after another: uint8 [n]."""
+    return torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8).to(device) for x in tensors])
+
+
+def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Rank 0's values of these tensors, on every rank.
+
+    Raises:
+        CollectiveError: if a rank is missing.
+    """
+    if mesh.world == 1 or not tensors:
+        return list(tensors)
+    flat = bytes_of(tensors, mesh.device)
+    with mesh.faults.named("a broadcast"):
+        dist.broadcast(flat, 0)
+    parts = flat.split([x.nbytes for x in tensors])
+    # Copies: numbers must lie at multiples of their size.
+    return [p.clone().view(x.dtype).reshape(x.shape).to(x.device) for p, x in zip(parts, tensors, strict=True)]
+
+
+def gather_exactly(mesh: Mesh, xs: Sequence[Tensor], sizes: Sequence[Sizes], axis: AxisName) -> list[Tensor]:
+    """Rows of all ranks of an axis, tensor by tensor, in one collective; bit for bit, of any dtypes: no graph.
+
+    Raises:
+        CollectiveError: if a rank is missing.
+    """
+    if mesh.axis(axis).size == 1 or not xs:
+        return list(xs)
+    ranks = range(mesh.axis(axis).size)
+    widths = [math.prod(x.shape[1:]) * x.element_size() for x in xs]
+    both = list(zip(sizes, widths, strict=True))
+    whole = gather_rows(mesh, bytes_of(xs, mesh.device), tuple(sum(s[r] * w for s, w in both) for r in ranks), axis)
+    parts = whole.split([s[r] * w for r in ranks for s, w in both])
+    joined = [torch.cat(parts[i :: len(xs)]) for i in range(len(xs))]
+    return [j.view(x.dtype).reshape(-1, *x.shape[1:]).to(x.device) for j, x in zip(joined, xs, strict=True)]
+
+
+def gather_numbers(mesh: Mesh, numbers: Sequence[int], axis: AxisName = "world") -> list[list[int]]:
+    """As many int64 numbers from every rank of an axis: a list for each rank."""
+    own = torch.tensor([numbers], dtype=torch.int64, device=mesh.device)
+    size = mesh.axis(axis).size
+    return gather_rows(mesh, own, (1,) * size, axis).tolist()

@@ -1,0 +1,139 @@
+"""Collectives in graphs, and what ranks do together when something is wrong: real processes that meet at a file."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_cases import pnet_of
+from rank_events import ROWS
+from ranks import launch, run_ranks
+
+import gbfunc as gb
+from gbfunc.collective import alone
+from gbfunc.trees import split_rows
+
+
+@lru_cache
+def events(world: int) -> list[dict[str, Any]]:
+    return run_ranks(world, "rank_events:run_events", timeout=110)
+
+
+def every(world: int, event: str) -> list[Any]:
+    return [found[event] for found in events(world)]
+
+
+WORLDS = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+
+@WORLDS
+def test_a_gather_is_right_in_every_graph(world: int) -> None:
+    assert len(ROWS) >= world
+    for found in every(world, "gather_laws"):
+        assert {k: off for k, off in found.items() if off > 1e-12} == {}
+
+
+@WORLDS
+def test_a_nan_on_one_rank_stops_or_skips_all(world: int) -> None:
+    for found in every(world, "not_finite"):
+        for placement in ("replicated", "sharded"):
+            assert found[placement] == (False, True, 1)
+            assert "loss nan" in found[f"{placement} raise"]
+
+
+@WORLDS
+def test_what_cannot_be_is_refused_in_words(world: int) -> None:
+    for found in every(world, "refusals"):
+        assert "train_step.gather(state)" in found["generate"]
+        assert "train_step.shard(state)" in found["whole"]
+        assert re.search(r"different from rank 0 are rank 1 in direct/0\.bias$", found["drift"])
+        assert re.search(r"same torch\.manual_seed.*rank 1 in plan", found["plan"])
+        assert "pass the module inside it (ddp.module)" in found["DDP"]
+        assert "placement='replicated'" in found["remat"] and "placement='factors'" in found["lazy"]
+        assert "got 'elsewhere'" in found["placement"]
+        assert "must be scalars" in found["aux"] and "global batch is empty" in found["empty"]
+
+
+@WORLDS
+def test_dropout_differs_between_ranks_and_noise_does_not(world: int) -> None:
+    first, second = every(world, "randomness")[:2]
+    assert not torch.equal(first["dropout"], second["dropout"])
+    torch.testing.assert_close(first["noise"], second["noise"], rtol=1e-12, atol=1e-12)
+
+
+@WORLDS
+def test_batch_norm_buffers_are_averaged_by_rows(world: int) -> None:
+    found = every(world, "batch_norm")
+    assert all(float(f["direct"]["0.bias"][0]) == 0.0 for f in found), "direct parameters are rank 0's"
+    means = [0.1 * out.mean(0) for out in found[0]["outputs"]]
+    expected = (3 * means[0] + 2 * means[1]) / 5
+    for f in found:
+        torch.testing.assert_close(f["buffers"]["1.running_mean"], expected)
+        assert int(f["buffers"]["1.num_batches_tracked"]) == 1
+
+
+def test_bytes_are_those_of_the_placement() -> None:
+    """Two ranks in float64: a gather sends each tile or factor once, backward as many bytes; the rest is one sum."""
+    plan = gb.make_plan(pnet_of(), gb.periodic(1), max_tile=(4, 4))
+    tiles = sum(e.n_tiles * e.dims.rows * e.dims.cols for e in plan.ensembles)
+    factors = sum(e.n_tiles * (e.dims.rows + e.dims.cols) * 2 for e in plan.ensembles)
+    biases, head = 14 + 5, 4  # rows, squared norm, loss, aux
+    found = every(2, "sent")
+    for placement, numbers in (("sharded", tiles), ("factors", factors)):
+        for kind in ("gather", "reduce_scatter"):
+            assert sum(f[placement][kind] for f in found) == 8 * numbers
+        assert all(f[placement]["all_reduce"] == 8 * (biases + head) for f in found)
+    for f in found:
+        assert {k: n for k, n in f["replicated"].items() if n} == {"all_reduce": 8 * (plan.genome_params + head)}
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("stuck", marks=pytest.mark.slow)])
+def test_a_missing_rank_is_named_within_the_timeout(how: str, tmp_path: Path) -> None:
+    timeout = 8.0
+    ended = launch(3, "rank_events:die", tmp_path, 100, {"victim": 1, "how": how, "timeout": timeout})
+    for rank in (0, 2):
+        assert ended[rank][0] == 0, ended[rank]
+        words, seconds = torch.load(tmp_path / f"result-{rank}.pt")
+        assert f"rank {rank} of 3" in words and "rank 1 does not answer" in words
+        assert seconds < timeout + 15
+
+
+# --- without other ranks -------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 20), st.integers(1, 7))
+def test_shares_cover_the_batch(rows: int, ranks: int) -> None:
+    batch = {"x": torch.arange(rows), "y": torch.ones(()), "z": "text"}
+    shares = split_rows(batch, ranks)
+    assert torch.equal(torch.cat([s["x"] for s in shares]), batch["x"])
+    lengths = [len(s["x"]) for s in shares]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+    assert all(s["y"] is batch["y"] and s["z"] == "text" for s in shares)
+
+
+def test_without_a_process_group_there_is_one_rank() -> None:
+    for mesh in (gb.mesh(), alone()):
+        with mesh:
+            batch = torch.ones(3)
+            assert (mesh.world, mesh.rank, mesh.data, mesh.gnets) == (1, 0, 1, 1) and mesh.share(batch) is batch
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data": 2}, "gnets must be an int >= 1, got 0"),
+        ({"data": 2, "gnets": 1}, "must be the number of ranks, 1, got 2"),
+        ({"data": 0}, "data must be an int >= 1"),
+        ({"gnets": 1.5}, "gnets must be an int >= 1"),
+        ({"timeout": 0}, "timeout must be seconds > 0"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        gb.mesh(**options)

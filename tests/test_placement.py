@@ -1,0 +1,87 @@
+"""Who owns which tiles, and which placement costs least."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.collective import Mesh
+from gbfunc.placement import Layout, choose_placement, placement_cost, shares_of
+from gbfunc.placement.cost import PLACEMENTS, make_layout
+
+
+def grid(data: int, gnets: int, rank: int) -> Mesh:
+    """A mesh as seen from one of its ranks, without the others: for what is computed and not sent."""
+    mesh = Mesh(1, 1, 0, torch.device("cpu"), 1.0, None, False)
+    mesh.world, mesh.data, mesh.gnets, mesh.rank = data * gnets, data, gnets, rank
+    mesh.data_index, mesh.gnets_index = divmod(rank, gnets)
+    return mesh
+
+
+def plan_of(hypernet: object = None, width: int = 14, **options: object) -> gb.Plan:
+    pnet = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 5))
+    return gb.make_plan(pnet, hypernet or gb.periodic(2), **{"max_tile": (4, 4), **options})  # pyright: ignore
+
+
+@given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 20))
+def test_shares_are_equal_to_within_one_tile(tiles: int, ranks: int, turn: int) -> None:
+    shares = shares_of(tiles, ranks, turn)
+    assert sum(shares) == tiles and len(shares) == ranks and max(shares) - min(shares) <= 1
+
+
+@given(st.integers(1, 3), st.integers(1, 6), st.sampled_from(PLACEMENTS))
+def test_every_row_has_one_owner_along_the_gnet_axis(data: int, gnets: int, placement: str) -> None:
+    plan = plan_of(rules=[(r"2\\.", gb.gnet((3,)))])
+    layouts = [make_layout(plan, grid(data, gnets, r), placement) for r in range(data * gnets)]
+    for name, (_, _, total) in layouts[0].ownership.items():
+        held = [layout.ownership[name] for layout in layouts]
+        if name not in layouts[0].split:
+            assert all(rows == (0, total, total) for rows in held)
+            continue
+        for row in (held[d * gnets : (d + 1) * gnets] for d in range(data)):
+            assert [r for first, count, _ in row for r in range(first, first + count)] == list(range(total))
+    tiles = [sum(sizes[i] for sizes in layouts[0].sizes.values()) for i in range(gnets)]
+    assert max(tiles) - min(tiles) <= 1, "what is over in one ensemble is made up for in the next"
+
+
+def test_costs_are_the_counts_of_the_documentation() -> None:
+    """One 4 x 6 tile of 2 features: leaves v [2], W_r, W_c, phase; factors of 4 columns."""
+    pnet = nn.Linear(6, 4, bias=False)
+    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=None)
+    genome = 4 * plan.genome_params
+    assert placement_cost(plan, 1, 4, "replicated").bytes == pytest.approx(2 * 3 / 4 * genome)
+    assert placement_cost(plan, 1, 4, "sharded").bytes == pytest.approx(2 * 3 / 4 * 4 * 24)
+    assert placement_cost(plan, 1, 4, "factors").bytes == pytest.approx(2 * 3 / 4 * 4 * (4 + 6) * 4)
+    assert placement_cost(plan, 2, 2, "sharded").bytes == pytest.approx(2 * 1 / 2 * (4 * 24 + genome / 2))
+    products = 3 * 2 * 24 * 4
+    whole = placement_cost(plan, 1, 2, "replicated").operations
+    assert placement_cost(plan, 1, 2, "sharded").operations == pytest.approx(whole / 2)
+    assert placement_cost(plan, 1, 2, "factors").operations == pytest.approx((whole - products) / 2 + products)
+
+
+def test_auto_follows_bytes_and_operations() -> None:
+    compressed, heavy = plan_of(width=400, max_tile=64), plan_of(gb.gnet((64, 64)), width=400, max_tile=100)
+    mesh = grid(1, 4, 0)
+    assert choose_placement(compressed, mesh) == "replicated"
+    # Where operations cost nothing only bytes count, and the other way round.
+    for plan in (compressed, heavy):
+        for balance in (1e-9, 1e9):
+            costs = {p: placement_cost(plan, 1, 4, p) for p in PLACEMENTS}
+            least = min(PLACEMENTS, key=lambda p: costs[p].bytes if balance > 1 else costs[p].operations)  # noqa: B023
+            assert choose_placement(plan, mesh, balance) == least
+    assert choose_placement(heavy, mesh, 0.01) == "sharded"
+    assert choose_placement(heavy, grid(4, 1, 0)) == "replicated"
+
+
+def test_wire_bytes_are_those_of_the_tiles() -> None:
+    plan = plan_of()
+    tiles = sum(e.n_tiles * math.prod(e.dims[:2]) for e in plan.ensembles)
+    for gnets in (2, 3, 4):
+        sent = [Layout(plan, grid(1, gnets, r), "sharded").wire_bytes(4) for r in range(gnets)]
+        assert sum(out for out, _ in sent) == sum(back for _, back in sent) == 4 * tiles * (gnets - 1)
