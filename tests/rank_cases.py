@@ -55,14 +55,14 @@ def squared(net: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> tuple[T
     return F.mse_loss(out, y), {"mae": (out - y).abs().mean()}
 
 
-def pnet_of(sizes: tuple[int, ...] = (6, 14, 5)) -> nn.Module:
+def pnet_of(sizes: tuple[int, int, int] = (6, 14, 5)) -> nn.Module:
     """A float64 p-net of two layers, always the same."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(*sizes[:2]), nn.Tanh(), nn.Linear(*sizes[1:])).double()
+        return nn.Sequential(nn.Linear(sizes[0], sizes[1]), nn.Tanh(), nn.Linear(sizes[1], sizes[2])).double()
 
 
-def batches(rows: tuple[int, ...] = SIZES, sizes: tuple[int, ...] = (6, 14, 5)) -> list[tuple[Tensor, Tensor]]:
+def batches(rows: tuple[int, ...] = SIZES, sizes: tuple[int, int, int] = (6, 14, 5)) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
     pairs = [(n, sizes[0], sizes[-1]) for n in rows]
     return [
@@ -82,7 +82,7 @@ def trajectory(
     optimizer: gb.Optimizer = ADAMW,
     max_tile: Any = (4, 4),
     rows: tuple[int, ...] = SIZES,
-    sizes: tuple[int, ...] = (6, 14, 5),
+    sizes: tuple[int, int, int] = (6, 14, 5),
     alone: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:

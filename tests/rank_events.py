@@ -165,12 +165,11 @@ def randomness(mesh: Mesh) -> dict[str, Any]:
 
 def batch_norm(mesh: Mesh) -> dict[str, Any]:
     """Buffers after a step on an uneven batch, and the p-net's own before it; the last rank may have no row."""
-    pnet = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+    first = nn.Linear(6, 4).double()
     with torch.no_grad():
-        pnet[0].bias.fill_(float(mesh.rank))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        pnet[0].weight.data = torch.randn(4, 6, dtype=torch.float64)
+        first.bias.fill_(float(mesh.rank))
+        first.weight.copy_(drawn(8, 4, 6))
+    pnet = nn.Sequential(first, nn.BatchNorm1d(4).double())
     plan = gb.make_plan(pnet, exclude=["."])
     x = drawn(4, 5, 6)
     rows = ([0, 1, 2], [3, 4], [], [])[mesh.rank]

@@ -42,7 +42,7 @@ class Faults:
             backend = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
             if not backend:
                 raise
-            first = (str(error).splitlines() or [""])[0]
+            first = (str(error).splitlines() or [""])[0].split(". ")[0]
             raise CollectiveError(
                 f"rank {self.rank} of {self.world}: {what} failed or timed out (limit {self.timeout:g} s): "
                 f"another rank died or is stuck: {self._missing()} ({first})"

@@ -202,14 +202,14 @@ def mesh(
         limit = timedelta(seconds=timeout)
         store = _meet(init_method, world, limit)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        own = {"store": dist.PrefixStore("group", store), "rank": int(os.environ["RANK"]), "world_size": world}
+        own = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world}
         dist.init_process_group(backend, timeout=limit, **own)
         owns = True
     return Mesh(data, wanted, dist.get_rank() if _initialised() else 0, device, timeout, store, owns)
 
 
 def _meet(init_method: str, world: int, limit: timedelta) -> Any:
-    rendezvous: Callable[..., Any] = dist.rendezvous
+    rendezvous: Callable[..., Any] = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
     store = next(rendezvous(init_method, int(os.environ["RANK"]), world, timeout=limit))[0]
     store.set_timeout(limit)
     return store

@@ -43,7 +43,8 @@ class Layout:
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
-        self.plan, self.mesh, self.placement = plan, mesh, placement
+        self.plan, self.mesh = plan, mesh
+        self.placement: Placement = placement
         self.sharded = placement != "replicated" and mesh.gnets > 1
         self.sizes: dict[str, Sizes] = {}
         turn = 0

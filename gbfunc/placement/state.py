@@ -65,7 +65,7 @@ def gather_state(layout: Layout, state: Any) -> Any:
         if not sent[key].ndim:
             # A number for all rows (the step of Adam): from a rank that has rows.
             whole[key] = whole[key][next(r for r, n in enumerate(tiles[key]) if n)]
-    gnets: GNets = {
+    gnets: dict[str, Any] = {
         e: {k: whole.get((f"{GNET}{e}/{k}", ""), x) for k, x in leaves.items()} for e, leaves in state.gnets.items()
     }
     opt = {name: {k: whole.get((name, k), x) for k, x in entries.items()} for name, entries in state.opt.leaves.items()}

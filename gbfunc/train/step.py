@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -117,8 +116,10 @@ class TrainStep:
             device = self.mesh.device
         genome = init_genome(self.plan, self._pnet, seed, device=device)
         if self.mesh.world > 1:
-            leaves, structure = optree.tree_flatten(tuple(genome))
-            genome = Genome(*optree.tree_unflatten(structure, from_rank_0(self.mesh, leaves)))
+            named = flat_genome(genome.gnets, genome.direct) | {f"buffers/{k}": v for k, v in genome.buffers.items()}
+            equal = dict(zip(named, from_rank_0(self.mesh, list(named.values())), strict=True))
+            buffers = {k: equal[f"buffers/{k}"] for k in genome.buffers}
+            genome = Genome(*like_genome(equal, genome.gnets, genome.direct), buffers)
         flat = self._trained(genome.gnets, genome.direct)
         opt = self._optimizer.init(flat, {k: self._roles[k] for k in flat})
         return self.shard(TrainState(*genome, opt, torch.tensor(0), torch.tensor(seed)))
