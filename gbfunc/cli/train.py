@@ -24,6 +24,8 @@ class Train(CheckpointOptions):
     def run(self) -> None:
         """Train, write the results, print them."""
         if self.task == "control":
+            if self.checkpoint_every is not None or self.resume is not None:
+                raise ValueError("--checkpoint-every and --resume are for tasks with examples, got --task control")
             from gbfunc.cli.control import run_train
 
             return run_train(self)
