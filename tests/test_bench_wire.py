@@ -20,7 +20,7 @@ from gbfunc.bench.dense_parallel import CollectiveBytes
 from gbfunc.bench.launch import RankError, run_ranks
 from gbfunc.bench.links import can_make_links, open_loopback, open_switch
 from gbfunc.bench.variants import loss_fn
-from gbfunc.bench.wire import CASES, VARIANTS, Found, Measured, Pace, Row, measure_ranks, rows_of
+from gbfunc.bench.wire import CASES, PLACEMENTS, VARIANTS, Found, Measured, Pace, Row, measure_ranks, rows_of
 from gbfunc.cli import main
 from gbfunc.cli.bench_wire import print_wire
 from gbfunc.plots import grouped_bars
@@ -78,17 +78,35 @@ def test_the_interface_sends_what_is_counted(variant: str, found: Found) -> None
     assert counted < wire < 1.05 * counted + 8_000
 
 
-@pytest.mark.parametrize("variant", ["ddp", "fsdp2"])
+def test_placements_send_less_than_ddp(found: Found) -> None:
+    ddp = mean(ranks_of(found, "ddp"), "counted_bytes")
+    sent = {p: mean(ranks_of(found, p), "counted_bytes") for p in PLACEMENTS}
+    ratio = ranks_of(found, "replicated")[0].ratio_params
+    assert ratio is not None
+    assert sent["replicated"] == pytest.approx(ddp / ratio, rel=0.05, abs=200)
+    assert sent["factors"] < sent["sharded"] < 1.05 * ddp + 4_000
+
+
+@pytest.mark.parametrize("variant", ["ddp", "fsdp2", *PLACEMENTS])
 def test_ranks_learn_what_one_process_does(variant: str, found: Found) -> None:
     batch, net = CASE.batch(), CASE.net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
-    expected = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = loss_fn(net, batch)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    if variant in PLACEMENTS:
+        assert CASE.periodic is not None
+        plan = gb.make_plan(net, CASE.periodic.hypernet, max_tile=CASE.periodic.max_tile)
+        step = gb.make_train_step(plan, net, loss_fn, gb.torch_optimizer(torch.optim.AdamW, lr=LR))
+        state, expected = step.init(seed=0), []
+        for _ in range(3):
+            state, info = step(state, batch)
+            expected.append(float(info.loss))
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
+        expected = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_fn(net, batch)
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
     ranks = [m.losses for m in ranks_of(found, variant)]
     actual = [sum(losses) / len(ranks) for losses in zip(*ranks, strict=True)]
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-4, atol=2e-4)
@@ -212,6 +230,7 @@ def test_the_command_measures_and_shows(tmp_path: Path, capsys: pytest.CaptureFi
     assert [(row.link, row.variant) for row in rows] == [(k, v) for k in ("loopback", "100mbit") for v in VARIANTS]
     slow = rows[len(VARIANTS) :]
     assert {row.timing for row in slow} == {"measured" if can_make_links() else "modelled"}
+    assert results["one_rank"][CASE.name].keys() == set(PLACEMENTS)
     assert all(row.step_ms > 0 and row.counted_bytes > 0 for row in rows)
     assert (tmp_path / "wire_mlp.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
@@ -233,7 +252,7 @@ def test_the_command_refuses(argv: list[str], message: str, capsys: pytest.Captu
 
 def test_a_model_says_that_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of({("c", "loopback"): {"ddp": made_up(0.01, 1e6, 1e6)}}, "c", 2, "10mbit")
-    print_wire({"machine": "m", "torch": "t", "rows": [row._asdict() for row in rows]})
+    print_wire({"machine": "m", "torch": "t", "one_rank": {}, "rows": [row._asdict() for row in rows]})
     assert "(846.5 ms)" in capsys.readouterr().out and math.isclose(rows[0].step_ms, 846.46, rel_tol=1e-3)
 
 

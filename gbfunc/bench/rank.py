@@ -17,8 +17,9 @@ import gbfunc as gb
 from gbfunc.bench.cases import Case, Genes
 from gbfunc.bench.dense_parallel import CollectiveBytes, Group, ddp_step, fsdp_step, torchgb_step
 from gbfunc.bench.links import Port, sent_bytes
-from gbfunc.bench.variants import Batch, Step
-from gbfunc.bench.wire import CASES, LINKS, Measured, Pace
+from gbfunc.bench.measure import time_together
+from gbfunc.bench.variants import Batch, Step, genome_step
+from gbfunc.bench.wire import CASES, LINKS, PLACEMENTS, Measured, Pace
 from gbfunc.plan import Plan
 
 _WARM_UP = 2
@@ -61,7 +62,10 @@ def build(case: Case, variant: str, group: Group, lr: float) -> Placed:
         return Placed(ddp_step(net, share, lr), None)
     if variant == "fsdp2":
         return Placed(fsdp_step(net, share, lr), None)
-    return Placed(torchgb_step(net, genes, share, lr), plan.ratio_params)
+    if variant == "torchgb":
+        return Placed(torchgb_step(net, genes, share, lr), plan.ratio_params)
+    mesh = gb.mesh(data=group.ranks) if variant == "replicated" else gb.mesh(gnets=group.ranks)
+    return Placed(genome_step(plan, net, share, lr, mesh=mesh, placement=variant), plan.ratio_params)
 
 
 def _planned(case: Case) -> tuple[nn.Module, Genes, Plan]:
@@ -73,6 +77,15 @@ def _planned(case: Case) -> tuple[nn.Module, Genes, Plan]:
         net = case.net()
     genes = case.periodic
     return net, genes, gb.make_plan(net, genes.hypernet, max_tile=genes.max_tile, include=genes.include)
+
+
+def one_rank_ratios(case: Case, *, rounds: int, lr: float = 1e-8) -> dict[str, float]:
+    """Time of a step on a mesh of this rank alone over that without a mesh, by placement; timed side by side."""
+    net, _, plan = _planned(case)
+    steps = {"": genome_step(plan, net, case.batch(), lr)}
+    steps |= {p: genome_step(plan, net, case.batch(), lr, mesh=gb.mesh(), placement=p) for p in PLACEMENTS}
+    times = time_together(steps, torch.device("cpu"), rounds=rounds)
+    return {placement: times[placement].seconds / times[""].seconds for placement in PLACEMENTS}
 
 
 def measure(placed: Placed, group: Group, port: Port, links: Sequence[str], pace: Pace) -> dict[str, Measured]:

@@ -84,7 +84,7 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     elif variant == "naive":
         step = _naive(plan, pnet, case, setting)
     else:
-        step = _genome(plan, pnet, case, setting, dict(options))
+        step = genome_step(plan, pnet, _batch(case, setting), setting.lr, amp=setting.amp, **options)
     return Built(step, numel, genes.hypernet.size or 0)
 
 
@@ -120,10 +120,10 @@ def _dense(net: nn.Module, case: Case, setting: Setting) -> Step:
     return step
 
 
-def _genome(plan: Plan, pnet: nn.Module, case: Case, setting: Setting, options: dict[str, Any]) -> Step:
-    """The library's training step, its state donated as the command line does."""
-    batch, optimizer = _batch(case, setting), gb.torch_optimizer(torch.optim.AdamW, lr=setting.lr)
-    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, amp=setting.amp, **options)
+def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
+    """The library's training step with such options, its state donated as the command line does."""
+    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
+    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, **options)
     state = train_step.init(seed=0)
 
     def step() -> Tensor:

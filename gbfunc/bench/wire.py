@@ -22,7 +22,10 @@ from gbfunc.pnets.mlp import mlp
 LINKS: Mapping[str, float | None] = MappingProxyType({"loopback": None, "100mbit": 100.0, "10mbit": 10.0})
 """Rate of each link in 10^6 bit/s; the loopback has none."""
 
-VARIANTS = ("ddp", "fsdp2", "torchgb")
+PLACEMENTS = ("replicated", "sharded", "factors")
+"""Where the library keeps the genome (see `make_train_step`)."""
+
+VARIANTS = ("ddp", "fsdp2", "torchgb", *PLACEMENTS)
 """DDP and FSDP2 train the dense p-net, "torchgb" broadcasts generated weights and all-reduces their gradients."""
 
 # Of a TCP segment on Ethernet: 14 + 20 + 32 bytes of headers (time stamps on) before 1,448 bytes.

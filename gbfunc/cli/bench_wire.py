@@ -54,6 +54,7 @@ def measure_wire(
         What `wire.json` holds.
     """
     from gbfunc.bench.links import can_make_links
+    from gbfunc.bench.rank import one_rank_ratios
     from gbfunc.bench.report import machine_name
     from gbfunc.bench.wire import measure_ranks, rows_of
     from gbfunc.cli.output import write_figure, write_metrics
@@ -64,6 +65,8 @@ def measure_wire(
     measured = bool(slow) and can_make_links()
     about = {"machine": machine_name(torch.device("cpu")), "threads": 1, "torch": torch.__version__}
     rows: list[Row] = []
+    print("1 rank", file=sys.stderr, flush=True)
+    alone = {case.name: one_rank_ratios(case, rounds=pace.steps) for case in cases.values()}
     results: dict[str, Any] = {}
     for n in ranks:
         print(f"{n} ranks", file=sys.stderr, flush=True)
@@ -71,7 +74,7 @@ def measure_wire(
         if measured:
             found |= measure_ranks(orders, n, slow, pace)
         rows += [row for case in cases.values() for link in links for row in rows_of(found, case.name, n, link)]
-        results = about | {"rows": [row._asdict() for row in rows]}
+        results = about | {"one_rank": alone, "rows": [row._asdict() for row in rows]}
         write_metrics(folder / "wire.json", results)
     for name, case in cases.items():
         write_figure(folder / f"wire_{name}.png", grouped_bars(_panels([r for r in rows if r.case == case.name])))
@@ -118,6 +121,9 @@ def print_wire(results: Mapping[str, Any]) -> None:
         "sends in a step: counted from the collectives' tensors, on the wire by its interface, headers included",
         style="dim",
     )
+    for case, ratios in results["one_rank"].items():
+        by_placement = ", ".join(f"{placement} {ratio:.3f}" for placement, ratio in ratios.items())
+        console.print(f"{case}, step on a mesh of one rank over one without: {by_placement}", style="dim")
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
