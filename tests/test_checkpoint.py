@@ -200,7 +200,7 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
     for hypernet, words in ((gb.periodic(3), "ensembles"), (gb.periodic(2, frequency=2.0), "of the same size")):
         other = gb.make_train_step(gb.make_plan(pnet, hypernet, max_tile=4), pnet, loss_fn, ADAM)
         with pytest.raises(ValueError, match=rf"step-00000001.safetensors .* another plan \(.*{words}"):
-            gb.load_checkpoint(tmp_path, other, step.init())
+            gb.load_checkpoint(tmp_path, other, other.init())
     with pytest.raises(ValueError, match=r"another optimizer or p-net: missing \[\], unknown \['opt/"):
         gb.load_checkpoint(tmp_path, step, step_of("mlp")[0].init())
     like = step.init()

@@ -16,6 +16,7 @@ from typing import Any
 from safetensors.torch import save as to_bytes
 
 from gbfunc.checkpoint.file import FORMAT, HOLE, list_steps, named_leaves, plan_summary, seal
+from gbfunc.checkpoint.ranks import ask_rank_0
 from gbfunc.files import replace_file
 from gbfunc.train import TrainStep
 from gbfunc.types import Params
@@ -32,7 +33,8 @@ _LOCK = ".lock"
 class Checkpointer:
     """Writes checkpoints of a training into a folder, in the background, and keeps the newest.
 
-    One process at a time can hold a folder. What a killed one left half-written there is removed.
+    One training at a time can hold a folder. What a killed one left half-written there is removed. On many ranks, all
+    of them make one and call `save`; rank 0 alone needs the folder and writes.
 
     Args:
         folder: where to; made if need be.
@@ -61,8 +63,14 @@ class Checkpointer:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be an int >= 1, got {keep!r}")
         self._folder, self._keep = Path(folder), keep
+        self._train_step = train_step
         self._plan = json.dumps(plan_summary(train_step.plan))
-        self._lock = _hold(self._folder)
+        self._lock: int | None = None
+
+        def hold() -> None:
+            self._lock = _hold(self._folder)
+
+        ask_rank_0(train_step.mesh, hold)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
 
@@ -70,13 +78,17 @@ class Checkpointer:
         """Copy a state and write it in the background; waits only for the write before, if that is still going on.
 
         Args:
-            state: a `TrainState`, with the full leaves.
+            state: a `TrainState`; on many ranks, each gives its own part.
             extra: what else the loop must know to go on, as JSON: position in the data, states of generators, history.
 
         Raises:
             TypeError: if the state holds anything but tensors, or `extra` anything but JSON.
-            OSError: if the write before failed; this one is tried nevertheless.
+            OSError: if the write before failed, on rank 0; this one is tried nevertheless.
+            CollectiveError: if a rank is missing.
         """
+        state = self._train_step.gather(state)
+        if self._train_step.mesh.rank:
+            return
         # A donated state is overwritten by the next step, and what a caller does with `extra` is its own.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in named_leaves(state).items()}
         metadata = {"format": FORMAT, "plan": self._plan, "extra": json.dumps(dict(extra or {})), "sha256": HOLE}
@@ -91,7 +103,7 @@ class Checkpointer:
         """Wait until the last checkpoint is on disk.
 
         Returns:
-            Its file; None where nothing was saved since the last call.
+            Its file; None where nothing was saved since the last call, and on all ranks but 0.
 
         Raises:
             OSError: if it could not be written; those before are intact.

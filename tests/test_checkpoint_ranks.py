@@ -1,0 +1,120 @@
+"""Checkpoints of trainings on many ranks: resumed on any number of them, and after the death of one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from rank_checkpoints import PLACEMENTS, course, make
+from ranks import PATIENCE, ROOT, TESTS, launch, run_ranks
+
+import gbfunc as gb
+
+UNTIL, SAVED = 6, 3
+
+
+def assert_close_trees(found: Any, expected: Any, tolerance: float) -> None:
+    leaves, structure = optree.tree_flatten(expected)
+    assert optree.tree_structure(found) == structure
+    for a, b in zip(optree.tree_leaves(found), leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("courses")
+
+
+@pytest.fixture(scope="module")
+def straight(folders: Path) -> Any:
+    """The state of a training without ranks nor interruption."""
+    return course(None, folders / "straight", UNTIL)["state"]
+
+
+@pytest.fixture(scope="module")
+def on_two(folders: Path, straight: Any) -> list[Any]:
+    """Two ranks begin a training in each placement, and go on with one of a single process."""
+    course(None, folders / "one", SAVED)
+    for placement in PLACEMENTS:
+        shutil.copytree(folders / "one", folders / f"one to {placement}")
+    begin = [(str(folders / placement), SAVED, placement) for placement in PLACEMENTS]
+    go_on = [(str(folders / f"one to {placement}"), UNTIL, placement) for placement in PLACEMENTS]
+    return run_ranks(2, "rank_checkpoints:run_courses", arguments={"tasks": begin + go_on, "refused": folders / "one"})
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_one_goes_on_as_two(placement: str, folders: Path, on_two: list[Any], straight: Any) -> None:
+    for found in on_two:
+        found = found[str(folders / f"one to {placement}")]
+        assert (found["from"], found["extra"]) == (f"step-{SAVED:08d}.safetensors", {"after": SAVED})
+        assert_close_trees(found["state"], straight, 1e-9)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_two_go_on_as_one(placement: str, folders: Path, on_two: list[Any], straight: Any) -> None:
+    shutil.copytree(folders / placement, folders / f"{placement} to one")
+    found = course(None, folders / f"{placement} to one", UNTIL)
+    assert found["from"] == f"step-{SAVED:08d}.safetensors" and not found["skipped"]
+    assert_close_trees(found["state"], straight, 1e-9)
+
+
+def test_two_go_on_as_three(folders: Path, on_two: list[Any], straight: Any) -> None:
+    tasks = []
+    for placement, other in zip(PLACEMENTS, (*PLACEMENTS[1:], PLACEMENTS[0]), strict=True):
+        target = folders / f"{placement} to three"
+        shutil.copytree(folders / placement, target)
+        tasks.append((str(target), UNTIL, other))
+    for found in run_ranks(3, "rank_checkpoints:run_courses", arguments={"tasks": tasks, "refused": folders / "one"}):
+        for folder, _, _ in tasks:
+            assert found[folder]["from"] == f"step-{SAVED:08d}.safetensors"
+            assert_close_trees(found[folder]["state"], straight, 1e-9)
+
+
+def test_every_rank_is_told(on_two: list[Any]) -> None:
+    for rank, found in enumerate(on_two):
+        folder, plan, file = found["refusals"]
+        assert "cannot keep checkpoints there" in folder
+        assert "another plan" in plan and plan.startswith("ValueError")
+        assert file.startswith("FileNotFoundError")
+        assert ("on rank 0" in folder) == (rank > 0)
+
+
+@pytest.mark.parametrize(("victim", "moment"), [pytest.param(1, "before", marks=pytest.mark.slow), (0, "during")])
+def test_a_rank_that_dies_in_a_save(victim: int, moment: str, tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path / "run"), "victim": victim, "moment": moment, "timeout": 20.0 * PATIENCE}
+    ended = launch(2, "rank_checkpoints:killed", tmp_path, 100, arguments)
+    assert ended[victim][0] == -9 and ended[1 - victim][0] == 0, ended
+    error, seconds = torch.load(tmp_path / f"result-{1 - victim}.pt", weights_only=False)
+    assert f"rank {victim}" in error and seconds < 30 * PATIENCE
+    # What was committed is there; what was not has left no trace that misleads.
+    step = make(None)
+    found = gb.load_checkpoint(tmp_path / "run", step, step.init())
+    assert int(found.state.step) == 2 and not found.skipped
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchrun_goes_on_by_itself(tmp_path: Path, straight: Any) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    script = [str(TESTS / "rank_checkpoints.py"), str(tmp_path / "run"), str(UNTIL)]
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
+    done = subprocess.run(
+        [sys.executable, *launcher, *script],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    step = make(None)
+    found = gb.load_checkpoint(tmp_path / "run", step, step.init())
+    assert int(found.state.step) == UNTIL
+    assert_close_trees(found.state, straight, 1e-9)
