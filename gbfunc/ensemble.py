@@ -51,13 +51,12 @@ def apply_tiles(
         noise: `{name: [T, ...]}` for stochastic types, None for the mean.
         kernel: implementation, where the type has several.
     """
-    empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
+    empty = _empty(hypernet, dims)
 
     def one(
         own: Params, row_rp: Tensor, col_cq: Tensor, own_noise: Params | None, lead: tuple = ()
     ) -> Tensor | Factors:
-        if empty:
-            own = own | {k: row_rp.new_zeros((*lead, *shape)) for k, shape in empty.items()}
+        own = _with_empty(own, empty, row_rp, lead)
         return hypernet.apply(own, row_rp, col_cq, noise=own_noise, kernel=kernel)
 
     row_shared, col_shared = len(row_codes_Urp) == 1, len(col_codes_Ucq) == 1
@@ -71,6 +70,37 @@ def apply_tiles(
         return one(leaves, row, col, noise, (len(next(iter(leaves.values()))),))
     in_dims = (0, None if row_shared else 0, None if col_shared else 0, None if noise is None else 0)
     return vmap(one, in_dims)(leaves, row, col, noise)
+
+
+def _empty(hypernet: Hypernet, dims: TileDims) -> dict[str, tuple[int, ...]]:
+    """Shapes of the leaves that have no entries, which no genome holds."""
+    return {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
+
+
+def _with_empty(own: Params, empty: dict[str, tuple[int, ...]], like: Tensor, lead: tuple[int, ...]) -> Params:
+    return own | {k: like.new_zeros((*lead, *shape)) for k, shape in empty.items()} if empty else own
+
+
+def apply_matrix(
+    hypernet: Hypernet,
+    dims: TileDims,
+    leaves: Params,
+    row_codes_Urp: Tensor,
+    col_codes_Ucq: Tensor,
+    grid: TileGrid,
+    *,
+    noise: Params | None = None,
+    kernel: Kernel = "auto",
+) -> Tensor:
+    """The matrix [R, C] that the tiles of one slot make; arguments are those of `apply_tiles`, and the slot's grid."""
+    if leaves and noise is None:
+        n_tiles = len(next(iter(leaves.values())))
+        own = _with_empty(leaves, _empty(hypernet, dims), row_codes_Urp, (n_tiles,))
+        matrix = hypernet.matrix(own, row_codes_Urp, col_codes_Ucq, grid, kernel)
+        if matrix is not None:
+            return matrix
+    tiles = apply_tiles(hypernet, dims, leaves, row_codes_Urp, col_codes_Ucq, noise=noise, kernel=kernel)
+    return join_tiles(dense_tiles(tiles), grid)
 
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:

@@ -142,17 +142,33 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
     return tuple(_joined(own, grid) for own, grid in zip(tiles_Trc.split(counts), grids, strict=True))
 
 
-def _joined(tiles_Trc: Tensor, grid: TileGrid) -> Tensor:
+def join_stack(tiles: Tensor, grid: TileGrid | None) -> Tensor:
+    """Rebuild matrices, or leave the tiles as they are without a grid: [..., T, r, c] -> [..., R, C]."""
+    if grid is None:
+        return tiles
+    return _joined(tiles, grid) if torch.compiler.is_compiling() else _Join.apply(tiles, (grid,))[0]  # pyright: ignore[reportOptionalSubscript]
+
+
+def split_stack(matrices: Tensor, grid: TileGrid | None) -> Tensor:
+    """The transpose of `join_stack`: [..., R, C] -> [..., T, r, c], zero beyond the edges."""
+    return matrices if grid is None else _Cut.apply((grid,), matrices)  # pyright: ignore[reportReturnType]
+
+
+def _joined(tiles: Tensor, grid: TileGrid) -> Tensor:
     r, c = grid.tile_rows, grid.tile_cols
-    blocks = tiles_Trc.reshape(grid.n_rows, grid.n_cols, r, c).transpose(1, 2)
-    return blocks.reshape(grid.n_rows * r, grid.n_cols * c)[: grid.rows, : grid.cols]
+    blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols)).transpose(-3, -2)
+    return blocks.reshape(*tiles.shape[:-3], grid.n_rows * r, grid.n_cols * c)[..., : grid.rows, : grid.cols]
 
 
 def _pairs(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of a matrix [..., R, C] and of its tiles [..., T, r, c] with the same entries: inside and edges."""
+    """Views of a matrix [..., R, C] and of its tiles [..., T, r, c] with the same entries: inside and edges.
+
+    Both may be some rows of tiles of the grid.
+    """
     r, c = grid.tile_rows, grid.tile_cols
-    blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols))
-    for i, height in (slice(0, grid.n_rows - 1), r), (slice(grid.n_rows - 1, None), grid.rows - (grid.n_rows - 1) * r):
+    blocks = tiles.unflatten(-3, (-1, grid.n_cols))
+    n_rows = blocks.shape[-4]
+    for i, height in (slice(0, n_rows - 1), r), (slice(n_rows - 1, None), matrix.shape[-2] - (n_rows - 1) * r):
         for j, width in (
             (slice(0, grid.n_cols - 1), c),
             (slice(grid.n_cols - 1, None), grid.cols - (grid.n_cols - 1) * c),
@@ -164,6 +180,21 @@ def _pairs(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> Iterator[tuple[Tens
                 yield part.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)), inner
 
 
+def copy_from_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> None:
+    """Write into a matrix [..., R, C], or some of its rows of tiles, what the tiles [..., T, r, c] of these hold."""
+    for target, source in _pairs(matrix, tiles, grid):
+        target.copy_(source)
+
+
+def copy_to_tiles(tiles: Tensor, matrix: Tensor, grid: TileGrid) -> None:
+    """Write into tiles [..., T, r, c] what a matrix [..., R, C], or some of its rows of tiles, holds; zero beyond."""
+    blocks = tiles.unflatten(-3, (-1, grid.n_cols))
+    blocks[..., -1, :, matrix.shape[-2] - (blocks.shape[-4] - 1) * grid.tile_rows :, :] = 0
+    blocks[..., -1, :, grid.cols - (grid.n_cols - 1) * grid.tile_cols :] = 0
+    for source, target in _pairs(matrix, tiles, grid):
+        target.copy_(source)
+
+
 class _Join(torch.autograd.Function):
     """Join tiles into matrices: one copy there and one back, where slices would each fill and copy gradients of all."""
 
@@ -171,8 +202,7 @@ class _Join(torch.autograd.Function):
     def forward(tiles: Tensor, grids: tuple[TileGrid, ...]) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         matrices = tuple(tiles.new_empty((*tiles.shape[:-3], grid.rows, grid.cols)) for grid in grids)
         for matrix, own, grid in zip(matrices, _parts(tiles, grids), grids, strict=True):
-            for target, source in _pairs(matrix, own, grid):
-                target.copy_(source)
+            copy_from_tiles(matrix, own, grid)
         return matrices
 
     @staticmethod
@@ -200,11 +230,7 @@ class _Cut(torch.autograd.Function):
         first, n_tiles = grids[0], sum(grid.n_tiles for grid in grids)
         tiles = matrices[0].new_empty((*matrices[0].shape[:-2], n_tiles, first.tile_rows, first.tile_cols))
         for matrix, own, grid in zip(matrices, _parts(tiles, grids), grids, strict=True):
-            blocks = own.unflatten(-3, (grid.n_rows, grid.n_cols))
-            blocks[..., -1, :, grid.rows - (grid.n_rows - 1) * grid.tile_rows :, :] = 0
-            blocks[..., -1, :, grid.cols - (grid.n_cols - 1) * grid.tile_cols :] = 0
-            for source, target in _pairs(matrix, own, grid):
-                target.copy_(source)
+            copy_to_tiles(own, matrix, grid)
         return tiles
 
     @staticmethod

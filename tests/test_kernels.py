@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,8 +21,9 @@ from kernel_cases import (
 )
 from torch import Tensor
 
-from gbfunc.kernels import relu_tiles
+from gbfunc.kernels import relu_tile, relu_tiles
 from gbfunc.kernels.eager import block_size, eager_sums, eager_tiles
+from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Kernel
 
 # Forward mode and Inductor import parts of torch that torch itself deprecates.
@@ -98,6 +101,52 @@ def test_compiled_programs_may_contain_the_kernel(name: str) -> None:
     assert_trees_close(program(*leaves), transform(relu_objective("reference"))(*leaves))
 
 
+# --- a matrix written without its tiles ------------------------------------------------------------------------------
+
+GRIDS = [TileGrid(5, 7, 2, 3), TileGrid(4, 6, 2, 3), TileGrid(3, 3, 3, 3), TileGrid(7, 3, 2, 3)]
+
+
+def _of_grid(grid: TileGrid, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    return draw((grid.n_tiles, grid.tile_rows, grid.tile_cols, 3), dtype=dtype)[1:]
+
+
+@pytest.mark.parametrize("strip", [1, 2**22], ids=["strips", "whole"])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_matrix_and_its_derivatives_equal_the_joined_tiles(
+    grid: TileGrid, strip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relu_tile, "_STRIP_BYTES", strip)
+    leaves = tuple(x.requires_grad_() for x in _of_grid(grid))
+
+    def matrix(*x: Tensor) -> Tensor:
+        return relu_tiles(*x, kernel="eager", grid=grid)
+
+    expected = join_tiles(relu_tiles(*leaves, kernel="reference"), grid)
+    torch.testing.assert_close(matrix(*leaves), expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(matrix, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(matrix, leaves, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("name", ["vmap", "vmap of grad", "grad of vmap", "jvp of vmap of grad"])
+def test_matrices_under_transforms(name: str) -> None:
+    grid = GRIDS[0]
+    leaves = tuple(torch.stack([x, x + 1]) for x in _of_grid(grid))
+
+    def objective(kernel: Kernel) -> Callable[..., Tensor]:
+        return lambda *x: relu_tiles(*x, kernel=kernel, grid=grid).square().sum()
+
+    found, expected = (TRANSFORMS[name](objective(kernel))(*leaves) for kernel in ("eager", "reference"))
+    assert_trees_close(found, expected)
+
+
+def test_a_matrix_takes_the_memory_of_its_weights() -> None:
+    grid = TileGrid(2000, 2000, 100, 100)
+    leaves = [x.requires_grad_() for x in draw((grid.n_tiles, 100, 100, 4), dtype=torch.float32)[1:]]
+    g = torch.ones(2000, 2000)
+    peak = peak_of(lambda: torch.autograd.grad(relu_tiles(*leaves, kernel="eager", grid=grid), leaves, g))
+    assert peak <= 3 * g.nbytes
+
+
 # --- memory, and what is refused -----------------------------------------------------------------------------------
 
 
@@ -122,3 +171,5 @@ def test_relu_tiles_say_what_they_expect() -> None:
         relu_tiles(A, B.float(), v, b)
     with pytest.raises(TypeError, match="floating-point"):
         relu_tiles(A.long(), B.long(), v.long(), b.long())
+    with pytest.raises(ValueError, match="of the tiles of TileGrid"):
+        relu_tiles(A, B, v, b, grid=TileGrid(9, 4, 3, 4))

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from gbfunc.ensemble import apply_tiles, dense_tiles, tile_leaves
+from gbfunc.ensemble import apply_matrix, apply_tiles, dense_tiles, tile_leaves
 from gbfunc.factored.interface import Report
 from gbfunc.generate.constants import Constants, make_constants
 from gbfunc.generate.weights import Part, Recipe, can_factor, factored_tensor, folded_tensor, rematerialised_tensor
 from gbfunc.genome import Noise, check_genome
 from gbfunc.placement import Layout, gather_outputs, no_tiles
 from gbfunc.plan import Ensemble, Plan
-from gbfunc.tiling import join_all, join_tiles
+from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params
+
+_RUN_BYTES = 2**22
+"""Tiles from which on slots are generated apart: fewer would cost calls, more cost fresh memory, which a CPU pays for
+page by page (2 x 17 MB at once took 15 ms longer than one after the other)."""
 
 
 class Generator:
@@ -93,6 +98,9 @@ class Generator:
                     parts |= self._recipes(e, leaves, own_noise, constants[e.name], lazy)
                 elif leaves and self.layout:
                     made[e.name] = self._own_tiles(self.layout, e, leaves, own_noise, constants[e.name])
+                elif leaves and not (e.hypernet.factorised and any(name in lazy for name in self._names(e))):
+                    matrices = self._matrices(e, leaves, own_noise, constants[e.name])
+                    parts |= {(p.tensor, p.part): m for p, m in zip(e.placements, matrices, strict=True)}
                 else:
                     parts |= self._parts(e, self.tiles(e, leaves, own_noise, constants[e.name]), lazy)
             if self.layout:
@@ -102,8 +110,10 @@ class Generator:
                     parts |= self._parts(e, whole[e.name], lazy) if e.name in whole else {}
             return self._weights(parts, direct, report)
 
-    def tiles(self, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants) -> Tensor | Factors:
-        """Scaled tiles [T, r, c] of an ensemble, or their factors."""
+    def tiles(
+        self, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants, grid: TileGrid | None = None
+    ) -> Tensor | Factors:
+        """Scaled tiles [T, r, c] of an ensemble, or their factors; with a grid, the matrix [R, C] that they make."""
         row, col, groups, scale = constants
         specs = e.leaves
         own = tile_leaves(leaves, specs, groups)
@@ -111,10 +121,33 @@ class Generator:
         linear = [k for k in own if scalable and specs[k].role == "linear"]
         # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
         own = own | {k: own[k] * scale.reshape(-1, *(1,) * (own[k].ndim - 1)) for k in linear}
+        if grid is not None and linear:
+            return apply_matrix(e.hypernet, e.dims, own, row, col, grid, noise=noise, kernel=self.kernel)
         tiles = apply_tiles(e.hypernet, e.dims, own, row, col, noise=noise, kernel=self.kernel)
-        if linear or not e.hypernet.standardised:
-            return tiles
-        return dense_tiles(tiles) * scale[:, None, None]
+        if not linear and e.hypernet.standardised:
+            tiles = dense_tiles(tiles) * scale[:, None, None]
+        return tiles if grid is None else join_tiles(dense_tiles(tiles), grid)
+
+    def _matrices(self, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants) -> tuple[Tensor, ...]:
+        """The matrix of every slot; large ones one after the other, which spares memory and the time to get it."""
+        grids = [p.slot.grid for p in e.placements]
+        runs = _runs([grid.n_tiles * e.dims.rows * e.dims.cols * constants.row.itemsize for grid in grids])
+        if len(runs) == 1 and len(grids) > 1:
+            return join_all(dense_tiles(self.tiles(e, leaves, noise, constants)), grids)
+        counts = [sum(grid.n_tiles for grid in grids[run]) for run in runs]
+        own = {k: _split(v, counts) for k, v in tile_leaves(leaves, e.leaves, constants.groups).items()}
+        drawn = {k: _split(v, counts) for k, v in (noise or {}).items()}
+        matrices: tuple[Tensor, ...] = ()
+        for i, run in enumerate(runs):
+            first = e.placements[run.start].first
+            # Leaves of groups are there tile by tile.
+            some_constants = constants.of(slice(first, first + counts[i]))._replace(groups=None)
+            some, eps = {k: v[i] for k, v in own.items()}, {k: v[i] for k, v in drawn.items()} or None
+            if run.stop - run.start == 1:
+                matrices += (dense_tiles(self.tiles(e, some, eps, some_constants, grids[run.start])),)
+            else:
+                matrices += join_all(dense_tiles(self.tiles(e, some, eps, some_constants)), grids[run])
+        return matrices
 
     def _own_tiles(
         self, layout: Layout, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants
@@ -184,6 +217,17 @@ class Generator:
             else:
                 weights[tensor.name] = folded_tensor(self.plan, tensor, matrices) if own else direct[tensor.name]
         return weights
+
+
+def _runs(sizes: list[int]) -> list[slice]:
+    """Cut a sequence of slots into runs of at least `_RUN_BYTES`, the last one maybe smaller."""
+    ends, total = [0], 0
+    for i, size in enumerate(sizes, 1):
+        total += size
+        if total >= _RUN_BYTES or i == len(sizes):
+            ends.append(i)
+            total = 0
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 
 def _split(tiles: Tensor, counts: list[int]) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gbfunc.tiling import TileGrid
 from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
@@ -100,6 +101,20 @@ class Hypernet:
             kernel: implementation, where the type has several.
         """
         raise NotImplementedError
+
+    def matrix(
+        self, leaves: Params, row_codes_Urp: Tensor, col_codes_Ucq: Tensor, grid: TileGrid, kernel: Kernel
+    ) -> Tensor | None:
+        """The one matrix [R, C] that many g-nets' tiles make, at their mean; None where a type knows no shorter way.
+
+        Args:
+            leaves: leaves of all its g-nets: `{leaf: [T, *shape]}`.
+            row_codes_Urp: codes of the rows; U is 1 where all tiles share them, else T.
+            col_codes_Ucq: codes of the columns.
+            grid: of the matrix.
+            kernel: implementation, where the type has several.
+        """
+        return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
         """Shapes of the standard normal noise that one g-net takes, by name."""

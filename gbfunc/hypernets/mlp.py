@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf, check_size, draw
 from gbfunc.kernels import chunked_apply, relu_tiles
+from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -102,6 +103,16 @@ class GNet(Hypernet):
             return x @ params[f"{head}_weight"]
 
         return chunked_apply(upper, a_rH, b_cH, rest) + leaves[f"{head}_bias"]
+
+    def matrix(
+        self, leaves: Params, row_codes_Urp: Tensor, col_codes_Ucq: Tensor, grid: TileGrid, kernel: Kernel
+    ) -> Tensor | None:
+        """A ReLU layer's matrix, written without its tiles."""
+        if len(self.hidden or ()) != 1 or self.activation != "relu":
+            return None
+        a_TrH = row_codes_Urp @ leaves["row_weight"] + leaves["bias"].unsqueeze(1)
+        b_TcH = col_codes_Ucq @ leaves["col_weight"]
+        return relu_tiles(a_TrH, b_TcH, leaves["out_weight"], leaves["out_bias"], kernel=kernel, grid=grid)
 
     def apply(
         self,

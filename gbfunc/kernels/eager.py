@@ -36,22 +36,27 @@ def _blocks(tiles: int, rows: int, cols: int, size: int) -> Iterator[tuple[slice
             )
 
 
+def _by_hidden(A_TbH: Tensor, B_TcH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One hidden unit after the other: [T, b, H], [T, c, H] -> [H, T, b, 1], [H, T, 1, c] with whole rows of c."""
+    B_HTc = B_TcH.permute(2, 0, 1).to(dtype).contiguous()
+    return A_TbH.permute(2, 0, 1).unsqueeze(-1).to(dtype), B_HTc.unsqueeze(-2)
+
+
 def eager_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, block: int) -> Tensor:
     """Generate tiles in blocks of about `block` weights: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c]."""
     (tiles, rows, hidden), cols = A.shape, B.shape[1]
     if tiles * rows * cols * hidden <= block:
         return reference_tiles(A, B, v, b)
     dtype = compute_dtype(A.dtype)
-    A_HTr1 = A.permute(2, 0, 1).unsqueeze(-1).to(dtype)
-    B_HT1c = B.permute(2, 0, 1).unsqueeze(-2).to(dtype).contiguous()
-    v_HT11 = v.T[..., None, None].to(dtype)
     W_Trc = A.new_empty(tiles, rows, cols)
     for t, i in _blocks(tiles, rows, cols, block):
+        A_HTb1, B_HT1c = _by_hidden(A[t, i], B[t], dtype)
+        v_HT11 = v[t].T[..., None, None].to(dtype)
         W_Tbc = torch.empty_like(W_Trc[t, i], dtype=dtype).copy_(b[t, None, None])
         hidden_Tbc = torch.empty_like(W_Tbc)
         for h in range(hidden):
-            torch.add(A_HTr1[h, t, i], B_HT1c[h, t], out=hidden_Tbc).clamp_min_(0)
-            W_Tbc.addcmul_(hidden_Tbc, v_HT11[h, t])
+            torch.add(A_HTb1[h], B_HT1c[h], out=hidden_Tbc).clamp_min_(0)
+            W_Tbc.addcmul_(hidden_Tbc, v_HT11[h])
         W_Trc[t, i] = W_Tbc
     return W_Trc
 
@@ -72,17 +77,18 @@ def eager_sums(g: Tensor, A: Tensor, B: Tensor, block: int) -> tuple[Tensor, Ten
     if tiles * rows * cols * hidden <= block:
         return reference_sums(g, A, B), reference_sums(g.mT, B, A)
     dtype = compute_dtype(A.dtype)
-    A_HTr1 = A.permute(2, 0, 1).unsqueeze(-1).to(dtype)
-    B_HT1c = B.permute(2, 0, 1).unsqueeze(-2).to(dtype).contiguous()
-    SA_HTr = A_HTr1.new_empty(hidden, tiles, rows)
-    SB_HTc = A_HTr1.new_zeros(hidden, tiles, cols)
+    SA_TrH, SB_TcH = torch.empty_like(A, dtype=dtype), torch.zeros_like(B, dtype=dtype)
     for t, i in _blocks(tiles, rows, cols, block):
+        A_HTb1, B_HT1c = _by_hidden(A[t, i], B[t], dtype)
+        SA_HTb, SB_HTc = A_HTb1.new_empty(A_HTb1.shape[:-1]), B_HT1c.new_empty(hidden, len(B[t]), cols)
         g_Tbc = g[t, i].to(dtype)
         active_Tbc = torch.empty_like(g_Tbc, memory_format=torch.contiguous_format)
         for h in range(hidden):
-            torch.add(A_HTr1[h, t, i], B_HT1c[h, t], out=active_Tbc)
+            torch.add(A_HTb1[h], B_HT1c[h], out=active_Tbc)
             # One pass for `g * (x > 0)`; through a mask it would be two, the second over mixed types.
             torch.ops.aten.threshold_backward.grad_input(g_Tbc, active_Tbc, 0, grad_input=active_Tbc)
-            torch.sum(active_Tbc, -1, out=SA_HTr[h, t, i])
-            SB_HTc[h, t] += active_Tbc.sum(-2)
-    return SA_HTr.permute(1, 2, 0), SB_HTc.permute(1, 2, 0)
+            torch.sum(active_Tbc, -1, out=SA_HTb[h])
+            torch.sum(active_Tbc, -2, out=SB_HTc[h])
+        SA_TrH[t, i] = SA_HTb.permute(1, 2, 0)
+        SB_TcH[t] += SB_HTc.permute(1, 2, 0)
+    return SA_TrH, SB_TcH

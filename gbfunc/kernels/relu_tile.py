@@ -9,6 +9,7 @@ Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import torch
@@ -18,11 +19,16 @@ from gbfunc.kernels.chunked import DEFAULT_MAX_BYTES, RowMap, Tensors, apply_row
 from gbfunc.kernels.compiled import CompiledForms, compiled_forms, working_forms
 from gbfunc.kernels.eager import block_size, eager_sums, eager_tiles
 from gbfunc.kernels.reference import compute_dtype, reference_tiles, traced_tiles
+from gbfunc.tiling import TileGrid, copy_from_tiles, copy_to_tiles, join_stack, split_stack
 from gbfunc.types import Kernel
 
 COMPILE_WORK = 2**24
 """Hidden activations T r c H from which `kernel="auto"` compiles: a step then gains about 10 ms, which repays the 10 to
 20 s of a first compilation within some thousand steps."""
+
+
+_STRIP_BYTES = 2**22
+"""Tiles of a matrix that are there at once: few enough to stay in a CPU's cache, and in memory that is used again."""
 
 
 def _fused(kernel: Kernel, A: Tensor, cols: int) -> CompiledForms | None:
@@ -38,20 +44,55 @@ def _fused(kernel: Kernel, A: Tensor, cols: int) -> CompiledForms | None:
     return None
 
 
-def _forward(kernel: Kernel, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
-    """Generate tiles: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c]."""
+def _strips(grid: TileGrid, itemsize: int) -> Iterator[tuple[slice, slice]]:
+    """Cut a matrix into equal numbers of rows of tiles: tiles and rows of each, row [T] and matrix [R] slices."""
+    row_bytes = grid.n_cols * grid.tile_rows * grid.tile_cols * itemsize
+    # Of one number, because every shape is compiled.
+    fit = [n for n in range(1, grid.n_rows + 1) if grid.n_rows % n == 0 and n * row_bytes <= _STRIP_BYTES]
+    n = max(fit, default=1)
+    for first in range(0, grid.n_rows, n):
+        rows = slice(first * grid.tile_rows, min(grid.rows, (first + n) * grid.tile_rows))
+        yield slice(first * grid.n_cols, (first + n) * grid.n_cols), rows
+
+
+def _tiles(kernel: Kernel, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     fused = _fused(kernel, A, B.shape[1])
     return eager_tiles(A, B, v, b, block_size(A.device)) if fused is None else fused.tiles(A, B, v, b)
 
 
-def _backward(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Tensors:
-    """Gradients of A, B, v and b: [T, r, c], [T, r, H], [T, c, H], [T, H] -> [T, r, H], [T, c, H], [T, H], [T]."""
+def _forward(kernel: Kernel, grid: TileGrid | None, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    """Generate tiles or a matrix: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c] or [R, C]."""
+    if grid is None:
+        return _tiles(kernel, A, B, v, b)
+    W_RC = A.new_empty(grid.rows, grid.cols)
+    for t, rows in _strips(grid, A.itemsize):
+        copy_from_tiles(W_RC[rows], _tiles(kernel, A[t], B[t], v[t], b[t]), grid)
+    return W_RC
+
+
+def _sums(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor) -> Tensors:
+    """Sums of the cotangent over active columns, over active rows, and over all."""
     fused = _fused(kernel, A, B.shape[1])
     SA, SB = eager_sums(g, A, B, block_size(A.device)) if fused is None else fused.sums(g, A, B)
-    dv = (A * SA).sum(1) + (B * SB).sum(1)
+    return SA, SB, (A * SA).sum(1) + (B * SB).sum(1), g.sum((-2, -1), dtype=SA.dtype)
+
+
+def _backward(kernel: Kernel, grid: TileGrid | None, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Tensors:
+    """Gradients of A, B, v and b, as large as they are, from that of the tiles [T, r, c] or of the matrix [R, C]."""
+    if grid is None:
+        SA, SB, dv, db = _sums(kernel, g, A, B)
+    else:
+        dtype = compute_dtype(A.dtype)
+        SA, SB = torch.empty_like(A, dtype=dtype), torch.empty_like(B, dtype=dtype)
+        dv, db = torch.empty_like(v, dtype=dtype), v.new_empty(len(v), dtype=dtype)
+        g_Trc = None
+        for t, rows in _strips(grid, A.itemsize):
+            # One buffer for all: fresh memory costs more than what is written there.
+            g_Trc = g.new_empty(len(A[t]), grid.tile_rows, grid.tile_cols) if g_Trc is None else g_Trc
+            copy_to_tiles(g_Trc, g[rows], grid)
+            SA[t], SB[t], dv[t], db[t] = _sums(kernel, g_Trc, A[t], B[t])
     v_T1H = v.unsqueeze(1).to(SA.dtype)
     # In place: the sums are fresh, and as large as the inputs.
-    db = g.sum((-2, -1), dtype=SA.dtype)
     return SA.mul_(v_T1H).to(v.dtype), SB.mul_(v_T1H).to(v.dtype), dv.to(v.dtype), db.to(v.dtype)
 
 
@@ -66,70 +107,83 @@ def _row_map(A: Tensor, cols: int) -> RowMap:
 
 
 class _ReluBackward(torch.autograd.Function):
-    """Gradients of the tiles, themselves differentiable through the reference."""
+    """Gradients of the tiles or of their matrix, themselves differentiable through the reference."""
 
     @staticmethod
-    def forward(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensors:
-        return _backward(kernel, g, A, B, v)
+    def forward(
+        kernel: Kernel, grid: TileGrid | None, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor
+    ) -> Tensors:
+        return _backward(kernel, grid, g, A, B, v)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
+        ctx.grid = inputs[1]
+        ctx.save_for_backward(*inputs[2:])
+        ctx.save_for_forward(*inputs[2:])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (g, A, *shared), (cA, *sums) = ctx.saved_tensors, cotangents
         second = row_vjp(row_vjp(_row_map(A, shared[0].shape[1])))
-        dA, dg, *rest = apply_row_map(second, (A, g, cA), (*shared, *sums))
-        return None, dg, dA, *rest
+        dA, dg, *rest = apply_row_map(second, (A, split_stack(g, ctx.grid), cA), (*shared, *sums))
+        return None, None, join_stack(dg, ctx.grid), dA, *rest
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], kernel: Kernel, *inputs: Tensor) -> tuple[Tensors, Any]:
-        outputs = _ReluBackward.apply(kernel, *batch_tiles(info.batch_size, in_dims[1:], inputs))
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], kernel: Kernel, grid: TileGrid | None, g: Tensor, *inputs: Tensor
+    ) -> tuple[Tensors, Any]:
+        g = split_stack(g if in_dims[2] is None else g.movedim(in_dims[2], 0), grid)
+        dims = (None if in_dims[2] is None else 0, *in_dims[3:])
+        outputs = _ReluBackward.apply(kernel, None, *batch_tiles(info.batch_size, dims, (g, *inputs)))
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Tensors:
         g, A, *shared = ctx.saved_tensors
         tg, tA, *moved = _filled(ctx.saved_tensors, tangents)
+        g, tg = split_stack(g, ctx.grid), split_stack(tg, ctx.grid)
         return apply_row_map(row_jvp(row_vjp(_row_map(A, shared[0].shape[1]))), (A, g, tA, tg), (*shared, *moved))
 
 
 class _ReluTiles(torch.autograd.Function):
-    """Tiles of a stack of g-nets; keeps only its inputs, which are as thin as the tiles' edges."""
+    """Tiles of a stack of g-nets, or the matrix that they make; keeps only inputs, as thin as the tiles' edges."""
 
     @staticmethod
-    def forward(kernel: Kernel, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
-        return _forward(kernel, A, B, v, b)
+    def forward(kernel: Kernel, grid: TileGrid | None, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        return _forward(kernel, grid, A, B, v, b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.kernel = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
+        ctx.kernel, ctx.grid = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
+        ctx.save_for_forward(*inputs[2:])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *_ReluBackward.apply(ctx.kernel, g, *ctx.saved_tensors))
+        return (None, None, *_ReluBackward.apply(ctx.kernel, ctx.grid, g, *ctx.saved_tensors))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], kernel: Kernel, *inputs: Tensor) -> tuple[Tensor, int]:
-        tiles = _ReluTiles.apply(kernel, *batch_tiles(info.batch_size, in_dims[1:], inputs))
-        return tiles.unflatten(0, (info.batch_size, -1)), 0
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], kernel: Kernel, grid: TileGrid | None, *inputs: Tensor
+    ) -> tuple[Tensor, int]:
+        tiles = _ReluTiles.apply(kernel, None, *batch_tiles(info.batch_size, in_dims[2:], inputs))
+        return join_stack(tiles.unflatten(0, (info.batch_size, -1)), grid), 0
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Tensor:
         A, *shared = ctx.saved_tensors
         tA, *moved = _filled(ctx.saved_tensors, tangents)
-        return apply_row_map(row_jvp(_row_map(A, shared[0].shape[1])), (A, tA), (*shared, *moved))[0]
+        (tile_tangents,) = apply_row_map(row_jvp(_row_map(A, shared[0].shape[1])), (A, tA), (*shared, *moved))
+        return join_stack(tile_tangents, ctx.grid)
 
 
 def _filled(primals: Tensors, tangents: tuple[Tensor | None, ...]) -> Tensors:
     return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True))
 
 
-def relu_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, *, kernel: Kernel = "auto") -> Tensor:
+def relu_tiles(
+    A: Tensor, B: Tensor, v: Tensor, b: Tensor, *, kernel: Kernel = "auto", grid: TileGrid | None = None
+) -> Tensor:
     """Generate the tiles of ReLU g-nets: `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`.
 
     Every form sums half precisions in float32, returns the inputs' dtype, and is differentiable to any order, in
@@ -146,9 +200,11 @@ def relu_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, *, kernel: Kernel = "
             seconds at the first call; "auto" is "compiled" from `COMPILE_WORK` hidden activations on, and "eager" below
             and, after one warning, where `torch.compile` does not work; "reference" is the plain expression, of
             O(T r c H) memory.
+        grid: of the one matrix that the tiles of A [T, r, H] make; it is then written at once, and its tiles are never
+            all in memory.
 
     Returns:
-        The tiles [..., r, c].
+        The tiles [..., r, c], or the matrix [R, C].
 
     Raises:
         TypeError: if the dtypes differ or are not floating point.
@@ -169,10 +225,13 @@ def relu_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, *, kernel: Kernel = "
         raise ValueError(
             f"expected A [..., r, H], B [..., c, H], v [..., H] and b [...] with equal leading dimensions, got {shapes}"
         )
-    if kernel == "reference":
-        return reference_tiles(A, B, v, b)
-    if torch.compiler.is_compiling():
-        return traced_tiles(A, B, v, b)
+    if grid is not None and A.shape[:-1] != (grid.n_tiles, grid.tile_rows):
+        raise ValueError(f"expected A [T, r, H] of the tiles of {grid}, got {list(A.shape)}")
+    if kernel == "reference" or torch.compiler.is_compiling():
+        plain = reference_tiles if kernel == "reference" else traced_tiles
+        return join_stack(plain(A, B, v, b), grid)
     stack = A.shape[:-2]
     flat = (A.reshape(-1, *A.shape[-2:]), B.reshape(-1, *B.shape[-2:]), v.reshape(-1, v.shape[-1]), b.reshape(-1))
-    return _ReluTiles.apply(kernel, *flat).reshape(*stack, A.shape[-2], B.shape[-2])
+    if grid is not None:
+        return _ReluTiles.apply(kernel, grid, *flat)
+    return _ReluTiles.apply(kernel, None, *flat).reshape(*stack, A.shape[-2], B.shape[-2])
