@@ -30,11 +30,11 @@ class CompiledForms(NamedTuple):
 
     Attributes:
         tiles: [T, r, H], [T, c, H], [T, H], [T] -> tiles [T, r, c].
-        sums: cotangent [T, r, c], [T, r, H], [T, c, H] -> its sums over active columns [T, r, H] and rows [T, c, H].
+        gradients: cotangent [T, r, c], [T, r, H], [T, c, H], [T, H] -> gradients [T, r, H], [T, c, H], [T, H], [T].
     """
 
     tiles: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    sums: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gradients: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 def _cut(size: int, groups: int, device: torch.device) -> list[slice]:
@@ -44,7 +44,9 @@ def _cut(size: int, groups: int, device: torch.device) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(ends) if b > a]
 
 
-def _tiles(A_TrH: Tensor, B_THc: Tensor, v_TH: Tensor, b_T: Tensor) -> Tensor:
+def _tiles(A_TrH: Tensor, B_TcH: Tensor, v_TH: Tensor, b_T: Tensor) -> Tensor:
+    # With the index of the vector loop last in memory: strided loads take twice as long.
+    B_THc = B_TcH.mT.contiguous()
     rows = _cut(A_TrH.shape[1], _GROUPS, A_TrH.device)
     return torch.cat([reference_tiles(A_TrH[:, i], B_THc.mT, v_TH, b_T) for i in rows], 1)
 
@@ -62,10 +64,15 @@ def _active_sums(g_Trc: Tensor, A_TrH: Tensor, nB_TcH: Tensor) -> Tensor:
     return torch.cat([torch.cat([some(i, h) for h in units], 2) for i in rows], 1)
 
 
-def _sums(g_Trc: Tensor, A_TrH: Tensor, B_TcH: Tensor, nA_TrH: Tensor, nB_TcH: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients(
+    g_Trc: Tensor, A_TrH: Tensor, B_TcH: Tensor, v_TH: Tensor, nA_TrH: Tensor, nB_TcH: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # Two loops that each read g along its rows: with strides the second took 12 instead of 8 ms, the copy included.
     g_Tcr = g_Trc.mT.contiguous() if g_Trc.device.type == "cpu" else g_Trc.mT
-    return _active_sums(g_Trc, A_TrH, nB_TcH), _active_sums(g_Tcr, B_TcH, nA_TrH)
+    SA_TrH, SB_TcH = _active_sums(g_Trc, A_TrH, nB_TcH), _active_sums(g_Tcr, B_TcH, nA_TrH)
+    dv_TH, v_T1H = (A_TrH * SA_TrH).sum(1) + (B_TcH * SB_TcH).sum(1), v_TH.unsqueeze(1)
+    db_T = g_Trc.to(SA_TrH.dtype).sum((-2, -1))
+    return tuple(x.to(v_TH.dtype) for x in (SA_TrH * v_T1H, SB_TcH * v_T1H, dv_TH, db_T))
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,21 +95,19 @@ def compiled_forms(
     Raises:
         Exception: on the first call, whatever `torch.compile` raises when it finds no working compiler.
     """
-    fused_tiles, fused_sums = _compile(_tiles), _compile(_sums)
+    fused_tiles, fused_gradients = _compile(_tiles), _compile(_gradients)
 
-    # Detached, because the guards of a compiled function tell apart tensors that require grad. The copies put the index
-    # of the vector loop last in memory: without them the loads are strided and the loops take twice as long.
+    # Detached, because the guards of a compiled function tell apart tensors that require grad.
     def tiles_form(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
         with torch.no_grad():
-            A, B, v, b = (x.detach() for x in (A, B, v, b))
-            return fused_tiles(A.contiguous(), B.mT.contiguous(), v.contiguous(), b.contiguous())
+            return fused_tiles(*(x.detach().contiguous() for x in (A, B, v, b)))
 
-    def sums_form(g: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients_form(g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            g, A, B = (x.detach().contiguous() for x in (g, A, B))
-            return fused_sums(g, A, B, -A, -B)
+            g, A, B, v = (x.detach().contiguous() for x in (g, A, B, v))
+            return fused_gradients(g, A, B, v, -A, -B)
 
-    return CompiledForms(tiles_form, sums_form)
+    return CompiledForms(tiles_form, gradients_form)
 
 
 @functools.cache
@@ -132,7 +137,7 @@ def working_forms(
     A_TrH = torch.zeros(tiles, rows, hidden, dtype=dtype, device=device)
     B_TcH = torch.zeros(tiles, cols, hidden, dtype=dtype, device=device)
     try:
-        forms.sums(forms.tiles(A_TrH, B_TcH, A_TrH[:, 0], A_TrH[:, 0, 0]), A_TrH, B_TcH)
+        forms.gradients(forms.tiles(A_TrH, B_TcH, A_TrH[:, 0], A_TrH[:, 0, 0]), A_TrH, B_TcH, A_TrH[:, 0])
     except Exception as error:  # as above
         warnings.warn(
             f"the fused ReLU kernel did not compile ({type(error).__name__}); using the slower eager kernel",

@@ -70,30 +70,31 @@ def _forward(kernel: Kernel, grid: TileGrid | None, A: Tensor, B: Tensor, v: Ten
     return W_RC
 
 
-def _sums(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor) -> Tensors:
-    """Sums of the cotangent over active columns, over active rows, and over all."""
+def _gradients(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Tensors:
+    """Gradients of A, B, v and b, as large as they are, from that of the tiles [T, r, c]."""
     fused = _fused(kernel, A, B.shape[1])
-    SA, SB = eager_sums(g, A, B, block_size(A.device)) if fused is None else fused.sums(g, A, B)
-    return SA, SB, (A * SA).sum(1) + (B * SB).sum(1), g.sum((-2, -1), dtype=SA.dtype)
-
-
-def _backward(kernel: Kernel, grid: TileGrid | None, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Tensors:
-    """Gradients of A, B, v and b, as large as they are, from that of the tiles [T, r, c] or of the matrix [R, C]."""
-    if grid is None:
-        SA, SB, dv, db = _sums(kernel, g, A, B)
-    else:
-        dtype = compute_dtype(A.dtype)
-        SA, SB = torch.empty_like(A, dtype=dtype), torch.empty_like(B, dtype=dtype)
-        dv, db = torch.empty_like(v, dtype=dtype), v.new_empty(len(v), dtype=dtype)
-        g_Trc = None
-        for t, rows in _strips(grid, A.itemsize):
-            # One buffer for all: fresh memory costs more than what is written there.
-            g_Trc = g.new_empty(len(A[t]), grid.tile_rows, grid.tile_cols) if g_Trc is None else g_Trc
-            copy_to_tiles(g_Trc, g[rows], grid)
-            SA[t], SB[t], dv[t], db[t] = _sums(kernel, g_Trc, A[t], B[t])
-    v_T1H = v.unsqueeze(1).to(SA.dtype)
+    if fused is not None:
+        return fused.gradients(g, A, B, v)
+    SA, SB = eager_sums(g, A, B, block_size(A.device))
+    dv, v_T1H = (A * SA).sum(1) + (B * SB).sum(1), v.unsqueeze(1).to(SA.dtype)
+    db = g.sum((-2, -1), dtype=SA.dtype)
     # In place: the sums are fresh, and as large as the inputs.
     return SA.mul_(v_T1H).to(v.dtype), SB.mul_(v_T1H).to(v.dtype), dv.to(v.dtype), db.to(v.dtype)
+
+
+def _backward(kernel: Kernel, grid: TileGrid | None, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensors:
+    """The same, also from the gradient of the matrix [R, C]."""
+    if grid is None:
+        return _gradients(kernel, g, A, B, v)
+    found = tuple(torch.empty_like(x) for x in (A, B, v, b))
+    g_Trc = None
+    for t, rows in _strips(grid, A.itemsize):
+        # One buffer for all: fresh memory costs more than what is written there.
+        g_Trc = g.new_empty(len(A[t]), grid.tile_rows, grid.tile_cols) if g_Trc is None else g_Trc
+        copy_to_tiles(g_Trc, g[rows], grid)
+        for whole, part in zip(found, _gradients(kernel, g_Trc, A[t], B[t], v[t]), strict=True):
+            whole[t] = part
+    return found
 
 
 def _row_map(A: Tensor, cols: int) -> RowMap:
@@ -113,7 +114,7 @@ class _ReluBackward(torch.autograd.Function):
     def forward(
         kernel: Kernel, grid: TileGrid | None, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor
     ) -> Tensors:
-        return _backward(kernel, grid, g, A, B, v)
+        return _backward(kernel, grid, g, A, B, v, b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
