@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -155,7 +156,11 @@ def tradeoff_curves(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]
             "linewidth": 2.4 if i == 0 else 1.4,
         }
         axes.errorbar(sizes, means, yerr=(down, up), capsize=3, label=label, **style)
-    axes.set(xlabel="everything needed to run (bytes)", ylabel=ylabel, xscale="log")
+    axes.set(xlabel="everything needed to run (bytes, logarithmic)", ylabel=ylabel, xscale="log")
+    # Less than a decade may be shown, of which the default labels every minor tick, one over the other.
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -148,8 +148,8 @@ def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mappi
     extreme = max if metric.higher_is_better else min
     best = [extreme((mean(c[i]) for c in cells.values() if c[i]), default=0.0) for i in range(len(problems))]
     for name, found in cells.items():
-        texts = (_cell(tests, bold=bool(tests) and mean(tests) == best[i]) for i, tests in enumerate(found))
-        table.add_row(name, *texts)
+        cells_of = zip(problems, found, best, strict=True)
+        table.add_row(name, *(_cell(results, problem, name, tests, top) for problem, tests, top in cells_of))
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
@@ -162,10 +162,13 @@ def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mappi
     )
 
 
-def _cell(tests: Sequence[float], *, bold: bool) -> str:
+def _cell(results: Results, problem: Problem, method: str, tests: Sequence[float], best: float) -> str:
+    from gbfunc.compare import of_problem
+
     if not tests:
-        return "-"
+        # Nothing fits, or nothing is known.
+        return "-" if any(c.settings is None for c in of_problem(results, problem, method).choices) else ""
     digits = 2 if mean(tests) > 10 else 4
     spread = f" ± {stdev(tests):.{digits}f}" if len(tests) > 1 else ""
     text = f"{mean(tests):.{digits}f}{spread}"
-    return f"[bold]{text}[/bold]" if bold else text
+    return f"[bold]{text}[/bold]" if mean(tests) == best else text
