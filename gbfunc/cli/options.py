@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 from tyro.conf import arg
@@ -53,7 +53,10 @@ class ModelOptions(DataOptions):
     ] = None
     """Layer sizes of an mlp, inputs first."""
 
-    hypernet: Annotated[HypernetName | None, arg(help_behavior_hint="(default: the task's, periodic)")] = None
+    hypernet: Annotated[
+        HypernetName | None,
+        arg(metavar="|".join(get_args(HypernetName)), help_behavior_hint="(default: the task's, periodic)"),
+    ] = None
     """Type of the g-nets that generate the weights."""
 
     genome_params: Annotated[
