@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.cli.checkpoints import Checkpoints, Position
 from gbfunc.cli.progress import reporter
+from gbfunc.placement import Placement
 from gbfunc.tasks import Batch, Net, Recipe, Task, endless_batches, steps_per_epoch
 
 if TYPE_CHECKING:
@@ -71,8 +72,13 @@ def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     )
 
 
-def genome_trainer(job: Job, steps: int, seed: int) -> Trainer:
-    """Train the genome of a job with Adam; `steps` is the length of the schedule."""
+def genome_trainer(
+    job: Job, steps: int, seed: int, mesh: gb.Mesh | None = None, placement: Placement | Literal["auto"] = "auto"
+) -> Trainer:
+    """Train the genome of a job with Adam; `steps` is the length of the schedule.
+
+    With a mesh of many ranks, each takes its share of every batch, and all must take every step.
+    """
     recipe, plan = job.recipe, job.plan
     direct = None if recipe.direct_lr is None else {"lr": one_cycle(recipe, recipe.direct_lr, steps)}
     lr = one_cycle(recipe, recipe.lr, steps)
@@ -85,14 +91,16 @@ def genome_trainer(job: Job, steps: int, seed: int) -> Trainer:
         donate=True,
         clip_norm=recipe.clip_norm,
         on_nonfinite="raise",
+        mesh=mesh,
+        placement=placement,
     )
 
     def step(state: gb.TrainState, batch: Batch) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
-        state, info = train_step(state, batch)
+        state, info = train_step(state, batch if mesh is None else mesh.share(batch))
         return state, info.loss, info.aux
 
     def net(state: gb.TrainState) -> nn.Module:
-        return gb.materialize(plan, state, job.pnet).eval()
+        return gb.materialize(plan, train_step.gather(state), job.pnet).eval()
 
     return Trainer(train_step.init(seed=seed), step, net, train_step)
 
@@ -148,7 +156,9 @@ def fit(
     sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures_before.items()}
     reported = time.perf_counter()
     start = reported - spent
-    with reporter(label, total) as report:
+    # Of many ranks, one speaks.
+    silent = trainer.train_step is not None and trainer.train_step.mesh.rank > 0
+    with reporter(label, total, silent=silent) as report:
         while done < total:
             here = min(every, total - done)
             for i in range(more + 1, here + 1):

@@ -79,6 +79,12 @@ def print_metrics(metrics: Mapping[str, Any], measured: Sequence[Metric]) -> Non
             table.add_row(f"{name} {metric.label}", metric.show(m[f"{split}_{metric.name}"]))
     if "seconds" in m:
         table.add_row("training", f"{m['steps']:,} steps", f"{m['seconds']:.1f} s")
+    if "ranks" in m:
+        speed, peak = f"{m['samples_per_second']:,.0f} samples/s", f"{m['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        table.add_row("training speed, memory", speed, peak)
+    if m.get("ranks", 1) > 1:
+        sent = f"{m['bytes_sent_per_step']:,.0f} bytes/step sent"
+        table.add_row(f"{m['ranks']} ranks", m["placement"], sent)
     Console().print(table)
 
 

@@ -58,14 +58,28 @@ class _Lines:
         print(line, file=sys.stderr, flush=True)
 
 
+class _Silence:
+    """Nothing."""
+
+    def step(self, steps: int, status: str) -> None:
+        pass
+
+    def row(self, steps: int, status: str, validation: str) -> None:
+        pass
+
+
 @contextmanager
-def reporter(label: str, total_steps: int) -> Iterator[Reporter]:
+def reporter(label: str, total_steps: int, *, silent: bool = False) -> Iterator[Reporter]:
     """A reporter for one training run.
 
     Args:
         label: names the run.
         total_steps: of the run.
+        silent: tell nothing.
     """
+    if silent:
+        yield _Silence()
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines(label, total_steps)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gbfunc.cli.options import CheckpointOptions, TrainingOptions
+from gbfunc.cli.ranks import RankOptions, open_mesh
 
 if TYPE_CHECKING:
     from torch import nn
 
+    import gbfunc as gb
     from gbfunc.cli.fit import Fit
     from gbfunc.cli.job import Job
+    from gbfunc.placement import Placement
 
 GENOME_FILE = "genome.safetensors"
 
 
 @dataclass(frozen=True)
-class Train(CheckpointOptions):
-    """Train a genome on real data; measure it as its file holds it."""
+class Train(CheckpointOptions, RankOptions):
+    """Train a genome on real data; measure it as its file holds it. On many ranks: torchrun ... -m gbfunc train ..."""
 
     def run(self) -> None:
         """Train, write the results, print them."""
@@ -34,18 +37,29 @@ class Train(CheckpointOptions):
         from gbfunc.cli.job import make_job, results_folder
         from gbfunc.cli.output import print_metrics, write_run
 
-        job = make_job(self)
-        with results_folder(self.out) as folder:
-            result, _, metrics = train_genome(job, self, folder)
-            if self.out is not None:
-                write_run(folder, metrics, {"genome": result.history}, job.task.metric)
-            print_metrics(metrics, job.task.metrics)
+        with open_mesh(self, self.device) as mesh:
+            if mesh.world > 1 and (self.checkpoint_every is not None or self.resume is not None):
+                raise ValueError(f"--checkpoint-every and --resume are for one rank, and there are {mesh.world}")
+            own = replace(self, device=str(mesh.device), out=self.out if mesh.rank == 0 else None)
+            job = make_job(own)
+            with results_folder(own.out) as folder:
+                result, _, metrics = train_genome(job, own, folder, mesh, self.placement)
+                if own.out is not None:
+                    write_run(folder, metrics, {"genome": result.history}, job.task.metric)
+                if mesh.rank == 0:
+                    print_metrics(metrics, job.task.metrics)
 
 
-def train_genome(job: Job, options: TrainingOptions, folder: Path) -> tuple[Fit, nn.Module, dict[str, object]]:
+def train_genome(
+    job: Job,
+    options: TrainingOptions,
+    folder: Path,
+    mesh: gb.Mesh | None = None,
+    placement: Placement | Literal["auto"] = "auto",
+) -> tuple[Fit, nn.Module, dict[str, object]]:
     """Train a job's genome, save it, read the file back and measure what it holds.
 
-    Checkpoints are kept where the options can ask for them.
+    Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of its own.
 
     Returns:
         The training, the network read back, and its metrics.
@@ -54,13 +68,15 @@ def train_genome(job: Job, options: TrainingOptions, folder: Path) -> tuple[Fit,
     from gbfunc.cli.checkpoints import checkpoints
     from gbfunc.cli.fit import fit, genome_trainer, total_steps
     from gbfunc.cli.job import genome_metrics, read_genome
+    from gbfunc.cli.ranks import rank_metrics
 
     steps = total_steps(job.task, job.recipe)
-    trainer = genome_trainer(job, steps, options.seed)
+    trainer = genome_trainer(job, steps, options.seed, mesh, placement)
     with checkpoints(options, job, trainer.train_step, steps) as kept:
         result = fit(trainer, job.task, job.recipe, label="genome", seed=options.seed, checkpoints=kept)
     path = folder / GENOME_FILE
-    gb.save(path, job.plan, result.state)
+    step = trainer.train_step
+    gb.save(path, job.plan, result.state if step is None else step.gather(result.state))
     plan, _, net = read_genome(path, options, job.task)
     net.to(options.device)
     metrics = genome_metrics(plan, path, net, job.task) | {
@@ -70,4 +86,6 @@ def train_genome(job: Job, options: TrainingOptions, folder: Path) -> tuple[Fit,
         "steps": result.steps,
         "seed": options.seed,
     }
+    if step is not None:
+        metrics |= rank_metrics(step, result.steps, job.recipe.batch_size, result.seconds)
     return result, net, metrics

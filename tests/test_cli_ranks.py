@@ -1,0 +1,56 @@
+"""`gbfunc train` under `torchrun`: one genome whatever the ranks, and one voice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import PATIENCE, ROOT
+
+from gbfunc.cli.ranks import parse_mesh
+
+TRAIN = ("-m", "gbfunc", "train", "--epochs", "1", "--sizes", "64", "40", "10", "--genome-params", "300")
+
+
+def train(ranks: int, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Train digits for an epoch, under torchrun where there are many ranks."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    command = [sys.executable, *launcher, *TRAIN, "--out", str(out), *options]
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=100 * PATIENCE, check=False)
+
+
+def metrics_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / "metrics.json").read_text())
+
+
+def test_two_ranks_train_the_genome_that_one_trains(tmp_path: Path) -> None:
+    """Batch sizes are global: the same losses, but for the order of float32 sums."""
+    one, two = train(1, tmp_path / "1"), train(2, tmp_path / "2", "--placement", "sharded", "--mesh", "data=1,gnets=2")
+    assert one.returncode == 0, one.stderr
+    assert two.returncode == 0, two.stderr
+    a, b = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
+    assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-3) and a["steps"] == b["steps"]
+    assert (b["ranks"], b["placement"], b["mesh"]) == (2, "sharded", {"data": 1, "gnets": 2})
+    assert a["bytes_sent_per_step"] == 0 and b["bytes_sent_per_step"] > 4 * 64 * 40
+    assert all(m["samples_per_second"] > 0 and m["peak_memory_bytes"] > 2**20 for m in (a, b))
+    assert two.stdout.count("test accuracy") == one.stdout.count("test accuracy") == 1, "rank 0 alone speaks"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [(None, {}), ("data=2", {"data": 2}), ("data=2,gnets=3", {"data": 2, "gnets": 3}), (" gnets=1, data=4", None)],
+)
+def test_a_mesh_is_read_from_text(text: str | None, found: dict[str, int] | None) -> None:
+    assert parse_mesh(text) == (found if found is not None else {"data": 4, "gnets": 1})
+
+
+@pytest.mark.parametrize("text", ["", "2", "data=two", "data=2,data=2", "rows=2", "gnets=2", "data=-1"])
+def test_a_mesh_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--mesh must name"):
+        parse_mesh(text)
