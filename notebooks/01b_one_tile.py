@@ -1,0 +1,180 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # One tile: from codes to weights
+#
+# A g-net never sees a weight's index, only the **codes** of its row and its column. This notebook takes one g-net
+# apart: the codes, the few numbers that it holds, its tile, the two thin factors of the tile, and how tiles make a
+# matrix.
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+
+import gbfunc as gb
+from gbfunc.plots import WEIGHTS
+
+# %% [markdown]
+# ## Codes
+#
+# Bits number the rows of a tile: `binary` plainly, `gray` so that neighbours differ in one bit. An axis that has a
+# geometry, such as the pixels of an image, is better told by its coordinates: two numbers for each of the 64 pixels
+# of an 8 x 8 image, where bits would be six.
+
+# %%
+shown = {
+    "binary(): 64 rows": gb.binary().codes(64),
+    "gray(): 64 rows": gb.gray().codes(64),
+    "grid(8, 8): 64 pixels": gb.grid(8, 8).codes(64),
+}
+fig, axes = plt.subplots(1, 3, figsize=(9, 4), layout="constrained", width_ratios=[6, 6, 3])
+for ax, (title, codes) in zip(axes, shown.items(), strict=True):
+    image = ax.imshow(codes, cmap="PuOr", aspect="auto", interpolation="nearest")
+    ax.set(title=title, xlabel="number in the code", ylabel="position on the axis", xticks=range(codes.shape[1]))
+    fig.colorbar(image, ax=ax, label="value")
+plt.show()
+
+# %% [markdown]
+# ## One g-net
+#
+# A layer that reads 8 x 8 images, all of its 32 x 64 weights from one periodic g-net with four sines. Its leaves are
+# everything that is trained: 36 numbers for 2,048 weights. (A smaller `bandwidth` makes weights vary more slowly
+# along the axis; 2 is easy on the eye.)
+
+# %%
+torch.manual_seed(0)
+layer = nn.Linear(64, 32, bias=False)
+plan = gb.make_plan(layer, gb.periodic(features=4), encodings={"weight": (gb.binary(), gb.grid(8, 8, bandwidth=2.0))})
+genome = gb.init_genome(plan, layer, seed=11)
+(leaves,) = genome.gnets.values()
+print({name: tuple(leaf.shape[1:]) for name, leaf in leaves.items()})
+print(f"{plan.genome_params} parameters make {plan.pnet_params:,} weights")
+
+# %% [markdown]
+# The weight of row *i* and column *j* is a sum of sines of the codes, $w_{ij} = \sigma \sum_h v_h \sin(A_{ih} +
+# B_{jh})$ with $A = X_r W_r + \phi$ and $B = X_c W_c$, where $\sigma$ is the deviation that the layer's own weights
+# had. Written out, it is what the library generates.
+
+# %%
+row_codes = torch.from_numpy(gb.binary().codes(32)).float()
+col_codes = torch.from_numpy(gb.grid(8, 8, bandwidth=2.0).codes(64)).float()
+A = row_codes @ leaves["row_weight"][0] + leaves["phase"][0]
+B = col_codes @ leaves["col_weight"][0]
+v = leaves["amplitude"][0] * plan.tensors[0].slots[0].scale
+sines = [v[h] * torch.sin(A[:, h, None] + B[None, :, h]) for h in range(4)]
+tile = gb.generate(plan, genome)["weight"]
+torch.testing.assert_close(sum(sines), tile)
+
+limit = float(tile.abs().max())
+style = dict(cmap=WEIGHTS, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+fig, axes = plt.subplots(1, 5, figsize=(11, 2.6), layout="constrained", sharey=True)
+for h, (ax, sine) in enumerate(zip(axes, sines, strict=False)):
+    ax.imshow(sine, **style)
+    ax.set(title=("" if h == 0 else "+ ") + f"sine {h + 1}", xlabel="column (pixel)")
+image = axes[4].imshow(tile, **style)
+axes[4].set(title="= the tile", xlabel="column (pixel)")
+axes[0].set_ylabel("row (unit)")
+fig.colorbar(image, ax=axes, label="weight")
+plt.show()
+
+# %% [markdown]
+# Each row of the tile is an 8 x 8 image: a sum of plane waves, whose phases the row's bits choose.
+
+# %%
+fig, axes = plt.subplots(2, 8, figsize=(9, 2.6), layout="constrained")
+for i, ax in enumerate(axes.flat):
+    image = ax.imshow(tile[i].reshape(8, 8), cmap=WEIGHTS, vmin=-limit, vmax=limit)
+    ax.set(xticks=[], yticks=[])
+    ax.set_title(f"unit {i}", fontsize=8)
+fig.colorbar(image, ax=axes, label="weight")
+fig.suptitle("What the first 16 units respond to (8 x 8 pixels each)", fontsize=10)
+plt.show()
+
+# %% [markdown]
+# ## The same tile as a product
+#
+# Because $\sin(a + b) = \sin a \cos b + \cos a \sin b$, the tile is exactly $L R^\top$, with two columns a sine. That
+# is why generation is a matrix product, and why a layer can be applied to real digits without ever forming its
+# weights.
+
+# %%
+L = torch.cat([torch.sin(A) * v, torch.cos(A) * v], 1)
+R = torch.cat([torch.cos(B), torch.sin(B)], 1)
+torch.testing.assert_close(L @ R.T, tile)
+weight = gb.generate(plan, genome, lazy=True)["weight"]
+images = torch.tensor(load_digits().data, dtype=torch.float32) / 16
+torch.testing.assert_close(nn.functional.linear(images, weight), images @ tile.T)
+torch.testing.assert_close((images @ R) @ L.T, images @ tile.T)
+print(f"L {tuple(L.shape)}, R {tuple(R.shape)}: {L.numel() + R.numel()} numbers instead of {tile.numel():,}")
+
+fig, axes = plt.subplots(1, 3, figsize=(9, 2.8), layout="constrained", width_ratios=[1, 4, 4])
+for ax, matrix, title, xlabel, ylabel in [
+    (axes[0], L, "L", "factor", "row (unit)"),
+    (axes[1], R.T, r"$\times\ R^\top$", "column (pixel)", "factor"),
+    (axes[2], L @ R.T, "= the tile", "column (pixel)", "row (unit)"),
+]:
+    bound = float(matrix.abs().max())
+    image = ax.imshow(matrix, **style | dict(vmin=-bound, vmax=bound))
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    fig.colorbar(image, ax=ax, label="value")
+plt.show()
+
+# %% [markdown]
+# ## Tiles make a matrix
+#
+# A large matrix can be cut into tiles, each with a g-net of its own. The cut is the most even one with tiles of at
+# most the given size; what the last ones generate beyond the edge is cropped.
+
+# %%
+grid = gb.tile_grid((52, 90), max_tile=(20, 25))
+number = torch.arange(grid.n_tiles).reshape(-1, 1, 1).expand(-1, grid.tile_rows, grid.tile_cols)
+fig, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
+ax.imshow(gb.join_tiles(number, grid), cmap="cividis", alpha=0.6)
+for t in range(grid.n_tiles):
+    i, j = divmod(t, grid.n_cols)
+    right, bottom = min((j + 1) * grid.tile_cols, grid.cols), min((i + 1) * grid.tile_rows, grid.rows)
+    x, y = (j * grid.tile_cols + right) / 2, (i * grid.tile_rows + bottom) / 2
+    ax.text(x, y, f"tile {t}", ha="center", va="center")
+title = f"A matrix of 52 x 90 in {grid.n_tiles} tiles of {grid.tile_rows} x {grid.tile_cols}"
+ax.set(title=title, xlabel="column", ylabel="row")
+plt.show()
+
+# %% [markdown]
+# The law of tiling is `join(split(W)) == W`, for every matrix and every tile. Hypothesis looks for a counterexample,
+# here and now, among one thousand matrices and tilings.
+
+# %%
+sizes = st.integers(1, 40)
+tried = 0
+
+
+@settings(max_examples=1_000, deadline=None, database=None)
+@given(rows=sizes, cols=sizes, tile=st.tuples(sizes, sizes), seed=st.integers(0, 2**32))
+def join_undoes_split(rows, cols, tile, seed):
+    global tried
+    tried += 1
+    grid = gb.tile_grid((rows, cols), tile)
+    matrix = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+    tiles = gb.split_tiles(matrix, grid)
+    assert tiles.shape == (grid.n_tiles, grid.tile_rows, grid.tile_cols)
+    assert grid.tile_rows <= tile[0] and grid.tile_cols <= tile[1]
+    assert torch.equal(gb.join_tiles(tiles, grid), matrix)
+
+
+join_undoes_split()
+print(f"{tried:,} tilings, no counterexample")
