@@ -15,7 +15,7 @@
 # # Many ranks: the same genome, and little to send
 #
 # Data-parallel training sends the gradient of every weight, every step. Through the bottleneck, ranks need only agree
-# on the **genome**. This notebook starts two ranks, trains real digits in both placements of the genome, shows that
+# on the **genome**. This notebook starts two ranks, trains real digits in all placements of the genome, shows that
 # they find the genome that one process finds, and counts what went over the wire.
 
 # %%
