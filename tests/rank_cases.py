@@ -156,7 +156,8 @@ for _placement in PLACEMENTS:
     for _name in STILL:
         CASES[f"zoo {_placement} {_name}"] = partial(animal, placement=_placement, name=_name)
 CASES["auto"] = trajectory
-COMPILED = {f"compile {p}": partial(trajectory, placement=p, compile=True, rows=(8, 8)) for p in PLACEMENTS}
+EAGER = {f"compile {p}": partial(trajectory, placement=p, rows=(8, 8)) for p in PLACEMENTS}
+COMPILED = {name: partial(case, compile=True) for name, case in EAGER.items()}
 
 
 def run_cases(init_method: str, data: int, names: list[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from rank_cases import CASES, COMPILED
+from rank_cases import CASES, COMPILED, EAGER
 from ranks import run_ranks
 
 WORLDS = {2: 1, 3: 1, 4: 2}
@@ -25,7 +25,7 @@ def by_ranks(world: int) -> list[dict[str, Any]]:
 
 @lru_cache
 def by_one(name: str) -> Any:
-    return (CASES | COMPILED)[name](None)
+    return CASES[name](None)
 
 
 def assert_equal(found: Any, expected: Any, tolerance: float) -> None:
@@ -54,10 +54,9 @@ def test_each_rank_holds_its_share_of_the_genome() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-def test_compiled_steps_on_ranks(world: int) -> None:
-    names = list(COMPILED)
-    many = run_ranks(world, "rank_cases:run_cases", arguments={"data": WORLDS[world], "names": names}, timeout=600)
-    for found in many:
-        for name in names:
-            assert_equal(found[name], by_one(name), 1e-9)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in COMPILED), (4, "compile sharded")])
+def test_compiled_steps_on_ranks(world: int, name: str) -> None:
+    arguments = {"data": WORLDS[world], "names": [name]}
+    for found in run_ranks(world, "rank_cases:run_cases", arguments=arguments, timeout=500):
+        assert_equal(found[name], EAGER[name](None), 1e-9)
