@@ -63,6 +63,9 @@ def test_costs_are_the_counts_of_the_documentation() -> None:
     whole = placement_cost(plan, 1, 2, "replicated").operations
     assert placement_cost(plan, 1, 2, "sharded").operations == pytest.approx(whole / 2)
     assert placement_cost(plan, 1, 2, "factors").operations == pytest.approx((whole - products) / 2 + products)
+    assert placement_cost(plan, 1, 2, "factors", lazy=True).operations == pytest.approx((whole - products) / 2)
+    assert placement_cost(plan, 1, 2, "replicated", lazy=True).operations == pytest.approx(whole - products)
+    assert placement_cost(plan, 1, 2, "sharded", lazy=True).operations == pytest.approx(whole / 2)
 
 
 def test_auto_follows_bytes_and_operations() -> None:

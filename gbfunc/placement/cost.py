@@ -6,6 +6,8 @@ Per rank and step, with N ranks, S of them along the g-net axis and D along the 
 * sharded: 2 (S-1)/S W for weights of W bytes, 2 (D-1)/D G/S for the split leaves, 2 (N-1)/N of the others' bytes;
   1/S of the operations;
 * factors: the same with the factors' bytes for W; 1/S of what makes factors, but all of the products of factors.
+
+Where weights may stay factors (`lazy`), nobody multiplies these, but for tiles that are sent.
 """
 
 from __future__ import annotations
@@ -42,14 +44,16 @@ class Cost(NamedTuple):
         return self.bytes + self.operations / operations_per_byte
 
 
-def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement) -> Cost:
-    """The cost of a placement on `data` x `gnets` ranks."""
+def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
+    """The cost of a placement on `data` x `gnets` ranks, where weights may or may not stay factors."""
     item = plan.dtype.itemsize
     ring = _ring(data * gnets)
     shapes = {(e.name, k): (math.prod(s), e.leaves[k].scope) for e in plan.ensembles for k, s in e.shapes.items()}
     tile_params = sum(n for n, scope in shapes.values() if scope == "tile")
     total = plan.genome_params
     made = sum(_operations(e) for e in plan.ensembles)
+    if lazy and placement != "sharded":
+        made -= sum(_products(e) for e in plan.ensembles if e.leaves and e.hypernet.factorised)
     if placement == "replicated" or gnets == 1:
         return Cost(ring * total * item, made)
     sent = products = 0
@@ -59,7 +63,7 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement) -> C
         rows, cols, *_ = e.dims
         if placement == "factors" and e.hypernet.factorised:
             sent += e.n_tiles * (rows + cols) * e.hypernet.factor_width
-            products += _products(e)
+            products += 0.0 if lazy else _products(e)
         else:
             sent += e.n_tiles * rows * cols
     outputs = _ring(gnets) * sent * item
@@ -67,27 +71,30 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement) -> C
     return Cost(outputs + genome, (made - products) / gnets + products)
 
 
-def choose_placement(plan: Plan, mesh: Mesh, operations_per_byte: float | None = None) -> Placement:
+def choose_placement(
+    plan: Plan, mesh: Mesh, operations_per_byte: float | None = None, *, lazy: bool = False
+) -> Placement:
     """The cheapest placement on a mesh; the first of `PLACEMENTS` among equals.
 
     Args:
         plan: the plan.
         mesh: the ranks.
         operations_per_byte: the machine's balance; None is `OPERATIONS_PER_BYTE` of the mesh's type of device.
+        lazy: whether weights may stay factors.
     """
     balance = operations_per_byte or OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
-    costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p).seconds(balance) for p in PLACEMENTS}
+    costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy).seconds(balance) for p in PLACEMENTS}
     return min(PLACEMENTS, key=lambda p: costs[p])
 
 
-def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str) -> Layout:
-    """The layout of a placement by name, `"auto"` among them.
+def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:
+    """The layout of a placement by name, `"auto"` among them; `lazy` as for `choose_placement`.
 
     Raises:
         ValueError: for an unknown name.
     """
     if placement == "auto":
-        return Layout(plan, mesh, choose_placement(plan, mesh))
+        return Layout(plan, mesh, choose_placement(plan, mesh, lazy=lazy))
     for known in PLACEMENTS:
         if placement == known:
             return Layout(plan, mesh, known)

@@ -92,7 +92,7 @@ def make_train_step(
     if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
         raise ValueError(f"check_every must be an int >= 0, got {check_every!r}")
     check_plan(plan, pnet)
-    layout = make_layout(plan, alone() if mesh is None else mesh, placement)
+    layout = make_layout(plan, alone() if mesh is None else mesh, placement, lazy=lazy is not False)
     if layout.sharded and remat == "layer":
         raise ValueError("remat='layer' makes each weight from all its tiles' leaves: it needs placement='replicated'")
     if layout.sharded and layout.placement == "sharded" and lazy is True:
