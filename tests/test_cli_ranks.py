@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,39 @@ def test_two_ranks_train_the_genome_that_one_trains(tmp_path: Path) -> None:
     assert a["bytes_sent_per_step"] == 0 and b["bytes_sent_per_step"] > 4 * 64 * 40
     assert all(m["samples_per_second"] > 0 and m["peak_memory_bytes"] > 2**20 for m in (a, b))
     assert two.stdout.count("test accuracy") == one.stdout.count("test accuracy") == 1, "rank 0 alone speaks"
+
+
+def test_what_two_ranks_have_trained_one_goes_on_with(tmp_path: Path) -> None:
+    made = train(2, tmp_path, "--checkpoint-every", "5", "--placement", "replicated")
+    assert made.returncode == 0, made.stderr
+    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
+    genome = (tmp_path / "genome.safetensors").read_bytes()
+    newest.rename(newest.with_name("put-aside"))
+    again = train(1, tmp_path, "--checkpoint-every", "5", "--resume", "auto")
+    assert again.returncode == 0, again.stderr
+    assert "resumed" in again.stderr and again.stderr.count("gbfunc: ") == 1
+    assert len((tmp_path / "genome.safetensors").read_bytes()) == len(genome)
+    assert train(1, tmp_path, "--resume", "auto", "--seed", "1").stderr.count("other settings: seed 0, now 1") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    options = ("--out", str(tmp_path), "--checkpoint-every", "5", "--resume", "auto", "--epochs", "40")
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.Popen([sys.executable, *launcher, *TRAIN, *options], env=own, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60 * PATIENCE
+        while not list((tmp_path / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True).stdout
+        os.kill(int(children.split()[-1]), signal.SIGKILL)
+        _, told = run.communicate(timeout=120 * PATIENCE)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 0, told
+    assert "gbfunc: resumed" in told and (tmp_path / "genome.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,15 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli.options import AUTO, CheckpointOptions, TrainingOptions
+from gbfunc.collective import sum_ranks
 from gbfunc.types import JSON
 
 if TYPE_CHECKING:
     from gbfunc.cli.job import Job
 
 FOLDER = "checkpoints"
+
+_STEPS_BETWEEN_AGREEMENTS = 10
 
 
 class Position(NamedTuple):
@@ -88,20 +91,21 @@ class Checkpoints:
         """
         if self.source is None:
             return state, None
-        if self.needed and not self.source.exists():
+        if self.needed and self.train_step.mesh.world == 1 and not self.source.exists():
             raise FileNotFoundError(f"--resume: no such file or folder: {self.source}")
         found = gb.load_checkpoint(self.source, self.train_step, state, check=self._check)
+        tell = _tell if self.train_step.mesh.rank == 0 else lambda line: None
         for line in found.skipped:
-            _tell(f"skipped {line}")
+            tell(f"skipped {line}")
         if found.path is None:
             if self.needed:
                 raise FileNotFoundError(f"--resume: no sound checkpoint in {self.source}")
-            _tell(f"no checkpoint to resume in {self.source}: training begins")
+            tell(f"no checkpoint to resume in {self.source}: training begins")
             return state, None
         position = found.extra["position"]
         order = torch.frombuffer(bytearray.fromhex(position["order"]), dtype=torch.uint8)
         finished = position["done"] == self.settings["steps"]
-        _tell(f"resumed {found.path}" + (": training is finished, only measured again" if finished else ""))
+        tell(f"resumed {found.path}" + (": training is finished, only measured again" if finished else ""))
         return found.state, Position(**position | {"order": order})
 
     def _check(self, extra: JSON) -> None:
@@ -113,8 +117,20 @@ class Checkpoints:
             raise ValueError(f"it was trained with other settings: {changes}")
 
     def due(self, steps: int) -> bool:
-        """Whether to save after so many steps."""
-        return self.writer is not None and (bool(self.signals) or steps % self.every == 0)
+        """Whether to save after so many steps; the same on all ranks, which must all ask after every step."""
+        if self.writer is None:
+            return False
+        mesh = self.train_step.mesh
+        if mesh.world == 1:
+            return bool(self.signals) or steps % self.every == 0
+        saves = steps % self.every == 0
+        if saves or steps % _STEPS_BETWEEN_AGREEMENTS == 0:
+            # A signal reaches ranks at different steps, or some alone: they stop together, as one that got SIGTERM.
+            signum = torch.tensor(next(iter(self.signals), 0), device=mesh.device)
+            if int(sum_ranks(mesh, signum)) and not self.signals:
+                self.signals.append(signal.SIGTERM)
+            return saves or bool(self.signals)
+        return False
 
     def save(self, state: gb.TrainState, steps: int, position: Position, *, wait: bool = False) -> None:
         """Save, in the background unless `wait`.
@@ -144,7 +160,8 @@ class Checkpoints:
             return
         if signum is not None:
             name = signal.Signals(signum).name
-            raise Stopped(signum, f"stopped by {name} after step {steps}: --resume auto goes on from {path}")
+            place = path or "what rank 0 saved"
+            raise Stopped(signum, f"stopped by {name} after step {steps}: --resume auto goes on from {place}")
 
 
 @contextmanager

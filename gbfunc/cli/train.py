@@ -38,13 +38,11 @@ class Train(CheckpointOptions, RankOptions):
         from gbfunc.cli.output import print_metrics, write_run
 
         with open_mesh(self, self.device) as mesh:
-            if mesh.world > 1 and (self.checkpoint_every is not None or self.resume is not None):
-                raise ValueError(f"--checkpoint-every and --resume are for one rank, and there are {mesh.world}")
-            own = replace(self, device=str(mesh.device), out=self.out if mesh.rank == 0 else None)
+            own = replace(self, device=str(mesh.device))
             job = make_job(own)
-            with results_folder(own.out) as folder:
+            with results_folder(self.out if mesh.rank == 0 else None) as folder:
                 result, _, metrics = train_genome(job, own, folder, mesh, self.placement)
-                if own.out is not None:
+                if self.out is not None and mesh.rank == 0:
                     write_run(folder, metrics, {"genome": result.history}, job.task.metric)
                 if mesh.rank == 0:
                     print_metrics(metrics, job.task.metrics)
