@@ -213,7 +213,8 @@ def _meet(init_method: str, world: int, limit: timedelta) -> Any:
     store = next(rendezvous(init_method, int(os.environ["RANK"]), world, timeout=limit))[0]
     store.set_timeout(limit)
     # torchrun's store outlives its workers: without a name of its own, an attempt may find addresses of the dead.
-    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _initialised() -> bool:
