@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     options = ("--out", str(tmp_path), "--checkpoint-every", "5", "--resume", "auto", "--epochs", "40")
     own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    run = subprocess.Popen([sys.executable, *launcher, *TRAIN, *options], env=own, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, *launcher, *TRAIN, *options]
+    run = subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         deadline = time.monotonic() + 60 * PATIENCE
         while not list((tmp_path / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
@@ -71,7 +73,8 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path: Path) -> None:
         os.kill(int(children.split()[-1]), signal.SIGKILL)
         _, told = run.communicate(timeout=120 * PATIENCE)
     finally:
-        run.kill()
+        with suppress(ProcessLookupError):  # the launcher's ranks are in its session
+            os.killpg(run.pid, signal.SIGKILL)
         run.wait()
     assert run.returncode == 0, told
     assert "gbfunc: resumed" in told and (tmp_path / "genome.safetensors").is_file()
