@@ -127,6 +127,20 @@ def test_matrix_and_its_derivatives_equal_the_joined_tiles(
     assert torch.autograd.gradgradcheck(matrix, leaves, check_fwd_over_rev=True)
 
 
+def test_strips_are_compiled_where_the_whole_matrix_repays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(relu_tile, "_STRIP_BYTES", 1)
+    monkeypatch.setattr(relu_tile, "working_forms", lambda tiles, *_: asked.append(tiles))
+    grid = GRIDS[0]
+    leaves = [x.requires_grad_() for x in _of_grid(grid)]
+    work = leaves[0].numel() * grid.tile_cols
+    for least, expected in ((work, [grid.n_cols] * 2 * grid.n_rows), (work + 1, [])):
+        monkeypatch.setattr(relu_tile, "COMPILE_WORK", least)
+        torch.autograd.grad(relu_tiles(*leaves, grid=grid).sum(), leaves)
+        assert asked == expected
+        asked.clear()
+
+
 @pytest.mark.parametrize("name", ["vmap", "vmap of grad", "grad of vmap", "jvp of vmap of grad"])
 def test_matrices_under_transforms(name: str) -> None:
     grid = GRIDS[0]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gbfunc.kernels.reference import compute_dtype, reference_tiles
+from gbfunc.kernels.reference import compute_dtype, hidden_sums
 
 _GROUPS = 2
 """Sums that run side by side in a CPU's vector loop. Each is a chain of additions that waits for itself; two that share
@@ -47,14 +47,12 @@ def _cut(size: int, groups: int, device: torch.device) -> list[slice]:
 
 def _tile_parts(A_TrH: Tensor, B_THc: Tensor, v_TH: Tensor) -> list[Tensor]:
     rows = _cut(A_TrH.shape[1], _GROUPS, A_TrH.device)
-    zero = v_TH.new_zeros(())
-    return [reference_tiles(A_TrH[:, i], B_THc.mT, v_TH, zero) for i in rows]
+    return [hidden_sums(A_TrH[:, i], B_THc.mT, v_TH) for i in rows]
 
 
 def _active_sums(g_Trc: Tensor, A_TrH: Tensor, nB_TcH: Tensor) -> list[Tensor]:
     """`reference_sums` of A and -B: `a > -b` spares the addition in `a + b > 0`, and is the same in floating point."""
     g_Trc = g_Trc.to(compute_dtype(A_TrH.dtype)).unsqueeze(-1)
-
     rows = _cut(A_TrH.shape[1], _GROUPS, A_TrH.device)
     return [torch.where(A_TrH[:, i].unsqueeze(-2) > nB_TcH.unsqueeze(-3), g_Trc[:, i], 0).sum(-2) for i in rows]
 

@@ -31,17 +31,20 @@ _STRIP_BYTES = 2**22
 """Tiles of a matrix that are there at once: few enough to stay in a CPU's cache, and in memory that is used again."""
 
 
+def _settled(kernel: Kernel, A: Tensor, B: Tensor) -> Kernel:
+    """The implementation by the work of all tiles, of which each strip has a part: "auto" is left where it compiles."""
+    return "eager" if kernel == "auto" and A.numel() * B.shape[1] < COMPILE_WORK else kernel
+
+
 def _fused(kernel: Kernel, A: Tensor, cols: int) -> CompiledForms | None:
-    """The compiled forms if they are asked for, or repay themselves and work here."""
+    """The compiled forms if they are asked for, or "auto" and work here."""
     # A compiled program reads memory, which fake and meta tensors lack; other subclasses bring operations of their own.
     if type(A) not in (Tensor, nn.Parameter) or A.is_meta:
         return None
     key = (*A.shape[:2], cols, A.shape[2], A.dtype, A.device)
     if kernel == "compiled":
         return compiled_forms(*key)
-    if kernel == "auto" and A.numel() * cols >= COMPILE_WORK:
-        return working_forms(*key)
-    return None
+    return working_forms(*key) if kernel == "auto" else None
 
 
 def _strips(grid: TileGrid, itemsize: int) -> Iterator[tuple[slice, slice]]:
@@ -62,6 +65,7 @@ def _tiles(kernel: Kernel, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor
 
 def _forward(kernel: Kernel, grid: TileGrid | None, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     """Generate tiles or a matrix: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c] or [R, C]."""
+    kernel = _settled(kernel, A, B)
     if grid is None:
         return _tiles(kernel, A, B, v, b)
     W_RC = A.new_empty(grid.rows, grid.cols)
@@ -84,6 +88,7 @@ def _gradients(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Te
 
 def _backward(kernel: Kernel, grid: TileGrid | None, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensors:
     """The same, also from the gradient of the matrix [R, C]."""
+    kernel = _settled(kernel, A, B)
     if grid is None:
         return _gradients(kernel, g, A, B, v)
     found = tuple(torch.empty_like(x) for x in (A, B, v, b))
