@@ -14,8 +14,9 @@ import gbfunc as gb
 from gbfunc.bench import Case, Genes, Setting
 from gbfunc.bench.live import LiveBytes
 from gbfunc.bench.memory import measure_memory, peak_resident
-from gbfunc.bench.nets import GPT, ResNet, features, sequences
+from gbfunc.bench.nets import GPT, features, sequences
 from gbfunc.bench.variants import build, loss_fn
+from gbfunc.pnets.convnets import ResNet18
 from gbfunc.pnets.mlp import mlp
 
 CPU = Setting(torch.device("cpu"), None, 1)
@@ -41,7 +42,7 @@ def test_gpt_is_causal_and_its_words_are_tied() -> None:
 
 def test_published_sizes() -> None:
     with torch.device("meta"):
-        resnet, gpt = ResNet(64, 10), GPT(30_000, 512, 4, 512, 2048, 8)
+        resnet, gpt = ResNet18(3, 64, 10), GPT(30_000, 512, 4, 512, 2048, 8)
     # torchvision's ResNet-18 has 11,689,512 parameters: a stem of 7 x 7 there, and 1,000 classes.
     assert sum(p.numel() for p in resnet.parameters()) == 11_689_512 - 64 * 3 * (49 - 9) - 513 * 990
     block = 4 * 512 * 512 + 2 * 512 * 2048 + 4 * 512 + 2048 + 512 + 4 * 512

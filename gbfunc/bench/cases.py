@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from gbfunc.bench.nets import GPT, ResNet, features, sequences
+from gbfunc.bench.nets import GPT, features, sequences
 from gbfunc.hypernets import Hypernet, gnet, periodic
+from gbfunc.pnets.convnets import ResNet18
 from gbfunc.pnets.mlp import mlp
 
 Scale = Literal["quick", "full", "cuda"]
@@ -131,7 +132,7 @@ def resnet_case(batch: int, width: int, *more: str) -> Case:
     """Training steps of a ResNet-18 on images of 32 x 32."""
     return Case(
         f"resnet18 {width}",
-        partial(ResNet, width, 10),
+        partial(ResNet18, 3, width, 10),
         partial(features, (batch, 3, 32, 32), 10),
         (*_PERIODIC, *more),
         Genes(periodic(32)),

@@ -1,6 +1,6 @@
-"""P-nets of the cases that are no plain MLPs, written as anyone would: nothing of gbfunc is in them.
+"""A GPT of torchGB's shape, biases included, written as anyone would; and batches of random examples.
 
-Suffixes: B examples of a batch, L positions, E width, V words of the vocabulary, C channels, K classes.
+Suffixes: B examples of a batch, L positions, E width, V words of the vocabulary.
 """
 
 from __future__ import annotations
@@ -58,51 +58,6 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x_BLE = x_BLE + self.out(mixed.transpose(1, 2).flatten(2))
         return x_BLE + self.down(F.gelu(self.up(self.mlp_norm(x_BLE))))
-
-
-class ResNet(nn.Module):
-    """ResNet-18's shape with the stem for CIFAR's images of 32 x 32 (He et al., 2015, sections 4.1 and 4.2).
-
-    Args:
-        width: channels of the first stage; 64 is ResNet-18.
-        classes: units of the output layer.
-    """
-
-    def __init__(self, width: int, classes: int) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-        channels = [width * 2**stage for stage in range(4)]
-        stages: list[nn.Module] = []
-        for stage, out in enumerate(channels):
-            before = channels[max(0, stage - 1)]
-            stages += [Residual(before, out, 1 if stage == 0 else 2), Residual(out, out, 1)]
-        self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(channels[-1], classes)
-
-    def forward(self, x_BChw: Tensor) -> Tensor:
-        """[B, 3, h, w] -> [B, K]."""
-        return self.head(self.stages(self.stem(x_BChw)).mean((-2, -1)))
-
-
-class Residual(nn.Module):
-    """Two convolutions beside a shortcut, which is a 1 x 1 convolution where the shapes differ."""
-
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(channels, out, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(out),
-            nn.ReLU(),
-            nn.Conv2d(out, out, 3, padding=1, bias=False),
-            nn.BatchNorm2d(out),
-        )
-        same = stride == 1 and channels == out
-        shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-        self.shortcut = nn.Identity() if same else shortcut
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, out, h / stride, w / stride]."""
-        return F.relu(self.convolutions(x) + self.shortcut(x))
 
 
 def features(shape: tuple[int, ...], classes: int) -> tuple[Tensor, Tensor]:
