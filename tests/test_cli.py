@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 import gbfunc as gb
 from gbfunc.cli import main
+from gbfunc.cli.fit import dense_trainer, fit, total_steps
 from gbfunc.cli.options import HypernetName
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.pnets import PNETS, mlp
@@ -78,6 +80,26 @@ def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"{metrics['test_accuracy']:.2%}" in told.out
 
     assert main(["eval", "--genome", str(out / "genome.safetensors")]) == 0
+    assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
+
+
+def test_dense_trains_the_net_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--sizes", "64", "24", "10", "--epochs", "2"]
+    assert main(["train", "--dense", *sizes, "--seed", "1", "--out", str(tmp_path)]) == 0
+    metrics, rows = read(tmp_path)
+    assert metrics["network"] == "dense" and metrics["hypernet"] is None
+    assert metrics["genome_params"] == metrics["pnet_params"] == 65 * 24 + 25 * 10 and metrics["val_accuracy"] > 0.5
+    assert {row["run"] for row in rows} == {"dense"}
+    plan, genome = gb.load(tmp_path / "genome.safetensors")
+    assert not genome.gnets and genome.direct.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    # The same as training without gbfunc, on the same schedule and data.
+    task = TASKS["digits"]().with_pnet(PNETS["mlp"](TASKS["digits"]().interface, sizes=(64, 24, 10)))
+    recipe = replace(task.recipe(metrics["genome_params"]), epochs=2)
+    trainer = dense_trainer(task.build(1), task, recipe, total_steps(task, recipe))
+    again = fit(trainer, task, recipe, label="dense", seed=1).history
+    assert again[-1]["train_loss"] == pytest.approx(metrics["train_loss"], rel=1e-4)
+    capsys.readouterr()
+    assert main(["eval", "--genome", str(tmp_path / "genome.safetensors")]) == 0
     assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
 
 

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 import gbfunc as gb
-from gbfunc.cli.job import results_folder
-from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions, find_device
+from gbfunc.cli.job import dense_plan, is_dense, results_folder
+from gbfunc.cli.options import DataOptions, ModelOptions, find_device
 from gbfunc.cli.output import write_figure, write_history, write_metrics
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks.control import (
@@ -26,6 +26,9 @@ from gbfunc.tasks.control import (
 )
 from gbfunc.tasks.environments import EPISODES, Environment, find_environment
 from gbfunc.tasks.ppo import Settings
+
+if TYPE_CHECKING:
+    from gbfunc.cli.train import Train
 
 HIDDEN = (64, 64)
 COMPRESSION = 10.0
@@ -56,10 +59,8 @@ def make_control_job(options: ModelOptions) -> ControlJob:
                          f"and end with its actions, {env.n_actions}; got {' '.join(map(str, sizes))}")  # fmt: skip
     pnet = ActorCritic(env, sizes[1:-1], options.seed)
     compression = options.compression
-    if getattr(options, "dense", False):
-        if compression is not None or options.genome_params is not None:
-            raise ValueError("--dense trains every weight itself: drop --compression and --genome-params")
-        return ControlJob(env, pnet, gb.make_plan(pnet, rules=[(".", None)]))
+    if is_dense(options):
+        return ControlJob(env, pnet, dense_plan(pnet, options))
     if compression is None and options.genome_params is None:
         compression = COMPRESSION
     plan = gb.make_plan(
@@ -72,7 +73,7 @@ def make_control_job(options: ModelOptions) -> ControlJob:
     return ControlJob(env, pnet, plan)
 
 
-def find_settings(env: Environment, options: TrainingOptions) -> Settings:
+def find_settings(env: Environment, options: Train) -> Settings:
     """The environment's settings with the user's own in place.
 
     Raises:
@@ -93,7 +94,7 @@ def find_settings(env: Environment, options: TrainingOptions) -> Settings:
     return replace(settings, lr=lr, env_steps=options.env_steps or settings.env_steps)
 
 
-def run_train(options: TrainingOptions) -> None:
+def run_train(options: Train) -> None:
     """Train, measure what the genome's file holds, write the results, print them."""
     job = make_control_job(options)
     settings = find_settings(job.env, options)

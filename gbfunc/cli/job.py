@@ -100,8 +100,11 @@ def make_job(options: ModelOptions) -> Job:
         genome_params, compression = task.genome_params, None if task.genome_params else _COMPRESSION
     hypernet = None if options.hypernet is None else HYPERNETS[options.hypernet]()
     # Both given is for the plan to refuse.
-    plan = task.plan(pnet, hypernet, genome_params=genome_params, compression=compression)
+    size = {"genome_params": genome_params, "compression": compression}
+    plan = dense_plan(pnet, options) if is_dense(options) else task.plan(pnet, hypernet, **size)
     recipe = task.recipe(plan.genome_params)
+    if is_dense(options):
+        recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None)
     if isinstance(options, TrainingOptions):
         if options.epochs is not None and options.steps is not None:
             raise ValueError(f"give at most one of --epochs and --steps, got {options.epochs} and {options.steps}")
@@ -112,6 +115,23 @@ def make_job(options: ModelOptions) -> Job:
         recipe = replace(recipe, **own)
         check_recipe(recipe)
     return Job(task, recipe, pnet, plan)
+
+
+def is_dense(options: ModelOptions) -> bool:
+    """Whether the p-net's own weights are asked for, in place of a genome."""
+    return bool(getattr(options, "dense", False))
+
+
+def dense_plan(pnet: nn.Module, options: ModelOptions) -> gb.Plan:
+    """The plan that generates nothing: every tensor is a direct parameter.
+
+    Raises:
+        ValueError: for options of a genome beside it.
+    """
+    names = ("genome_params", "compression", "hypernet")
+    if given := [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]:
+        raise ValueError(f"--dense trains every weight itself: drop {' and '.join(given)}")
+    return gb.make_plan(pnet, rules=[(".", None)])
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -14,7 +14,7 @@ HypernetName = Literal["periodic", "gnet", "stochastic", "low_rank", "xox"]
 AUTO = "auto"
 """The value of `--resume` that takes the newest sound checkpoint, if there is any."""
 
-_RECIPE = "(default: the task's recipe)"
+RECIPE = "(default: the task's recipe)"
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,17 @@ class ModelOptions(DataOptions):
 class TrainingOptions(ModelOptions):
     """How to train, and where to write."""
 
-    epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint=_RECIPE)] = None
+    epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
     """Passes over the training examples."""
 
-    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint=_RECIPE)] = None
+    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
     """Training steps, in place of --epochs."""
 
-    batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint=_RECIPE)] = None
+    batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
     """Examples a step."""
 
-    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=_RECIPE)] = None
-    """Peak learning rate of the g-nets."""
-
-    env_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint=_RECIPE)] = None
-    """Length of the control task's training, in steps of its environments together."""
-
-    dense: bool = False
-    """Train the control task's networks themselves, without a genome: the yardstick."""
+    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=RECIPE)] = None
+    """Peak learning rate of the g-nets; with --dense, of all weights."""
 
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, ..."""

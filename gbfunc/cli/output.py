@@ -71,7 +71,7 @@ def write_run(
 def print_metrics(metrics: Mapping[str, Any], measured: Sequence[Metric]) -> None:
     """One genome's figures of merit on standard output."""
     m = metrics
-    table = _table("", f"{m['task']}: genome", "dense p-net", "ratio")
+    table = _table("", f"{m['task']}: {m.get('network', 'genome')}", "dense p-net", "ratio")
     table.add_row("parameters", f"{m['genome_params']:,}", f"{m['pnet_params']:,}", f"{m['ratio_params']:.1f}")
     table.add_row("bytes", f"{m['genome_bytes']:,}", f"{m['dense_bytes']:,}", f"{m['ratio_bytes']:.1f}")
     for split, name in (("val", "validation"), ("test", "test")):

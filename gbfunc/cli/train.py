@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from gbfunc.cli.options import CheckpointOptions, TrainingOptions
+from tyro.conf import FlagCreatePairsOff, arg
+
+from gbfunc.cli.options import RECIPE, CheckpointOptions, TrainingOptions
 from gbfunc.cli.ranks import RankOptions, open_mesh
 
 if TYPE_CHECKING:
@@ -24,6 +26,12 @@ GENOME_FILE = "genome.safetensors"
 class Train(CheckpointOptions, RankOptions):
     """Train a genome on real data; measure it as its file holds it. On many ranks: torchrun ... -m gbfunc train ..."""
 
+    dense: FlagCreatePairsOff[bool] = False
+    """Train the p-net's own weights, without a genome: the yardstick. The file then holds them all."""
+
+    env_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
+    """Length of the control task's training, in steps of its environments together."""
+
     def run(self) -> None:
         """Train, write the results, print them."""
         if self.task == "control":
@@ -32,8 +40,8 @@ class Train(CheckpointOptions, RankOptions):
             from gbfunc.cli.control import run_train
 
             return run_train(self)
-        if self.dense or self.env_steps is not None:
-            raise ValueError(f"--dense and --env-steps are for the control task, got --task {self.task}")
+        if self.env_steps is not None:
+            raise ValueError(f"--env-steps is for the control task, got --task {self.task}")
         from gbfunc.cli.job import make_job, results_folder
         from gbfunc.cli.output import print_metrics, write_run
 
@@ -43,7 +51,7 @@ class Train(CheckpointOptions, RankOptions):
             with results_folder(self.out if mesh.rank == 0 else None) as folder:
                 result, _, metrics = train_genome(job, own, folder, mesh, self.placement)
                 if self.out is not None and mesh.rank == 0:
-                    write_run(folder, metrics, {"genome": result.history}, job.task.metric)
+                    write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task.metric)
                 if mesh.rank == 0:
                     print_metrics(metrics, job.task.metrics)
 
@@ -65,20 +73,21 @@ def train_genome(
     import gbfunc as gb
     from gbfunc.cli.checkpoints import checkpoints
     from gbfunc.cli.fit import fit, genome_trainer, total_steps
-    from gbfunc.cli.job import genome_metrics, read_genome
+    from gbfunc.cli.job import genome_metrics, is_dense, read_genome
     from gbfunc.cli.ranks import rank_metrics
 
-    steps = total_steps(job.task, job.recipe)
+    steps, label = total_steps(job.task, job.recipe), "dense" if is_dense(options) else "genome"
     trainer = genome_trainer(job, steps, options.seed, mesh, placement)
     with checkpoints(options, job, trainer.train_step, steps) as kept:
-        result = fit(trainer, job.task, job.recipe, label="genome", seed=options.seed, checkpoints=kept)
+        result = fit(trainer, job.task, job.recipe, label=label, seed=options.seed, checkpoints=kept)
     path = folder / GENOME_FILE
     step = trainer.train_step
     gb.save(path, job.plan, result.state if step is None else step.gather(result.state))
     plan, _, net = read_genome(path, options, job.task)
     net.to(options.device)
     metrics = genome_metrics(plan, path, net, job.task) | {
-        "hypernet": options.hypernet or job.task.pnet.plan(plan.genome_params).hypernet.type,
+        "network": label,
+        "hypernet": None if is_dense(options) else options.hypernet or job.task.pnet.plan(plan.genome_params).hypernet.type,
         "train_loss": result.history[-1]["train_loss"],
         "seconds": result.seconds,
         "steps": result.steps,
