@@ -84,10 +84,11 @@ def train_genome(
     step = trainer.train_step
     gb.save(path, job.plan, result.state if step is None else step.gather(result.state))
     plan, _, net = read_genome(path, options, job.task)
+    planned = None if is_dense(options) else job.task.pnet.plan(plan.genome_params).hypernet.type
     net.to(options.device)
     metrics = genome_metrics(plan, path, net, job.task) | {
         "network": label,
-        "hypernet": None if is_dense(options) else options.hypernet or job.task.pnet.plan(plan.genome_params).hypernet.type,
+        "hypernet": options.hypernet or planned,
         "train_loss": result.history[-1]["train_loss"],
         "seconds": result.seconds,
         "steps": result.steps,
