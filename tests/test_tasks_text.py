@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gbfunc.cli import main
-from gbfunc.tasks import TASKS, Windows, find_task, token_loss
-from gbfunc.tasks.base import text_metrics
+from gbfunc.tasks import TASKS, Windows, continue_text, find_task, token_loss
+from gbfunc.tasks.base import Net, Task, text_metrics
 from gbfunc.tasks.text import byte_pairs, characters, python_help, read_text
 
 TINY = ["--pnet-config", '{"layers": 1, "width": 16, "heads": 2}', "--task-config", '{"context": 16}']
@@ -147,3 +147,85 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
 def test_options_out_of_range(config: dict) -> None:
     with pytest.raises(ValueError, match="of the text task must be an int >= "):
         find_task("text", None, config)
+
+
+@pytest.fixture(scope="module")
+def help_text() -> Task:
+    return TASKS["text"](context=8)
+
+
+def markov(task: Task, seed: int = 0) -> tuple[Net, torch.Tensor]:
+    """A model that looks at the last token alone, and its table of logits; it refuses to see too much."""
+    n = task.interface.outputs
+    # Two more than the task knows, and the likeliest: they must never be drawn.
+    table = torch.randn(n, n + 2, generator=torch.Generator().manual_seed(seed))
+    table[:, n:] = 50.0
+
+    def net(tokens: torch.Tensor) -> torch.Tensor:
+        assert tokens.shape[0] == 1 and 1 <= tokens.shape[1] <= task.interface.inputs[0]
+        return table[tokens]
+
+    return net, table[:, :n]
+
+
+def test_the_likeliest_text_by_hand(help_text: Task) -> None:
+    net, table = markov(help_text)
+    assert help_text.encode is not None and help_text.decode is not None
+    token, expected = int(help_text.encode("a")[-1]), []
+    for _ in range(20):
+        token = int(table[token].argmax())
+        expected.append(token)
+    prompt = "Python is a"
+    assert continue_text(net, help_text, prompt, 20, temperature=0.0) == help_text.decode(expected)
+    # So little warmth changes nothing, and does not overflow.
+    assert continue_text(net, help_text, prompt, 20, temperature=1e-300) == help_text.decode(expected)
+
+
+def test_text_is_drawn_as_the_logits_have_it(help_text: Task) -> None:
+    n = help_text.interface.outputs
+    logits = torch.randn(n, generator=torch.Generator().manual_seed(3))
+    drawn = continue_text(lambda x: logits.expand(*x.shape, n), help_text, "a", 4_000, temperature=0.7, seed=1)
+    assert help_text.encode is not None
+    counts = torch.bincount(help_text.encode(drawn), minlength=n)
+    expected = 4_000 * (logits / 0.7).softmax(0)
+    # Pearson's statistic has mean n - 1 and variance 2 (n - 1), a little more for rare tokens.
+    assert float(((counts - expected) ** 2 / expected).sum()) < n + 8 * math.sqrt(2 * n)
+
+
+def test_a_seed_decides_what_is_written(help_text: Task) -> None:
+    net, _ = markov(help_text)
+    first, again, other = (continue_text(net, help_text, "a", 50, seed=s) for s in (0, 0, 1))
+    assert first == again != other and len(first) == 50
+
+
+def test_a_text_from_the_command_line(verse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, genome = ["--data-dir", str(verse), *TINY[2:]], tmp_path / "genome.safetensors"
+    options = ["--compression", "2", "--steps", "2", "--out", str(tmp_path)]
+    assert main(["train", "--task", "text", *data, *TINY[:2], *options]) == 0
+    capsys.readouterr()
+    sample = ["sample", *data, "--pnet-config", '{"heads": 2}', "--genome", str(genome)]
+    assert main([*sample, "--prompt", "To be", "--tokens", "40"]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("To be") and len(told.out) == len("To be") + 40 + 1 and not told.err
+    assert set(told.out) <= set(verse.read_text()) | {"\n"}
+    for wrong, message in (
+        (["--prompt", ""], "the prompt must hold at least one character"),
+        (["--prompt", "Où"], "no 'O', 'ù' among the 17 characters of the text"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be a number >= 0, got -1.0"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature must be a number >= 0, got nan"),
+        (["--prompt", "a", "--tokens", "0"], "tokens must be an int >= 1, got 0"),
+        (["--prompt", "a", "--seed", "-1"], "--seed must be at least 0"),
+        (["--prompt", "a", "--genome", str(verse)], "verse.txt"),
+    ):
+        assert main([*sample, *wrong]) == 2
+        told = capsys.readouterr()
+        assert told.err.startswith("gbfunc: error: ") and message in told.err and told.err.count("\n") == 1
+        assert not told.out
+
+
+def test_what_has_no_text_writes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--sizes", "64", "8", "10", "--steps", "1", "--genome-params", "120"]
+    assert main(["train", *sizes, "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["sample", "--task", "digits", "--genome", str(tmp_path / "genome.safetensors")]) == 2
+    assert "the task digits has no text to go on from" in capsys.readouterr().err

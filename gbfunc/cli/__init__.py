@@ -1,4 +1,4 @@
-"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `compare`, `bench`."""
+"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `sample`, `compare`, `bench`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from gbfunc.cli.compare import Compare
 from gbfunc.cli.demo import Demo
 from gbfunc.cli.eval import Eval
 from gbfunc.cli.plan import Plan
+from gbfunc.cli.sample import Sample
 from gbfunc.cli.train import Train
 
 __all__ = ["main"]
@@ -27,6 +28,7 @@ Command = (
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gbfunc as gb
-from gbfunc.cli.job import dense_plan, is_dense, results_folder
+from gbfunc.cli.job import check_seed, dense_plan, is_dense, results_folder
 from gbfunc.cli.options import DataOptions, ModelOptions, find_device
 from gbfunc.cli.output import write_figure, write_history, write_metrics
 from gbfunc.hypernets import HYPERNETS
@@ -50,8 +50,7 @@ def make_control_job(options: ModelOptions) -> ControlJob:
         ImportError: if gymnasium is missing.
         ValueError: for options that do not fit the task, or each other.
     """
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"--seed must be at least 0 and below 2**63, got {options.seed}")
+    check_seed(options.seed)
     env = find_environment(options.env)
     sizes = options.sizes or (env.n_obs, *HIDDEN, env.n_actions)
     if len(sizes) < 3 or min(sizes) < 1 or (sizes[0], sizes[-1]) != (env.n_obs, env.n_actions):

@@ -88,8 +88,7 @@ def make_job(options: ModelOptions) -> Job:
         ValueError: if the options do not fit each other or the task.
         FileNotFoundError: if the data is missing.
     """
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"--seed must be at least 0 and below 2**63, got {options.seed}")
+    check_seed(options.seed)
     device = find_device(options.device if isinstance(options, TrainingOptions) else "cpu")
     task = load_task(options, options.sizes).to(device)
     pnet = task.build(options.seed).to(device)
@@ -132,6 +131,12 @@ def dense_plan(pnet: nn.Module, options: ModelOptions) -> gb.Plan:
     if given := [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]:
         raise ValueError(f"--dense trains every weight itself: drop {' and '.join(given)}")
     return gb.make_plan(pnet, rules=[(".", None)])
+
+
+def check_seed(seed: int) -> None:
+    """Raise `ValueError` for a seed that no generator takes."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed must be at least 0 and below 2**63, got {seed}")
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -23,7 +23,7 @@ from gbfunc.tasks.cifar10 import cifar10
 from gbfunc.tasks.data import Batch, Data, Split, Windows, endless_batches, epoch_batches, hold_out, steps_per_epoch
 from gbfunc.tasks.digits import digits
 from gbfunc.tasks.mnist import fashion_mnist, mnist
-from gbfunc.tasks.text import text
+from gbfunc.tasks.text import continue_text, text
 
 __all__ = [
     "TASKS",
@@ -36,6 +36,7 @@ __all__ = [
     "Task",
     "Windows",
     "accuracy",
+    "continue_text",
     "endless_batches",
     "epoch_batches",
     "find_task",

@@ -171,6 +171,7 @@ class Task:
         loss: `(net, batch) -> (loss, figures of the batch)`.
         evaluate: `(net, split) -> {metric: value}`.
         metrics: what `evaluate` measures, the one to judge by first.
+        encode: text to tokens [N], for a task of texts; `ValueError` for what it has no tokens for.
         decode: tokens to text, for a task of texts.
     """
 
@@ -186,6 +187,7 @@ class Task:
     loss: LossFn = loss_fn
     evaluate: Evaluate = classification_metrics
     metrics: tuple[Metric, ...] = ACCURACY
+    encode: Callable[[str], Tensor] | None = None
     decode: Callable[[list[int]], str] | None = None
 
     @property

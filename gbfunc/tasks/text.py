@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.pnets import PNETS, Interface, PNet
-from gbfunc.tasks.base import LOSS, Recipe, Task, text_metrics, token_loss
+from gbfunc.tasks.base import LOSS, Net, Recipe, Task, logits_of, text_metrics, token_loss
 from gbfunc.tasks.data import Windows
 
 TRAIN_PART, TEST_PART = 0.85, 0.05
@@ -24,7 +25,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         size: tokens.
-        encode: text to tokens [N].
+        encode: text to tokens [N]; `ValueError` for what it has no tokens for.
         decode: tokens to text.
     """
 
@@ -74,6 +75,7 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
         loss=token_loss,
         evaluate=text_metrics,
         metrics=LOSS,
+        encode=tokens.encode,
         decode=tokens.decode,
     )
 
@@ -133,6 +135,10 @@ def characters(source: str) -> Tokens:
     number = {char: i for i, char in enumerate(alphabet)}
 
     def encode(part: str) -> Tensor:
+        if unknown := sorted(set(part) - number.keys()):
+            raise ValueError(
+                f"no {', '.join(map(repr, unknown[:10]))} among the {len(alphabet)} characters of the text"
+            )
         return torch.tensor([number[char] for char in part])
 
     return Tokens(len(alphabet), encode, lambda tokens: "".join(alphabet[t] for t in tokens))
@@ -160,3 +166,46 @@ def byte_pairs(source: str, vocabulary: int) -> Tokens:
         return torch.tensor(tokenizer.encode(part).ids)
 
     return Tokens(tokenizer.get_vocab_size(), encode, lambda tokens: tokenizer.decode(tokens))
+
+
+@torch.no_grad()
+def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
+    """Let a language model write: each token is drawn given those before it, as many as the model can see.
+
+    Args:
+        net: maps tokens [1, L] to logits [1, L, V], on the CPU.
+        task: of texts.
+        prompt: what it goes on from.
+        tokens: how many it writes.
+        temperature: divides the logits before the softmax: below 1 is more careful, 0 takes the likeliest token.
+        seed: of what is drawn.
+
+    Returns:
+        What follows the prompt.
+
+    Raises:
+        ValueError: for a task without texts, a prompt that is empty or has characters that the text has not, or
+            numbers out of range.
+    """
+    if task.encode is None or task.decode is None:
+        raise ValueError(f"the task {task.name} has no text to go on from: take one that encodes and decodes")
+    if not prompt:
+        raise ValueError("the prompt must hold at least one character, got an empty one")
+    if type(tokens) is not int or tokens < 1:
+        raise ValueError(f"tokens must be an int >= 1, got {tokens!r}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be a number >= 0, got {temperature!r}")
+    (context,) = task.interface.inputs
+    generator = torch.Generator().manual_seed(seed)
+    written = task.encode(prompt).tolist()
+    # A model may have room for more tokens than the task has.
+    start, known = len(written), task.interface.outputs
+    for _ in range(tokens):
+        logits_V = logits_of(net(torch.tensor([written[-context:]])))[0, -1, :known].double()
+        if temperature == 0:
+            written.append(int(logits_V.argmax()))
+        else:
+            # Of the largest logit first: a temperature near 0 must not overflow.
+            weights_V = ((logits_V - logits_V.max()) / temperature).softmax(0)
+            written.append(int(torch.multinomial(weights_V, 1, generator=generator)))
+    return task.decode(written[start:])
