@@ -180,6 +180,7 @@ def test_damaged_npz(tmp_path: Path) -> None:
     for own, more, message in (
         (labels + 9, {}, "labels 0 to 9, got 9 to 12"),
         (labels[:3], {}, "as many labels"),
+        (np.array(7), {}, "as many labels, got .* uint8 \\(\\)"),
         (labels, {"exact": np.ones(3, bool)}, "of each of 4 images"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -191,6 +192,8 @@ def test_missing_files(folder: Path, tmp_path: Path) -> None:
         find_task("cifar10", None, {})
     with pytest.raises(FileNotFoundError, match="no such folder: .*nowhere"):
         find_task("cifar10", tmp_path / "nowhere", {})
+    with pytest.raises(FileNotFoundError, match="holds neither CIFAR-10's python batches nor cifar10_train"):
+        find_task("cifar10", tmp_path, {})
     (folder / "cifar-10-batches-py" / "data_batch_3").unlink()
     with pytest.raises(FileNotFoundError, match="no such CIFAR-10 batch: .*data_batch_3"):
         find_task("cifar10", folder, {})

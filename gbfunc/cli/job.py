@@ -51,8 +51,6 @@ def load_task(options: DataOptions, sizes: tuple[int, ...] | None = None) -> Tas
         FileNotFoundError: if its data is missing.
         ImportError: if a package is missing.
     """
-    if options.task == "control":
-        raise ValueError("the control task has no examples: it knows the commands plan, train and eval")
     task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config))
     config = read_json("--pnet-config", options.pnet_config)
     if sizes is not None:

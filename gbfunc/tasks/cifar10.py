@@ -92,6 +92,8 @@ def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
         return read_packed(packed[0][0]), read_packed(packed[1][0])
     inner = data_dir / "cifar-10-batches-py"
     folder = inner if inner.is_dir() else data_dir
+    if not any(folder.glob("data_batch_*")):
+        raise FileNotFoundError(f"{folder} holds neither CIFAR-10's python batches nor cifar10_train*.npz")
     parts = [read_batch(folder / f"data_batch_{i}") for i in range(1, 6)]
     images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return (images, labels), read_batch(folder / "test_batch")
@@ -111,7 +113,7 @@ def read_packed(path: Path) -> Images:
                 raise ValueError(f"it would unpack to {size:,} bytes")
         with np.load(path, allow_pickle=False) as arrays:
             delta, labels = arrays["delta"], arrays["labels"]
-            exact = arrays["exact"] if "exact" in arrays else np.ones(len(labels), bool)
+            exact = arrays["exact"] if "exact" in arrays else np.ones(labels.shape, bool)
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise ValueError(f"{path} is not a sound CIFAR-10 .npz: {error}") from error
     n = len(labels) if labels.ndim == 1 else 0
