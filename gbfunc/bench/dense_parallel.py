@@ -78,7 +78,8 @@ class CollectiveBytes(TorchDispatchMode):
 
     A ring moves no more (Patarasuk and Yuan, 2009): of a tensor of n bytes on N ranks, each rank sends (N - 1) / N n
     to gather or to reduce-scatter it and 2 (N - 1) / N n to all-reduce it. A broadcast is (N - 1) n in all, the mean
-    over ranks (N - 1) / N n. In an exchange (all-to-all) a rank sends all but its own share.
+    over ranks (N - 1) / N n. In an exchange (all-to-all) a rank sends all but its own share;
+    what ranks send each other by themselves counts as it is.
 
     Attributes:
         sent: bytes that this rank sends.
@@ -106,6 +107,10 @@ class CollectiveBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _sent(self, name: str, args: Sequence[Any]) -> float:
+        if name == "send":
+            return sum(t.nbytes for t in args[0])
+        if name == "recv_":
+            return 0.0
         if name == "alltoall_base_":
             own, splits = args[1], args[4]
             kept = splits[self._rank] / len(own) if splits and len(own) else 1 / self._ranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.collective.mesh import Axis, AxisName, Mesh
-from gbfunc.collective.wire import Sizes, exchange_gather, exchange_scatter, uses_nccl
+from gbfunc.collective.wire import Sizes, Way, exchange_gather, exchange_scatter, way_of
 
 
 class _Call(NamedTuple):
@@ -21,34 +21,34 @@ class _Call(NamedTuple):
     Attributes:
         sizes: rows of every rank, for each tensor.
         axis: the ranks.
-        nccl: whether they have nccl's collectives.
+        way: how they exchange rows.
         mute: whether this rank's gradients count for nothing, whatever they are.
         mesh: counts and names failures; None while a graph is compiled.
     """
 
     sizes: tuple[Sizes, ...]
     axis: Axis
-    nccl: bool
+    way: Way
     mute: bool
     mesh: Mesh | None
 
 
 def _gather(call: _Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if call.mesh is None:
-        return tuple(exchange_gather(x, s, call.axis, call.nccl) for x, s in zip(xs, call.sizes, strict=True))
+        return exchange_gather(xs, call.sizes, call.axis, call.way)
     call.mesh.traffic.add("gather", sum(x.nbytes for x in xs) * (call.axis.size - 1))
     with call.mesh.faults.named("a gather"):
-        return tuple(exchange_gather(x, s, call.axis, call.nccl) for x, s in zip(xs, call.sizes, strict=True))
+        return exchange_gather(xs, call.sizes, call.axis, call.way)
 
 
 def _scatter(call: _Call, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if call.mesh is None:
-        return tuple(exchange_scatter(x, s, call.axis, call.nccl) for x, s in zip(xs, call.sizes, strict=True))
+        return exchange_scatter(xs, call.sizes, call.axis, call.way)
     own = call.axis.index
     rows = ((x.nbytes // max(1, len(x)), sum(s) - s[own]) for x, s in zip(xs, call.sizes, strict=True))
     call.mesh.traffic.add("reduce_scatter", sum(width * others for width, others in rows))
     with call.mesh.faults.named("a reduce-scatter"):
-        return tuple(exchange_scatter(x, s, call.axis, call.nccl) for x, s in zip(xs, call.sizes, strict=True))
+        return exchange_scatter(xs, call.sizes, call.axis, call.way)
 
 
 def _rows_first(xs: tuple[Tensor, ...], in_dims: tuple[int | None, ...], batch: int) -> list[Tensor]:
@@ -153,5 +153,5 @@ def _apply(
     if ranks.size == 1:
         return xs
     compiling = torch.compiler.is_compiling()
-    call = _Call(tuple(sizes), ranks, uses_nccl(ranks), mute, None if compiling else mesh)
+    call = _Call(tuple(sizes), ranks, way_of(ranks), mute, None if compiling else mesh)
     return list((plain if compiling else forward_mode).apply(call, *xs))

@@ -1,14 +1,15 @@
 """The collectives themselves, on flat or row-wise tensors without graph; each counts what it sends.
 
-All but the sums are one `all_to_all_single`: it takes uneven and empty shares without padding, and gloo's own
-reduce-scatter is an all-reduce inside (measured: twice the bytes).
+All but the sums are exchanges of uneven, maybe empty shares, without padding. On gloo ranks send to each other: its own
+reduce-scatter is an all-reduce inside (measured: twice the bytes), and its all-to-all sends in one direction at a time
+(measured: twice the time on a slow link). A compiled graph, which knows no sends, has the all-to-all.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,41 +20,94 @@ from gbfunc.collective.mesh import Axis, AxisName, Mesh
 Sizes = tuple[int, ...]
 """Rows of every rank along an axis."""
 
+Way = Literal["nccl", "all_to_all", "sends"]
+"""How rows are exchanged: by nccl's collectives, by one all-to-all, or rank by rank."""
+
 # Names of torch 2.13; before it, those that 2.13 deprecates.
 _gather_even: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_even: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchange_gather(x: Tensor, sizes: Sizes, axis: Axis, nccl: bool) -> Tensor:
-    """Rows of all ranks: [own, ...] -> [sum(sizes), ...]."""
-    x = x.contiguous()
+def exchange_gather(xs: Sequence[Tensor], sizes: Sequence[Sizes], axis: Axis, way: Way) -> tuple[Tensor, ...]:
+    """Rows of all ranks, tensor by tensor: [own, ...] -> [sum(sizes), ...]."""
+    if way != "sends":
+        return tuple(_gather_at_once(x.contiguous(), s, axis, way) for x, s in zip(xs, sizes, strict=True))
+    whole, given, taken = [], [], []
+    for x, rows in zip(xs, sizes, strict=True):
+        out = x.new_empty((sum(rows), *x.shape[1:]))
+        parts = list(out.split(list(rows)))
+        parts[axis.index].copy_(x)
+        whole.append(out)
+        given.append([parts[axis.index]] * axis.size)
+        taken.append(parts)
+    _send(given, taken, axis)
+    return tuple(whole)
+
+
+def exchange_scatter(xs: Sequence[Tensor], sizes: Sequence[Sizes], axis: Axis, way: Way) -> tuple[Tensor, ...]:
+    """The sum over ranks of this rank's rows, tensor by tensor: [sum(sizes), ...] -> [own, ...]."""
+    if way != "sends":
+        return tuple(_scatter_at_once(x.contiguous(), s, axis, way) for x, s in zip(xs, sizes, strict=True))
+    given, taken = [], []
+    for x, rows in zip(xs, sizes, strict=True):
+        parts = x.contiguous().split(list(rows))
+        own = parts[axis.index]
+        given.append(parts)
+        taken.append([own if rank == axis.index else torch.empty_like(own) for rank in range(axis.size)])
+    _send(given, taken, axis)
+    return tuple(_total(parts) for parts in taken)
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in the order of ranks: it does not depend on who came first."""
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def _send(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], axis: Axis) -> None:
+    """Send `given[i][rank]` to every other rank, and receive `taken[i][rank]` from it; empty ones stay where they are.
+
+    Receives come first: gloo tells a sender that its receiver is ready on the connection that the receiver's own rows
+    take, and behind these if they were there before.
+    """
+    others = [(r, dist.get_global_rank(axis.group, r)) for r in range(axis.size) if r != axis.index]
+    works: list[Any] = []
+    for parts in taken:
+        works += [dist.irecv(parts[r], who, group=axis.group) for r, who in others if parts[r].numel()]
+    for parts in given:
+        works += [dist.isend(parts[r], who, group=axis.group) for r, who in others if parts[r].numel()]
+    for work in works:
+        work.wait()
+
+
+def _gather_at_once(x: Tensor, sizes: Sizes, axis: Axis, way: Way) -> Tensor:
     out = x.new_empty((sum(sizes), *x.shape[1:]))
-    if nccl and len(set(sizes)) == 1:
+    if way == "nccl" and len(set(sizes)) == 1:
         _gather_even(out, x, group=axis.group)
         return out
-    own = sizes[axis.index]
     many = x.repeat(axis.size, *(1 for _ in x.shape[1:]))
-    dist.all_to_all_single(out, many, list(sizes), [own] * axis.size, group=axis.group)
+    dist.all_to_all_single(out, many, list(sizes), [sizes[axis.index]] * axis.size, group=axis.group)
     return out
 
 
-def exchange_scatter(x: Tensor, sizes: Sizes, axis: Axis, nccl: bool) -> Tensor:
-    """The sum over ranks of this rank's rows: [sum(sizes), ...] -> [own, ...]."""
-    x = x.contiguous()
+def _scatter_at_once(x: Tensor, sizes: Sizes, axis: Axis, way: Way) -> Tensor:
     own = sizes[axis.index]
-    if nccl and len(set(sizes)) == 1:
+    if way == "nccl" and len(set(sizes)) == 1:
         out = x.new_empty((own, *x.shape[1:]))
         _scatter_even(out, x, group=axis.group)
         return out
     parts = x.new_empty((axis.size * own, *x.shape[1:]))
     dist.all_to_all_single(parts, x, [own] * axis.size, list(sizes), group=axis.group)
-    # In the order of ranks, so the sum does not depend on who came first.
     return parts.reshape(axis.size, own, *x.shape[1:]).sum(0)
 
 
-def uses_nccl(axis: Axis) -> bool:
-    """Whether an axis has collectives of nccl, whose even forms are the fast ones."""
-    return axis.group is not None and dist.get_backend(axis.group) == "nccl"
+def way_of(axis: Axis) -> Way:
+    """How the ranks of an axis exchange rows."""
+    if axis.group is not None and dist.get_backend(axis.group) == "nccl":
+        return "nccl"
+    return "all_to_all" if torch.compiler.is_compiling() else "sends"
 
 
 def gather_rows(mesh: Mesh, x: Tensor, sizes: Sizes, axis: AxisName = "world") -> Tensor:
@@ -67,7 +121,7 @@ def gather_rows(mesh: Mesh, x: Tensor, sizes: Sizes, axis: AxisName = "world") -
         return x
     mesh.traffic.add("gather", x.nbytes * (ranks.size - 1))
     with mesh.faults.named("a gather"):
-        return exchange_gather(x, sizes, ranks, uses_nccl(ranks))
+        return exchange_gather([x], [sizes], ranks, way_of(ranks))[0]
 
 
 def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
