@@ -138,7 +138,11 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
         read_text(tmp_path)
     with pytest.raises(ValueError, match="b.txt holds no text"):
         read_text(tmp_path / "b.txt")
-    (tmp_path / "b.txt").write_text("too short for windows")
+    (tmp_path / "b.txt").write_bytes(b"fine" + bytes(3_000))
+    with pytest.raises(ValueError, match="b.txt is damaged or no text: it has a NUL at character 4"):
+        read_text(tmp_path / "b.txt")
+    (tmp_path / "b.txt").write_text("too short for windows", encoding="utf-8-sig")
+    assert read_text(tmp_path / "b.txt") == "too short for windows"
     with pytest.raises(ValueError, match="b.txt is too short: a part of it has 17 tokens, and a window needs 65"):
         TASKS["text"](data_dir=tmp_path / "b.txt")
 

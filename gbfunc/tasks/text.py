@@ -106,7 +106,7 @@ def read_text(path: Path) -> str:
 
     Raises:
         FileNotFoundError: if there is none.
-        ValueError: if a folder has several, or the file is too large, empty or not UTF-8.
+        ValueError: if a folder has several, or the file is too large, empty, not UTF-8 or has a NUL.
     """
     if path.is_dir():
         found = sorted(path.glob("*.txt"))
@@ -121,11 +121,14 @@ def read_text(path: Path) -> str:
     if (size := path.stat().st_size) > _MAX_BYTES:
         raise ValueError(f"{path} has {size:,} bytes, a text may have {_MAX_BYTES:,}")
     try:
-        found_text = path.read_bytes().decode("utf-8")
+        # Some editors write a mark of the byte order first, which is no character of the text.
+        found_text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text in UTF-8 (byte {error.start:,})") from error
     if not found_text.strip():
         raise ValueError(f"{path} holds no text")
+    if "\0" in found_text:
+        raise ValueError(f"{path} is damaged or no text: it has a NUL at character {found_text.index(chr(0)):,}")
     return found_text
 
 
