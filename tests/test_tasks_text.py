@@ -80,7 +80,7 @@ def test_the_built_in_text() -> None:
     task = TASKS["text"]()
     assert len(task.train) > 3_000 and task.interface.tokens and task.interface.inputs == (64,)
     assert task.decode is not None
-    parts = [task.decode(s.tokens.tolist()) for s in (task.train, task.test, task.val)]
+    parts = [task.decode(s.tokens.tolist()) for s in (task.test, task.train, task.val)]
     assert "".join(parts) == python_help()
     assert 0.09 < len(parts[2]) / len(python_help()) < 0.11
 
