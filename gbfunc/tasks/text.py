@@ -15,7 +15,7 @@ from gbfunc.tasks.base import LOSS, Net, Recipe, Task, logits_of, text_metrics, 
 from gbfunc.tasks.data import Windows
 
 TEST_PART, VAL_PART = 0.05, 0.1
-"""The last tenth validates and all up to it trains, as is usual for tiny shakespeare; only its beginning is the test."""
+"""The last tenth validates and all up to it trains, as is usual for tiny shakespeare; the test is the beginning."""
 
 _MAX_BYTES = 1 << 30
 
