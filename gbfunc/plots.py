@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -129,12 +129,15 @@ def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str
     return figure
 
 
-def tradeoff_curves(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], ylabel: str) -> Figure:
+def tradeoff_curves(
+    curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], ylabel: str, *, yscale: str = "linear"
+) -> Figure:
     """A metric against bytes (logarithmic): a line a method through the means, a bar from least to largest seed.
 
     Args:
         curves: points (bytes, metric of each seed) of each method by its label.
         ylabel: what the metric is, with its unit.
+        yscale: `"linear"`, or `"log"` for errors: it tells 1 % from 2 % beside one of 70 %.
 
     Raises:
         ValueError: if there is no method, or one without points or seeds.
@@ -157,10 +160,15 @@ def tradeoff_curves(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]
         }
         axes.errorbar(sizes, means, yerr=(down, up), capsize=3, label=label, **style)
     axes.set(xlabel="everything needed to run (bytes, logarithmic)", ylabel=ylabel, xscale="log")
+    if yscale == "log":
+        # Clipped: where a seed makes no error, its bar ends at the edge.
+        axes.set_yscale(yscale, nonpositive="clip")
     # Less than a decade may be shown, of which the default labels every minor tick, one over the other.
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    for axis, formatter in ((axes.xaxis, EngFormatter(unit="B")), (axes.yaxis, StrMethodFormatter("{x:g}"))):
+        if axis.get_scale() == "log":
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(formatter)
+            axis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -80,6 +80,16 @@ def test_tradeoff_curves_show_mean_and_spread_against_bytes() -> None:
     assert png(figure).startswith(b"\x89PNG")
 
 
+def test_errors_on_a_logarithmic_axis() -> None:
+    figure = tradeoff_curves({"a": [(4_000, [0.0, 2.0]), (1_000, [70.0])]}, "test error (%)", yscale="log")
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    low, high = axes.get_ylim()
+    shown = [t.get_text() for t in axes.get_yticklabels() if low <= t.get_position()[1] <= high]
+    assert axes.get_yscale() == "log" and set(shown) >= {"2", "5", "10", "20", "50"}
+    assert png(figure).startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("curves", [{}, {"a": []}, {"a": [(1, [])]}])
 def test_tradeoff_curves_want_points(curves: dict) -> None:
     with pytest.raises(ValueError, match="at least one method"):

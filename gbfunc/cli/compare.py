@@ -15,7 +15,10 @@ from tyro.conf import FlagCreatePairsOff, arg
 from gbfunc.cli.options import DataOptions
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from gbfunc.compare import Method, Problem, Results, Row
+    from gbfunc.tasks import Metric
 
 _WIDTH = 150
 
@@ -54,7 +57,6 @@ class Compare(DataOptions):
         from gbfunc.bench.report import machine_name
         from gbfunc.cli.output import make_folder, write_figure, write_metrics
         from gbfunc.compare import METHODS, read_results, run_missing, to_json
-        from gbfunc.plots import tradeoff_curves
 
         methods = {name: METHODS[name] for name in self._method_names(METHODS)}
         problems = self._problems()
@@ -77,9 +79,7 @@ class Compare(DataOptions):
             write_metrics(folder / "compare.json", about | to_json(results))
         curves = curves_of(results, problems, methods)
         if any(curves.values()):
-            metric = problems[0].task.metric
-            label = f"test {metric.label} ({metric.unit})"
-            write_figure(folder / "tradeoff.png", tradeoff_curves(curves, label))
+            write_figure(folder / "tradeoff.png", tradeoff_figure(curves, problems[0].task.metric))
         print_tradeoff(results, problems, methods)
 
     def _problems(self) -> list[Problem]:
@@ -119,6 +119,16 @@ def curves_of(
             if rows := rows_of(results, problem, name):
                 points[name].append((mean(row.bytes for row in rows), shown_values(problem, rows)))
     return {name: found for name, found in points.items() if found}
+
+
+def tradeoff_figure(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], metric: Metric) -> Figure:
+    """`tradeoff_curves` of a metric; parts of one are shown by what they lack, on a logarithmic axis."""
+    from gbfunc.plots import tradeoff_curves
+
+    if metric.unit != "%" or not metric.higher_is_better:
+        return tradeoff_curves(curves, f"test {metric.label} ({metric.unit})")
+    errors = {name: [(size, [100 - value for value in seeds]) for size, seeds in c] for name, c in curves.items()}
+    return tradeoff_curves(errors, f"test error = 100 - {metric.label} (%, logarithmic)", yscale="log")
 
 
 def rows_of(results: Results, problem: Problem, method: str) -> list[Row]:
