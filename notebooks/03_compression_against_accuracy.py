@@ -72,10 +72,10 @@ for name, label in methods.items():
 curves = {}
 for name, label in methods.items():
     points = [[row for row in results.rows if row.method == name and row.size == size] for size in sizes]
-    found = [(sum(r.bytes for r in rows) / len(rows), [100 * r.test for r in rows]) for rows in points if rows]
+    found = [(sum(r.bytes for r in rows) / len(rows), [100 - 100 * r.test for r in rows]) for rows in points if rows]
     if found:
         curves[label] = found
-figure = tradeoff_curves(curves, "test accuracy (%), 3 seeds")
+figure = tradeoff_curves(curves, "test error (%, logarithmic), 3 seeds", yscale="log")
 figure.axes[0].set_title("Digits, every method at the same bytes")
 figure
 
