@@ -16,16 +16,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def hidden_sums(A: Tensor, B: Tensor, v: Tensor) -> Tensor:
-    """Tiles before their bias, in the precision of the sums: [..., r, H], [..., c, H], [..., H] -> [..., r, c]."""
-    A_rH, B_cH, v_H = (x.to(compute_dtype(A.dtype)) for x in (A, B, v))
-    hidden_rcH = torch.relu(A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3))
-    return (hidden_rcH * v_H.unsqueeze(-2).unsqueeze(-2)).sum(-1)
-
-
 def reference_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     """Generate tiles by their definition: [..., r, H], [..., c, H], [..., H], [...] -> [..., r, c]."""
-    return (hidden_sums(A, B, v) + b[..., None, None].to(compute_dtype(A.dtype))).to(A.dtype)
+    A_rH, B_cH, v_H, b_11 = (x.to(compute_dtype(A.dtype)) for x in (A, B, v, b[..., None, None]))
+    hidden_rcH = torch.relu(A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3))
+    return ((hidden_rcH * v_H.unsqueeze(-2).unsqueeze(-2)).sum(-1) + b_11).to(A.dtype)
 
 
 def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +18,45 @@ from torch import Tensor, nn
 from gbfunc.kernels.chunked import DEFAULT_MAX_BYTES, RowMap, Tensors, apply_row_map, batch_tiles, row_jvp, row_vjp
 from gbfunc.kernels.compiled import CompiledForms, compiled_forms, working_forms
 from gbfunc.kernels.eager import block_size, eager_sums, eager_tiles
+from gbfunc.kernels.native import native_gradients, native_tiles, working_library
 from gbfunc.kernels.reference import compute_dtype, reference_tiles, traced_tiles
 from gbfunc.tiling import TileGrid, copy_from_tiles, copy_to_tiles, join_stack, split_stack
 from gbfunc.types import Kernel
 
-COMPILE_WORK = 2**24
-"""Hidden activations T r c H from which `kernel="auto"` compiles: a step then gains about 10 ms, which repays the 10 to
-20 s of a first compilation within some thousand steps."""
+COMPILE_WORK = 2**20
+"""Hidden activations T r c H from which `kernel="auto"` compiles. Below, the eager form is a few broadcast passes; from
+there on a training repays the compilation: some seconds, on a CPU once for all shapes and processes."""
 
 
 _STRIP_BYTES = 2**22
 """Tiles of a matrix that are there at once: few enough to stay in a CPU's cache, and in memory that is used again."""
 
 
-def _settled(kernel: Kernel, A: Tensor, B: Tensor) -> Kernel:
+def _settled(kernel: Kernel, A: Tensor, B: Tensor) -> Literal["native", "compiled", "auto", "eager"]:
     """The implementation by the work of all tiles, of which each strip has a part: "auto" is left where it compiles."""
-    return "eager" if kernel == "auto" and A.numel() * B.shape[1] < COMPILE_WORK else kernel
-
-
-def _fused(kernel: Kernel, A: Tensor, cols: int) -> CompiledForms | None:
-    """The compiled forms if they are asked for, or "auto" and work here."""
+    work = A.numel() * B.shape[1]
     # A compiled program reads memory, which fake and meta tensors lack; other subclasses bring operations of their own.
-    if type(A) not in (Tensor, nn.Parameter) or A.is_meta:
-        return None
+    if type(A) not in (Tensor, nn.Parameter) or A.is_meta or not work:
+        return "eager"
+    if kernel not in ("auto", "compiled") or (kernel == "auto" and work < COMPILE_WORK):
+        return "eager"
+    if A.device.type == "cpu":
+        return "native" if kernel == "compiled" or working_library() else "eager"
+    return kernel
+
+
+def _fused(kernel: str, A: Tensor, cols: int) -> CompiledForms | None:
+    """The forms of `torch.compile` if they are asked for, or "auto" and work here."""
     key = (*A.shape[:2], cols, A.shape[2], A.dtype, A.device)
     if kernel == "compiled":
         return compiled_forms(*key)
     return working_forms(*key) if kernel == "auto" else None
+
+
+def _stacked(A: Tensor, B: Tensor) -> TileGrid:
+    """A stack of tiles [T, r, c] is the matrix [T r, c] of its tiles."""
+    (tiles, rows, _), cols = A.shape, B.shape[1]
+    return TileGrid(tiles * rows, cols, rows, cols)
 
 
 def _strips(grid: TileGrid, itemsize: int) -> Iterator[tuple[slice, slice]]:
@@ -58,28 +70,29 @@ def _strips(grid: TileGrid, itemsize: int) -> Iterator[tuple[slice, slice]]:
         yield slice(first * grid.n_cols, (first + n) * grid.n_cols), rows
 
 
-def _tiles(kernel: Kernel, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
+def _tiles(kernel: str, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     fused = _fused(kernel, A, B.shape[1])
     return eager_tiles(A, B, v, b, block_size(A.device)) if fused is None else fused.tiles(A, B, v, b)
 
 
 def _forward(kernel: Kernel, grid: TileGrid | None, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     """Generate tiles or a matrix: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c] or [R, C]."""
-    kernel = _settled(kernel, A, B)
+    form = _settled(kernel, A, B)
+    if form == "native":
+        W = native_tiles(A, B, v, b, grid or _stacked(A, B))
+        return W if grid is not None else W.view(*A.shape[:2], B.shape[1])
     if grid is None:
-        return _tiles(kernel, A, B, v, b)
+        return _tiles(form, A, B, v, b)
     W_RC = A.new_empty(grid.rows, grid.cols)
     for t, rows in _strips(grid, A.itemsize):
-        copy_from_tiles(W_RC[rows], _tiles(kernel, A[t], B[t], v[t], b[t]), grid)
+        copy_from_tiles(W_RC[rows], _tiles(form, A[t], B[t], v[t], b[t]), grid)
     return W_RC
 
 
-def _gradients(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Tensors:
+def _gradients(kernel: str, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Tensors:
     """Gradients of A, B, v and b, as large as they are, from that of the tiles [T, r, c]."""
     fused = _fused(kernel, A, B.shape[1])
-    if fused is not None:
-        return fused.gradients(g, A, B, v)
-    SA, SB = eager_sums(g, A, B, block_size(A.device))
+    SA, SB = eager_sums(g, A, B, block_size(A.device)) if fused is None else fused.sums(g, A, B)
     dv, v_T1H = (A * SA).sum(1) + (B * SB).sum(1), v.unsqueeze(1).to(SA.dtype)
     db = g.sum((-2, -1), dtype=SA.dtype)
     # In place: the sums are fresh, and as large as the inputs.
@@ -88,16 +101,18 @@ def _gradients(kernel: Kernel, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Te
 
 def _backward(kernel: Kernel, grid: TileGrid | None, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensors:
     """The same, also from the gradient of the matrix [R, C]."""
-    kernel = _settled(kernel, A, B)
+    form = _settled(kernel, A, B)
+    if form == "native":
+        return native_gradients(g, A, B, v, grid or _stacked(A, B))
     if grid is None:
-        return _gradients(kernel, g, A, B, v)
+        return _gradients(form, g, A, B, v)
     found = tuple(torch.empty_like(x) for x in (A, B, v, b))
     g_Trc = None
     for t, rows in _strips(grid, A.itemsize):
         # One buffer for all: fresh memory costs more than what is written there.
         g_Trc = g.new_empty(len(A[t]), grid.tile_rows, grid.tile_cols) if g_Trc is None else g_Trc
         copy_to_tiles(g_Trc, g[rows], grid)
-        for whole, part in zip(found, _gradients(kernel, g_Trc, A[t], B[t], v[t]), strict=True):
+        for whole, part in zip(found, _gradients(form, g_Trc, A[t], B[t], v[t]), strict=True):
             whole[t] = part
     return found
 
@@ -202,10 +217,11 @@ def relu_tiles(
         B: pre-activations of the columns [..., c, H].
         v: weights of the last layer [..., H].
         b: its bias [...].
-        kernel: "eager" works in blocks of bounded memory; "compiled" makes a fused kernel for each shape, which takes
-            seconds at the first call; "auto" is "compiled" from `COMPILE_WORK` hidden activations on, and "eager" below
-            and, after one warning, where `torch.compile` does not work; "reference" is the plain expression, of
-            O(T r c H) memory.
+        kernel: "eager" works in blocks of bounded memory; "compiled" is, on a CPU, a C++ loop that is compiled once and
+            kept, in `$XDG_CACHE_HOME/gbfunc` or `~/.cache/gbfunc`, and elsewhere a fused kernel that `torch.compile`
+            makes for each shape, in seconds at the first call; "auto" is "compiled" from `COMPILE_WORK` hidden
+            activations on, and "eager" below and, after one warning, where nothing can be compiled; "reference" is the
+            plain expression, of O(T r c H) memory.
         grid: of the one matrix that the tiles of A [T, r, H] make; it is then written at once, and its tiles are never
             all in memory.
 
@@ -213,6 +229,7 @@ def relu_tiles(
         The tiles [..., r, c], or the matrix [R, C].
 
     Raises:
+        RuntimeError: if "compiled" is asked for, and there is no C++ compiler that works.
         TypeError: if the dtypes differ or are not floating point.
         ValueError: if the shapes do not fit or `kernel` is unknown.
     """

@@ -1,0 +1,125 @@
+"""The tile of a ReLU g-net on a CPU, by `native.cpp`: one pass over the matrix forward and one backward, no tiles.
+
+Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gbfunc.kernels.reference import compute_dtype
+from gbfunc.tiling import TileGrid
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
+"""By what torch found on this machine. Never -march=native: a home folder may be shared by machines of many kinds."""
+
+
+def _command() -> list[str]:
+    """The compiler and its flags.
+
+    Raises:
+        RuntimeError: if there is no compiler.
+    """
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
+    if found is None:
+        looked_for = f"CXX={os.environ['CXX']!r}" if named else "c++, g++ and clang++"
+        raise RuntimeError(f"the compiled ReLU kernel needs a C++ compiler, found none of {looked_for} on the path")
+    flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
+    # Apple's compiler has no OpenMP; there the loops run on one thread.
+    return [found, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
+
+
+def _folder() -> Path:
+    """Where compiled kernels are kept between processes."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.gettempdir())
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernel: from the cache, or made in some seconds.
+
+    Raises:
+        RuntimeError: if there is no compiler, or it fails.
+    """
+    command = _command()
+    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]
+    place = _folder() / f"relu_{digest}.so"
+    if not place.exists():
+        # Beside its place, and renamed when whole: other processes may build it at the same time, or be killed.
+        handle, name = tempfile.mkstemp(".so", ".relu_", place.parent)
+        os.close(handle)
+        try:
+            made = subprocess.run([*command, str(_SOURCE), "-o", name], capture_output=True, text=True)
+            if made.returncode:
+                raise RuntimeError(f"{shlex.join(command)} failed on the ReLU kernel: {made.stderr.strip()[-2000:]}")
+            os.replace(name, place)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    return ctypes.CDLL(str(place))
+
+
+@functools.cache
+def working_library() -> bool:
+    """Whether the compiled kernel is to be had here; after one warning if it is not."""
+    try:
+        library()
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"{error}; large ReLU ensembles use the slower eager kernel. Install a C++ compiler, or ask for "
+            "kernel='eager' to silence this",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _call(direction: str, grid: TileGrid, hidden: int, parts: int, *arrays: Tensor) -> None:
+    kind = {torch.float32: "f32", torch.float64: "f64"}[arrays[0].dtype]
+    sizes = (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden, parts)
+    getattr(library(), f"relu_{direction}_{kind}")(
+        *(ctypes.c_void_p(x.data_ptr()) for x in arrays), (ctypes.c_int64 * 6)(*sizes), torch.get_num_threads()
+    )
+
+
+def _parts(grid: TileGrid) -> int:
+    """Parts of a tile that are work items of their own: enough items for threads of uneven speed."""
+    return max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
+
+
+def native_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
+    """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
+    inputs = [x.detach().to(compute_dtype(x.dtype)).contiguous() for x in (A, B, v, b)]
+    W_RC = inputs[0].new_empty(grid.rows, grid.cols)
+    _call("forward", grid, A.shape[2], _parts(grid), *inputs, W_RC)
+    return W_RC.to(A.dtype)
+
+
+def native_gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
+    """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
+    inputs = [x.detach().to(compute_dtype(x.dtype)).contiguous() for x in (g, A, B, v)]
+    parts, (tiles, _, hidden) = _parts(grid), A.shape
+    dA = torch.zeros_like(inputs[1])
+    shared = [dA.new_zeros(parts, *shape) for shape in (B.shape, (tiles, hidden), (tiles,))]
+    _call("backward", grid, hidden, parts, *inputs, dA, *shared)
+    return tuple(x.to(A.dtype) for x in (dA, *(x.sum(0) if parts > 1 else x[0] for x in shared)))
