@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp
@@ -14,6 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from gbfunc.kernels import relu_tiles
 from gbfunc.types import Kernel
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on the path"
+)
+FAST = ["eager", pytest.param("compiled", marks=NEEDS_COMPILER)]
+"""The forms that are used, each to be held against the reference."""
 
 Shape = tuple[int, int, int, int]
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

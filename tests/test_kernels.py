@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import (
+    FAST,
     FIRST_ORDER,
+    NEEDS_COMPILER,
     TRANSFORMS,
     Shape,
     assert_trees_close,
@@ -36,14 +38,16 @@ SEEDS = st.integers(0, 2**32)
 # --- every form agrees with the definition -------------------------------------------------------------------------
 
 
-@given(SHAPES, SEEDS, st.sampled_from(["reference", "eager", "auto"]))
-def test_values_and_gradients_equal_the_oracle(shape: Shape, seed: int, kernel: Kernel) -> None:
+@pytest.mark.parametrize("kernel", ["reference", *FAST])
+@given(SHAPES, SEEDS)
+def test_values_and_gradients_equal_the_oracle(kernel: Kernel, shape: Shape, seed: int) -> None:
     case = draw(shape, seed, torch.float32)
     check(with_gradients(case, kernel), case, 1e-5)
 
 
-@given(SHAPES, SEEDS, st.sampled_from([torch.bfloat16, torch.float16]), st.sampled_from(["reference", "eager"]))
-def test_half_precisions_round_once(shape: Shape, seed: int, dtype: torch.dtype, kernel: Kernel) -> None:
+@pytest.mark.parametrize("kernel", ["reference", *FAST])
+@given(SHAPES, SEEDS, st.sampled_from([torch.bfloat16, torch.float16]))
+def test_half_precisions_round_once(kernel: Kernel, shape: Shape, seed: int, dtype: torch.dtype) -> None:
     case = draw(shape, seed, dtype)
     found = with_gradients(case, kernel)
     if kernel == "reference":  # autograd also rounds the gradient of each cast
@@ -61,37 +65,41 @@ def test_blocks_of_any_size_give_the_same_tiles_and_sums(shape: Shape, seed: int
     check([eager_tiles(A, B, v, b, block), *gradients], case, 1e-5)
 
 
+@pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("shape", [(40, 30, 35, 30), (1, 1100, 1000, 2)], ids=["tiles", "rows"])
-def test_large_cases_take_several_blocks(shape: Shape) -> None:
+def test_large_cases_take_several_blocks(shape: Shape, kernel: Kernel) -> None:
     case = draw(shape)
-    for found, expected in zip(with_gradients(case, "eager"), with_gradients(case, "reference"), strict=True):
+    for found, expected in zip(with_gradients(case, kernel), with_gradients(case, "reference"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_eager_takes_non_contiguous_inputs() -> None:
+@pytest.mark.parametrize("kernel", FAST)
+def test_non_contiguous_inputs(kernel: Kernel) -> None:
     g, A, B, v, b = draw((3, 4, 5, 6))
     strided = (g.mT.contiguous().mT, A.mT.contiguous().mT, B.flip(0).flip(0), v.T.contiguous().T, b.flip(0).flip(0))
-    for found, expected in zip(with_gradients(strided, "eager"), with_gradients((g, A, B, v, b), "eager"), strict=True):
+    for found, expected in zip(with_gradients(strided, kernel), with_gradients((g, A, B, v, b), kernel), strict=True):
         torch.testing.assert_close(found, expected)
 
 
 # --- derivatives of every order and mode, and transforms -----------------------------------------------------------
 
 
-def test_derivatives_equal_finite_differences() -> None:
+@pytest.mark.parametrize("kernel", FAST)
+def test_derivatives_equal_finite_differences(kernel: Kernel) -> None:
     leaves = tuple(x.requires_grad_() for x in draw((2, 3, 4, 3))[1:])
 
     def tiles(*x: Tensor) -> Tensor:
-        return relu_tiles(*x, kernel="eager")
+        return relu_tiles(*x, kernel=kernel)
 
     assert torch.autograd.gradcheck(tiles, leaves, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(tiles, leaves, check_fwd_over_rev=True)
 
 
+@pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_agree_with_those_of_the_reference(name: str) -> None:
+def test_transforms_agree_with_those_of_the_reference(name: str, kernel: Kernel) -> None:
     transform, leaves = TRANSFORMS[name], draw((2, 3, 4, 3))[1:]
-    assert_trees_close(transform(relu_objective("eager"))(*leaves), transform(relu_objective("reference"))(*leaves))
+    assert_trees_close(transform(relu_objective(kernel))(*leaves), transform(relu_objective("reference"))(*leaves))
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
@@ -110,16 +118,20 @@ def _of_grid(grid: TileGrid, dtype: torch.dtype = torch.float64) -> tuple[Tensor
     return draw((grid.n_tiles, grid.tile_rows, grid.tile_cols, 3), dtype=dtype)[1:]
 
 
-@pytest.mark.parametrize("strip", [1, 2**22], ids=["strips", "whole"])
+@pytest.mark.parametrize(
+    ("kernel", "strip"),
+    [("eager", 1), ("eager", 2**22), pytest.param("compiled", 0, marks=NEEDS_COMPILER)],
+    ids=["eager strips", "eager whole", "compiled"],
+)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_matrix_and_its_derivatives_equal_the_joined_tiles(
-    grid: TileGrid, strip: int, monkeypatch: pytest.MonkeyPatch
+    grid: TileGrid, strip: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relu_tile, "_STRIP_BYTES", strip)
     leaves = tuple(x.requires_grad_() for x in _of_grid(grid))
 
     def matrix(*x: Tensor) -> Tensor:
-        return relu_tiles(*x, kernel="eager", grid=grid)
+        return relu_tiles(*x, kernel=kernel, grid=grid)
 
     expected = join_tiles(relu_tiles(*leaves, kernel="reference"), grid)
     torch.testing.assert_close(matrix(*leaves), expected, rtol=1e-12, atol=1e-12)
@@ -127,37 +139,39 @@ def test_matrix_and_its_derivatives_equal_the_joined_tiles(
     assert torch.autograd.gradgradcheck(matrix, leaves, check_fwd_over_rev=True)
 
 
-def test_strips_are_compiled_where_the_whole_matrix_repays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_is_compiled_where_the_whole_of_it_repays_that(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(relu_tile, "_STRIP_BYTES", 1)
-    monkeypatch.setattr(relu_tile, "working_forms", lambda tiles, *_: asked.append(tiles))
+    monkeypatch.setattr(relu_tile, "working_library", lambda: asked.append(1))
     grid = GRIDS[0]
     leaves = [x.requires_grad_() for x in _of_grid(grid)]
     work = leaves[0].numel() * grid.tile_cols
-    for least, expected in ((work, [grid.n_cols] * 2 * grid.n_rows), (work + 1, [])):
+    for least, expected in ((work, [1, 1]), (work + 1, [])):
         monkeypatch.setattr(relu_tile, "COMPILE_WORK", least)
         torch.autograd.grad(relu_tiles(*leaves, grid=grid).sum(), leaves)
         assert asked == expected
         asked.clear()
 
 
+@pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("name", ["vmap", "vmap of grad", "grad of vmap", "jvp of vmap of grad"])
-def test_matrices_under_transforms(name: str) -> None:
+def test_matrices_under_transforms(name: str, kernel: Kernel) -> None:
     grid = GRIDS[0]
     leaves = tuple(torch.stack([x, x + 1]) for x in _of_grid(grid))
 
-    def objective(kernel: Kernel) -> Callable[..., Tensor]:
-        return lambda *x: relu_tiles(*x, kernel=kernel, grid=grid).square().sum()
+    def objective(form: Kernel) -> Callable[..., Tensor]:
+        return lambda *x: relu_tiles(*x, kernel=form, grid=grid).square().sum()
 
-    found, expected = (TRANSFORMS[name](objective(kernel))(*leaves) for kernel in ("eager", "reference"))
+    found, expected = (TRANSFORMS[name](objective(form))(*leaves) for form in (kernel, "reference"))
     assert_trees_close(found, expected)
 
 
-def test_a_matrix_takes_the_memory_of_its_weights() -> None:
+@pytest.mark.parametrize("kernel", FAST)
+def test_a_matrix_takes_the_memory_of_its_weights(kernel: Kernel) -> None:
     grid = TileGrid(2000, 2000, 100, 100)
     leaves = [x.requires_grad_() for x in draw((grid.n_tiles, 100, 100, 4), dtype=torch.float32)[1:]]
     g = torch.ones(2000, 2000)
-    peak = peak_of(lambda: torch.autograd.grad(relu_tiles(*leaves, kernel="eager", grid=grid), leaves, g))
+    peak = peak_of(lambda: torch.autograd.grad(relu_tiles(*leaves, kernel=kernel, grid=grid), leaves, g))
     assert peak <= 3 * g.nbytes
 
 

@@ -85,7 +85,7 @@ def working_library() -> bool:
         library()
     except (OSError, RuntimeError) as error:
         warnings.warn(
-            f"{error}; large ReLU ensembles use the slower eager kernel. Install a C++ compiler, or ask for "
+            f"{error}; large ReLU ensembles use the slower eager kernel; install a C++ compiler, or ask for "
             "kernel='eager' to silence this",
             RuntimeWarning,
             stacklevel=2,
@@ -94,11 +94,17 @@ def working_library() -> bool:
     return True
 
 
+_THREAD_WORK = 2**16
+"""Hidden activations that repay one more thread: about 10 us."""
+
+
 def _call(direction: str, grid: TileGrid, hidden: int, parts: int, *arrays: Tensor) -> None:
     kind = {torch.float32: "f32", torch.float64: "f64"}[arrays[0].dtype]
     sizes = (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden, parts)
     getattr(library(), f"relu_{direction}_{kind}")(
-        *(ctypes.c_void_p(x.data_ptr()) for x in arrays), (ctypes.c_int64 * 6)(*sizes), torch.get_num_threads()
+        *(ctypes.c_void_p(x.data_ptr()) for x in arrays),
+        (ctypes.c_int64 * 6)(*sizes),
+        min(torch.get_num_threads(), 1 + grid.numel * hidden // _THREAD_WORK),
     )
 
 

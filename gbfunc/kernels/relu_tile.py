@@ -32,11 +32,21 @@ _STRIP_BYTES = 2**22
 """Tiles of a matrix that are there at once: few enough to stay in a CPU's cache, and in memory that is used again."""
 
 
-def _settled(kernel: Kernel, A: Tensor, B: Tensor) -> Literal["native", "compiled", "auto", "eager"]:
+def _has_memory(x: Tensor) -> bool:
+    """Whether a compiled program can read it: fake and meta tensors hold nothing, others bring their own operations."""
+    if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+        return False
+    try:
+        x.data_ptr()
+    except RuntimeError:  # batched by `torch.autograd.grad(is_grads_batched=True)`
+        return False
+    return True
+
+
+def _settled(kernel: Kernel, A: Tensor, B: Tensor, *others: Tensor) -> Literal["native", "compiled", "auto", "eager"]:
     """The implementation by the work of all tiles, of which each strip has a part: "auto" is left where it compiles."""
     work = A.numel() * B.shape[1]
-    # A compiled program reads memory, which fake and meta tensors lack; other subclasses bring operations of their own.
-    if type(A) not in (Tensor, nn.Parameter) or A.is_meta or not work:
+    if not work or not all(map(_has_memory, (A, B, *others))):
         return "eager"
     if kernel not in ("auto", "compiled") or (kernel == "auto" and work < COMPILE_WORK):
         return "eager"
@@ -77,7 +87,7 @@ def _tiles(kernel: str, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
 
 def _forward(kernel: Kernel, grid: TileGrid | None, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     """Generate tiles or a matrix: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c] or [R, C]."""
-    form = _settled(kernel, A, B)
+    form = _settled(kernel, A, B, v, b)
     if form == "native":
         W = native_tiles(A, B, v, b, grid or _stacked(A, B))
         return W if grid is not None else W.view(*A.shape[:2], B.shape[1])
@@ -101,7 +111,7 @@ def _gradients(kernel: str, g: Tensor, A: Tensor, B: Tensor, v: Tensor) -> Tenso
 
 def _backward(kernel: Kernel, grid: TileGrid | None, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensors:
     """The same, also from the gradient of the matrix [R, C]."""
-    form = _settled(kernel, A, B)
+    form = _settled(kernel, A, B, v, g)
     if form == "native":
         return native_gradients(g, A, B, v, grid or _stacked(A, B))
     if grid is None:
