@@ -22,7 +22,7 @@ from gbfunc.pnets import n_params
 from gbfunc.tasks import Net, Task
 from gbfunc.types import Params
 
-RATES = (3e-2, 1e-1, 3e-1)
+RATES = (3e-2, 1e-1, 3e-1, 1.0)
 
 
 def subspace_weights(task: Task, d: int, seed: int) -> Callable[[Tensor], Params]:
