@@ -177,7 +177,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
     {
         "full": MappingProxyType(
             {
-                "small_mlp": (_small_mlp("periodic compiled step", "relu eager", "naive"),),
+                "small_mlp": (_small_mlp("periodic compiled step", *_RELU, "naive"),),
                 "mlp_2048": (_square(2048, 256, *_RELU, "naive"),),
                 "mlp_4096": (_square(4096, 256),),
                 "generation": (generation_case(2048, ("periodic materialised", *_RELU, "naive")),),
@@ -196,8 +196,8 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
                 "gpt": (gpt_case(2, 64, 2_000, 2, 128, 512, "relu eager"),),
                 "resnet18": (resnet_case(4, 16),),
                 "remat": (remat_case(12, 512, 64),),
-                "growth_weights": growth_weights((352, 704, 1408), 256),
-                "growth_features": growth_features(704, (8, 32, 128), 64),
+                "growth_weights": growth_weights((352, 1408), 256),
+                "growth_features": growth_features(704, (8, 128), 64),
             }
         ),
         "cuda": MappingProxyType(

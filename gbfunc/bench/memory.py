@@ -62,6 +62,7 @@ def run_steps(case: Case, variant: str, setting: Setting) -> Memory:
     tiny = build(_tiny(case), variant, setting)
     tiny.step()
     del tiny
+    gc.freeze()  # a collection that looked at the libraries' million objects would take longer than the steps
     meter = _Meter(setting.device)
     built = build(case, variant, setting)
     gc.collect()
@@ -81,7 +82,6 @@ class _Meter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        gc.collect()
         self._before = self._now()
         self.restart()
 
