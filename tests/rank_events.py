@@ -6,12 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from rank_cases import ADAMW, SGD, batches, pnet_of, squared
 from ranks import PATIENCE
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.func import grad, jvp, vmap
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,7 +126,13 @@ def refusals(mesh: Mesh) -> dict[str, str]:
     other = nn.Linear(3, 3)
     own_plan = gb.make_plan(other)
     found["plan"] = outcome(lambda: gb.make_train_step(own_plan, other, squared, ADAMW, mesh=mesh))
-    found["DDP"] = outcome(lambda: gb.make_plan(DistributedDataParallel(nn.Linear(3, 3))))
+    wrappers: dict[str, Callable[[nn.Module], Any]] = {"DDP": DistributedDataParallel, "FSDP2": fully_shard}
+    wrappers["FSDP"] = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    for name, wrap in wrappers.items():
+        # As a whole, and a layer inside.
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        inside = nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3))
+        found[name] = outcome(lambda n=wrap(net): gb.make_plan(n)) + outcome(lambda n=inside: gb.make_plan(n))
     for name, options in {
         "remat": {"placement": "sharded", "remat": "layer"},
         "lazy": {"placement": "sharded", "lazy": True},

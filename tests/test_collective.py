@@ -54,7 +54,9 @@ def test_what_cannot_be_is_refused_in_words(world: int) -> None:
         assert "train_step.shard(state)" in found["whole"]
         assert re.search(r"different from rank 0 are rank 1 in direct/0\.bias$", found["drift"])
         assert re.search(r"same torch\.manual_seed.*rank 1 in plan", found["plan"])
-        assert "pass the module inside it (ddp.module)" in found["DDP"]
+        for name, words in (("DDP", "(ddp.module)"), ("FSDP", "before wrapping it"), ("FSDP2", "before fully_shard")):
+            whole, inside = found[name].split("ValueError: ")[1:]
+            assert words in whole and words in inside and "at '0'" in inside
         assert "placement='replicated'" in found["remat"] and "placement='factors'" in found["lazy"]
         assert "got 'elsewhere'" in found["placement"]
         assert "must be scalars" in found["aux"] and "global batch is empty" in found["empty"]
