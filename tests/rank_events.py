@@ -130,9 +130,8 @@ def refusals(mesh: Mesh) -> dict[str, str]:
     wrappers["FSDP"] = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
     for name, wrap in wrappers.items():
         # As a whole, and a layer inside.
-        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        inside = nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3))
-        found[name] = outcome(lambda n=wrap(net): gb.make_plan(n)) + outcome(lambda n=inside: gb.make_plan(n))
+        nets = (wrap(nn.Sequential(nn.Linear(3, 3))), nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3)))
+        found[name] = "".join(outcome(lambda n=net: gb.make_plan(n)) for net in nets)
     for name, options in {
         "remat": {"placement": "sharded", "remat": "layer"},
         "lazy": {"placement": "sharded", "lazy": True},

@@ -58,5 +58,5 @@ def test_each_rank_holds_its_share_of_the_genome() -> None:
 @pytest.mark.parametrize(("world", "name"), [*((2, name) for name in COMPILED), (4, "compile sharded")])
 def test_compiled_steps_on_ranks(world: int, name: str) -> None:
     arguments = {"data": WORLDS[world], "names": [name]}
-    for found in run_ranks(world, "rank_cases:run_cases", arguments=arguments, timeout=500):
+    for found in run_ranks(world, "rank_cases:run_cases", arguments=arguments, timeout=900):
         assert_equal(found[name], EAGER[name](None), 1e-9)

@@ -64,6 +64,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "periodic materialised": Variant("periodic", {"lazy": False}),
         "periodic lazy": Variant("periodic", {"lazy": True}),
         "periodic auto": Variant("periodic", {"lazy": "auto"}),
+        "periodic saved": Variant("periodic", {"lazy": "auto"}),
         "periodic compiled step": Variant("periodic", {"lazy": "auto", "compile": True}),
         "periodic remat generate": Variant("periodic", {"lazy": False, "remat": "generate"}),
         "periodic remat layer": Variant("periodic", {"lazy": False, "remat": "layer"}),
@@ -73,7 +74,8 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "naive": Variant("relu", {}),
     }
 )
-"""Every variant by name. "naive" is `gbfunc.bench.naive`, the others' generation is the library's."""
+"""Every variant by name. "naive" is `gbfunc.bench.naive`, the others' generation is the library's; "periodic saved"
+begins to write a checkpoint before every step."""
 
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
 _RELU = ("relu eager", "relu compiled")
@@ -147,6 +149,17 @@ def remat_case(layers: int, width: int, batch: int) -> Case:
     return mlp_case(sizes, batch, variants, name=f"remat {layers}x{width}", counted=4 * width * width)
 
 
+def checkpoint_case(sizes: tuple[int, ...], batch: int, features_: int, max_tile: int) -> Case:
+    """Training steps of an MLP while their state is written, and while it is not."""
+    return Case(
+        f"checkpoint {'-'.join(map(str, sizes))} tiles {max_tile}",
+        partial(mlp, sizes, 0),
+        partial(features, (batch, sizes[0]), sizes[-1]),
+        ("periodic auto", "periodic saved"),
+        Genes(periodic(features_), max_tile),
+    )
+
+
 def growth_weights(widths: tuple[int, ...], batch: int) -> tuple[Case, ...]:
     """Two square layers of growing width."""
     variants = ("dense", "periodic materialised", "periodic lazy")
@@ -160,6 +173,7 @@ def growth_features(width: int, features_: tuple[int, ...], batch: int) -> tuple
     return tuple(mlp_case(sizes, batch, variants, features_=h, name=f"mlp {width} H={h}") for h in features_)
 
 
+_WIDE = (2048, 2048, 2048, 10)
 _SMALL = (784, 256, 256, 64, 10)
 
 
@@ -184,6 +198,10 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
                 "gpt": (gpt_case(4, 512, 30_000, 4, 512, 2048, "relu compiled"),),
                 "resnet18": (resnet_case(16, 64, "relu compiled"),),
                 "remat": (remat_case(24, 2048, 256),),
+                # 81,418 parameters (103x), and 1,041,610.
+                "checkpoint": tuple(
+                    checkpoint_case((2048, 2048, 2048, 10), 256, h, t) for h, t in ((32, 256), (36, 64))
+                ),
                 "growth_weights": growth_weights((704, 1440, 2880, 5664), 256),
                 "growth_features": growth_features(2048, (8, 16, 32, 64, 128, 256), 256),
             }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,7 +87,8 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     elif variant == "naive":
         step = _naive(plan, pnet, case, setting)
     else:
-        step = genome_step(plan, pnet, _batch(case, setting), setting.lr, amp=setting.amp, **options)
+        save = variant == "periodic saved"
+        step = genome_step(plan, pnet, _batch(case, setting), setting.lr, save=save, amp=setting.amp, **options)
     return Built(step, numel, genes.hypernet.size or 0)
 
 
@@ -120,18 +124,38 @@ def _dense(net: nn.Module, case: Case, setting: Setting) -> Step:
     return step
 
 
-def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
-    """The library's training step with such options, its state donated as the command line does."""
+def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: bool = False, **options: Any) -> Step:
+    """The library's training step with such options, its state donated as the command line does.
+
+    Args:
+        plan: the plan.
+        pnet: the p-net.
+        batch: the one batch.
+        lr: learning rate.
+        save: begin to write a checkpoint before every step; it waits for the one before if that is not on disk yet.
+        options: of `make_train_step`.
+    """
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, **options)
     state = train_step.init(seed=0)
+    folder = tempfile.mkdtemp(prefix="gbfunc-bench-") if save else ""
+    checkpointer = gb.Checkpointer(folder, train_step) if save else None
 
     def step() -> Tensor:
         nonlocal state
+        if checkpointer is not None:
+            checkpointer.save(state)
         state, info = train_step(state, batch)
         return info.loss
 
+    if checkpointer is not None:
+        weakref.finalize(step, _clear, checkpointer, folder)
     return step
+
+
+def _clear(checkpointer: gb.Checkpointer, folder: str) -> None:
+    checkpointer.close()
+    shutil.rmtree(folder)
 
 
 def _naive(plan: Plan, pnet: nn.Module, case: Case, setting: Setting) -> Step:
