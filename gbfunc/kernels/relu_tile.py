@@ -29,7 +29,8 @@ there on a training repays the compilation: some seconds, on a CPU once for all 
 
 
 _STRIP_BYTES = 2**22
-"""Tiles of a matrix that are there at once: few enough to stay in a CPU's cache, and in memory that is used again."""
+"""Tiles of a matrix that are there at once on a CPU: few enough to stay in its cache, and in memory that is used again.
+Elsewhere they are 16 times as many, to repay a launch."""
 
 
 def _has_memory(x: Tensor) -> bool:
@@ -69,11 +70,12 @@ def _stacked(A: Tensor, B: Tensor) -> TileGrid:
     return TileGrid(tiles * rows, cols, rows, cols)
 
 
-def _strips(grid: TileGrid, itemsize: int) -> Iterator[tuple[slice, slice]]:
+def _strips(grid: TileGrid, like: Tensor) -> Iterator[tuple[slice, slice]]:
     """Cut a matrix into equal numbers of rows of tiles: tiles and rows of each, row [T] and matrix [R] slices."""
-    row_bytes = grid.n_cols * grid.tile_rows * grid.tile_cols * itemsize
+    row_bytes = grid.n_cols * grid.tile_rows * grid.tile_cols * like.itemsize
+    most = _STRIP_BYTES if like.device.type == "cpu" else 16 * _STRIP_BYTES
     # Of one number, because every shape is compiled.
-    fit = [n for n in range(1, grid.n_rows + 1) if grid.n_rows % n == 0 and n * row_bytes <= _STRIP_BYTES]
+    fit = [n for n in range(1, grid.n_rows + 1) if grid.n_rows % n == 0 and n * row_bytes <= most]
     n = max(fit, default=1)
     for first in range(0, grid.n_rows, n):
         rows = slice(first * grid.tile_rows, min(grid.rows, (first + n) * grid.tile_rows))
@@ -94,7 +96,7 @@ def _forward(kernel: Kernel, grid: TileGrid | None, A: Tensor, B: Tensor, v: Ten
     if grid is None:
         return _tiles(form, A, B, v, b)
     W_RC = A.new_empty(grid.rows, grid.cols)
-    for t, rows in _strips(grid, A.itemsize):
+    for t, rows in _strips(grid, A):
         copy_from_tiles(W_RC[rows], _tiles(form, A[t], B[t], v[t], b[t]), grid)
     return W_RC
 
@@ -118,7 +120,7 @@ def _backward(kernel: Kernel, grid: TileGrid | None, g: Tensor, A: Tensor, B: Te
         return _gradients(form, g, A, B, v)
     found = tuple(torch.empty_like(x) for x in (A, B, v, b))
     g_Trc = None
-    for t, rows in _strips(grid, A.itemsize):
+    for t, rows in _strips(grid, A):
         # One buffer for all: fresh memory costs more than what is written there.
         g_Trc = g.new_empty(len(A[t]), grid.tile_rows, grid.tile_cols) if g_Trc is None else g_Trc
         copy_to_tiles(g_Trc, g[rows], grid)
