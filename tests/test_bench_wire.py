@@ -20,7 +20,18 @@ from gbfunc.bench.dense_parallel import CollectiveBytes
 from gbfunc.bench.launch import RankError, run_ranks
 from gbfunc.bench.links import can_make_links, open_loopback, open_switch
 from gbfunc.bench.variants import loss_fn
-from gbfunc.bench.wire import CASES, PLACEMENTS, VARIANTS, Found, Measured, Pace, Row, measure_ranks, rows_of
+from gbfunc.bench.wire import (
+    CASES,
+    PLACEMENTS,
+    VARIANTS,
+    Found,
+    Measured,
+    Pace,
+    Row,
+    expected_seconds,
+    measure_ranks,
+    rows_of,
+)
 from gbfunc.cli import main
 from gbfunc.cli.bench_wire import print_wire
 from gbfunc.plots import grouped_bars
@@ -131,6 +142,14 @@ def test_a_collective_without_a_formula_is_refused() -> None:
 def made_up(seconds: float, wire: float, counted: float, busiest: float | None = None) -> list[Measured]:
     own = Measured([seconds] * 3, wire, counted, counted if busiest is None else busiest, [1.0], None)
     return [own, own]
+
+
+def test_the_expected_time_is_that_of_the_steps() -> None:
+    # 1 MB at 10 Mbit/s takes 0.84 s, headers included, so 1 + 2 steps fit a pace of two seconds; at 100 Mbit/s 1 + 20.
+    loopback: Found = {("c", "loopback"): {"ddp": made_up(0.0, 1e6, 1e6)}}
+    slow, fast = 1e6 * 8 / 1e7 * 1514 / 1448, 1e6 * 8 / 1e8 * 1514 / 1448
+    found = expected_seconds(loopback, ["10mbit", "100mbit"], Pace(2.0, 20, 1.0))
+    assert found == pytest.approx(3 * slow + 21 * fast)
 
 
 def test_rows_are_measured_where_a_link_was_and_modelled_else() -> None:

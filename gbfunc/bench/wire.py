@@ -233,5 +233,15 @@ def modelled_seconds(loopback: Sequence[Measured], mbit: float) -> float:
     return statistics.median(loopback[0].seconds) + waited
 
 
+def expected_seconds(loopback: Found, links: Sequence[str], pace: Pace) -> float:
+    """About how long slow links will take: the modelled time of all the steps that are to be timed there."""
+    total = 0.0
+    for variants in loopback.values():
+        for mbit in (LINKS[link] for link in links):
+            steps = [modelled_seconds(m, mbit) for m in variants.values() if mbit is not None]
+            total += sum(s * (1 + min(pace.steps, int(pace.seconds / s))) for s in steps)
+    return total
+
+
 def _mean(found: Sequence[Measured], by: str) -> float:
     return statistics.fmean(getattr(m, by) for m in found)

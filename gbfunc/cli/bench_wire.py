@@ -56,7 +56,7 @@ def measure_wire(
     from gbfunc.bench.links import can_make_links
     from gbfunc.bench.rank import one_rank_ratios
     from gbfunc.bench.report import machine_name
-    from gbfunc.bench.wire import measure_ranks, rows_of
+    from gbfunc.bench.wire import expected_seconds, measure_ranks, rows_of
     from gbfunc.cli.output import write_figure, write_metrics
     from gbfunc.plots import grouped_bars
 
@@ -72,6 +72,8 @@ def measure_wire(
         print(f"{n} ranks", file=sys.stderr, flush=True)
         found = measure_ranks(orders, n, ["loopback"], pace)
         if measured:
+            wait = expected_seconds(found, slow, pace)
+            print(f"{n} ranks on {' and '.join(slow)}, about {wait:,.0f} s", file=sys.stderr, flush=True)
             found |= measure_ranks(orders, n, slow, pace)
         rows += [row for case in cases.values() for link in links for row in rows_of(found, case.name, n, link)]
         results = about | {"one_rank": alone, "rows": [row._asdict() for row in rows]}
