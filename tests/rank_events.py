@@ -204,9 +204,30 @@ def sent(mesh: Mesh) -> dict[str, Any]:
     return found
 
 
+def narrow(mesh: Mesh | None) -> dict[str, Any]:
+    """A p-net in bfloat16: the weights' sum, row by row, the genome after a step of SGD, and the bytes of its tiles."""
+    pnet = pnet_of().to(torch.bfloat16)
+    plan = gb.make_plan(pnet, gb.gnet((3,)), max_tile=(4, 4))
+    seen: list[Tensor] = []
+
+    def keep(net: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+        seen.append(net(torch.eye(6, dtype=torch.bfloat16)).detach())
+        return net(batch).float().square().mean()
+
+    step = gb.make_train_step(plan, pnet, keep, SGD, mesh=mesh, placement="sharded", check_every=0)
+    state = step.init(3)
+    x = drawn(6, 8, 6).to(torch.bfloat16)
+    x = x if mesh is None else mesh.share(x)
+    step(state, x)
+    before = dict(mesh.traffic.by_kind) if mesh else {}
+    after, _ = step(state, x)
+    sent = {k: v - before.get(k, 0) for k, v in mesh.traffic.by_kind.items()} if mesh else {}
+    return {"weights": seen[-1], "genome": step.gather(after).gnets, "sent": sent}
+
+
 def run_events(init_method: str, data: int = 1) -> dict[str, Any]:
     """All of these on this rank."""
-    events = (gather_laws, not_finite, refusals, randomness, batch_norm, sent)
+    events = (gather_laws, not_finite, refusals, randomness, batch_norm, sent, narrow)
     with gb.mesh(data=data, init_method=init_method, timeout=30 * PATIENCE) as mesh:
         return {event.__name__: event(mesh) for event in events}
 

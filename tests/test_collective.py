@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_cases import pnet_of
-from rank_events import ROWS
+from rank_events import ROWS, narrow
 from ranks import launch, run_ranks
 
 import gbfunc as gb
@@ -93,6 +93,21 @@ def test_bytes_are_those_of_the_placement() -> None:
         assert all(f[placement]["all_reduce"] == 8 * (biases + head) for f in found)
     for f in found:
         assert {k: n for k, n in f["replicated"].items() if n} == {"all_reduce": 8 * (plan.genome_params + head)}
+
+
+@WORLDS
+def test_tiles_of_a_narrow_p_net_travel_narrow(world: int) -> None:
+    expected = narrow(None)
+    found = every(world, "narrow")
+    for f in found:
+        assert f["weights"].dtype == torch.bfloat16 and torch.equal(f["weights"], expected["weights"])
+        for e, leaves in expected["genome"].items():
+            for k, leaf in leaves.items():
+                torch.testing.assert_close(f["genome"][e][k], leaf, rtol=2e-2, atol=2e-2)
+    plan = gb.make_plan(pnet_of().bfloat16(), gb.gnet((3,)), max_tile=(4, 4))
+    tiles = sum(e.n_tiles * e.dims.rows * e.dims.cols for e in plan.ensembles)
+    for kind in ("gather", "reduce_scatter"):
+        assert sum(f["sent"][kind] for f in found) == 2 * tiles * (world - 1)
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("stuck", marks=pytest.mark.slow)])

@@ -59,11 +59,12 @@ def exchange_scatter(xs: Sequence[Tensor], sizes: Sequence[Sizes], axis: Axis, w
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in the order of ranks: it does not depend on who came first."""
-    total = parts[0] + parts[1]
+    """The sum in the order of ranks: it does not depend on who came first. Narrow numbers are rounded once."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(wide) + parts[1]
     for part in parts[2:]:
         total += part
-    return total
+    return total.to(parts[0].dtype)
 
 
 def _send(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], axis: Axis) -> None:

@@ -16,7 +16,7 @@ import math
 from typing import NamedTuple
 
 from gbfunc.collective import Mesh
-from gbfunc.placement.layout import Layout, Placement
+from gbfunc.placement.layout import Layout, Placement, sent_dtype
 from gbfunc.plan import Ensemble, Plan
 
 OPERATIONS_PER_BYTE = {"cpu": 40.0, "cuda": 400.0}
@@ -62,11 +62,12 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
             continue
         rows, cols, *_ = e.dims
         if placement == "factors" and e.hypernet.factorised:
-            sent += e.n_tiles * (rows + cols) * e.hypernet.factor_width
+            sent += e.n_tiles * (rows + cols) * e.hypernet.factor_width * item
             products += 0.0 if lazy else _products(e)
         else:
-            sent += e.n_tiles * rows * cols
-    outputs = _ring(gnets) * sent * item
+            dtype = sent_dtype(plan, e, False)
+            sent += e.n_tiles * rows * cols * (dtype.itemsize if dtype else item)
+    outputs = _ring(gnets) * sent
     genome = _ring(data) * tile_params / gnets * item + ring * (total - tile_params) * item
     return Cost(outputs + genome, (made - products) / gnets + products)
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+import torch
+
 from gbfunc.collective import Mesh, Sizes
-from gbfunc.plan import Ensemble, Plan
+from gbfunc.plan import DTYPES, Ensemble, Plan
 from gbfunc.trees import DIRECT, GNET
 
 Placement = Literal["replicated", "sharded", "factors"]
@@ -29,6 +31,18 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
     """
     base, more = divmod(n_tiles, ranks)
     return tuple(base + ((rank - turn) % ranks < more) for rank in range(ranks))
+
+
+def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
+    """The dtype in which tiles are gathered: that of the tensors they make, if it is narrower; None is the leaves'.
+
+    Rounded before they are gathered tiles make the same tensors as after it, unless something is added in between.
+    """
+    narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.placements}
+    added = any(p.slot.offset for p in e.placements)
+    if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:
+        return None
+    return narrow.pop()
 
 
 class Layout:
@@ -109,12 +123,16 @@ class Layout:
         return shapes
 
     def wire_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Bytes that this rank sends to gather all outputs once, and to bring their gradients home."""
+        """Bytes that this rank sends to gather all outputs once, and to bring their gradients home.
+
+        `itemsize` is that of the leaves.
+        """
         out = back = 0
         if self.sharded:
             for e in self.plan.ensembles:
                 if e.leaves:
-                    sizes, width = self.sizes[e.name], sum(self.widths(e)) * itemsize
+                    dtype = sent_dtype(self.plan, e, self.as_factors(e))
+                    sizes, width = self.sizes[e.name], sum(self.widths(e)) * (dtype.itemsize if dtype else itemsize)
                     own = sizes[self.mesh.gnets_index]
                     out += own * width * (self.mesh.gnets - 1)
                     back += (sum(sizes) - own) * width

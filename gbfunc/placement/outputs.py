@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gbfunc.collective import Sizes, all_gather
 from gbfunc.ensemble import dense_tiles
-from gbfunc.placement.layout import Layout
+from gbfunc.placement.layout import Layout, sent_dtype
 from gbfunc.plan import Ensemble
 from gbfunc.types import Factors, Params
 
@@ -48,7 +48,10 @@ def gather_outputs(layout: Layout, own: Outputs, *, mute: bool = False) -> Outpu
     sizes: list[Sizes] = []
     for e in ensembles:
         out = own[e.name]
-        parts = [*out] if isinstance(out, Factors) and layout.as_factors(e) else [dense_tiles(out)]
+        as_factors = layout.as_factors(e)
+        parts = [*out] if isinstance(out, Factors) and as_factors else [dense_tiles(out)]
+        dtype = sent_dtype(layout.plan, e, as_factors)
+        parts = parts if dtype is None else [part.to(dtype) for part in parts]
         pieces += parts
         sizes += [layout.sizes[e.name]] * len(parts)
     whole = iter(_gather_pieces(layout, pieces, sizes, mute))
@@ -57,7 +60,7 @@ def gather_outputs(layout: Layout, own: Outputs, *, mute: bool = False) -> Outpu
 
 def _gather_pieces(layout: Layout, pieces: list[Tensor], sizes: list[Sizes], mute: bool) -> list[Tensor]:
     """Tensors [t, ...] of this rank to [T, ...] of all: large ones as they are, small ones in flat buckets."""
-    buckets = _buckets([max(s) * _row_bytes(p) for p, s in zip(pieces, sizes, strict=True)])
+    buckets = _buckets([(p.dtype, max(s) * _row_bytes(p)) for p, s in zip(pieces, sizes, strict=True)])
     sent: list[Tensor] = []
     rows: list[Sizes] = []
     for bucket in buckets:
@@ -86,18 +89,18 @@ def _row_bytes(piece: Tensor) -> int:
     return math.prod(piece.shape[1:]) * piece.element_size()
 
 
-def _buckets(n_bytes: list[int]) -> list[list[int]]:
-    """Which tensors travel together: the large alone, the small ones, in order, until they are a bucket."""
+def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
+    """Which tensors travel together: the large alone, the small of a dtype, in order, until they are a bucket."""
     buckets: list[list[int]] = []
-    small: list[int] = []
-    held = 0
-    for i, size in enumerate(n_bytes):
+    small: dict[torch.dtype, list[int]] = {}
+    held: dict[torch.dtype, int] = {}
+    for i, (dtype, size) in enumerate(pieces):
         if size >= BUCKET_BYTES:
             buckets.append([i])
             continue
-        small.append(i)
-        held += size
-        if held >= BUCKET_BYTES:
-            buckets.append(small)
-            small, held = [], 0
-    return [*buckets, small] if small else buckets
+        small.setdefault(dtype, []).append(i)
+        held[dtype] = held.get(dtype, 0) + size
+        if held[dtype] >= BUCKET_BYTES:
+            buckets.append(small.pop(dtype))
+            del held[dtype]
+    return [*buckets, *small.values()]
