@@ -144,13 +144,16 @@ for _placement in PLACEMENTS:
         "donate": {"optimizer": MOMENTUM, "donate": True},
         "microbatches": {"microbatches": 3, "alone": {"microbatches": 1}},
         "remat generate": {"remat": "generate"},
+        "remat layer": {"remat": "layer", "lazy": False},
+        "remat layer relu": {"remat": "layer", "hypernet": gb.gnet((3,)), "clip_norm": 0.3},
+        "remat layer stochastic": {"remat": "layer", "hypernet": gb.stochastic((3,))},
+        "remat layer shared": {"remat": "layer", "hypernet": TYPES["shared"]},
+        "remat layer one tile": {"remat": "layer", "max_tile": None, "sizes": (3, 4, 1), "lazy": False},
         "not lazy": {"lazy": False},
         "seven tiles": {"max_tile": (2, 6), "hypernet": gb.gnet((3,)), "sizes": (6, 14, 1)},
         "one tile": {"max_tile": None, "sizes": (3, 4, 1), "hypernet": gb.periodic(2)},
         "tile by tile": {"optimizer": gb.torch_optimizer(torch.optim.Adafactor, lr=0.05), "max_tile": (6, 14)},
     }
-    if _placement == "replicated":
-        _manners["remat layer"] = {"remat": "layer"}
     for _name, _options in _manners.items():
         CASES[f"{_name} {_placement}"] = partial(trajectory, placement=_placement, **_options)
     for _name in STILL:

@@ -133,7 +133,7 @@ def refusals(mesh: Mesh) -> dict[str, str]:
         nets = (wrap(nn.Sequential(nn.Linear(3, 3))), nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3)))
         found[name] = "".join(outcome(lambda n=net: gb.make_plan(n)) for net in nets)
     for name, options in {
-        "remat": {"placement": "sharded", "remat": "layer"},
+        "remat": {"placement": "sharded", "remat": "layer", "microbatches": 2},
         "lazy": {"placement": "sharded", "lazy": True},
         "placement": {"placement": "elsewhere"},
     }.items():

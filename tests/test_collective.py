@@ -57,7 +57,7 @@ def test_what_cannot_be_is_refused_in_words(world: int) -> None:
         for name, words in (("DDP", "(ddp.module)"), ("FSDP", "before wrapping it"), ("FSDP2", "before fully_shard")):
             whole, inside = found[name].split("ValueError: ")[1:]
             assert words in whole and words in inside and "at '0'" in inside
-        assert "placement='replicated'" in found["remat"] and "placement='factors'" in found["lazy"]
+        assert "needs microbatches=1" in found["remat"] and "placement='factors'" in found["lazy"]
         assert "got 'elsewhere'" in found["placement"]
         assert "must be scalars" in found["aux"] and "global batch is empty" in found["empty"]
 

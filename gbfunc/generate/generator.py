@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from gbfunc.collective import Sizes
 from gbfunc.ensemble import apply_matrix, apply_tiles, dense_tiles, tile_leaves
 from gbfunc.factored.interface import Report
 from gbfunc.generate.constants import Constants, make_constants
 from gbfunc.generate.weights import Part, Recipe, can_factor, factored_tensor, folded_tensor, rematerialised_tensor
 from gbfunc.genome import Noise, check_genome
-from gbfunc.placement import Layout, gather_outputs, no_tiles
+from gbfunc.placement import Layout, gather_outputs, gather_slot, no_tiles
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params
@@ -94,7 +96,10 @@ class Generator:
             made: dict[str, Tensor | Factors] = {}
             for e in self.plan.ensembles:
                 leaves, own_noise = gnets.get(e.name, {}), noise.get(e.name)
-                if leaves and remat and not all(name in lazy for name in self._names(e)):
+                if leaves and remat and self.layout:
+                    # None stays factors: "auto" may choose otherwise on a rank with fewer rows, and all must gather.
+                    parts |= self._shared_recipes(self.layout, e, leaves, own_noise, constants[e.name], mute)
+                elif leaves and remat and not all(name in lazy for name in self._names(e)):
                     parts |= self._recipes(e, leaves, own_noise, constants[e.name], lazy)
                 elif leaves and self.layout:
                     made[e.name] = self._own_tiles(self.layout, e, leaves, own_noise, constants[e.name])
@@ -179,8 +184,34 @@ class Generator:
             if name in lazy:
                 part = self.tiles(e, some, eps, own_constants)
             else:
-                part = Recipe(e, placement.slot, some, eps, own_constants)
+                part = Recipe(placement.slot, some, eps, partial(self.tiles, e, constants=own_constants))
             parts[placement.tensor, placement.part] = part
+        return parts
+
+    def _shared_recipes(
+        self, layout: Layout, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants, mute: bool
+    ) -> dict[tuple[int, int], Part]:
+        """The same on ranks: each makes its own tiles of a slot, and all are gathered, for each use and in backward."""
+        span, index = layout.own(e), layout.mesh.gnets_index
+        own = tile_leaves(leaves, e.leaves, constants.groups)
+        parts: dict[tuple[int, int], Part] = {}
+        first = 0
+        for i, placement in enumerate(e.placements):
+            sizes = layout.sizes_of(e, i)
+            rows = slice(first, first + sizes[index])
+            first = rows.stop
+            some = {k: v[rows] for k, v in own.items()}
+            eps = {k: v[span][rows] for k, v in (noise or {}).items()} or None
+            own_constants = constants.of(rows)._replace(groups=None)
+
+            def tiles(
+                leaves: Params, noise: Params | None, sizes: Sizes = sizes, constants: Constants = own_constants
+            ) -> Tensor | Factors:
+                empty = not sizes[index]
+                out = no_tiles(layout, e, leaves) if empty else self.tiles(e, leaves, noise, constants)
+                return gather_slot(layout, e, out, sizes, mute=mute)
+
+            parts[placement.tensor, placement.part] = Recipe(placement.slot, some, eps, tiles)
         return parts
 
     def _parts(self, e: Ensemble, tiles: Tensor | Factors, lazy: Collection[str]) -> dict[tuple[int, int], Part]:
@@ -213,7 +244,7 @@ class Generator:
             if factors:
                 weights[tensor.name] = factored_tensor(tensor, factors, report)
             elif recipes:
-                weights[tensor.name] = rematerialised_tensor(self.plan, self.tiles, tensor, recipes, report)
+                weights[tensor.name] = rematerialised_tensor(self.plan, tensor, recipes, report)
             else:
                 weights[tensor.name] = folded_tensor(self.plan, tensor, matrices) if own else direct[tensor.name]
         return weights

@@ -10,26 +10,28 @@ from torch import Tensor
 from gbfunc.ensemble import dense_tiles
 from gbfunc.factored import FactoredWeight, factored_weight, remat_weight, stack_rows
 from gbfunc.factored.interface import Report
-from gbfunc.generate.constants import Constants
 from gbfunc.layers import KINDS
-from gbfunc.plan import DTYPES, Ensemble, Plan, Slot, TensorPlan
+from gbfunc.plan import DTYPES, Plan, Slot, TensorPlan
 from gbfunc.tiling import join_tiles
 from gbfunc.types import Factors, Params
 
 _FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding", "matrix"})
 
-MakeTiles = Callable[[Ensemble, Params, Params | None, Constants], Tensor | Factors]
-"""Scaled tiles, or their factors, from leaves, noise and constants."""
-
 
 class Recipe(NamedTuple):
-    """How one slot's tiles are made, without making them."""
+    """How one slot's tiles are made, without making them.
 
-    ensemble: Ensemble
+    Attributes:
+        slot: the slot.
+        leaves: what its g-nets are made of.
+        noise: of the stochastic ones.
+        tiles: scaled tiles, or their factors, from leaves and noise.
+    """
+
     slot: Slot
     leaves: Params
     noise: Params | None
-    constants: Constants
+    tiles: Callable[[Params, Params | None], Tensor | Factors]
 
 
 Part = Tensor | Factors | Recipe
@@ -69,9 +71,7 @@ def folded_tensor(plan: Plan, tensor: TensorPlan, matrices: list[Tensor]) -> Ten
     return weight.to(own_dtype) if own_dtype.itemsize < plan.dtype.itemsize else weight
 
 
-def rematerialised_tensor(
-    plan: Plan, make_tiles: MakeTiles, tensor: TensorPlan, recipes: list[Recipe], report: Report | None
-) -> Tensor:
+def rematerialised_tensor(plan: Plan, tensor: TensorPlan, recipes: list[Recipe], report: Report | None) -> Tensor:
     """The tensor as a lazy weight that is made for each use, and made again in backward."""
     inputs: list[Tensor] = []
     names: list[list[tuple[str, bool]]] = []
@@ -87,8 +87,7 @@ def rematerialised_tensor(
             values = [(k, drawn, next(given)) for k, drawn in own]
             leaves = {k: v for k, drawn, v in values if not drawn}
             noise = {k: v for k, drawn, v in values if drawn} or None
-            tiles = dense_tiles(make_tiles(recipe.ensemble, leaves, noise, recipe.constants))
-            matrices.append(join_tiles(tiles, recipe.slot.grid))
+            matrices.append(join_tiles(dense_tiles(recipe.tiles(leaves, noise)), recipe.slot.grid))
         return folded_tensor(plan, tensor, matrices)
 
     first = inputs[0]

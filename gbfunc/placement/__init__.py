@@ -2,7 +2,7 @@
 
 from gbfunc.placement.cost import Cost, choose_placement, make_layout, placement_cost
 from gbfunc.placement.layout import Layout, Placement, Rows, shares_of
-from gbfunc.placement.outputs import gather_outputs, no_tiles
+from gbfunc.placement.outputs import gather_outputs, gather_slot, no_tiles
 from gbfunc.placement.reduce import Reduced, reduce_step
 from gbfunc.placement.state import gather_state, shard_state
 
@@ -14,6 +14,7 @@ __all__ = [
     "Rows",
     "choose_placement",
     "gather_outputs",
+    "gather_slot",
     "gather_state",
     "make_layout",
     "no_tiles",

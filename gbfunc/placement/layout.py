@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -75,6 +76,12 @@ class Layout:
         sizes, index = self.sizes[e.name], self.mesh.gnets_index
         first = sum(sizes[:index])
         return slice(first, first + sizes[index])
+
+    def sizes_of(self, e: Ensemble, slot: int) -> Sizes:
+        """Tiles of one slot of an ensemble that every rank along the g-net axis owns."""
+        p = e.placements[slot]
+        ends = [0, *accumulate(self.sizes[e.name])]
+        return tuple(max(0, min(b, p.first + p.slot.grid.n_tiles) - max(a, p.first)) for a, b in pairwise(ends))
 
     def as_factors(self, e: Ensemble) -> bool:
         """Whether an ensemble is gathered as factors."""

@@ -47,15 +47,32 @@ def gather_outputs(layout: Layout, own: Outputs, *, mute: bool = False) -> Outpu
     pieces: list[Tensor] = []
     sizes: list[Sizes] = []
     for e in ensembles:
-        out = own[e.name]
-        as_factors = layout.as_factors(e)
-        parts = [*out] if isinstance(out, Factors) and as_factors else [dense_tiles(out)]
-        dtype = sent_dtype(layout.plan, e, as_factors)
-        parts = parts if dtype is None else [part.to(dtype) for part in parts]
+        parts = _sent(layout, e, own[e.name])
         pieces += parts
         sizes += [layout.sizes[e.name]] * len(parts)
     whole = iter(_gather_pieces(layout, pieces, sizes, mute))
     return {e.name: Factors(next(whole), next(whole)) if layout.as_factors(e) else next(whole) for e in ensembles}
+
+
+def gather_slot(
+    layout: Layout, e: Ensemble, own: Tensor | Factors, sizes: Sizes, *, mute: bool = False
+) -> Tensor | Factors:
+    """Every rank's outputs of one slot, from this rank's own; `sizes` are every rank's tiles of it.
+
+    Raises:
+        CollectiveError: if a rank is missing.
+    """
+    parts = _sent(layout, e, own)
+    whole = all_gather(layout.mesh, parts, [sizes] * len(parts), mute=mute)
+    return Factors(*whole) if len(whole) == 2 else whole[0]
+
+
+def _sent(layout: Layout, e: Ensemble, out: Tensor | Factors) -> list[Tensor]:
+    """What is gathered of an ensemble's outputs: factors or tiles, as the layout has it."""
+    as_factors = layout.as_factors(e)
+    parts = [*out] if isinstance(out, Factors) and as_factors else [dense_tiles(out)]
+    dtype = sent_dtype(layout.plan, e, as_factors)
+    return parts if dtype is None else [part.to(dtype) for part in parts]
 
 
 def _gather_pieces(layout: Layout, pieces: list[Tensor], sizes: list[Sizes], mute: bool) -> list[Tensor]:

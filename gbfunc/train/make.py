@@ -54,7 +54,9 @@ def make_train_step(
             count of operations and bytes says that it pays (at the first batch of a shape, whose loss is then computed
             once more); values are the same up to rounding.
         remat: what backward makes again instead of keeping: `"generate"` what lies between genome and weights,
-            `"layer"` the weights too, each made just before its layer uses it; `"none"` is fastest.
+            `"layer"` the weights too, each made just before its layer uses it (where the genome is split, each
+            is gathered once more in backward, none stays factors, and all ranks must use the same layers); `"none"` is
+            fastest.
         on_nonfinite: what to do on a loss or gradient that is not finite: `"skip"` keeps the state and reports it,
             `"raise"` raises.
         kernel: implementation of ReLU g-nets.
@@ -93,8 +95,9 @@ def make_train_step(
         raise ValueError(f"check_every must be an int >= 0, got {check_every!r}")
     check_plan(plan, pnet)
     layout = make_layout(plan, alone() if mesh is None else mesh, placement, lazy=lazy is not False)
-    if layout.sharded and remat == "layer":
-        raise ValueError("remat='layer' makes each weight from all its tiles' leaves: it needs placement='replicated'")
+    if layout.sharded and remat == "layer" and microbatches > 1:
+        # Ranks with fewer rows may have fewer microbatches, and would miss the gathers of the others.
+        raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
     if layout.sharded and layout.placement == "sharded" and lazy is True:
         raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
