@@ -1,4 +1,9 @@
-"""From this rank's tiles (or factors) to everyone's, in one autograd node; small ensembles travel together."""
+"""From this rank's tiles (or factors) to everyone's, in one autograd node; small ensembles travel together.
+
+The p-net waits for all of them. A form in which it waited for each weight at its first use, and each gradient left as
+soon as backward knew it, took 0.88 to 1.08 times as long, 1.00 in the median (2 ranks; MLPs of 3 and 9 layers, a GPT;
+100 to 1,000 Mbit/s): a slow wire takes ten times as long as the p-net, and on a fast one the processor is short.
+"""
 
 from __future__ import annotations
 
