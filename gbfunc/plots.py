@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import EngFormatter, LogFormatter, LogLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -57,6 +57,8 @@ def learning_curve(
         loss_axes.plot(xs, [row["train_loss"] for row in rows], **style)
         metric_axes.plot(xs, [factor * row[f"val_{metric}"] for row in rows], **style)
     loss_axes.set(xlabel=x, ylabel="training loss (cross entropy, nats)", yscale="log")
+    loss_axes.yaxis.set_major_formatter("{x:g}")
+    loss_axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     metric_axes.set(xlabel=x, ylabel=f"validation {metric.replace('_', ' ')} ({unit})")
     if unit == "%":
         # The first epochs would else press all that matters into the uppermost pixels.

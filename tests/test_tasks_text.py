@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from gbfunc.cli import main
+from gbfunc.cli.job import load_task
+from gbfunc.cli.options import DataOptions
 from gbfunc.tasks import TASKS, Windows, continue_text, find_task, token_loss
 from gbfunc.tasks.base import Net, Task, text_metrics
 from gbfunc.tasks.text import byte_pairs, characters, python_help, read_text
@@ -97,6 +99,12 @@ def test_tiny_shakespeare(shared_data: Path) -> None:
         assert 0.98 * size <= plan.genome_params <= size
     recipe = task.recipe(31_000)
     assert (recipe.steps, recipe.batch_size) == (2_000, 12)
+
+
+def test_a_narrower_net_is_narrow_throughout() -> None:
+    task = load_task(DataOptions(task="text", pnet_config='{"width": 64}'))
+    shapes = {name: tuple(p.shape) for name, p in task.build(0).named_parameters()}
+    assert shapes["norm.weight"] == (64,) and shapes["blocks.3.up.weight"] == (256, 64)
 
 
 def test_text_from_the_command_line(verse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,8 @@ def gpt(
     """
     if not interface.tokens:
         raise ValueError("the p-net gpt reads text: take it for a text task")
-    hidden = 4 * width if hidden is None else hidden
+    # What is left open goes on following the width, when a narrower one is made from this configuration.
+    asked, hidden = hidden, 4 * width if hidden is None else hidden
     for name, value in (("layers", layers), ("width", width), ("heads", heads), ("hidden", hidden)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} of gpt must be an int >= 1, got {value!r}")
@@ -133,10 +134,10 @@ def gpt(
         depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
         return gpt(interface, layers=depth, heads=heads, dropout=dropout, **own)
 
-    config: Mapping[str, Any] = dict(layers=layers, width=width, heads=heads, hidden=hidden, dropout=dropout)
+    config: Mapping[str, Any] = dict(layers=layers, width=width, heads=heads, hidden=asked, dropout=dropout)
     return PNet(
         name="gpt",
-        make=lambda: GPT(vocabulary, context, **config),
+        make=lambda: GPT(vocabulary, context, layers, width, heads, hidden, dropout),
         plan=lambda genome_params: gpt_plan(interface, width, genome_params),
         scaled=scaled,
         fitted=fitted,
