@@ -163,6 +163,22 @@ def test_mnist(mnist: Task) -> None:
     assert sum(p.numel() for p in mnist.build(0).parameters()) == 636_010
     small, large = mnist.recipe(613), mnist.recipe(1_973)
     assert small.lr > large.lr
+    assert small.augment is None and large.augment is not None
+
+
+def test_noise_on_mnist_is_the_users_to_set(shared_data: Path) -> None:
+    none = find_task("mnist", shared_data / "mnist", {"noise": 0})
+    assert none.recipe(1_973).augment is None
+    some = find_task("mnist", shared_data / "mnist", {"noise": 0.25}).recipe(613).augment
+    assert some is not None
+    x = torch.zeros(50, 1, 28, 28)
+    assert float(some(x, torch.Generator().manual_seed(0)).std()) == pytest.approx(0.25, rel=0.02)
+
+
+@pytest.mark.parametrize("noise", [-1, float("nan"), float("inf"), "much"])
+def test_noise_is_a_number(noise: object) -> None:
+    with pytest.raises(ValueError, match="noise of the mnist task must be a number >= 0"):
+        find_task("mnist", None, {"noise": noise})
 
 
 def test_mnist_validation_comes_from_the_training_images(mnist: Task, shared_data: Path) -> None:

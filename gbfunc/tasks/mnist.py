@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from gbfunc.pnets import PNETS, Interface, PNet
 from gbfunc.tasks.base import Recipe, Task
 from gbfunc.tasks.data import Split, hold_out
+from gbfunc.tasks.data import noise as noisy
 
 IMAGE_SHAPE = (28, 28)
 N_TRAIN, N_TEST, N_VAL = 60_000, 10_000, 5_000
 SPLIT_SEED = 0
+_NOISE, _NOISE_FROM = 0.5, 1_500
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -81,17 +83,21 @@ def load_mnist(
     return tuple(arrays)
 
 
-def mnist(data_dir: Path | None = None, name: str = "mnist") -> Task:
+def mnist(data_dir: Path | None = None, name: str = "mnist", *, noise: float | None = None) -> Task:
     """The MNIST task; 5,000 training images, the same ones always, are held out for validation.
 
     Args:
         data_dir: folder with the four IDX `.gz` files.
         name: of the task.
+        noise: standard deviation of the normal noise on training images, in that of their pixels; None for what is
+            known to be good, by the size of the genome.
 
     Raises:
         FileNotFoundError: if the folder or a file is missing.
-        ValueError: if no folder is given, or a file is damaged.
+        ValueError: if no folder is given, a file is damaged, or `noise` is no number >= 0.
     """
+    if noise is not None and not (isinstance(noise, int | float) and 0 <= noise < math.inf):
+        raise ValueError(f"noise of the {name} task must be a number >= 0, got {noise!r}")
     if data_dir is None:
         raise ValueError(f"the {name} task needs --data-dir: the folder with its four IDX .gz files")
     images, labels_N, test_images, test_labels_N = load_mnist(data_dir)
@@ -110,19 +116,23 @@ def mnist(data_dir: Path | None = None, name: str = "mnist") -> Task:
         val=split(images[val], labels_N[val]),
         test=split(test_images, test_labels_N),
         pnet=PNETS["mlp"](interface, hidden=(800,), bandwidth=6.0),
-        settings=_recipe,
+        settings=lambda pnet, genome_params: _recipe(pnet, genome_params, noise),
         genome_params=1_973,
     )
 
 
-def fashion_mnist(data_dir: Path | None = None) -> Task:
+def fashion_mnist(data_dir: Path | None = None, *, noise: float | None = None) -> Task:
     """The Fashion-MNIST task: as `mnist`, from another folder."""
-    return mnist(data_dir, "fashion-mnist")
+    return mnist(data_dir, "fashion-mnist", noise=noise)
 
 
-def _recipe(pnet: PNet, genome_params: float) -> Recipe:
+def _recipe(pnet: PNet, genome_params: float, noise: float | None) -> Recipe:
+    if noise is None:
+        # Two thousand parameters learn the training images by heart (99.4 % of them in 60 epochs, without noise).
+        noise = _NOISE if pnet.name == "mlp" and genome_params > _NOISE_FROM else 0.0
+    augment = noisy(noise) if noise else None
     if pnet.name != "mlp":
-        return Recipe(lr=1e-2, dense_lr=1e-3, batch_size=128, epochs=10)
+        return Recipe(lr=1e-2, dense_lr=1e-3, batch_size=128, epochs=10, augment=augment)
     # The smallest genomes train best with a high rate, which is unstable for larger ones.
     lr, betas = (8e-2, (0.9, 0.95)) if genome_params <= 1_000 else (4e-2, (0.9, 0.99))
-    return Recipe(lr=lr, dense_lr=1e-3, betas=betas, batch_size=256, epochs=30)
+    return Recipe(lr=lr, dense_lr=1e-3, betas=betas, batch_size=256, epochs=30, augment=augment)
