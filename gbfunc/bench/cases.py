@@ -199,9 +199,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = MappingProxyType(
                 "resnet18": (resnet_case(16, 64, "relu compiled"),),
                 "remat": (remat_case(24, 2048, 256),),
                 # 81,418 parameters (103x), and 1,041,610.
-                "checkpoint": tuple(
-                    checkpoint_case((2048, 2048, 2048, 10), 256, h, t) for h, t in ((32, 256), (36, 64))
-                ),
+                "checkpoint": tuple(checkpoint_case(_WIDE, 256, h, t) for h, t in ((32, 256), (36, 64))),
                 "growth_weights": growth_weights((704, 1440, 2880, 5664), 256),
                 "growth_features": growth_features(2048, (8, 16, 32, 64, 128, 256), 256),
             }

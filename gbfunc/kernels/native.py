@@ -5,6 +5,7 @@ Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gbfunc.files import replace_file
 from gbfunc.kernels.reference import compute_dtype
 from gbfunc.tiling import TileGrid
 
@@ -44,14 +46,10 @@ def _command() -> list[str]:
     return [found, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
 
 
-def _folder() -> Path:
-    """Where compiled kernels are kept between processes."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.gettempdir())
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
+def _place(command: list[str]) -> Path:
+    """Where the kernel of this source and command is kept between processes."""
+    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"relu_{digest}.so"
 
 
 @functools.cache
@@ -59,23 +57,25 @@ def library() -> ctypes.CDLL:
     """The compiled kernel: from the cache, or made in some seconds.
 
     Raises:
+        OSError: if it cannot be loaded.
         RuntimeError: if there is no compiler, or it fails.
     """
     command = _command()
-    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]
-    place = _folder() / f"relu_{digest}.so"
-    if not place.exists():
-        # Beside its place, and renamed when whole: other processes may build it at the same time, or be killed.
-        handle, name = tempfile.mkstemp(".so", ".relu_", place.parent)
-        os.close(handle)
-        try:
-            made = subprocess.run([*command, str(_SOURCE), "-o", name], capture_output=True, text=True)
-            if made.returncode:
-                raise RuntimeError(f"{shlex.join(command)} failed on the ReLU kernel: {made.stderr.strip()[-2000:]}")
-            os.replace(name, place)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    return ctypes.CDLL(str(place))
+    place = _place(command)
+    if place.exists():
+        return ctypes.CDLL(str(place))
+    # In a folder that nobody else can write: what lies in a shared one under a name that can be guessed is not loaded.
+    with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
+        made = Path(folder) / place.name
+        run = subprocess.run([*command, str(_SOURCE), "-o", str(made)], capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"{shlex.join(command)} failed on the ReLU kernel: {run.stderr.strip()[-2000:]}")
+        # Where nothing can be kept, each process compiles its own; a library stays loaded when its file is gone.
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(place, made.read_bytes())
+            return ctypes.CDLL(str(place))
+        return ctypes.CDLL(str(made))
 
 
 @functools.cache
