@@ -1,7 +1,8 @@
-"""The genome as one self-describing file, `genome.safetensors`: leaves, and the plan as JSON in the header. No pickle.
+"""The genome as one self-describing file, `genome.safetensors`. No pickle.
 
-Everything is checked on the way in: a file that is cut short, flipped, misnamed, misshapen, not finite or that declares
-absurd sizes gives a `ValueError`, and nothing is loaded.
+All leaves of a dtype are one tensor in it; the plan, compressed JSON in the header, knows their shapes. Everything is
+checked on the way in: a file that is cut short, flipped, misnamed, misshapen, not finite or that declares absurd sizes
+gives a `ValueError`, and nothing is loaded.
 """
 
 from __future__ import annotations
@@ -10,19 +11,18 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
-from torch import Tensor
 
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome
-from gbfunc.plan import DTYPES, FORMAT, Plan, file_layout, file_metadata
-from gbfunc.types import Genome, GenomeLike, Params
+from gbfunc.plan import DTYPES, FORMAT, Plan, file_layout, file_metadata, file_tensors, unpack_plan
+from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 _MAX_PNET_BYTES = 64 << 30
 
@@ -44,6 +44,24 @@ def _flat(genome: GenomeLike) -> Params:
     return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in flat.items()}
 
 
+def _joined(plan: Plan, flat: TensorMap) -> Params:
+    """The tensors of the file [n], by dtype, out of the leaves."""
+    layout = file_layout(plan).items()
+    return {
+        name: torch.cat([flat[k].reshape(-1) for k, (_, own) in layout if own == dtype])
+        for name, (_, dtype) in file_tensors(plan).items()
+    }
+
+
+def _split(plan: Plan, tensors: TensorMap) -> Params:
+    """Undo `_joined`; each leaf has memory of its own."""
+    rest, flat = dict(tensors), {}
+    for name, (shape, dtype) in file_layout(plan).items():
+        key, length = str(dtype).removeprefix("torch."), math.prod(shape)
+        flat[name], rest[key] = rest[key][:length].reshape(shape).clone(), rest[key][length:]
+    return flat
+
+
 def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike) -> int:
     """Write a genome with its plan: all that is needed to build the p-net's weights again.
 
@@ -58,14 +76,16 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike) -> int:
         Bytes written; the same genome gives the same bytes.
 
     Raises:
-        ValueError: if the genome does not fit the plan or holds values that are not finite.
+        ValueError: if the genome does not fit the plan or holds values that are not finite, or if the plan is longer
+            than a file may hold.
         OSError: if the file cannot be written; what was there before is intact.
     """
     check_genome(plan, genome)
     flat = _flat(genome)
-    _check_layout(plan, {k: tuple(v.shape) for k, v in flat.items()})
-    _check_values(plan, flat, "the genome")
-    data = _ordered(to_bytes(flat, file_metadata(plan, _digest(plan.to_json(), flat))))
+    _check_fits(file_layout(plan), flat)
+    _check_values(flat, "the genome")
+    tensors = _joined(plan, flat)
+    data = _ordered(to_bytes(tensors, file_metadata(plan, _digest(plan.to_json(), tensors))))
     replace_file(Path(path), data)
     return len(data)
 
@@ -110,19 +130,18 @@ def load(
                 raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
             if metadata["format"] != FORMAT:
                 raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
-            plan = Plan.from_json(metadata["plan"], tuple(factories))
+            text = unpack_plan(metadata["plan"])
+            plan = Plan.from_json(text, tuple(factories))
             shapes = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118 (not a dict)
             _check_size(plan, max_pnet_bytes, sum(map(math.prod, shapes.values())))
-            _check_layout(plan, shapes)
             # Copies: what safetensors returns is the mapped file, which others may change.
-            flat = {k: file.get_tensor(k).clone() for k in file.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError, OSError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is not a sound genome: {error}") from error
-    try:
-        if _digest(metadata["plan"], flat) != metadata.get("sha256"):
+            tensors = {k: file.get_tensor(k).clone() for k in shapes}
+        _check_fits(file_tensors(plan), tensors)
+        if _digest(text, tensors) != metadata.get("sha256"):
             raise ValueError("its digest does not fit its content: the file is damaged")
-        _check_values(plan, flat, "it")
-    except ValueError as error:
+        flat = _split(plan, tensors)
+        _check_values(flat, "it")
+    except (SafetensorError, ValueError, OSError, MemoryError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a sound genome: {error}") from error
     gnets: dict[str, Params] = {}
     for name, tensor in flat.items():
@@ -152,21 +171,19 @@ def _check_size(plan: Plan, limit: int, numbers: int) -> None:
             raise ValueError(f"it declares codes of {codes:,} bytes in {slot.grid.n_tiles:,} tiles")
 
 
-def _check_layout(plan: Plan, shapes: dict[str, tuple[int, ...]]) -> None:
-    expected = file_layout(plan)
-    if expected.keys() != shapes.keys():
-        missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+def _check_fits(expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], found: TensorMap) -> None:
+    if expected.keys() != found.keys():
+        missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         raise ValueError(f"its tensors are not those of its plan: missing {missing}, unknown {unknown}")
-    for name, (shape, _) in expected.items():
-        if shapes[name] != shape:
-            raise ValueError(f"tensor {name!r} has shape {shapes[name]}, its plan says {shape}")
+    for name, (shape, dtype) in expected.items():
+        if tuple(found[name].shape) != shape:
+            raise ValueError(f"tensor {name!r} has shape {tuple(found[name].shape)}, its plan says {shape}")
+        if found[name].dtype != dtype:
+            raise ValueError(f"tensor {name!r} has dtype {found[name].dtype}, its plan says {dtype}")
 
 
-def _check_values(plan: Plan, flat: dict[str, Tensor], what: str) -> None:
-    for name, (_, dtype) in file_layout(plan).items():
-        tensor = flat[name]
-        if tensor.dtype != dtype:
-            raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, its plan says {dtype}")
+def _check_values(flat: TensorMap, what: str) -> None:
+    for name, tensor in flat.items():
         # Buffers may hold infinities on purpose (attention masks); trained leaves may not.
         if not name.startswith("buffers/") and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{what} holds values that are not finite in {name!r}")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
+from base64 import b85encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save
 from torch import Tensor
 from trees_equal import bytes_of
@@ -27,11 +30,14 @@ class Genuine:
         self.data = path.read_bytes()
 
     @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The leaves in the file, by name."""
+        return leaves_of(self.genome)
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the file, by name."""
-        flat = {f"gnets/{e}/{k}": v for e, leaves in self.genome.gnets.items() for k, v in leaves.items()}
-        flat |= {f"direct/{k}": v for k, v in self.genome.direct.items()}
-        return flat | {f"buffers/{k}": v for k, v in self.genome.buffers.items()}
+        """The tensors of the file, by dtype."""
+        return joined(self.leaves)
 
     @property
     def json(self) -> Any:
@@ -55,14 +61,35 @@ class Genuine:
         return path
 
 
-def forged(plan: str, tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
+def leaves_of(genome: gb.Genome) -> dict[str, Tensor]:
+    """All leaves, by name."""
+    flat = {f"gnets/{e}/{k}": v for e, leaves in genome.gnets.items() for k, v in leaves.items()}
+    flat |= {f"direct/{k}": v for k, v in genome.direct.items()}
+    return flat | {f"buffers/{k}": v for k, v in genome.buffers.items()}
+
+
+def joined(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor a dtype, of the leaves in the order of their names."""
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(leaves):
+        flat, dtype = leaves[name].flatten(), str(leaves[name].dtype).removeprefix("torch.")
+        tensors[dtype] = torch.cat([tensors[dtype], flat]) if dtype in tensors else flat
+    return tensors
+
+
+def packed(plan: str | bytes) -> str:
+    """Any text, as a file's plan is packed; without the words that save a sound one some bytes."""
+    return b85encode(zlib.compress(plan if isinstance(plan, bytes) else plan.encode(), 9)).decode()
+
+
+def forged(plan: str, tensors: Mapping[str, Tensor], /, **metadata: str) -> bytes:
     """A file with any plan and tensors, and the digest that fits them."""
     digest = hashlib.sha256(plan.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(bytes_of(tensor))
-    header = {"format": "gbfunc-genome-1", "plan": plan, "sha256": digest.hexdigest(), **metadata}
+    header = {"format": "gbfunc-genome-2", "plan": packed(plan), "sha256": digest.hexdigest(), **metadata}
     return save({k: v.clone().contiguous() for k, v in tensors.items()}, header)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from forgery import Genuine, refused
+from forgery import Genuine, joined, leaves_of, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from strategies import ALL_EXAMPLES, FACTORIES, linear_end
 from torch import nn
 from trees_equal import copy_tree, same_bits
@@ -53,6 +53,16 @@ def test_what_is_saved_is_what_is_loaded(animal: Animal, tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["genome.safetensors"]
 
 
+@pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
+def test_leaves_of_a_dtype_are_one_tensor_in_the_order_of_their_names(animal: Animal, tmp_path: Path) -> None:
+    _, plan, genome = genome_of(animal)
+    gb.save(tmp_path / "g", plan, genome)
+    expected = joined(leaves_of(genome))
+    assert same_bits(load_file(tmp_path / "g"), expected)
+    header = genome_file_bytes(plan) - sum(t.nbytes for t in expected.values())
+    assert header < len(plan.to_json()) + 300
+
+
 @pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=str)
 def test_every_hypernetwork_is_read_back(hypernet: Hypernet, tmp_path: Path) -> None:
     _, plan, genome = small(hypernet)
@@ -78,6 +88,13 @@ def test_a_loaded_genome_does_not_depend_on_the_file_any_more(genuine: Genuine, 
     with open(path, "r+b") as file:
         file.write(bytes(len(genuine.data)))
     assert same_bits(genome, genuine.genome)
+
+
+def test_loaded_leaves_share_no_memory(genuine: Genuine, tmp_path: Path) -> None:
+    _, genome = gb.load(genuine.copy_to(tmp_path))
+    storages = [leaf.untyped_storage() for leaf in leaves_of(genome).values()]
+    assert len({s.data_ptr() for s in storages}) == len(storages)
+    assert [s.nbytes() for s in storages] == [leaf.nbytes for leaf in leaves_of(genome).values()]
 
 
 def test_buffers_may_hold_infinities(tmp_path: Path) -> None:
@@ -106,7 +123,7 @@ def full_disk(most: int) -> Iterator[None]:
 def test_a_failed_write_leaves_the_old_file(genuine: Genuine, tmp_path: Path) -> None:
     path = genuine.copy_to(tmp_path)
     _, plan, genome = genome_of(ZOO["transformer"])
-    for most in (0, 100, 4000):
+    for most in (0, 100, genome_file_bytes(plan) - 1):
         with full_disk(most), pytest.raises(OSError):
             gb.save(path, plan, genome)
         assert os.listdir(tmp_path) == [path.name] and path.read_bytes() == genuine.data
@@ -174,6 +191,14 @@ def test_a_g_net_without_a_name_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be importable by name to be saved"):
         gb.save(tmp_path / "g", plan, genome)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_plan_that_no_file_may_hold_is_not_saved(tmp_path: Path) -> None:
+    pnet = nn.ModuleDict({"x" * (5 << 20): nn.Linear(3, 2)})
+    plan = gb.make_plan(pnet)
+    with pytest.raises(ValueError, match=r"the plan has [\d,]+ bytes as JSON; a file holds at most 4,194,304"):
+        gb.save(tmp_path / "g", plan, gb.init_genome(plan, pnet))
+    assert os.listdir(tmp_path) == [] and "not to be saved: the plan has" in plan.report()
 
 
 # --- damage --------------------------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import tracemalloc
+import zlib
+from base64 import b85encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forgery import Genuine, forged, refused
+from forgery import Genuine, forged, joined, packed, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -53,6 +56,10 @@ def instead(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], dict[str,
     return lambda t: {**t, name: value}
 
 
+def resized(name: str, more: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda t: {**t, name: torch.cat([t[name], t[name]])[: len(t[name]) + more]}
+
+
 NAN, INF = torch.full((5,), torch.nan), torch.full((5,), torch.inf)
 NARROW = [torch.bool, torch.uint8, torch.int16, torch.uint32, torch.float16, torch.bfloat16, torch.float64]
 NARROW += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -61,20 +68,51 @@ NARROW += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without("direct/0.bias"), r"missing \['direct/0.bias'\]"),
-        (without("buffers/1.running_var"), r"missing \['buffers/1.running_var'\]"),
-        (instead("direct/0.more", torch.zeros(1)), r"unknown \['direct/0.more'\]"),
-        (instead("more", torch.zeros(1)), r"unknown \['more'\]"),
-        (instead("direct/0.bias", torch.zeros(6)), r"has shape \(6,\), its plan says \(5,\)"),
-        (instead("direct/0.bias", torch.zeros(5, 1)), r"has shape \(5, 1\), its plan says \(5,\)"),
+        (without("direct/0.bias"), r"'float32' has shape \(75,\), its plan says \(80,\)"),
+        (without("buffers/1.running_var"), r"'float32' has shape \(75,\), its plan says \(80,\)"),
+        (without("buffers/1.num_batches_tracked"), r"missing \['int64'\], unknown \[\]"),
+        (instead("direct/0.more", torch.zeros(1)), r"'float32' has shape \(81,\), its plan says \(80,\)"),
+        (instead("direct/0.bias", torch.zeros(6)), r"'float32' has shape \(81,\), its plan says \(80,\)"),
         (instead("direct/0.bias", NAN), "not finite in 'direct/0.bias'"),
         (instead("direct/0.bias", INF), "not finite in 'direct/0.bias'"),
         (instead("buffers/1.running_var", NAN), "NaN in 'buffers/1.running_var'"),
         *[
-            (instead("direct/0.bias", torch.zeros(5).to(d)), f"has dtype {d}, its plan says torch.float32")
+            (instead("direct/0.bias", torch.zeros(5).to(d)), f"missing .., unknown .'{d}'.".replace("torch.", ""))
             for d in NARROW
         ],
         (lambda t: {}, "declares g-nets of 52 parameters or more, but holds 0 numbers"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_leaves_that_do_not_fit_the_plan(change: Any, words: str, genuine: Genuine, tmp_path: Path) -> None:
+    refused_cheaply(forged(genuine.plan.to_json(), joined(change(genuine.leaves))), tmp_path, words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("int64"), r"missing \['int64'\], unknown \[\]"),
+        (without("float32"), "declares g-nets of 52 parameters or more, but holds 1 numbers"),
+        (instead("more", torch.zeros(1)), r"missing \[\], unknown \['more'\]"),
+        (instead("float16", torch.zeros(0).half()), r"missing \[\], unknown \['float16'\]"),
+        (instead("direct/0.bias", torch.zeros(5)), r"missing \[\], unknown \['direct/0.bias'\]"),
+        (resized("float32", -1), r"'float32' has shape \(79,\), its plan says \(80,\)"),
+        (resized("float32", 1), r"'float32' has shape \(81,\), its plan says \(80,\)"),
+        (resized("int64", -1), r"'int64' has shape \(0,\), its plan says \(1,\)"),
+        (instead("int64", torch.tensor(0)), r"'int64' has shape \(\), its plan says \(1,\)"),
+        (lambda t: {**t, "float32": t["float32"][:, None]}, r"'float32' has shape \(80, 1\), its plan says \(80,\)"),
+        (lambda t: {"float32": t["int64"], "int64": t["float32"]}, r"'int64' has shape \(80,\), its plan says \(1,\)"),
+        *[
+            (
+                lambda t, d=d: {**t, "float32": t["float32"].to(d)},
+                f"'float32' has dtype {d}, its plan says torch.float32",
+            )
+            for d in NARROW
+        ],
+        *[
+            (lambda t, d=d: {**t, "int64": t["int64"].to(d)}, f"'int64' has dtype {d}, its plan says torch.int64")
+            for d in NARROW
+        ],
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -82,17 +120,73 @@ def test_tensors_that_do_not_fit_the_plan(change: Any, words: str, genuine: Genu
     refused_cheaply(forged(genuine.plan.to_json(), change(genuine.tensors)), tmp_path, words)
 
 
-@pytest.mark.parametrize("name", ["gnets", "direct"])
+@pytest.mark.parametrize("name", ["gnets", "direct", "buffers"])
 def test_a_wrong_digest(name: str, genuine: Genuine, tmp_path: Path) -> None:
-    tensors = {k: v + 1 if k.startswith(name) else v for k, v in genuine.tensors.items()}
-    data = forged(genuine.plan.to_json(), tensors, sha256=genuine.header["__metadata__"]["sha256"])
+    leaves = {k: v + 1 if k.startswith(name) else v for k, v in genuine.leaves.items()}
+    data = forged(genuine.plan.to_json(), joined(leaves), sha256=genuine.header["__metadata__"]["sha256"])
     refused(data, tmp_path, "its digest does not fit its content")
 
 
-@pytest.mark.parametrize("format_", ["", "gbfunc-genome-", "gbfunc-genome-2", "GBFUNC-GENOME-1"])
+@pytest.mark.parametrize("format_", ["", "gbfunc-genome-", "gbfunc-genome-1", "gbfunc-genome-3", "GBFUNC-GENOME-2"])
 def test_another_format(format_: str, genuine: Genuine, tmp_path: Path) -> None:
     data = forged(genuine.plan.to_json(), genuine.tensors, format=format_)
-    refused(data, tmp_path, f"its format is '{format_}', the one known here is 'gbfunc-genome-1'")
+    refused(data, tmp_path, f"its format is '{format_}', the one known here is 'gbfunc-genome-2'")
+
+
+# --- the packed plan -----------------------------------------------------------------------------------------------
+
+
+def bomb(size: int, inner: bytes = b" ") -> str:
+    """So many bytes, in a thousandth of them."""
+    return packed(inner * (size // len(inner)))
+
+
+SOUND = packed('{"a":1}')
+PACKED: dict[str, tuple[str, str]] = {
+    "bomb of spaces": (bomb(1 << 25), "longer than 4,194,304 bytes when unpacked"),
+    "bomb of brackets": (bomb(1 << 25, b"["), "longer than 4,194,304 bytes when unpacked"),
+    "bomb in a bomb": (packed(bomb(1 << 25)), "not a plan|Expecting value|cannot be unpacked"),
+    "just too long": (bomb((4 << 20) + 1), "longer than 4,194,304 bytes when unpacked"),
+    "nothing": ("", "its plan cannot be unpacked"),
+    "one character": ("0", "its plan cannot be unpacked"),
+    "not the alphabet": ('"' + SOUND[1:], "its plan cannot be unpacked: bad base85 character"),
+    "a space": (SOUND + " ", "its plan cannot be unpacked: bad base85 character"),
+    "a line's end": (SOUND + "\n", "its plan cannot be unpacked: bad base85 character"),
+    "more than 32 bits": ("~" * 5 + SOUND, "its plan cannot be unpacked: base85 overflow"),
+    "not ASCII": ("ü" + SOUND[1:], "its plan cannot be unpacked: .*ASCII"),
+    "a lone last character": (SOUND[: len(SOUND) // 5 * 5] + "0", "its plan cannot be unpacked"),
+    "JSON as it is": ('{"version":1}', "its plan cannot be unpacked"),
+    "hexadecimal": (zlib.compress(b"{}").hex(), "its plan cannot be unpacked"),
+    "no stream": (b85encode(b"nothing of zlib's").decode(), "its plan cannot be unpacked: Error -3"),
+    "only its beginning": (b85encode(zlib.compress(b"{}")[:2]).decode(), "its plan cannot be unpacked: it is cut"),
+    "without its checksum": (b85encode(zlib.compress(b"{}")[:-4]).decode(), "its plan cannot be unpacked: it is cut"),
+    "gzip": (b85encode(gzip.compress(b"{}")).decode(), "its plan cannot be unpacked: Error -3"),
+    "trailing": (b85encode(zlib.compress(b"{}") + b"x").decode(), "its plan cannot be unpacked: 1 bytes follow it"),
+    "two streams": (b85encode(zlib.compress(b"{}") * 2).decode(), "its plan cannot be unpacked: 10 bytes follow it"),
+    "not UTF-8": (packed(b"\xff\xfe"), "its plan cannot be unpacked: 'utf-8' codec"),
+}
+
+
+@pytest.mark.parametrize(("plan", "words"), PACKED.values(), ids=PACKED)
+def test_plans_that_are_not_packed_as_they_should_be(plan: str, words: str, genuine: Genuine, tmp_path: Path) -> None:
+    refused_cheaply(forged(genuine.plan.to_json(), genuine.tensors, plan=plan), tmp_path, words)
+
+
+def test_a_plan_of_too_many_characters(genuine: Genuine, tmp_path: Path) -> None:
+    data = forged(genuine.plan.to_json(), genuine.tensors, plan="0" * (9 << 20))
+    refused(data, tmp_path, "its plan takes 9,437,184 characters")
+
+
+@given(st.data())
+def test_damage_to_the_packed_plan_is_found(genuine: Genuine, data: st.DataObject) -> None:
+    """Whatever zlib makes of it, the bytes of another plan do not have the file's digest."""
+    plan = genuine.header["__metadata__"]["plan"]
+    at, by = data.draw(st.integers(0, len(plan) - 1)), data.draw(st.characters(codec="ascii", categories=["L", "N"]))
+    for other in (plan[:at] + by + plan[at:], plan[:at] + plan[at + 1 :], plan[:at] + by + plan[at + 1 :], plan[:at]):
+        if other != plan:
+            header = {**genuine.header, "__metadata__": {**genuine.header["__metadata__"], "plan": other}}
+            text = json.dumps(header).encode()
+            refused(len(text).to_bytes(8, "little") + text + genuine.body, genuine.folder)
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------
@@ -161,6 +255,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "module elsewhere": (lambda p: hypernet(p, type="module", factory="torch.nn:Linear"), "needs the g-net factory"),
     "deep encoding": (lambda p: deep_encoding(p, 250), ""),
     "numbers without end": (lambda p: tensor(p)["slots"][0].__setitem__(5, float("inf")), "must be finite"),
+    "a side that no tensor has": (lambda p: tensor(p, "5.bias").__setitem__("shape", [0, 1 << 63]), "expected a shape"),
     "dimensions": (lambda p: tensor(p, "5.bias").__setitem__("shape", [1] * 50_000), "has shape"),
     "half a kernel": (lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(2, 10), "whole kernels"),
     "another kind": (another_kind, "cannot have shape|do not fold"),
@@ -203,7 +298,7 @@ def test_headers_that_are_hostile_json(header: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [[2**62, 4], [2**40], [0, 2**62]], ids=str)
 def test_headers_that_declare_huge_tensors(shape: list[int], genuine: Genuine, tmp_path: Path) -> None:
     header = genuine.header
-    header["direct/0.bias"]["shape"] = shape
+    header["float32"]["shape"] = shape
     text = json.dumps(header).encode()
     refused_cheaply(len(text).to_bytes(8, "little") + text + genuine.body, tmp_path, "")
 

@@ -7,11 +7,12 @@ import math
 
 import torch
 
+from gbfunc.plan.packing import pack_plan
 from gbfunc.plan.slots import DTYPES
 from gbfunc.plan.spec import Plan
 
-FORMAT = "gbfunc-genome-1"
-# In the order of safetensors, which writes wider types first and then goes by name.
+FORMAT = "gbfunc-genome-2"
+# In the order of safetensors, which writes wider types first.
 _CODES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -28,27 +29,44 @@ _CODES = {
 
 
 def file_layout(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor in the file: `gnets/<ensemble>/<leaf>`, `direct/<name>`, `buffers/<name>`."""
+    """Shape and dtype of every leaf in the file: `gnets/<ensemble>/<leaf>`, `direct/<name>`, `buffers/<name>`.
+
+    Leaves of one dtype stand in the file as one tensor [n], in the order of their names, which is that of the result.
+    """
     layout = {}
     for e in plan.ensembles:
         layout |= {f"gnets/{e.name}/{k}": (shape, plan.dtype) for k, shape in e.shapes.items()}
     layout |= {f"direct/{t.name}": (t.shape, DTYPES[t.dtype]) for t in plan.direct}
-    return layout | {f"buffers/{b.name}": (b.shape, DTYPES[b.dtype]) for b in plan.buffers}
+    layout |= {f"buffers/{b.name}": (b.shape, DTYPES[b.dtype]) for b in plan.buffers}
+    return dict(sorted(layout.items()))
+
+
+def file_tensors(plan: Plan) -> dict[str, tuple[tuple[int], torch.dtype]]:
+    """Shape [n] and dtype of the file's tensors, each named by its dtype, in the order of the file."""
+    layout = file_layout(plan).values()
+    lengths = {d: sum(math.prod(shape) for shape, own in layout if own == d) for d in {own for _, own in layout}}
+    return {str(d).removeprefix("torch."): ((lengths[d],), d) for d in _CODES if d in lengths}
 
 
 def file_metadata(plan: Plan, digest: str) -> dict[str, str]:
-    """What the header says beside the tensors."""
-    return {"format": FORMAT, "plan": plan.to_json(), "sha256": digest}
+    """What the header says beside the tensors.
+
+    Raises:
+        ValueError: if the plan cannot be saved.
+    """
+    return {"format": FORMAT, "plan": pack_plan(plan.to_json()), "sha256": digest}
 
 
 def genome_file_bytes(plan: Plan) -> int:
-    """Bytes of `genome.safetensors`, header included: 8 + the JSON header padded to 8 + the data."""
+    """Bytes of `genome.safetensors`, header included: 8 + the JSON header padded to 8 + the data.
+
+    Raises:
+        ValueError: if the plan cannot be saved.
+    """
     header: dict[str, object] = {"__metadata__": file_metadata(plan, "0" * 64)}
     end = 0
-    order = list(_CODES)
-    layout = sorted(file_layout(plan).items(), key=lambda item: (order.index(item[1][1]), item[0]))
-    for name, (shape, dtype) in layout:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    for name, ((length,), dtype) in file_tensors(plan).items():
+        start, end = end, end + length * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": [length], "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return 8 + -(-len(text) // 8) * 8 + end

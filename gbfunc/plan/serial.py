@@ -87,7 +87,7 @@ def _text(value: Any) -> str:
 
 def _shape(value: Any) -> tuple[int, ...]:
     shape = tuple(value)
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+    if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 1 << 63 for n in shape):
         raise TypeError(f"expected a shape, got {value!r}")
     return shape
 
