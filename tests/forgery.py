@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
 import zlib
 from base64 import b85encode
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from trees_equal import bytes_of
 from zoo import ZOO, genome_of
 
 import gbfunc as gb
+
+MOST = 16 << 20
+"""Bytes that Python and NumPy may take to refuse a file of a few KB."""
 
 
 class Genuine:
@@ -99,3 +103,13 @@ def refused(data: bytes, folder: Path, words: str = "", **options: Any) -> None:
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"(?s)is not a sound genome: .*{words}"):
         gb.load(path, **options)
+
+
+def refused_cheaply(data: bytes, folder: Path, words: str) -> None:
+    assert len(data) < 1 << 20
+    tracemalloc.start()
+    try:
+        refused(data, folder, words)
+        assert tracemalloc.get_traced_memory()[1] < MOST
+    finally:
+        tracemalloc.stop()

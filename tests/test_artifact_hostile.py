@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import copy
-import gzip
 import json
-import tracemalloc
-import zlib
-from base64 import b85encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forgery import Genuine, forged, joined, packed, refused
+from forgery import Genuine, forged, joined, refused, refused_cheaply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import gbfunc as gb
 
-MOST = 16 << 20
-"""Bytes that Python and NumPy may take to refuse a file of a few KB."""
-
 
 @pytest.fixture(scope="module")
 def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
     return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
-
-
-def refused_cheaply(data: bytes, folder: Path, words: str) -> None:
-    assert len(data) < 1 << 20
-    tracemalloc.start()
-    try:
-        refused(data, folder, words)
-        assert tracemalloc.get_traced_memory()[1] < MOST
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_forgery_without_a_fault_is_read(genuine: Genuine, tmp_path: Path) -> None:
@@ -131,62 +114,6 @@ def test_a_wrong_digest(name: str, genuine: Genuine, tmp_path: Path) -> None:
 def test_another_format(format_: str, genuine: Genuine, tmp_path: Path) -> None:
     data = forged(genuine.plan.to_json(), genuine.tensors, format=format_)
     refused(data, tmp_path, f"its format is '{format_}', the one known here is 'gbfunc-genome-2'")
-
-
-# --- the packed plan -----------------------------------------------------------------------------------------------
-
-
-def bomb(size: int, inner: bytes = b" ") -> str:
-    """So many bytes, in a thousandth of them."""
-    return packed(inner * (size // len(inner)))
-
-
-SOUND = packed('{"a":1}')
-PACKED: dict[str, tuple[str, str]] = {
-    "bomb of spaces": (bomb(1 << 25), "longer than 4,194,304 bytes when unpacked"),
-    "bomb of brackets": (bomb(1 << 25, b"["), "longer than 4,194,304 bytes when unpacked"),
-    "bomb in a bomb": (packed(bomb(1 << 25)), "not a plan|Expecting value|cannot be unpacked"),
-    "just too long": (bomb((4 << 20) + 1), "longer than 4,194,304 bytes when unpacked"),
-    "nothing": ("", "its plan cannot be unpacked"),
-    "one character": ("0", "its plan cannot be unpacked"),
-    "not the alphabet": ('"' + SOUND[1:], "its plan cannot be unpacked: bad base85 character"),
-    "a space": (SOUND + " ", "its plan cannot be unpacked: bad base85 character"),
-    "a line's end": (SOUND + "\n", "its plan cannot be unpacked: bad base85 character"),
-    "more than 32 bits": ("~" * 5 + SOUND, "its plan cannot be unpacked: base85 overflow"),
-    "not ASCII": ("ü" + SOUND[1:], "its plan cannot be unpacked: .*ASCII"),
-    "a lone last character": (SOUND[: len(SOUND) // 5 * 5] + "0", "its plan cannot be unpacked"),
-    "JSON as it is": ('{"version":1}', "its plan cannot be unpacked"),
-    "hexadecimal": (zlib.compress(b"{}").hex(), "its plan cannot be unpacked"),
-    "no stream": (b85encode(b"nothing of zlib's").decode(), "its plan cannot be unpacked: Error -3"),
-    "only its beginning": (b85encode(zlib.compress(b"{}")[:2]).decode(), "its plan cannot be unpacked: it is cut"),
-    "without its checksum": (b85encode(zlib.compress(b"{}")[:-4]).decode(), "its plan cannot be unpacked: it is cut"),
-    "gzip": (b85encode(gzip.compress(b"{}")).decode(), "its plan cannot be unpacked: Error -3"),
-    "trailing": (b85encode(zlib.compress(b"{}") + b"x").decode(), "its plan cannot be unpacked: 1 bytes follow it"),
-    "two streams": (b85encode(zlib.compress(b"{}") * 2).decode(), "its plan cannot be unpacked: 10 bytes follow it"),
-    "not UTF-8": (packed(b"\xff\xfe"), "its plan cannot be unpacked: 'utf-8' codec"),
-}
-
-
-@pytest.mark.parametrize(("plan", "words"), PACKED.values(), ids=PACKED)
-def test_plans_that_are_not_packed_as_they_should_be(plan: str, words: str, genuine: Genuine, tmp_path: Path) -> None:
-    refused_cheaply(forged(genuine.plan.to_json(), genuine.tensors, plan=plan), tmp_path, words)
-
-
-def test_a_plan_of_too_many_characters(genuine: Genuine, tmp_path: Path) -> None:
-    data = forged(genuine.plan.to_json(), genuine.tensors, plan="0" * (9 << 20))
-    refused(data, tmp_path, "its plan takes 9,437,184 characters")
-
-
-@given(st.data())
-def test_damage_to_the_packed_plan_is_found(genuine: Genuine, data: st.DataObject) -> None:
-    """Whatever zlib makes of it, the bytes of another plan do not have the file's digest."""
-    plan = genuine.header["__metadata__"]["plan"]
-    at, by = data.draw(st.integers(0, len(plan) - 1)), data.draw(st.characters(codec="ascii", categories=["L", "N"]))
-    for other in (plan[:at] + by + plan[at:], plan[:at] + plan[at + 1 :], plan[:at] + by + plan[at + 1 :], plan[:at]):
-        if other != plan:
-            header = {**genuine.header, "__metadata__": {**genuine.header["__metadata__"], "plan": other}}
-            text = json.dumps(header).encode()
-            refused(len(text).to_bytes(8, "little") + text + genuine.body, genuine.folder)
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.plan import Plan
-from gbfunc.plan.packing import MAX_PLAN_BYTES, pack_plan, unpack_plan
 from tests.plans import PLANS
 from tests.strategies import FACTORIES
 
@@ -54,27 +53,6 @@ def test_json_round_trip(name: str) -> None:
     assert again.digest() == plan.digest()
     assert again.ensembles == plan.ensembles
     assert again.genome_params == plan.genome_params
-
-
-@given(st.text() | st.sampled_from(sorted(PLANS)).map(lambda name: PLANS[name][1].to_json()))
-def test_what_is_packed_is_unpacked(text: str) -> None:
-    packed = pack_plan(text)
-    assert unpack_plan(packed) == text and pack_plan(text) == packed
-    # As it stands in a file: nothing is escaped.
-    assert json.dumps(packed) == f'"{packed}"'
-
-
-@every_plan
-def test_packing_makes_a_plan_short(name: str) -> None:
-    text = PLANS[name][1].to_json()
-    assert len(pack_plan(text)) < len(text) / 1.8
-
-
-def test_the_longest_plan_that_is_packed() -> None:
-    longest = "x" * MAX_PLAN_BYTES
-    assert unpack_plan(pack_plan(longest)) == longest
-    with pytest.raises(ValueError, match="4,194,305 bytes as JSON; a file holds at most 4,194,304"):
-        pack_plan(longest + "x")
 
 
 def mangled(plan: Plan, changes: random.Random) -> str:
