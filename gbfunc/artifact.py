@@ -21,7 +21,7 @@ from safetensors.torch import save as to_bytes
 
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome
-from gbfunc.plan import DTYPES, FORMAT, Plan, file_layout, file_metadata, file_tensors, unpack_plan
+from gbfunc.plan import DTYPES, FORMAT, NUMBERS, Plan, file_layout, file_metadata, file_tensors, unpack_plan
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 _MAX_PNET_BYTES = 64 << 30
@@ -44,25 +44,34 @@ def _flat(genome: GenomeLike) -> Params:
     return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in flat.items()}
 
 
-def _joined(plan: Plan, flat: TensorMap) -> Params:
-    """The tensors of the file [n], by dtype, out of the leaves."""
-    layout = file_layout(plan).items()
+def _joined(plan: Plan, flat: TensorMap, numbers: torch.dtype | None) -> Params:
+    """The tensors of the file [n], by dtype, out of the leaves.
+
+    Raises:
+        ValueError: if a trained leaf holds a number that is too large for the dtype in which it is stored.
+    """
+    layout = file_layout(plan, numbers)
+    stored = {name: flat[name].to(dtype).reshape(-1) for name, (_, dtype) in layout.items()}
+    for name, leaf in stored.items():
+        if leaf.dtype != flat[name].dtype and not bool(torch.isfinite(leaf).all()):
+            raise ValueError(f"{name!r} holds {float(flat[name].abs().max()):g}, too large a number for {leaf.dtype}")
     return {
-        name: torch.cat([flat[k].reshape(-1) for k, (_, own) in layout if own == dtype])
-        for name, (_, dtype) in file_tensors(plan).items()
+        key: torch.cat([leaf for leaf in stored.values() if leaf.dtype == dtype])
+        for key, (_, dtype) in file_tensors(layout).items()
     }
 
 
-def _split(plan: Plan, tensors: TensorMap) -> Params:
-    """Undo `_joined`; each leaf has memory of its own."""
-    rest, flat = dict(tensors), {}
-    for name, (shape, dtype) in file_layout(plan).items():
+def _split(plan: Plan, tensors: TensorMap, numbers: torch.dtype | None) -> Params:
+    """Undo `_joined`: leaves in their own dtypes, each with memory of its own."""
+    rest, flat, own = dict(tensors), {}, file_layout(plan)
+    for name, (shape, dtype) in file_layout(plan, numbers).items():
         key, length = str(dtype).removeprefix("torch."), math.prod(shape)
-        flat[name], rest[key] = rest[key][:length].reshape(shape).clone(), rest[key][length:]
+        flat[name] = rest[key][:length].reshape(shape).to(own[name][1], copy=True)
+        rest[key] = rest[key][length:]
     return flat
 
 
-def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike) -> int:
+def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, numbers: torch.dtype | None = None) -> int:
     """Write a genome with its plan: all that is needed to build the p-net's weights again.
 
     The file appears whole or not at all (temporary file, fsync, rename).
@@ -71,21 +80,25 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike) -> int:
         path: where to; a file that is there is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
+        numbers: `torch.float16` or `torch.bfloat16` stores g-nets and direct parameters of a wider dtype in this one,
+            each rounded to the nearest; buffers stay as they are. `load` gives the plan's own dtypes back.
 
     Returns:
         Bytes written; the same genome gives the same bytes.
 
     Raises:
-        ValueError: if the genome does not fit the plan or holds values that are not finite, or if the plan is longer
-            than a file may hold.
+        ValueError: if the genome does not fit the plan, holds values that are not finite or too large for `numbers`,
+            or if the plan is longer than a file may hold.
         OSError: if the file cannot be written; what was there before is intact.
     """
+    if numbers is not None and numbers not in NUMBERS.values():
+        raise ValueError(f"numbers must be None or one of {', '.join(map(str, NUMBERS.values()))}, got {numbers!r}")
     check_genome(plan, genome)
     flat = _flat(genome)
     _check_fits(file_layout(plan), flat)
     _check_values(flat, "the genome")
-    tensors = _joined(plan, flat)
-    data = _ordered(to_bytes(tensors, file_metadata(plan, _digest(plan.to_json(), tensors))))
+    tensors = _joined(plan, flat, numbers)
+    data = _ordered(to_bytes(tensors, file_metadata(plan, _digest(plan.to_json(), tensors), numbers)))
     replace_file(Path(path), data)
     return len(data)
 
@@ -130,16 +143,19 @@ def load(
                 raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
             if metadata["format"] != FORMAT:
                 raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
+            if (name := metadata.get("numbers")) is not None and name not in NUMBERS:
+                raise ValueError(f"its numbers are {name!r}, known here are {', '.join(NUMBERS)}")
+            numbers = None if name is None else NUMBERS[name]
             text = unpack_plan(metadata["plan"])
             plan = Plan.from_json(text, tuple(factories))
             shapes = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118 (not a dict)
             _check_size(plan, max_pnet_bytes, sum(map(math.prod, shapes.values())))
             # Copies: what safetensors returns is the mapped file, which others may change.
             tensors = {k: file.get_tensor(k).clone() for k in shapes}
-        _check_fits(file_tensors(plan), tensors)
+        _check_fits(file_tensors(file_layout(plan, numbers)), tensors)
         if _digest(text, tensors) != metadata.get("sha256"):
             raise ValueError("its digest does not fit its content: the file is damaged")
-        flat = _split(plan, tensors)
+        flat = _split(plan, tensors, numbers)
         _check_values(flat, "it")
     except (SafetensorError, ValueError, OSError, MemoryError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a sound genome: {error}") from error

@@ -116,6 +116,24 @@ def test_another_format(format_: str, genuine: Genuine, tmp_path: Path) -> None:
     refused(data, tmp_path, f"its format is '{format_}', the one known here is 'gbfunc-genome-2'")
 
 
+@pytest.mark.parametrize("numbers", ["", "float8", "float64", "int8", "torch.float16", "FLOAT16"])
+def test_unknown_numbers(numbers: str, genuine: Genuine, tmp_path: Path) -> None:
+    data = forged(genuine.plan.to_json(), genuine.tensors, numbers=numbers)
+    refused_cheaply(data, tmp_path, f"its numbers are '{numbers}', known here are float32, float16, bfloat16")
+
+
+def test_numbers_that_are_not_those_of_the_tensors(genuine: Genuine, tmp_path: Path) -> None:
+    narrow = forged(genuine.plan.to_json(), genuine.tensors, numbers="bfloat16")
+    refused_cheaply(narrow, tmp_path, r"missing \['bfloat16'\], unknown \[\]")
+    leaves = {k: v if k.startswith("buffers/") else v.bfloat16() for k, v in genuine.leaves.items()}
+    own, other = (forged(genuine.plan.to_json(), joined(leaves), **about) for about in ({}, {"numbers": "float16"}))
+    refused_cheaply(own, tmp_path, r"missing \[\], unknown \['bfloat16'\]")
+    refused_cheaply(other, tmp_path, r"missing \['float16'\], unknown \['bfloat16'\]")
+    leaves["direct/0.bias"] = torch.full((5,), torch.inf).bfloat16()
+    infinite = forged(genuine.plan.to_json(), joined(leaves), numbers="bfloat16")
+    refused_cheaply(infinite, tmp_path, "not finite in 'direct/0.bias'")
+
+
 # --- sizes ---------------------------------------------------------------------------------------------------------
 
 

@@ -11,13 +11,10 @@ import torch
 
 import gbfunc as gb
 from gbfunc.compare.base import Problem, Settings, Trained, Unfit, grid
-from gbfunc.compare.store import pack, unpack
 from gbfunc.compare.training import numbered_batches, one_cycle
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import Net, Task
-from gbfunc.trees import flat_genome
-from gbfunc.types import GenomeLike
 
 _FILE = "genome.safetensors"
 
@@ -81,49 +78,28 @@ class GenomeOf:
         state = train_step.init(seed=seed)
         for _, batch in numbered_batches(problem, seed):
             state, _ = train_step(state, batch)
-        return Trained(_encode(plan, state, problem.dtype), plan.genome_params)
+        with TemporaryDirectory(prefix="gbfunc-") as folder:
+            gb.save(path := Path(folder) / _FILE, plan, state, problem.dtype)
+            return Trained(path.read_bytes(), plan.genome_params)
 
     def load(self, data: bytes, task: Task) -> Net:
         """The p-net with its generated weights."""
-        plan, genome = _decode(data)
+        with TemporaryDirectory(prefix="gbfunc-") as folder:
+            (path := Path(folder) / _FILE).write_bytes(data)
+            plan, genome = gb.load(path)
         return gb.materialize(plan, genome, task.build(0)).eval()
 
     def _plan(self, problem: Problem) -> gb.Plan:
         task, itemsize = problem.task, problem.dtype.itemsize
         own = {"genome_params": problem.size} if self.hypernet == "periodic" else {"genome_bytes": problem.budget}
         plan = plan_for(task, self.hypernet, **own)
-        if problem.dtype == torch.float32:
+        if problem.dtype == plan.dtype:
             return plan
         # Narrower numbers leave room for more of them.
-        header = genome_file_bytes(plan) - plan.dtype.itemsize * plan.genome_params
+        header = genome_file_bytes(plan, problem.dtype) - itemsize * plan.genome_params
         target = (problem.budget - header) // itemsize
         plan = plan_for(task, self.hypernet, genome_params=target)
-        while len(_encode(plan, gb.init_genome(plan, task.build(0), 0), problem.dtype)) > problem.budget:
+        while genome_file_bytes(plan, problem.dtype) > problem.budget:
             target -= 8
             plan = plan_for(task, self.hypernet, genome_params=target)
         return plan
-
-
-def _encode(plan: gb.Plan, genome: GenomeLike, dtype: torch.dtype) -> bytes:
-    """The genome's own file; for numbers that it does not know, the same tensors and plan in a file of theirs."""
-    if dtype != torch.float32:
-        flat = flat_genome(genome.gnets, genome.direct) | {f"buffers/{k}": b for k, b in genome.buffers.items()}
-        return pack(flat, dtype, {"plan": plan.to_json()})
-    with TemporaryDirectory(prefix="gbfunc-") as folder:
-        gb.save(path := Path(folder) / _FILE, plan, genome)
-        return path.read_bytes()
-
-
-def _decode(data: bytes) -> tuple[gb.Plan, gb.Genome]:
-    tensors, about = unpack(data)
-    if "format" in about:
-        with TemporaryDirectory(prefix="gbfunc-") as folder:
-            (path := Path(folder) / _FILE).write_bytes(data)
-            return gb.load(path)
-    plan = gb.Plan.from_json(about["plan"])
-    gnets = {e.name: {k: tensors[f"gnets/{e.name}/{k}"] for k in e.shapes} for e in plan.ensembles}
-    direct, buffers = (
-        {t.name: tensors[f"{part}/{t.name}"] for t in named}
-        for part, named in (("direct", plan.direct), ("buffers", plan.buffers))
-    )
-    return plan, gb.Genome(gnets, direct, buffers)

@@ -9,7 +9,7 @@ large; `build` does all of it.
 
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, Placement
-from gbfunc.plan.filesize import FORMAT, file_layout, file_metadata, file_tensors, genome_file_bytes
+from gbfunc.plan.filesize import FORMAT, NUMBERS, file_layout, file_metadata, file_tensors, genome_file_bytes
 from gbfunc.plan.packing import unpack_plan
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan
@@ -17,6 +17,7 @@ from gbfunc.plan.spec import Plan
 __all__ = [
     "DTYPES",
     "FORMAT",
+    "NUMBERS",
     "BufferPlan",
     "Ensemble",
     "Placement",

@@ -1,0 +1,77 @@
+"""Genomes in numbers that are narrower than their own: what is read back is rounded, and nothing else differs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forgery import Genuine, leaves_of
+from trees_equal import copy_tree, same_bits
+from zoo import ZOO, Animal, genome_of
+
+import gbfunc as gb
+from gbfunc.plan import NUMBERS, genome_file_bytes
+from tests.plans import PLANS
+
+
+@pytest.fixture(scope="module")
+def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
+    return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
+
+
+def narrowed(leaf: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A leaf as it comes back from a file with such numbers."""
+    wider = leaf.is_floating_point() and leaf.itemsize > dtype.itemsize and not name.startswith("buffers/")
+    return leaf.to(dtype).to(leaf.dtype) if wider else leaf
+
+
+@pytest.mark.parametrize("dtype", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("animal", ZOO.values(), ids=ZOO)
+def test_narrower_numbers_are_rounded_and_nothing_else_is(animal: Animal, dtype: torch.dtype, tmp_path: Path) -> None:
+    _, plan, genome = genome_of(animal)
+    size = gb.save(tmp_path / "g", plan, genome, dtype)
+    assert size == (tmp_path / "g").stat().st_size == genome_file_bytes(plan, dtype) <= genome_file_bytes(plan) + 24
+    read_plan, read = gb.load(tmp_path / "g")
+    expected = {name: narrowed(leaf, name, dtype) for name, leaf in leaves_of(genome).items()}
+    assert read_plan == plan and same_bits(leaves_of(read), expected)
+    # What is rounded already is not rounded again.
+    gb.save(tmp_path / "again", plan, read, dtype)
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "g").read_bytes()
+    gb.save(tmp_path / "own", plan, genome)
+    own = (tmp_path / "own").read_bytes()
+    assert (own == (tmp_path / "g").read_bytes()) == all(leaf is expected[n] for n, leaf in leaves_of(genome).items())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_file_of_any_plan_has_the_bytes_that_it_says(name: str, tmp_path: Path) -> None:
+    net, plan = PLANS[name]
+    for dtype in NUMBERS.values():
+        size = gb.save(tmp_path / "g", plan, gb.init_genome(plan, net), dtype)
+        assert size == (tmp_path / "g").stat().st_size == genome_file_bytes(plan, dtype)
+
+
+def test_a_number_that_is_too_large_is_not_saved(genuine: Genuine, tmp_path: Path) -> None:
+    genome = copy_tree(genuine.genome)
+    genome.direct["0.bias"][3] = -1e6
+    with pytest.raises(ValueError, match=r"'direct/0.bias' holds 1e\+06, too large a number for torch.float16"):
+        gb.save(tmp_path / "g", genuine.plan, genome, torch.float16)
+    assert os.listdir(tmp_path) == []
+    gb.save(tmp_path / "g", genuine.plan, genome, torch.bfloat16)
+    assert gb.load(tmp_path / "g")[1].direct["0.bias"][3] == torch.tensor(-1e6).bfloat16()
+
+
+def test_buffers_are_stored_as_they_are(genuine: Genuine, tmp_path: Path) -> None:
+    genome = copy_tree(genuine.genome)
+    genome.buffers["1.running_var"][0] = 1e30
+    gb.save(tmp_path / "g", genuine.plan, genome, torch.float16)
+    assert same_bits(gb.load(tmp_path / "g")[1].buffers, genome.buffers)
+
+
+@pytest.mark.parametrize("numbers", [torch.int8, torch.float64, torch.complex64, torch.float8_e4m3fn, "float16", 16])
+def test_numbers_that_are_none(numbers: Any, genuine: Genuine, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="numbers must be None or one of torch.float32, torch.float16, "):
+        gb.save(tmp_path / "g", genuine.plan, genuine.genome, numbers)
+    assert os.listdir(tmp_path) == []
