@@ -185,6 +185,14 @@ def test_train_writes_what_eval_reads(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{metrics['mean_return']:.1f} +- {metrics['std_return']:.1f}" in capsys.readouterr().out
 
 
+def test_numbers_of_the_file(tmp_path: Path) -> None:
+    command = ["train", "--task", "control", "--env-steps", "1024", "--numbers", "bfloat16", "--out", str(tmp_path)]
+    assert main(command) == 0
+    _, genome = gb.load(tmp_path / "genome.safetensors")
+    leaves = [leaf for leaves in genome.gnets.values() for leaf in leaves.values()] + list(genome.direct.values())
+    assert leaves and all(torch.equal(leaf, leaf.bfloat16().float()) for leaf in leaves)
+
+
 def test_dense_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["train", "--task", "control", "--dense", "--sizes", "4", "8", "2", "--env-steps", "1024"]
     assert main([*command, "--out", str(tmp_path)]) == 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from gbfunc.cli.options import RECIPE, CheckpointOptions, TrainingOptions
+from gbfunc.cli.options import RECIPE, CheckpointOptions, TrainingOptions, find_numbers
 from gbfunc.cli.ranks import RankOptions, open_mesh
 
 if TYPE_CHECKING:
@@ -82,13 +82,15 @@ def train_genome(
         result = fit(trainer, job.task, job.recipe, label=label, seed=options.seed, checkpoints=kept)
     path = folder / GENOME_FILE
     step = trainer.train_step
-    gb.save(path, job.plan, result.state if step is None else step.gather(result.state))
+    genome = result.state if step is None else step.gather(result.state)
+    gb.save(path, job.plan, genome, find_numbers(options.numbers))
     plan, _, net = read_genome(path, options, job.task)
     planned = None if is_dense(options) else job.task.pnet.plan(plan.genome_params).hypernet.type
     net.to(options.device)
     metrics = genome_metrics(plan, path, net, job.task) | {
         "network": label,
         "hypernet": options.hypernet or planned,
+        "numbers": options.numbers or str(plan.dtype).removeprefix("torch."),
         "train_loss": result.history[-1]["train_loss"],
         "seconds": result.seconds,
         "steps": result.steps,

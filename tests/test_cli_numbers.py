@@ -1,0 +1,41 @@
+"""`gbfunc train --numbers`: what is written, measured and told is the rounded genome."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from trees_equal import same_bits
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.pnets import mlp
+from gbfunc.tasks import TASKS, accuracy
+from gbfunc.trees import tree_map
+
+BRIEF = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "1", "--batch-size", "400"]
+
+
+def test_numbers_round_the_genome_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for numbers in ("own", "float32", "float16", "bfloat16"):
+        option = [] if numbers == "own" else ["--numbers", numbers]
+        assert main(["train", *BRIEF, *option, "--out", str(tmp_path / numbers)]) == 0
+    plan, genome = gb.load(tmp_path / "own" / "genome.safetensors")
+    own = json.loads((tmp_path / "own" / "metrics.json").read_text())
+    assert own["numbers"] == "float32"
+    assert (tmp_path / "float32" / "genome.safetensors").read_bytes() == (
+        tmp_path / "own" / "genome.safetensors"
+    ).read_bytes()
+    told, task = capsys.readouterr().out, TASKS["digits"]()
+    for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        rounded = gb.Genome(*tree_map(lambda leaf, to=dtype: leaf.to(to).float(), tuple(genome)))
+        read_plan, read_genome = gb.load(tmp_path / name / "genome.safetensors")
+        metrics = json.loads((tmp_path / name / "metrics.json").read_text())
+        assert read_plan == plan and same_bits(read_genome, rounded)
+        net = gb.materialize(plan, rounded, mlp((64, 48, 10), 0))
+        assert accuracy(net, task.test) == metrics["test_accuracy"] and metrics["numbers"] == name
+        size = (tmp_path / name / "genome.safetensors").stat().st_size
+        assert metrics["genome_bytes"] == size < own["genome_bytes"] - 500
+        assert f"{size:,}" in told
