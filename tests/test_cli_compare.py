@@ -37,6 +37,19 @@ def test_compare_writes_rows_and_a_figure_and_goes_on(tmp_path: Path, capsys: py
     assert again.out == told.out and again.err == "" and (out / "compare.json").read_bytes() == before
 
 
+def test_budgets_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budgets = ["--bytes", "2500", "1600", "2500", "--quick", "--methods", "periodic", "int8"]
+    assert main(["compare", *budgets, "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    assert [(r["method"], r["budget"]) for r in rows] == [(m, b) for b in (1_600, 2_500) for m in ("periodic", "int8")]
+    assert all(0.9 * row["budget"] <= row["bytes"] <= row["budget"] for row in rows)
+    assert [row["size"] for row in rows if row["method"] == "periodic"] == [
+        row["params"] for row in rows if row["method"] == "periodic"
+    ]
+    told = capsys.readouterr().out
+    assert "1,600 bytes" in told and "2,500 bytes" in told
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -45,6 +58,9 @@ def test_compare_writes_rows_and_a_figure_and_goes_on(tmp_path: Path, capsys: py
         (["--epochs", "0"], "--epochs must be at least 1, got 0"),
         (["--threads", "-1"], "--threads must be at least 1, got -1"),
         (["--sizes", "5"], "a genome of 5 parameters cannot be reached"),
+        (["--bytes", "300"], "at most 300 bytes cannot be reached: the smallest genome's file has"),
+        (["--bytes", "0"], "genome_bytes must be an int >= 1, got 0"),
+        (["--bytes", "2000", "--sizes", "300"], "give at most one of --sizes and --bytes, got 300 and 2000"),
         (["--task", "mnist"], "--data-dir"),
     ],
 )

@@ -22,6 +22,7 @@ from gbfunc.compare import (
     read_results,
     reference_bytes,
     run_missing,
+    size_within,
     to_json,
     total_steps,
 )
@@ -116,6 +117,20 @@ def test_the_budget_is_the_file_of_the_reference(problem: Problem) -> None:
     assert reference_bytes(problem.task, 500) < problem.budget
 
 
+@pytest.mark.parametrize("budget", [2_500, 4_001, 7_777])
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_the_genome_fills_a_budget_in_bytes(budget: int, dtype: torch.dtype, task: Task) -> None:
+    size = size_within(task, budget)
+    assert 0.98 * budget <= reference_bytes(task, size) <= budget + 16
+    few = replace(task, train=type(task.train)(task.train.x[:64], task.train.y[:64]))
+    problem = Problem(few, size, budget, dtype, replace(task.recipe(size), epochs=1))
+    method = METHODS["periodic"]
+    settings = method.candidates(problem)[0]
+    trained = method.train(problem, settings, 0)
+    assert 0.97 * budget <= len(trained.data) <= budget and trained.params == settings["params"]
+    assert trained.params == size if dtype == torch.float32 else trained.params > 1.9 * size
+
+
 def test_narrower_numbers_make_room_for_more(task: Task) -> None:
     wide, narrow = (METHODS["periodic"].candidates(problem_of(task, 1_000, d))[0]["params"] for d in NUMBERS)
     assert narrow > 1.9 * wide
@@ -170,10 +185,12 @@ def test_results_go_on_where_they_were(problem: Problem, tmp_path: Path) -> None
     known = read_results(tmp_path / "compare.json")
     assert to_json(known) == to_json(results)
     assert list(run_missing({"steps": method}, problems, 2, known, tmp_path)) == []
-    # One more seed is one more row, and another length is another experiment.
+    # One more seed is one more row, and another length or budget is another experiment.
     assert len(list(run_missing({"steps": method}, problems, 3, known, tmp_path))) == 1
     longer = problem._replace(recipe=replace(problem.recipe, epochs=2))
-    assert len(list(run_missing({"steps": method}, [longer], 1, known, tmp_path))) == 2
+    looser = problem._replace(budget=problem.budget + 1)
+    for other in (longer, looser):
+        assert len(list(run_missing({"steps": method}, [other], 1, known, tmp_path))) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"choices": [{"a": 1}], "rows": []}'])

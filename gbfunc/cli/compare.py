@@ -21,14 +21,20 @@ if TYPE_CHECKING:
     from gbfunc.tasks import Metric
 
 _WIDTH = 150
+_SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 
 
 @dataclass(frozen=True)
 class Compare(DataOptions):
     """Genomes and what else one would do, within the same bytes; settings by validation, a row a seed."""
 
-    sizes: Annotated[tuple[int, ...], arg(metavar="INT ...")] = (600, 1_300, 2_000, 6_000, 20_000)
+    sizes: Annotated[
+        tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint=f"(default: {' '.join(map(str, _SIZES))})")
+    ] = None
     """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
+
+    bytes: Annotated[tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint="(default: none)")] = None
+    """Budgets in bytes, in place of --sizes."""
 
     methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
     """Only these: periodic, smaller_dense, low_rank, random_subspace, pruned, int8, int4, and the other types of g-net:
@@ -84,21 +90,27 @@ class Compare(DataOptions):
 
     def _problems(self) -> list[Problem]:
         from gbfunc.cli.job import load_task
-        from gbfunc.compare import Problem, reference_bytes
+        from gbfunc.compare import Problem, reference_bytes, size_within
 
+        if self.sizes is not None and self.bytes is not None:
+            sizes, budgets = (" ".join(map(str, given)) for given in (self.sizes, self.bytes))
+            raise ValueError(f"give at most one of --sizes and --bytes, got {sizes} and {budgets}")
         for name, value in (("seeds", self.seeds), ("epochs", self.epochs), ("threads", self.threads)):
             if value is not None and value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         task = load_task(self)
+        if self.bytes is not None:
+            budgets = [(size_within(task, budget), budget) for budget in sorted(set(self.bytes))]
+        else:
+            budgets = [(size, reference_bytes(task, size)) for size in sorted(set(self.sizes or _SIZES))]
         problems = []
-        for size in sorted(set(self.sizes)):
+        for size, budget in budgets:
             recipe = task.recipe(size)
             epochs = 1 if self.quick else self.epochs
             if epochs is not None:
                 recipe = replace(recipe, epochs=epochs, steps=None)
-            budget = reference_bytes(task, size)
             problems.append(Problem(task, size, budget, getattr(torch, self.numbers), recipe))
         return problems
 

@@ -1,8 +1,8 @@
 """gbfunc beside what else one would do, at equal bytes: what `gbfunc compare` runs.
 
-Every method gets the same budget (`Problem`): the bytes of the file of a periodic genome of so many parameters. It is
-given the same data and number of steps, and chooses its settings on the validation split; the test split is looked at
-once, by the network as it is read back from its bytes.
+Every method gets the same budget (`Problem`): so many bytes, or those of the file of a periodic genome of so many
+parameters. It is given the same data and number of steps, and chooses its settings on the validation split; the test
+split is looked at once, by the network as it is read back from its bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from gbfunc.compare.base import Method, Problem, Settings, Trained, Unfit
 from gbfunc.compare.dense import Dense
-from gbfunc.compare.genome import GenomeOf, reference_bytes
+from gbfunc.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.compare.low_rank import LowRankTraining
 from gbfunc.compare.pruned import Pruned
 from gbfunc.compare.quantised import DenseQuantised
@@ -46,6 +46,7 @@ __all__ = [
     "read_results",
     "reference_bytes",
     "run_missing",
+    "size_within",
     "to_json",
     "total_steps",
 ]

@@ -17,7 +17,7 @@ class Problem(NamedTuple):
 
     Attributes:
         task: data and p-net.
-        size: parameters of the genome whose file sets the budget.
+        size: parameters of the periodic genome that fills the budget.
         budget: most bytes of everything that is needed to run.
         dtype: of the numbers that are stored, where a method has no format of its own.
         recipe: batch size, augmentation, warm-up and length of every training; its rates are the genome's own.

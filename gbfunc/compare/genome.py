@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +42,15 @@ def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
 def reference_bytes(task: Task, size: int) -> int:
     """What `gbfunc train --genome-params SIZE` writes: the bytes that every method may use."""
     return genome_file_bytes(plan_for(task, "periodic", genome_params=size))
+
+
+def size_within(task: Task, budget: int) -> int:
+    """Parameters of the periodic genome of the task that fills so many bytes.
+
+    Raises:
+        Unfit: if no genome of the task is as small as that.
+    """
+    return plan_for(task, "periodic", genome_bytes=budget).genome_params
 
 
 @dataclass(frozen=True)
@@ -91,8 +101,7 @@ class GenomeOf:
 
     def _plan(self, problem: Problem) -> gb.Plan:
         task, itemsize = problem.task, problem.dtype.itemsize
-        own = {"genome_params": problem.size} if self.hypernet == "periodic" else {"genome_bytes": problem.budget}
-        plan = plan_for(task, self.hypernet, **own)
+        plan = self._in_own_numbers(problem)
         if problem.dtype == plan.dtype:
             return plan
         # Narrower numbers leave room for more of them.
@@ -103,3 +112,12 @@ class GenomeOf:
             target -= 8
             plan = plan_for(task, self.hypernet, genome_params=target)
         return plan
+
+    def _in_own_numbers(self, problem: Problem) -> gb.Plan:
+        if self.hypernet == "periodic":
+            # The very genome whose file the budget is, where it was not given in bytes.
+            with suppress(Unfit):
+                plan = plan_for(problem.task, self.hypernet, genome_params=problem.size)
+                if genome_file_bytes(plan) == problem.budget:
+                    return plan
+        return plan_for(problem.task, self.hypernet, genome_bytes=problem.budget)

@@ -24,7 +24,8 @@ class Choice(NamedTuple):
     Attributes:
         task: name of the task.
         method: name of the method.
-        size: parameters of the genome whose file is the budget.
+        size: parameters of the periodic genome that fills the budget.
+        budget: most bytes of everything that is needed to run.
         numbers: type of the numbers that are stored, where the method has no format of its own.
         steps: of the training.
         settings: the choice, None where nothing fits.
@@ -35,6 +36,7 @@ class Choice(NamedTuple):
     task: str
     method: str
     size: int
+    budget: int
     numbers: str
     steps: int
     settings: Settings | None
@@ -48,11 +50,11 @@ class Row(NamedTuple):
     Attributes:
         task: name of the task.
         method: name of the method.
-        size: parameters of the genome whose file is the budget.
+        size: parameters of the periodic genome that fills the budget.
+        budget: most bytes of everything that is needed to run.
         numbers: type of the numbers that are stored, where the method has no format of its own.
         steps: of the training.
         seed: of the training.
-        budget: bytes of that genome's file.
         bytes: length of the data that the network was read back from.
         params: trained numbers in them.
         val: metric on the validation split.
@@ -64,10 +66,10 @@ class Row(NamedTuple):
     task: str
     method: str
     size: int
+    budget: int
     numbers: str
     steps: int
     seed: int
-    budget: int
     bytes: int
     params: int
     val: float
@@ -87,13 +89,13 @@ def of_problem(results: Results, problem: Problem, method: str) -> Results:
     """The part of the results that is about one method and problem."""
 
     def fits(entry: Choice | Row) -> bool:
-        return entry[:5] == (problem.task.name, method, *_of(problem))
+        return entry[:6] == (problem.task.name, method, *_of(problem))
 
     return Results(tuple(filter(fits, results.choices)), tuple(filter(fits, results.rows)))
 
 
-def _of(problem: Problem) -> tuple[int, str, int]:
-    return problem.size, str(problem.dtype).removeprefix("torch."), total_steps(problem)
+def _of(problem: Problem) -> tuple[int, int, str, int]:
+    return problem.size, problem.budget, str(problem.dtype).removeprefix("torch."), total_steps(problem)
 
 
 def metric_of(problem: Problem, net: Net, split: Any) -> float:
@@ -156,7 +158,6 @@ def measure(name: str, method: Method, problem: Problem, settings: Settings, see
     net = method.load(data, problem.task)
     return Row(
         *(problem.task.name, name, *_of(problem), seed),
-        budget=problem.budget,
         bytes=len(data),
         params=trained.params,
         val=metric_of(problem, net, problem.task.val),
@@ -199,7 +200,7 @@ def run_missing(
             for seed in range(seeds):
                 if choice.settings is None or any(row.seed == seed for row in known.rows):
                     continue
-                path = folder / "-".join(map(str, (*choice[:5], seed)))
+                path = folder / "-".join(map(str, (*choice[:6], seed)))
                 row = measure(name, method, problem, choice.settings, seed, path)
                 results = results._replace(rows=(*results.rows, row))
                 shown = problem.task.metric.show(row.val)
