@@ -202,6 +202,13 @@ def test_shared_periodic_tiles_own_two_coefficients_a_feature() -> None:
     assert shared.shares and not own.shares
 
 
+def test_periodic_frequencies_of_rows_and_columns() -> None:
+    dims = TileDims(128, 128, 7, 7)
+    one, two = (gb.periodic(10, frequency=f).init(dims, 3, 3, seeded()) for f in (1.0, (0.5, 4.0)))
+    for leaf, factor in {"row_weight": 0.5, "col_weight": 4.0, "phase": 1.0, "amplitude": 1.0}.items():
+        torch.testing.assert_close(two[leaf], factor * one[leaf], rtol=0, atol=0)
+
+
 def test_low_rank_and_xox_stop_at_the_shorter_side() -> None:
     dims = TileDims(6, 4, 0, 0)
     assert gb.low_rank().max_size(dims) == gb.xox().max_size(dims) == 4
@@ -248,6 +255,8 @@ def no_module(width: int) -> Any:
         (lambda: api.periodic(True), ValueError, "features must be an int >= 1"),
         (lambda: api.periodic(3, "all"), ValueError, "share must be 'none' or 'kind', got 'all'"),
         (lambda: api.periodic(3, frequency=0.0), ValueError, "frequency must be a positive number"),
+        (lambda: api.periodic(3, frequency=(1.0, -1.0)), ValueError, "two of them or None, got"),
+        (lambda: api.periodic(3, frequency=(1.0, 1.0, 1.0)), ValueError, "two of them or None, got"),
         (lambda: api.constant(float("nan")), ValueError, "finite number"),
         (lambda: api.constant("0"), ValueError, "finite number"),
         (lambda: api.gnet(()), ValueError, "one or more widths"),
@@ -274,7 +283,11 @@ def test_errors_say_what_was_expected(call: Any, error: type[Exception], words: 
     [{}, [], None, "periodic", {"type": "swish"}, {"type": ["periodic"]}, {"type": "periodic", "features": "3"}]
     + [{"type": "periodic", "width": 3}, {"type": "gnet", "hidden": 3}, {"type": "gnet", "hidden": [3, [4]]}]
     + [{"type": "module"}, {"type": "module", "factory": "os:system"}, {"type": "constant", "value": None}]
-    + [{"type": "periodic", "features": 3, "frequency": "1"}, {"type": "module", "factory": ["os:system"]}],
+    + [
+        {"type": "periodic", "features": 3, "frequency": "1"},
+        {"type": "periodic", "frequency": [1.0, "1"]},
+        {"type": "module", "factory": ["os:system"]},
+    ],
 )
 def test_json_of_anything_else_is_refused(data: Any) -> None:
     with pytest.raises(ValueError):

@@ -97,6 +97,24 @@ def test_the_small_net_is_the_smallest_that_is_no_smaller(genome_params: int) ->
     assert size(width) >= genome_params and (width == 1 or size(width - 1) < genome_params)
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_another_type_of_g_net_takes_the_place_of_the_tuned_one(name: str) -> None:
+    """Everywhere but where a rule gives a size, which is a choice of its own."""
+    interface, config = SMALL[name]
+    options = find_pnet(name, interface, config).plan(1_000)
+    other = options.with_hypernet(gb.low_rank())
+    assert other.hypernet == gb.low_rank()
+    for (pattern, before), (same, after) in zip(options.rules, other.rules, strict=True):
+        tuned = before is not None and before.type == "periodic" and before.size is None
+        assert same == pattern and after == (gb.low_rank() if tuned else before)
+
+
+def test_hidden_units_of_a_perceptron_start_at_lower_frequencies() -> None:
+    rules = dict(find_pnet("mlp", *SMALL["mlp"]).plan(1_000).rules)
+    pairs = [getattr(rules[rf"^{i}\.weight$"], "frequency", None) for i in (0, 2, 4)]
+    assert pairs == [(0.5, 1.0), (0.5, 0.5), (1.0, 0.5)]
+
+
 def test_published_sizes() -> None:
     assert n_params(find_pnet("allconv", IMAGE, {"norm": False}).build(0)) == 1_369_738
     assert n_params(find_pnet("mlp", Interface((1, 28, 28), 10), {}).build(0)) == 636_010

@@ -24,7 +24,7 @@ class Periodic(Sized):
 
     features: int | None = None
     share: Literal["none", "kind"] = "none"
-    frequency: float | None = None
+    frequency: float | tuple[float, float] | None = None
     type: ClassVar[str] = "periodic"
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
@@ -55,9 +55,10 @@ class Periodic(Sized):
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """Normal code weights of deviation `frequency`, uniform phases, normal coefficients."""
         frequency = (2.5 if self.shares else 1.0) if self.frequency is None else self.frequency
+        rows, cols = frequency if isinstance(frequency, tuple) else (frequency, frequency)
         leaves = self.leaves(dims)
         scale = math.sqrt((1 if self.shares else 2) / self.known_size)
-        stds = {k: scale if leaf.role == "linear" else frequency for k, leaf in leaves.items()}
+        stds = {k: scale if leaf.role == "linear" else cols for k, leaf in leaves.items()} | {"row_weight": rows}
         drawn = draw(leaves, n_tiles, n_groups, generator, stds)
         if "phase" in drawn:
             drawn["phase"] = torch.rand(drawn["phase"].shape, generator=generator) * (2 * math.pi)
@@ -87,14 +88,18 @@ class Periodic(Sized):
 
 
 def periodic(
-    features: int | None = None, share: Literal["none", "kind"] = "none", *, frequency: float | None = None
+    features: int | None = None,
+    share: Literal["none", "kind"] = "none",
+    *,
+    frequency: float | tuple[float, float] | None = None,
 ) -> Hypernet:
     """Sums of sines over the codes: the default g-net, fast (a batched GEMM) and good at high compression.
 
     Args:
         features: sines a tile; None lets the plan choose (32 without a size target).
         share: `"kind"`: tiles of the same kind and position in other layers share their code weights.
-        frequency: standard deviation of the initial code weights; None is 1.0, or 2.5 for shared ones.
+        frequency: standard deviation of the initial code weights, or that of the rows' and that of the columns';
+            None is 1.0, or 2.5 for shared ones.
 
     Raises:
         ValueError: for options out of range.
@@ -102,6 +107,7 @@ def periodic(
     check_size("features", features)
     if share not in ("none", "kind"):
         raise ValueError(f"share must be 'none' or 'kind', got {share!r}")
-    if frequency is not None and not (math.isfinite(frequency) and frequency > 0):
-        raise ValueError(f"frequency must be a positive number or None, got {frequency!r}")
+    pair = frequency if isinstance(frequency, tuple) else (1.0 if frequency is None else frequency,) * 2
+    if len(pair) != 2 or not all(math.isfinite(f) and f > 0 for f in pair):
+        raise ValueError(f"frequency must be a positive number, two of them or None, got {frequency!r}")
     return Periodic(features, share, frequency)

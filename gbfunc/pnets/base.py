@@ -51,6 +51,15 @@ class PlanOptions(NamedTuple):
     include: tuple[str, ...] = ()
     max_tile: MaxTile = None
 
+    def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
+        """The same with another type of g-net, also in rules that only tune the type that it replaces."""
+
+        def replaced(rule: Hypernet | None) -> Hypernet | None:
+            tunes = rule is not None and rule.type == self.hypernet.type and rule.size is None
+            return hypernet if tunes else rule
+
+        return self._replace(hypernet=hypernet, rules=tuple((pattern, replaced(rule)) for pattern, rule in self.rules))
+
 
 def _default_plan(genome_params: float) -> PlanOptions:
     return PlanOptions()

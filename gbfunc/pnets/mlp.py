@@ -9,8 +9,11 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from gbfunc.encoding import binary, grid
-from gbfunc.hypernets import Hypernet, constant
+from gbfunc.hypernets import Hypernet, constant, periodic
 from gbfunc.pnets.base import Interface, PlanOptions, PNet, scaled_width, seeded
+
+_HIDDEN_FREQUENCY = 0.5
+"""Deviation of the first code weights of hidden units, on validation images of MNIST."""
 
 
 class MLP(nn.Sequential):
@@ -108,14 +111,21 @@ def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
     """Encodings and rules for an `MLP` on images: input units by their pixel's place, no hidden biases.
 
-    Hidden units have no geometry, so plain bits code them. Hidden biases stay at zero: the parameters that
-    they would cost do more as features. The biases of the output are few and stay direct.
+    Hidden units have no geometry, so plain bits code them, and so many that their code weights start out smaller.
+    Hidden biases stay at zero: the parameters that they would cost do more as features. The biases of the output are
+    few and stay direct.
 
     Args:
         sizes: units of each layer.
         inputs: channels, rows and columns of an image.
         bandwidth: see `gbfunc.grid`.
     """
-    hidden = "|".join(str(2 * i) for i in range(len(sizes) - 2))
-    rules: tuple[tuple[str, Hypernet | None], ...] = ((rf"^({hidden})\.bias$", constant(0.0)),) if hidden else ()
-    return PlanOptions(encodings={"0.weight": (binary(), grid(*inputs, bandwidth=bandwidth))}, rules=rules)
+    n_layers = len(sizes) - 1
+    frequency = [1.0, *[_HIDDEN_FREQUENCY] * (n_layers - 1), 1.0]
+    rules: list[tuple[str, Hypernet | None]] = []
+    for i in range(n_layers):
+        if n_layers > 1:
+            rules.append((rf"^{2 * i}\.weight$", periodic(frequency=(frequency[i + 1], frequency[i]))))
+        if i < n_layers - 1:
+            rules.append((rf"^{2 * i}\.bias$", constant(0.0)))
+    return PlanOptions(encodings={"0.weight": (binary(), grid(*inputs, bandwidth=bandwidth))}, rules=tuple(rules))

@@ -221,5 +221,7 @@ class Task:
         """
         total = sum(p.numel() for p in module.parameters())
         target = size.get("genome_params") or (size.get("genome_bytes") or 0) / 4
-        options = self.pnet.plan(target or total / (size.get("compression") or 1.0))._asdict()
-        return make_plan(module, **options | ({} if hypernet is None else {"hypernet": hypernet}), **size)
+        options = self.pnet.plan(target or total / (size.get("compression") or 1.0))
+        if hypernet is not None:
+            options = options.with_hypernet(hypernet)
+        return make_plan(module, **options._asdict(), **size)
