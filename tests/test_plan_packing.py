@@ -13,6 +13,8 @@ from forgery import Genuine, forged, packed, refused, refused_cheaply
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gbfunc as gb
+from gbfunc.plan import Plan
 from gbfunc.plan.packing import MAX_PLAN_BYTES, pack_plan, unpack_plan
 from tests.plans import PLANS
 
@@ -30,6 +32,17 @@ def test_what_is_packed_is_unpacked(text: str) -> None:
     assert unpack_plan(short) == text and pack_plan(text) == short
     # As it stands in a file: nothing is escaped.
     assert json.dumps(short) == f'"{short}"'
+
+
+def test_what_was_packed_before_is_still_read() -> None:
+    """Other words in the packer would be another format."""
+    text = unpack_plan("c=<+eQCA}(&alRh5zYw0AI2ELV60<=KM;Tlpg~}Y5d>%<V2mXQY5`hgNZS")
+    plan = Plan.from_json(text)
+    assert [(t.name, t.shape, t.role) for t in plan.tensors] == [
+        ("weight", (3, 2), "generated"),
+        ("bias", (3,), "direct"),
+    ]
+    assert plan.tensors[0].slots[0].hypernet == gb.periodic(2) and plan.to_json() == text
 
 
 @every_plan
