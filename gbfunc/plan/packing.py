@@ -17,10 +17,10 @@ _WORDS = (
     b']],"buffers":[["running_mean",[],"float32",true],["running_var",["num_batches_tracked",[],"int64",true],["'
     b'"note":"generated: direct vectors would take over a quarter of the target""note":"included"'
     b'{"name":".weight","shape":[,"kind":"embedding","kind":"attention_in","kind":"conv",at most 00 bytes'
-    b'{"version":1,"hypernets":[{"type":"constant"},{"type":"periodic","features":}],'
+    b'{"version":1,"hypernets":[{"type":"constant"},{"type":"periodic","features":00,"frequency":[1.0,0.5]}],'
     b'"encodings":[{"type":"grid","dims":[,"code":"coordinate","bandwidth":6.0},{"type":"binary"}],"tensors":['
     b'{"name":".bias","shape":[],"kind":"vector","note":"by rule","slots":[[1,00,1,0,0,1.0,0.0]]},'
-    b'{"name":".weight","shape":[00,00],"kind":"linear","slots":[[0,00,00,0,0,0.0,0.0]]},'
+    b'{"name":".weight","shape":[00,00],"kind":"linear","note":"by rule","slots":[[0,00,00,0,0,0.0,0.0]]},'
     b'{"name":".bias","shape":[],"kind":"vector"}],"target":"at most 00 parameters"}'
 )
 
