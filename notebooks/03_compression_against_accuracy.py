@@ -122,13 +122,38 @@ figure
 # | 8, 256 | the recipe | 97.56 | 0.078 |
 #
 # Passes over the images are worth more than steps: 8 epochs in batches of 256 are above 4 in batches of 64. Long
-# trainings without noise learn the training images by heart, with noise (in the pixels' deviation) they do not:
+# trainings without noise learn the training images by heart: at 1,964 parameters 60 epochs get 99.4 % of them right and
+# 97.88 % of the validation images; 30 epochs with noise of half the pixels' deviation get 98.0 % (noisy) and 97.91 %.
 #
-# | epochs, batch | noise | seeds | validation accuracy (%) | training accuracy (%) |
-# |---|---|---|---|---|
-# | 30, 256 | none | two | 97.8 | |
-# | 60, 256 | none | 0 | 97.88 | 99.4 |
-# | 30, 256 | 0.5 | 0 to 2 | 97.91 +- 0.07 | 98.0 (noisy) |
+# Then with 10,000 other images held out and seeds 0 and 1 (a mean is known to +- 0.1 points or 0.005 nats), in batches
+# of 256; $f$ is the first deviation of hidden units' code weights:
 #
-# So the recipe has noise above 1,500 parameters. Other deviations, 60 epochs with noise, dropout, and noise for the
-# smaller genomes have not been tried.
+# | parameters, epochs | tried | validation accuracy (%) | validation loss (nats) |
+# |---|---|---|---|
+# | 612, 30 | $f = 1$ | 96.33 | 0.120 |
+# | | $f = 0.7$ | 96.08 | 0.127 |
+# | | $f = 0.5$ (seeds 0 to 3) | 96.41 | 0.115 |
+# | | $f = 0.3$ | 96.22 | 0.123 |
+# | | $f = 1$, two linear coefficients in place of amplitude and phase | 96.29 | 0.120 |
+# | | $f = 1$, four coefficients a feature (30 features in place of 35) | 95.69 | 0.139 |
+# | | $f = 1$, two waves over the pixels for each function of the hidden unit (2 x 27) | 95.89 | 0.138 |
+# | | $f = 1$, hidden units coded by 6 trained combinations of their bits (43) | 95.97 | 0.133 |
+# | | $f = 0.5$, hidden units coded by 7 normal numbers (44) | 95.93 | 0.135 |
+# | | $f = 0.5$, hidden units as 32 kinds at 5 x 5 places (44) | 96.16 | 0.127 |
+# | | $f = 0.5$, the two matrices share code weights of hidden units (32 and 20) | 96.09 | 0.126 |
+# | | $f = 0.5$, twice the features at first, the weakest removed on the way | 96.47 | 0.119 |
+# | | $f = 0.5$, a dense net's outputs as targets (0.7 of the loss, temperature 2) | 96.47 | |
+# | | $f = 1$, batches of 128 | 96.10 | 0.126 |
+# | | $f = 1$, 0.3 or 3 times the learning rate for amplitudes | 96.12, 96.08 | 0.126, 0.125 |
+# | 612, 90 | $f = 1$ | 96.34 | 0.119 |
+# | 612, 60 | **$f = 0.5$, noise 0.25** | 96.65 | 0.110 |
+# | 612, 120 | $f = 0.5$, noise 0.3 | 96.58 | 0.108 |
+# | 1,346, 30 | $f = 1$ | 97.31 | 0.095 |
+# | | $f = 0.5$ | 97.37 | 0.089 |
+# | | $f = 0.5$, noise 0.5 | 97.35 | 0.085 |
+# | 1,346, 60 | **$f = 0.5$, noise 0.5** | 97.52 | 0.079 |
+# | 1,964, 100 | $f = 0.5$, noise 0.5 (seed 0) | 97.76 | 0.079 |
+# | 1,964, 100 | **$f = 0.5$, noise 0.4, three images in ten moved by up to a pixel** (seed 0) | 98.28 | 0.057 |
+#
+# So hidden units start at $f = 0.5$, and noise lets a genome use 60 epochs. What a feature is made of was right as it
+# was: every other use of the same parameters fits less. Dropout and other deviations of the noise were not tried.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gbfunc.tasks import Split, endless_batches, epoch_batches, hold_out, steps_per_epoch
-from gbfunc.tasks.data import flip_and_crop, noise
+from gbfunc.tasks.data import flip_and_crop, in_turn, noise, shift
 
 
 @settings(deadline=None, max_examples=50)
@@ -82,6 +82,31 @@ def test_passes_follow_each_other() -> None:
 def test_noise_has_its_deviation() -> None:
     x = noise(0.5)(torch.ones(100, 100), torch.Generator().manual_seed(0))
     assert abs(float(x.std()) - 0.5) < 0.02 and abs(float(x.mean()) - 1) < 0.02
+
+
+def test_shift_moves_a_part_of_the_images() -> None:
+    images = torch.arange(35.0).reshape(1, 1, 5, 7).repeat(1_000, 1, 1, 1) + 1
+    changed = shift(1, 0.5, 0.0)(images, torch.Generator().manual_seed(0))
+    places = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
+    moved = [_moved(images[0], dy, dx, False) for dy, dx in places]
+    counts = [sum(torch.equal(image, m) for image in changed) for m in moved]
+    assert sum(counts) == 1_000
+    # Half of them stay, and a ninth of the other half.
+    expected = [1_000 * (0.5 * (place == (0, 0)) + 0.5 / 9) for place in places]
+    assert counts == pytest.approx(expected, abs=60)
+
+
+def test_shift_fills_what_comes_in() -> None:
+    images = torch.ones(200, 2, 4, 4)
+    changed = shift(1, 1.0, -0.5)(images, torch.Generator().manual_seed(0))
+    assert changed.unique().tolist() == [-0.5, 1.0]
+    same = shift(1, 0.0, -0.5)(images, torch.Generator().manual_seed(0))
+    assert torch.equal(same, images)
+
+
+def test_changes_in_turn() -> None:
+    doubled = in_turn(lambda x, g: x + 1, lambda x, g: 2 * x)
+    assert doubled(torch.ones(2), torch.Generator()).tolist() == [4.0, 4.0]
 
 
 def test_flip_and_crop_shifts_and_mirrors() -> None:

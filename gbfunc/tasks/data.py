@@ -167,17 +167,44 @@ def flip_and_crop(padding: int) -> Augment:
     """Mirror every other image, and shift each by up to `padding` pixels, zeros coming in (He et al., 2015, 4.2)."""
 
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
-        n, _, rows, cols = x_BChw.shape
-        flip_B = torch.rand(n, generator=generator) < 0.5
-        top_B, left_B = torch.randint(2 * padding + 1, (2, n), generator=generator)
-        row_Bh = top_B[:, None] + torch.arange(rows)
-        col_Bw = left_B[:, None] + torch.arange(cols)
+        flip_B = torch.rand(len(x_BChw), generator=generator) < 0.5
+        return _moved(x_BChw, torch.randint(2 * padding + 1, (2, len(x_BChw)), generator=generator), padding, 0, flip_B)
+
+    return change
+
+
+def shift(pixels: int, part: float, fill: float) -> Augment:
+    """Move a part of the images, each by up to `pixels` pixels up or down and left or right, `fill` coming in."""
+
+    def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
+        stays_B = torch.rand(len(x_BChw), generator=generator) >= part
+        by_2B = torch.randint(2 * pixels + 1, (2, len(x_BChw)), generator=generator)
+        return _moved(x_BChw, torch.where(stays_B, pixels, by_2B), pixels, fill)
+
+    return change
+
+
+def _moved(x_BChw: Tensor, by_2B: Tensor, padding: int, fill: float, flip_B: Tensor | None = None) -> Tensor:
+    """Crops of padded images at rows and columns `by_2B`, mirrored where `flip_B`."""
+    _, _, rows, cols = x_BChw.shape
+    row_Bh = by_2B[0, :, None] + torch.arange(rows)
+    col_Bw = by_2B[1, :, None] + torch.arange(cols)
+    if flip_B is not None:
         col_Bw = torch.where(flip_B[:, None], col_Bw.flip(1), col_Bw)
-        padded = F.pad(x_BChw, (padding,) * 4)
-        device = x_BChw.device
-        image_B = torch.arange(n, device=device)[:, None, None]
-        picked = padded.permute(0, 2, 3, 1)[image_B, row_Bh.to(device)[:, :, None], col_Bw.to(device)[:, None, :]]
-        return picked.permute(0, 3, 1, 2)
+    padded = F.pad(x_BChw, (padding,) * 4, value=fill)
+    device = x_BChw.device
+    image_B = torch.arange(len(x_BChw), device=device)[:, None, None]
+    picked = padded.permute(0, 2, 3, 1)[image_B, row_Bh.to(device)[:, :, None], col_Bw.to(device)[:, None, :]]
+    return picked.permute(0, 3, 1, 2)
+
+
+def in_turn(*changes: Augment) -> Augment:
+    """One change after the other."""
+
+    def change(x: Tensor, generator: torch.Generator) -> Tensor:
+        for each in changes:
+            x = each(x, generator)
+        return x
 
     return change
 

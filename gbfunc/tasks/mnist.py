@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from gbfunc.pnets import PNETS, Interface, PNet
+from gbfunc.tasks import data
 from gbfunc.tasks.base import Recipe, Task
 from gbfunc.tasks.data import Split, hold_out
-from gbfunc.tasks.data import noise as noisy
 
 IMAGE_SHAPE = (28, 28)
 N_TRAIN, N_TEST, N_VAL = 60_000, 10_000, 5_000
@@ -84,7 +85,9 @@ def load_mnist(
     return tuple(arrays)
 
 
-def mnist(data_dir: Path | None = None, name: str = "mnist", *, noise: float | None = None) -> Task:
+def mnist(
+    data_dir: Path | None = None, name: str = "mnist", *, noise: float | None = None, shift: float | None = None
+) -> Task:
     """The MNIST task; 5,000 training images, the same ones always, are held out for validation.
 
     Args:
@@ -92,13 +95,16 @@ def mnist(data_dir: Path | None = None, name: str = "mnist", *, noise: float | N
         name: of the task.
         noise: standard deviation of the normal noise on training images, in that of their pixels; None for what is
             known to be good, by the size of the genome.
+        shift: part of the training images (0 to 1) that are moved by up to one pixel each way; None as for `noise`.
 
     Raises:
         FileNotFoundError: if the folder or a file is missing.
-        ValueError: if no folder is given, a file is damaged, or `noise` is no number >= 0.
+        ValueError: if no folder is given, a file is damaged, or `noise` or `shift` is no number in its range.
     """
     if noise is not None and not (isinstance(noise, int | float) and 0 <= noise < math.inf):
         raise ValueError(f"noise of the {name} task must be a number >= 0, got {noise!r}")
+    if shift is not None and not (isinstance(shift, int | float) and 0 <= shift <= 1):
+        raise ValueError(f"shift of the {name} task must be a number from 0 to 1, got {shift!r}")
     if data_dir is None:
         raise ValueError(f"the {name} task needs --data-dir: the folder with its four IDX .gz files")
     images, labels_N, test_images, test_labels_N = load_mnist(data_dir)
@@ -117,23 +123,28 @@ def mnist(data_dir: Path | None = None, name: str = "mnist", *, noise: float | N
         val=split(images[val], labels_N[val]),
         test=split(test_images, test_labels_N),
         pnet=PNETS["mlp"](interface, hidden=(800,), bandwidth=6.0),
-        settings=lambda pnet, genome_params: _recipe(pnet, genome_params, noise),
+        settings=lambda pnet, genome_params: _recipe(pnet, genome_params, noise, shift, -mean / std),
         genome_params=1_973,
     )
 
 
-def fashion_mnist(data_dir: Path | None = None, *, noise: float | None = None) -> Task:
+def fashion_mnist(data_dir: Path | None = None, *, noise: float | None = None, shift: float | None = None) -> Task:
     """The Fashion-MNIST task: as `mnist`, from another folder."""
-    return mnist(data_dir, "fashion-mnist", noise=noise)
+    return mnist(data_dir, "fashion-mnist", noise=noise, shift=shift)
 
 
-def _recipe(pnet: PNet, genome_params: float, noise: float | None) -> Recipe:
-    perceptron, small = pnet.name == "mlp", genome_params <= _SMALL
-    if noise is None:
-        # Genomes learn images by heart, too: without noise the last half of the epochs is worth nothing.
-        noise = (0.25 if small else 0.5) if perceptron else 0.0
-    augment = noisy(noise) if noise else None
-    if not perceptron:
-        return Recipe(lr=1e-2, dense_lr=1e-3, batch_size=128, epochs=10, augment=augment)
-    lr, betas = (8e-2, (0.9, 0.95)) if small else (4e-2, (0.9, 0.99))
-    return Recipe(lr=lr, dense_lr=1e-3, betas=betas, batch_size=256, epochs=60, augment=augment)
+def _recipe(pnet: PNet, genome_params: float, noise: float | None, shift: float | None, blank: float) -> Recipe:
+    if pnet.name != "mlp":
+        return _with(Recipe(lr=1e-2, dense_lr=1e-3, batch_size=128, epochs=10), noise or 0.0, shift or 0.0, blank)
+    # Genomes learn images by heart, too: without noise and shifts the later epochs are worth nothing.
+    small = genome_params <= _SMALL
+    noise = (0.25 if small else 0.4) if noise is None else noise
+    shift = (0.0 if small else 0.3) if shift is None else shift
+    lr, betas, epochs = (8e-2, (0.9, 0.95), 60) if small else (4e-2, (0.9, 0.99), 100)
+    return _with(Recipe(lr=lr, dense_lr=1e-3, betas=betas, batch_size=256, epochs=epochs), noise, shift, blank)
+
+
+def _with(recipe: Recipe, noise: float, shift: float, blank: float) -> Recipe:
+    """The recipe with training images that are moved, then made noisy."""
+    changes = ([data.shift(1, shift, blank)] if shift else []) + ([data.noise(noise)] if noise else [])
+    return replace(recipe, augment=data.in_turn(*changes)) if changes else recipe
