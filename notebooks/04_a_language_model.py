@@ -15,7 +15,7 @@
 # # A language model that writes from a genome
 #
 # A small GPT learns the English of Python's own help, one character after the other. None of its matrices is stored:
-# a genome of 86 kB generates them. Beside it, on the same batches, two dense nets learn: the same GPT, and a narrower
+# a genome of 81 kB generates them. Beside it, on the same batches, two dense nets learn: the same GPT, and a narrower
 # one whose *file* is as large as the genome's.
 
 # %%
