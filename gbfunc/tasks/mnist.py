@@ -139,8 +139,8 @@ def _recipe(pnet: PNet, genome_params: float, noise: float | None, shift: float 
     # Genomes learn images by heart, too: without noise and shifts the later epochs are worth nothing.
     small = genome_params <= _SMALL
     noise = (0.25 if small else 0.4) if noise is None else noise
-    shift = (0.0 if small else 0.3) if shift is None else shift
-    lr, betas, epochs = (8e-2, (0.9, 0.95), 60) if small else (4e-2, (0.9, 0.99), 100)
+    shift = 0.3 if shift is None else shift
+    lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 100)
     return _with(Recipe(lr=lr, dense_lr=1e-3, betas=betas, batch_size=256, epochs=epochs), noise, shift, blank)
 
 
