@@ -83,7 +83,7 @@ figure
 # At equal bytes a periodic genome is above the smaller dense net at all three sizes, most at the smallest, and above a
 # random subspace at two of them. With so few digits and so short a training, int8 weights of a smaller net are the ones
 # to beat: they are better at the two smaller sizes, and within the spread of seeds at the largest. Low rank fits the
-# largest alone, and does not train in so few steps. `gbfunc compare` draws the same figure for any task, at full length.
+# largest alone, and does not train in so few steps. `gbfunc compare` draws the same figure for any task, at length.
 
 # %% [markdown]
 # ## What was tried for the MNIST recipe
