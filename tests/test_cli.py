@@ -73,7 +73,8 @@ def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     plan, genome = gb.load(out / "genome.safetensors")
     task = TASKS["digits"]()
     net = gb.materialize(plan, genome, mlp((64, 48, 10), 0))
-    assert accuracy(net, task.test) == metrics["test_accuracy"] > 0.2
+    # 22 steps: three deviations above chance.
+    assert accuracy(net, task.test) == metrics["test_accuracy"] > 0.15
     told = capsys.readouterr()
     assert "\r" not in told.err and "\x1b" not in told.err + told.out
     assert told.err.splitlines() == [line for line in told.err.splitlines() if line.startswith("genome: step ")]
