@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_cases import ADAMW, SGD, batches, pnet_of, squared
 from ranks import PATIENCE
 from torch import Tensor, nn
@@ -233,7 +234,10 @@ def run_events(init_method: str, data: int = 1) -> dict[str, Any]:
 
 
 def die(init_method: str, victim: int, how: str, timeout: float) -> tuple[str, float]:
-    """Train until a rank is killed or gets stuck; the error that the others see, and after how many seconds."""
+    """Train until a rank is killed or gets stuck; the error that the others see, and after how many seconds.
+
+    With `how="skewed"` one is killed while the last rank waits for rank 0 alone, in another collective.
+    """
     mesh = gb.mesh(init_method=init_method, timeout=timeout)
     pnet = pnet_of()
     plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
@@ -242,11 +246,14 @@ def die(init_method: str, victim: int, how: str, timeout: float) -> tuple[str, f
     state, _ = step(state, batch)
     start = time.monotonic()
     if mesh.rank == victim:
-        if how == "killed":
+        if how != "stuck":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(4 * timeout)
         return "stuck", 0.0
     try:
+        if how == "skewed" and mesh.rank == mesh.world - 1:
+            with mesh.faults.named("a receive"):
+                dist.recv(torch.empty(1), 0, tag=1)
         for _ in range(3):
             state, _ = step(state, batch)
     except gb.CollectiveError as error:

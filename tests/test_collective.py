@@ -110,7 +110,7 @@ def test_tiles_of_a_narrow_p_net_travel_narrow(world: int) -> None:
         assert sum(f["sent"][kind] for f in found) == 2 * tiles * (world - 1)
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("stuck", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["killed", "skewed", pytest.param("stuck", marks=pytest.mark.slow)])
 def test_a_missing_rank_is_named_within_the_timeout(how: str, tmp_path: Path) -> None:
     timeout = 8.0
     ended = launch(3, "rank_events:die", tmp_path, 100, {"victim": 1, "how": how, "timeout": timeout})

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _ROLL_CALL = 3.0
 """Seconds in which the ranks that are left answer after a failure: a dead rank's neighbours notice first."""
+
+_HANG_UP = 7919
+"""Tag of a message that nobody sends."""
 
 _SIGNS = ("gloo", "Gloo", "NCCL", "ProcessGroup", "Connection", "Timed out", "timed out", "Socket", "store", "Store")
 
@@ -24,10 +29,14 @@ class Faults:
 
     The ranks that are left sign a list in the store that they met at; those that do not are named. Nothing is sent as
     long as all goes well.
+
+    Attributes:
+        groups: process groups to hang up on after a failure, so that ranks that wait for this one fail as well.
     """
 
     def __init__(self, rank: int, world: int, timeout: float, store: Any) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
+        self.groups: Sequence[Any] = ()
         self._store = store
 
     @contextmanager
@@ -52,15 +61,34 @@ class Faults:
         """Who does not answer, in words."""
         if self._store is None:
             return "which one is unknown"
+        absent = [r for r in range(self.world) if r != self.rank]
         try:
             self._store.set(f"alive/{self.rank}", "yes")
-            absent = [r for r in range(self.world) if r != self.rank]
+            for group in self.groups:
+                _hang_up(group)
             end = time.monotonic() + min(_ROLL_CALL, self.timeout)
             while absent and time.monotonic() < end:
                 absent = [r for r in absent if not self._store.check([f"alive/{r}"])]
                 time.sleep(0.05)
         except RuntimeError:
-            return "rank 0, which kept the store, no longer answers"
+            if 0 in absent:
+                return "rank 0, which kept the store, no longer answers"
+            # It has answered, and ended its own roll call.
         if not absent:
             return "all ranks still answer"
         return f"rank {', '.join(map(str, absent))}" + (" does" if len(absent) == 1 else " do") + " not answer"
+
+
+def _hang_up(group: Any) -> None:
+    """Close this rank's connections of a group.
+
+    A rank may wait for rows that this one, having failed, will never send; it would notice only at its own timeout. A
+    receive that times out closes all of gloo's connections; one from a rank that is dead fails before.
+    """
+    if dist.get_backend(group) != "gloo":
+        return
+    for other in range(dist.get_world_size(group)):
+        if other != dist.get_rank(group):
+            with suppress(RuntimeError):
+                work: Any = dist.irecv(torch.empty(1), dist.get_global_rank(group, other), group, _HANG_UP)
+                work.wait(timedelta(milliseconds=1))
