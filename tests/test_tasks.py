@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gbfunc as gb
 from gbfunc.pnets import find_pnet, mlp, mlp_sizes
 from gbfunc.tasks import (
     TASKS,
@@ -127,7 +126,8 @@ def check_task(task: Task, n_train: int, n_val: int, n_test: int) -> None:
     assert task.genome_params is not None
     plan = task.plan(pnet, genome_params=task.genome_params)
     assert 0.98 * task.genome_params <= plan.genome_params <= task.genome_params
-    assert task.plan(pnet, gb.low_rank(), compression=2.0).generated[0].slots[0].hypernet.type == "low_rank"
+    assert task.plan(pnet, "low_rank", compression=2.0).generated[0].slots[0].hypernet.type == "low_rank"
+    assert task.plan(pnet, "periodic", genome_params=task.genome_params) == plan
     assert task.evaluate(pnet, task.val).keys() == {metric.name for metric in task.metrics}
 
 

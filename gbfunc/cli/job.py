@@ -15,7 +15,6 @@ from torch import nn
 import gbfunc as gb
 from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions, find_device
 from gbfunc.cli.output import make_folder
-from gbfunc.hypernets import HYPERNETS
 from gbfunc.pnets import find_pnet
 from gbfunc.tasks import Recipe, Task, find_task
 
@@ -95,10 +94,9 @@ def make_job(options: ModelOptions) -> Job:
         raise ValueError(f"--compression must be a positive number, got {compression}")
     if genome_params is None and compression is None:
         genome_params, compression = task.genome_params, None if task.genome_params else _COMPRESSION
-    hypernet = None if options.hypernet is None else HYPERNETS[options.hypernet]()
     # Both given is for the plan to refuse.
     size = {"genome_params": genome_params, "compression": compression}
-    plan = dense_plan(pnet, options) if is_dense(options) else task.plan(pnet, hypernet, **size)
+    plan = dense_plan(pnet, options) if is_dense(options) else task.plan(pnet, options.hypernet, **size)
     recipe = task.recipe(plan.genome_params)
     if is_dense(options):
         recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None)

@@ -13,7 +13,6 @@ import torch
 import gbfunc as gb
 from gbfunc.compare.base import Problem, Settings, Trained, Unfit, grid
 from gbfunc.compare.training import numbered_batches, one_cycle
-from gbfunc.hypernets import HYPERNETS
 from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import Net, Task
 
@@ -31,10 +30,9 @@ def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
     Raises:
         Unfit: if no genome of the task is as small as that.
     """
-    own = task.pnet.plan(target.get("genome_params") or target["genome_bytes"] / 4).hypernet
     try:
         # Of one seed: the initial scales are in the file, and their digits must not move its length.
-        return task.plan(task.build(0), None if own.type == hypernet else HYPERNETS[hypernet](), **target)
+        return task.plan(task.build(0), hypernet, **target)
     except ValueError as error:
         raise Unfit(str(error)) from error
 

@@ -11,7 +11,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gbfunc.hypernets import periodic
 from gbfunc.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
+
+_PLAN = PlanOptions(hypernet=periodic(share="kind"))
+"""Convolutions of equal shape share their code weights: the same genome has half as many sines more."""
 
 
 class AllConv(nn.Sequential):
@@ -141,7 +145,7 @@ def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, nor
     return PNet(
         name="allconv",
         make=lambda: AllConv(channels, classes=interface.outputs, **config),
-        plan=lambda genome_params: PlanOptions(),
+        plan=lambda genome_params: _PLAN,
         scaled=lambda factor: all_conv(interface, width=scaled_width(width, factor), dropout=dropout, norm=norm),
         fitted=lambda shapes: all_conv(interface, width=_width("0.weight", shapes), dropout=dropout, norm=norm),
         config=config,
@@ -164,6 +168,7 @@ def resnet18(interface: Interface, *, width: int = 64) -> PNet:
     return PNet(
         name="resnet18",
         make=lambda: ResNet18(channels, width, interface.outputs),
+        plan=lambda genome_params: _PLAN,
         scaled=lambda factor: resnet18(interface, width=scaled_width(width, factor)),
         fitted=lambda shapes: resnet18(interface, width=_width("stem.0.weight", shapes)),
         config={"width": width},

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gbfunc.hypernets import Hypernet
+from gbfunc.hypernets import HYPERNETS
 from gbfunc.plan import Plan, make_plan
 from gbfunc.pnets import Interface, PNet
 from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows
@@ -211,17 +211,17 @@ class Task:
         """Settings for a genome of a size."""
         return self.settings(self.pnet, genome_params)
 
-    def plan(self, module: nn.Module, hypernet: Hypernet | None = None, **size: Any) -> Plan:
+    def plan(self, module: nn.Module, hypernet: str | None = None, **size: Any) -> Plan:
         """Plan a genome for the p-net as is known to be good.
 
         Args:
             module: what `build` gave.
-            hypernet: type of the g-nets in place of the recipe's.
+            hypernet: type of the g-nets, a key of `HYPERNETS`; the p-net's own options stand where it is theirs.
             size: `genome_params`, `genome_bytes` or `compression` of `make_plan`, which raises for a bad one.
         """
         total = sum(p.numel() for p in module.parameters())
         target = size.get("genome_params") or (size.get("genome_bytes") or 0) / 4
         options = self.pnet.plan(target or total / (size.get("compression") or 1.0))
-        if hypernet is not None:
-            options = options.with_hypernet(hypernet)
+        if hypernet is not None and hypernet != options.hypernet.type:
+            options = options.with_hypernet(HYPERNETS[hypernet]())
         return make_plan(module, **options._asdict(), **size)

@@ -64,7 +64,7 @@ def cifar10(data_dir: Path | None = None) -> Task:
 
 def _recipe(pnet: PNet, genome_params: float) -> Recipe:
     return Recipe(
-        lr=1e-2,
+        lr=3e-2,
         dense_lr=3e-3,
         batch_size=128,
         epochs=10,
