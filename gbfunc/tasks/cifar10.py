@@ -65,7 +65,7 @@ def cifar10(data_dir: Path | None = None) -> Task:
 def _recipe(pnet: PNet, genome_params: float) -> Recipe:
     return Recipe(
         lr=3e-2,
-        dense_lr=1e-2,
+        dense_lr=3e-2,
         batch_size=128,
         epochs=10,
         augment=flip_and_crop(4),
