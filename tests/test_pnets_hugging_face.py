@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="Hugging Face p-nets need transformer
 IMAGE = Interface((3, 16, 16), 10)
 TEXT = Interface((8,), 30, tokens=True)
 TINY: dict[str, tuple[Interface, dict[str, Any]]] = {
-    "hf:gpt2": (TEXT, {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8}),
+    "hf:gpt2": (TEXT, {"n_layer": 2, "n_embd": 16, "n_head": 2}),
     "hf:llama": (
         TEXT,
         {
@@ -27,7 +27,6 @@ TINY: dict[str, tuple[Interface, dict[str, Any]]] = {
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
-            "max_position_embeddings": 8,
         },
     ),
     "hf:vit": (
@@ -88,7 +87,11 @@ def test_what_the_task_decides_is_filled_in() -> None:
         return pnet.build(0).config
 
     gpt2 = config_of(find_pnet("hf:gpt2", *TINY["hf:gpt2"]))
-    assert gpt2.vocab_size == 30
+    assert gpt2.vocab_size == 30 and gpt2.n_positions == 8
+    # A general name is the model's own, also beside what is filled in.
+    named = config_of(find_pnet("hf:gpt2", TEXT, {"hidden_size": 16, "n_head": 2, "max_position_embeddings": 12}))
+    assert (named.n_embd, named.n_positions) == (16, 12)
+    assert config_of(find_pnet("hf:llama", *TINY["hf:llama"])).max_position_embeddings == 8
     vit = config_of(find_pnet("hf:vit", *TINY["hf:vit"]))
     assert (vit.image_size, vit.num_channels, vit.num_labels) == (16, 3, 10)
 

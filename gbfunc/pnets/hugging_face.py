@@ -9,6 +9,7 @@ from torch import nn
 from gbfunc.pnets.base import Interface, PNet
 
 PREFIX = "hf:"
+_PLACES = "max_position_embeddings"
 
 
 def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
@@ -35,7 +36,9 @@ def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
         template = transformers.AutoConfig.for_model(model_type)
     except ValueError as error:
         raise ValueError(f"Hugging Face knows no model type {model_type!r}") from error
-    fields = _from_task(interface, template) | config
+    # Names that all models know, such as hidden_size, are the model's own from here on: n_embd, say.
+    own = {template.attribute_map.get(name, name): value for name, value in config.items()}
+    fields = _from_task(interface, template) | own
     if unknown := [name for name in config if not hasattr(template, name)]:
         raise ValueError(f"the configuration of {PREFIX}{model_type} has no fields {unknown}")
     try:
@@ -61,7 +64,9 @@ def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
     if interface.tokens:
         # Special tokens of the model's own vocabulary may lie outside the task's.
         special = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(template, name)}
-        return {"vocab_size": interface.outputs, "use_cache": False, **special}
+        places = template.attribute_map.get(_PLACES, _PLACES)
+        length = {places: interface.inputs[0]} if hasattr(template, places) else {}
+        return {"vocab_size": interface.outputs, "use_cache": False, **special, **length}
     channels, rows, _ = interface.inputs
     wanted = {"image_size": rows, "num_channels": channels, "num_labels": interface.outputs}
     return {name: value for name, value in wanted.items() if hasattr(template, name)}
@@ -72,6 +77,6 @@ def _check_outputs(interface: Interface, config: Any, model_type: str) -> None:
     if found < interface.outputs:
         what = "tokens" if interface.tokens else "classes"
         raise ValueError(f"{PREFIX}{model_type} has {found} {what}, the task needs {interface.outputs}")
-    places = getattr(config, "max_position_embeddings", None)
+    places = getattr(config, _PLACES, None)
     if interface.tokens and places is not None and places < interface.inputs[0]:
         raise ValueError(f"{PREFIX}{model_type} reads {places} positions, the task's texts have {interface.inputs[0]}")
