@@ -51,10 +51,10 @@ def read(folder: Path) -> tuple[dict, list[dict[str, str]]]:
 
 def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a" / "run"
-    assert main(["train", *QUICK, "--seed", "3", "--out", str(out)]) == 0
+    assert main(["train", *QUICK, "--seed", "4", "--out", str(out)]) == 0
     metrics, rows = read(out)
     assert {k: type(v) for k, v in metrics.items() if k in METRICS} == METRICS
-    assert metrics["task"] == "digits" and metrics["hypernet"] == "periodic" and metrics["seed"] == 3
+    assert metrics["task"] == "digits" and metrics["hypernet"] == "periodic" and metrics["seed"] == 4
     assert metrics["pnet_params"] == 65 * 48 + 49 * 10 and metrics["genome_params"] <= 300
     assert metrics["ratio_params"] == metrics["pnet_params"] / metrics["genome_params"]
     assert metrics["dense_bytes"] == 4 * metrics["pnet_params"]
@@ -73,8 +73,7 @@ def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     plan, genome = gb.load(out / "genome.safetensors")
     task = TASKS["digits"]()
     net = gb.materialize(plan, genome, mlp((64, 48, 10), 0))
-    # 22 steps: three deviations above chance.
-    assert accuracy(net, task.test) == metrics["test_accuracy"] > 0.15
+    assert accuracy(net, task.test) == metrics["test_accuracy"] > 0.2
     told = capsys.readouterr()
     assert "\r" not in told.err and "\x1b" not in told.err + told.out
     assert told.err.splitlines() == [line for line in told.err.splitlines() if line.startswith("genome: step ")]
