@@ -21,7 +21,7 @@ _SIGNS = ("gloo", "Gloo", "NCCL", "ProcessGroup", "Connection", "Timed out", "ti
 
 
 class CollectiveError(ConnectionError):
-    """A collective failed or timed out: another rank has died, or is stuck."""
+    """A collective failed or timed out: another rank has died, or is stuck. The mesh cannot be used after."""
 
 
 class Faults:
@@ -51,6 +51,8 @@ class Faults:
             backend = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
             if not backend:
                 raise
+            for group in self.groups:
+                _hang_up(group)
             first = (str(error).splitlines() or [""])[0].split(". ")[0]
             raise CollectiveError(
                 f"rank {self.rank} of {self.world}: {what} failed or timed out (limit {self.timeout:g} s): "
@@ -64,8 +66,6 @@ class Faults:
         absent = [r for r in range(self.world) if r != self.rank]
         try:
             self._store.set(f"alive/{self.rank}", "yes")
-            for group in self.groups:
-                _hang_up(group)
             end = time.monotonic() + min(_ROLL_CALL, self.timeout)
             while absent and time.monotonic() < end:
                 absent = [r for r in absent if not self._store.check([f"alive/{r}"])]

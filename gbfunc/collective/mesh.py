@@ -89,7 +89,7 @@ class Mesh:
         self._axes["data"] = Axis("data", data, self.data_index, self._group(columns, everyone))
         self._axes["gnets"] = Axis("gnets", gnets, self.gnets_index, self._group(rows, everyone))
         if owns:
-            self.faults.groups = list({id(a.group): a.group for a in self._axes.values() if a.size > 1}.values())
+            self.faults.groups = [axis.group for axis in self._axes.values() if axis.size > 1]
 
     def _group(self, ranks: list[list[int]], everyone: Any) -> Any:
         if len(ranks) == 1 or len(ranks[0]) == 1:
