@@ -170,7 +170,7 @@ figure
 # ## What was tried for CIFAR-10
 #
 # The nine-layer net with 16 channels, 1,950 parameters, 5 epochs, batches of 128, validation accuracy (%) of seeds 0
-# and 1 (a mean is known to +- 1.5); every row changes one thing of the row in bold above it:
+# and 1 (a mean is known to +- 1.5); every row is the row in bold above it but for what it says:
 #
 # | tried | validation accuracy (%) |
 # |---|---|

@@ -15,7 +15,7 @@ from gbfunc.hypernets import periodic
 from gbfunc.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
 
 _PLAN = PlanOptions(hypernet=periodic(share="kind"))
-"""Convolutions of equal shape share their code weights: the same genome has half as many sines more."""
+"""Convolutions of equal shape share their code weights: a genome of the same size has more sines."""
 
 
 class AllConv(nn.Sequential):

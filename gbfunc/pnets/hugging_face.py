@@ -10,6 +10,7 @@ from gbfunc.pnets.base import Interface, PNet
 
 PREFIX = "hf:"
 _PLACES = "max_position_embeddings"
+"""The general name of the field that says how long a text can be."""
 
 
 def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
