@@ -4,18 +4,17 @@ The weights of a p-net (any `nn.Module`) are generated, tile by tile, by tiny g-
 weight; only the genome, which is the g-nets' parameters and the few direct ones, is trained, saved and shipped.
 """
 
-from gbfunc.artifact import load, save
-from gbfunc.checkpoint import Checkpoint, Checkpointer, load_checkpoint
-from gbfunc.collective import CollectiveError, Mesh, mesh
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.generate import generate
 from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.materialize import materialize
-from gbfunc.optim import Optimizer, torch_optimizer, torch_schedule
+from gbfunc.parallel import CollectiveError, Mesh, mesh
 from gbfunc.plan import Plan, make_plan
+from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
+from gbfunc.storage.genome_file import load, save
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
-from gbfunc.train import StepInfo, TrainState, TrainStep, make_train_step
+from gbfunc.train import Optimizer, StepInfo, TrainState, TrainStep, make_train_step, torch_optimizer, torch_schedule
 from gbfunc.types import Genome
 
 __version__ = "0.1.0"

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from gbfunc.ensemble import init_leaves
+from gbfunc.hypernets.ensemble import init_leaves
 from gbfunc.plan import Ensemble, Plan
-from gbfunc.pnet import buffers_of, check_pnet, owned_parameters
+from gbfunc.pnet import buffers_of, check_pnet, parameter_infos
 from gbfunc.types import Genome, GenomeLike, GNets, Params
 
 Noise = Mapping[str, Params]
@@ -60,7 +60,7 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
         ValueError: if the plan was made for another p-net, naming what differs, or the p-net is wrapped.
     """
     check_pnet(pnet)
-    given = {o.name: tuple(o.tensor.shape) for o in owned_parameters(pnet)}
+    given = {o.name: tuple(o.tensor.shape) for o in parameter_infos(pnet)}
     given |= {name: tuple(buffer.shape) for name, (buffer, _) in buffers_of(pnet).items()}
     expected = {t.name: t.shape for t in plan.tensors} | {b.name: b.shape for b in plan.buffers}
     if given != expected:
@@ -84,7 +84,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         ValueError: if the p-net is not the one of the plan.
     """
     check_plan(plan, pnet)
-    owned = {o.name: o for o in owned_parameters(pnet)}
+    owned = {o.name: o for o in parameter_infos(pnet)}
     if device is None:
         first = next((o.tensor.device for o in owned.values()), torch.device("cpu"))
         device = torch.device("cpu") if first.type == "meta" else first

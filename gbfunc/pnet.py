@@ -35,7 +35,7 @@ _CHECKPOINT = (
 )
 
 
-class Owned(NamedTuple):
+class ParameterInfo(NamedTuple):
     """A parameter of a p-net, with the module and attribute that hold it.
 
     Attributes:
@@ -73,7 +73,7 @@ def check_pnet(pnet: nn.Module) -> None:
                 raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
 
 
-def owned_parameters(pnet: nn.Module) -> list[Owned]:
+def parameter_infos(pnet: nn.Module) -> list[ParameterInfo]:
     """Every parameter once, in the p-net's order, with its aliases and its owner."""
     names: dict[int, list[str]] = {}
     for name, parameter in pnet.named_parameters(remove_duplicate=False):
@@ -81,7 +81,7 @@ def owned_parameters(pnet: nn.Module) -> list[Owned]:
     owned = []
     for name, parameter in pnet.named_parameters():
         module, attribute = _owner(pnet, name, tuple(parameter.shape))
-        owned.append(Owned(name, tuple(names[id(parameter)][1:]), parameter, module, attribute))
+        owned.append(ParameterInfo(name, tuple(names[id(parameter)][1:]), parameter, module, attribute))
     return owned
 
 
@@ -176,7 +176,7 @@ class PureNet:
     def __init__(self, pnet: nn.Module) -> None:
         check_pnet(pnet)
         self.skeleton = skeleton_of(pnet)
-        self._shapes = {o.name: (tuple(o.tensor.shape), o.aliases) for o in owned_parameters(pnet)}
+        self._shapes = {o.name: (tuple(o.tensor.shape), o.aliases) for o in parameter_infos(pnet)}
         self._buffers = set(buffers_of(pnet))
         self._lock = threading.RLock()
         self._watched = False

@@ -29,10 +29,10 @@ from pathlib import Path
 
 import torch
 
-from gbfunc.compare import METHODS, Problem, Results, reference_bytes, run_missing
+from gbfunc.lab.compare import METHODS, Problem, Results, reference_bytes, run_missing
 from gbfunc.plots import tradeoff_curves
-from gbfunc.pnets import PNETS
 from gbfunc.tasks.digits import digits
+from gbfunc.tasks.pnets import PNETS
 
 task = digits()
 task = replace(task, pnet=PNETS["mlp"](task.interface, hidden=(256,), bandwidth=3.0))

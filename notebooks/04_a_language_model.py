@@ -29,8 +29,8 @@ import torch
 
 import gbfunc as gb
 from gbfunc.plots import learning_curve, weight_images
-from gbfunc.pnets import PNETS, narrowed
 from gbfunc.tasks import TASKS, continue_text, endless_batches, token_loss
+from gbfunc.tasks.pnets import PNETS, narrowed
 
 task = TASKS["text"]()
 gpt = PNETS["gpt"](task.interface, layers=2, width=96)

@@ -63,7 +63,7 @@ def train(mesh, placement):
     for _ in range(3):
         for rows in torch.randperm(len(x), generator=shuffle).split(100):
             before = mesh.traffic.total
-            gnet_params, info = train_step(gnet_params, mesh.share((x[rows], y[rows])))
+            gnet_params, info = train_step(gnet_params, mesh.shard_batch((x[rows], y[rows])))
             losses.append(float(info.loss))
             sent = mesh.traffic.total - before
     whole = train_step.gather(gnet_params)

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from forgery import Genuine, joined, leaves_of, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from strategies import ALL_EXAMPLES, FACTORIES, linear_end
 from torch import nn
-from trees_equal import copy_tree, same_bits
-from zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, small
 
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from gbfunc.plan import genome_file_bytes
+from tests.support.forgery import Genuine, joined, leaves_of, refused
+from tests.support.strategies import ALL_EXAMPLES, FACTORIES, linear_end
+from tests.support.trees_equal import copy_tree, same_bits
+from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, small
 
 ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from forgery import Genuine, forged, joined, refused, refused_cheaply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import gbfunc as gb
+from tests.support.forgery import Genuine, forged, joined, refused, refused_cheaply
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from forgery import Genuine, leaves_of
-from trees_equal import copy_tree, same_bits
-from zoo import ZOO, Animal, genome_of
 
 import gbfunc as gb
 from gbfunc.plan import NUMBERS, genome_file_bytes
-from tests.plans import PLANS
+from tests.support.forgery import Genuine, leaves_of
+from tests.support.plans import PLANS
+from tests.support.trees_equal import copy_tree, same_bits
+from tests.support.zoo import ZOO, Animal, genome_of
 
 
 @pytest.fixture(scope="module")

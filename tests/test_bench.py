@@ -17,18 +17,28 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.bench import BENCHES, VARIANTS, Case, Genes, Setting, choose_benches, growth_curves, log_slope, run_bench
-from gbfunc.bench.cases import generation_case
-from gbfunc.bench.measure import time_together
-from gbfunc.bench.naive import NaiveGenerator
-from gbfunc.bench.nets import features
-from gbfunc.bench.variants import build
 from gbfunc.cli import main
 from gbfunc.cli.bench import measure, print_results
 from gbfunc.generate import Generator
 from gbfunc.hypernets import Hypernet
+from gbfunc.lab.bench import (
+    BENCHES,
+    VARIANTS,
+    Case,
+    Genes,
+    Setting,
+    choose_benches,
+    growth_curves,
+    log_slope,
+    run_bench,
+)
+from gbfunc.lab.bench.cases import generation_case
+from gbfunc.lab.bench.measure import time_together
+from gbfunc.lab.bench.naive import NaiveGenerator
+from gbfunc.lab.bench.nets import features
+from gbfunc.lab.bench.variants import build
 from gbfunc.plots import cost_curves
-from gbfunc.pnets.mlp import mlp
+from gbfunc.tasks.pnets.mlp import mlp
 
 CPU = Setting(torch.device("cpu"), None, 1)
 KEYS = {"case", "variant", "step_ms", "ratio_to_dense", "ratio_to_naive", "peak_mb", "counted_mb", "weights"}

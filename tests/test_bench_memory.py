@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 
 import gbfunc as gb
-from gbfunc.bench import Case, Genes, Setting
-from gbfunc.bench.live import LiveBytes
-from gbfunc.bench.memory import measure_memory, peak_resident
-from gbfunc.bench.nets import GPT, features, sequences
-from gbfunc.bench.variants import build, loss_fn
-from gbfunc.pnets.convnets import ResNet18
-from gbfunc.pnets.mlp import mlp
+from gbfunc.lab.bench import Case, Genes, Setting
+from gbfunc.lab.bench.live import LiveBytes
+from gbfunc.lab.bench.memory import measure_memory, peak_resident
+from gbfunc.lab.bench.nets import GPT, features, sequences
+from gbfunc.lab.bench.variants import build, loss_fn
+from gbfunc.tasks.pnets.convnets import ResNet18
+from gbfunc.tasks.pnets.mlp import mlp
 
 CPU = Setting(torch.device("cpu"), None, 1)
 

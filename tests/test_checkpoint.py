@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from trees_equal import copy_tree, same_bits
-from zoo import ZOO, loss_fn, mlp, step_of
 
 import gbfunc as gb
 from gbfunc import files
+from tests.support.trees_equal import copy_tree, same_bits
+from tests.support.zoo import ZOO, loss_fn, mlp, step_of
 
 ADAM = gb.torch_optimizer(torch.optim.AdamW, lr=lambda step: 0.02 / (step + 1))
 OPTIMIZERS = {
@@ -80,7 +80,7 @@ def test_a_state_is_copied_before_it_is_written(tmp_path: Path, monkeypatch: pyt
         assert go.wait(60)
         files.replace_file(path, data)
 
-    monkeypatch.setattr("gbfunc.checkpoint.save.replace_file", late)
+    monkeypatch.setattr("gbfunc.storage.save.replace_file", late)
     with gb.Checkpointer(tmp_path, step) as checkpointer:
         checkpointer.save(state, extra)
         # The step goes on while nothing is written yet.
@@ -211,7 +211,7 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, _ = step_of("mlp")
-    monkeypatch.setattr("gbfunc.checkpoint.save.FORMAT", "gbfunc-checkpoint-9")
+    monkeypatch.setattr("gbfunc.storage.save.FORMAT", "gbfunc-checkpoint-9")
     save(tmp_path, step, step.init())
     monkeypatch.undo()
     with pytest.raises(

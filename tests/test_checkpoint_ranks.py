@@ -12,10 +12,10 @@ from typing import Any
 import optree
 import pytest
 import torch
-from rank_checkpoints import PLACEMENTS, course, make
-from ranks import PATIENCE, ROOT, TESTS, launch, run_ranks
 
 import gbfunc as gb
+from tests.support.rank_checkpoints import PLACEMENTS, course, make
+from tests.support.ranks import PATIENCE, ROOT, SUPPORT, launch, run_ranks
 
 UNTIL, SAVED = 6, 3
 
@@ -103,8 +103,8 @@ def test_a_rank_that_dies_in_a_save(victim: int, moment: str, tmp_path: Path) ->
 @pytest.mark.timeout(600)
 def test_torchrun_goes_on_by_itself(tmp_path: Path, straight: Any) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    script = [str(TESTS / "rank_checkpoints.py"), str(tmp_path / "run"), str(UNTIL)]
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])}
+    script = [str(SUPPORT / "rank_checkpoints.py"), str(tmp_path / "run"), str(UNTIL)]
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
     done = subprocess.run(
         [sys.executable, *launcher, *script],
         env={**os.environ, **own},

@@ -19,8 +19,8 @@ from gbfunc.cli import main
 from gbfunc.cli.fit import dense_trainer, fit, total_steps
 from gbfunc.cli.options import HypernetName
 from gbfunc.hypernets import HYPERNETS
-from gbfunc.pnets import PNETS, mlp
 from gbfunc.tasks import TASKS, accuracy
+from gbfunc.tasks.pnets import PNETS, mlp
 
 SMALL = ["--sizes", "64", "48", "10", "--genome-params", "300"]
 QUICK = [*SMALL, "--epochs", "2", "--batch-size", "100"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gbfunc.cli import main
-from gbfunc.compare import METHODS
+from gbfunc.lab.compare import METHODS
 
 QUICK = ["compare", "--sizes", "300", "--quick", "--methods", "periodic", "smaller_dense"]
 

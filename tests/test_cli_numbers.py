@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from trees_equal import same_bits
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.pnets import mlp
 from gbfunc.tasks import TASKS, accuracy
+from gbfunc.tasks.pnets import mlp
 from gbfunc.trees import tree_map
+from tests.support.trees_equal import same_bits
 
 BRIEF = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "1", "--batch-size", "400"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import PATIENCE, ROOT
 
 from gbfunc.cli.ranks import parse_mesh
+from tests.support.ranks import PATIENCE, ROOT
 
 TRAIN = ("-m", "gbfunc", "train", "--epochs", "1", "--sizes", "64", "40", "10", "--genome-params", "300")
 

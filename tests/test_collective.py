@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_cases import pnet_of
-from rank_events import ROWS, narrow
-from ranks import launch, run_ranks
 
 import gbfunc as gb
-from gbfunc.collective import alone
+from gbfunc.parallel import single_rank_mesh
 from gbfunc.trees import split_rows
+from tests.support.rank_cases import pnet_of
+from tests.support.rank_events import ROWS, narrow
+from tests.support.ranks import launch, run_ranks
 
 
 @lru_cache
@@ -135,10 +135,10 @@ def test_shares_cover_the_batch(rows: int, ranks: int) -> None:
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
-    for mesh in (gb.mesh(), alone()):
+    for mesh in (gb.mesh(), single_rank_mesh()):
         with mesh:
             batch = torch.ones(3)
-            assert (mesh.world, mesh.rank, mesh.data, mesh.gnets) == (1, 0, 1, 1) and mesh.share(batch) is batch
+            assert (mesh.world, mesh.rank, mesh.data, mesh.gnets) == (1, 0, 1, 1) and mesh.shard_batch(batch) is batch
 
 
 @pytest.mark.parametrize(

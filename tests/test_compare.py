@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gbfunc.compare import (
+from gbfunc.lab.compare import (
     METHODS,
     Problem,
     Results,
@@ -26,12 +26,12 @@ from gbfunc.compare import (
     to_json,
     total_steps,
 )
-from gbfunc.compare.base import grid
-from gbfunc.compare.family import largest, narrow_sizes
-from gbfunc.compare.store import pack, packed_size, unpack
+from gbfunc.lab.compare.base import grid
+from gbfunc.lab.compare.family import largest, narrow_sizes
+from gbfunc.lab.compare.store import pack, packed_size, unpack
 from gbfunc.plan import genome_file_bytes
-from gbfunc.pnets import find_pnet
 from gbfunc.tasks import TASKS, Net, Task, accuracy
+from gbfunc.tasks.pnets import find_pnet
 
 NUMBERS = (torch.float32, torch.float16)
 
@@ -234,7 +234,7 @@ def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
 
 
 def test_reference_is_what_train_writes(problem: Problem) -> None:
-    from gbfunc.compare.genome import plan_for
+    from gbfunc.lab.compare.genome import plan_for
 
     plan = plan_for(problem.task, "periodic", genome_params=1_000)
     assert genome_file_bytes(plan) == problem.budget

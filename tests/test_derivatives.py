@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from strategies import bounded_end
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from trees_equal import copy_tree
-from zoo import ZOO, dtype_of, genome_of, loss_fn, noise_of, small
 
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from gbfunc.pnet import PureNet
+from tests.support.strategies import bounded_end
+from tests.support.trees_equal import copy_tree
+from tests.support.zoo import ZOO, dtype_of, genome_of, loss_fn, noise_of, small
 
 VARIETY = (gb.periodic(5), gb.periodic(3, "kind"), gb.constant(-0.25), gb.gnet((7,)), gb.gnet((4, 3)))
 VARIETY += (

@@ -8,8 +8,9 @@ from typing import Any
 import optree
 import pytest
 import torch
-from rank_cases import CASES, COMPILED, EAGER
-from ranks import run_ranks
+
+from tests.support.rank_cases import CASES, COMPILED, EAGER
+from tests.support.ranks import run_ranks
 
 WORLDS = {2: 1, 3: 1, 4: 2}
 """Data axis by number of ranks."""

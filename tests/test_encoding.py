@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import gbfunc as gb
 from gbfunc.encoding import ENCODINGS, Encoding, bit_width, encoding_from_json
-from tests import oracles
-from tests.strategies import encodings
+from tests.support import oracles
+from tests.support.strategies import encodings
 
 AXIS = st.integers(1, 70)
 

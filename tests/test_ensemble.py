@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.encoding import Encoding
-from gbfunc.ensemble import apply_tiles, dense_tiles, init_leaves, tile_leaves
 from gbfunc.hypernets import Hypernet
+from gbfunc.hypernets.ensemble import apply_tiles, dense_tiles, init_leaves, tile_leaves
 from gbfunc.tiling import TileGrid, join_tiles, tile_grid
 from gbfunc.types import Params, TileDims
-from tests import oracles
-from tests.strategies import ALL_EXAMPLES, EXAMPLES, encodings, matrices
+from tests.support import oracles
+from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, encodings, matrices
 
 contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=repr)
 standardised = pytest.mark.parametrize("hypernet", [h for h in ALL_EXAMPLES if h.standardised], ids=repr)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from gbfunc.factored import FactoredWeight, factored_weight, remat_weight, stack_rows
-from tests.lazy_weights import KINDS, as_kind, assert_close, make_factors, vectors
+from tests.support.lazy_weights import KINDS, as_kind, assert_close, make_factors, vectors
 
 
 def assert_same(run: Callable[[Tensor], Tensor], weights: tuple[Tensor, Tensor], leaves: list[Tensor]) -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gbfunc.bench.live import LiveBytes
 from gbfunc.factored import lazy_pays
-from tests.lazy_weights import KINDS, Conv1D, assert_close, generated, vectors
+from gbfunc.lab.bench.live import LiveBytes
+from tests.support.lazy_weights import KINDS, Conv1D, assert_close, generated, vectors
 
 
 class Tied(nn.Module):

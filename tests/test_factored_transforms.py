@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tests.lazy_weights import KINDS, as_kind, assert_close, make_factors, vectors
+from tests.support.lazy_weights import KINDS, as_kind, assert_close, make_factors, vectors
 
 OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "linear": ((6, 4), lambda w: F.linear(vectors(3, 4).to(w.dtype), w)),

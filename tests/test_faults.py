@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 from test_checkpoint import ADAM, advance, names, save
-from trees_equal import same_bits
-from zoo import step_of
 
 import gbfunc as gb
+from tests.support.trees_equal import same_bits
+from tests.support.zoo import step_of
 
-TESTS = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent / "support"
 
 
 def crash(folder: Path, rounds: int, seed: int, timeout: float) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(TESTS / "crash_saves.py"), str(folder), str(rounds), str(seed)],
-        env={**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(SUPPORT / "crash_saves.py"), str(folder), str(rounds), str(seed)],
+        env={**os.environ, "PYTHONPATH": str(SUPPORT.parents[1]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -7,21 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ALL_EXAMPLES, convnets, linear_end, mlps
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from trees_equal import copy_tree, photograph, same_bits
-from zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, noise_of, small
 
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from gbfunc.pnet import PureNet
+from tests.support import oracles
+from tests.support.strategies import ALL_EXAMPLES, convnets, linear_end, mlps
+from tests.support.trees_equal import copy_tree, photograph, same_bits
+from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, noise_of, small
 
 ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
 EACH = pytest.mark.parametrize("animal", ALL.values(), ids=ALL)

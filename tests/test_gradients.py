@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trees_equal import copy_tree, same_bits
-from zoo import BUFFERS_ONLY, SGD, ZOO, loss_fn, step_of
 
 import gbfunc as gb
+from tests.support.trees_equal import copy_tree, same_bits
+from tests.support.zoo import BUFFERS_ONLY, SGD, ZOO, loss_fn, step_of
 
 STILL = gb.torch_optimizer(torch.optim.SGD, lr=0.0)
 ADAM = gb.torch_optimizer(torch.optim.Adam, lr=0.01)

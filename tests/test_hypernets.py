@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.encoding import Encoding
-from gbfunc.ensemble import dense_tiles
 from gbfunc.hypernets import HYPERNETS, Hypernet, hypernet_from_json, n_params
+from gbfunc.hypernets.ensemble import dense_tiles
 from gbfunc.types import Factors, Params, TileDims
-from tests import oracles
-from tests.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, bounded_end, linear_end
+from tests.support import oracles
+from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, bounded_end, linear_end
 
 BY_PATH = {f"{f.__module__}:{f.__qualname__}": f for f in FACTORIES}
 api: Any = gb

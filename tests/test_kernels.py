@@ -8,7 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import (
+from torch import Tensor
+
+from gbfunc.hypernets.kernels import relu_tile, relu_tiles
+from gbfunc.hypernets.kernels.eager import block_size, eager_sums, eager_tiles
+from gbfunc.tiling import TileGrid, join_tiles
+from gbfunc.types import Kernel
+from tests.support.kernel_cases import (
     FAST,
     FIRST_ORDER,
     NEEDS_COMPILER,
@@ -21,12 +27,6 @@ from kernel_cases import (
     relu_objective,
     with_gradients,
 )
-from torch import Tensor
-
-from gbfunc.kernels import relu_tile, relu_tiles
-from gbfunc.kernels.eager import block_size, eager_sums, eager_tiles
-from gbfunc.tiling import TileGrid, join_tiles
-from gbfunc.types import Kernel
 
 # Forward mode and Inductor import parts of torch that torch itself deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import assert_trees_close, peak_of
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev
 from torch.utils._pytree import tree_leaves
 
-from gbfunc.kernels import chunked_apply
+from gbfunc.hypernets.kernels import chunked_apply
+from tests.support.kernel_cases import assert_trees_close, peak_of
 
 # Forward mode and Inductor import parts of torch that torch itself deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import NEEDS_COMPILER, Shape, check, draw, with_gradients
 from torch._subclasses import FakeTensorMode
 
-from gbfunc.kernels import compiled as compiled_module
-from gbfunc.kernels import native, relu_tile, relu_tiles
-from gbfunc.kernels.relu_tile import COMPILE_WORK
+from gbfunc.hypernets.kernels import compiled as compiled_module
+from gbfunc.hypernets.kernels import native, relu_tile, relu_tiles
+from gbfunc.hypernets.kernels.relu_tile import COMPILE_WORK
 from gbfunc.tiling import TileGrid
+from tests.support.kernel_cases import NEEDS_COMPILER, Shape, check, draw, with_gradients
 
 # Inductor imports parts of torch that torch itself deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -72,7 +72,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @NEEDS_COMPILER
 def test_processes_that_compile_at_once_leave_one_kernel(cache: Path) -> None:
-    program = "from gbfunc.kernels.native import library; library()"
+    program = "from gbfunc.hypernets.kernels.native import library; library()"
     started = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
     assert [process.wait(100) for process in started] == [0, 0, 0]
     (kernel,) = cache.iterdir()

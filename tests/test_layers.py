@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations as new
 
 from gbfunc.layers import KINDS, layer_kind
-from gbfunc.pnet import owned_parameters
-from tests import oracles
-from tests.strategies import Conv1D, LayerCase, layers
+from gbfunc.pnet import parameter_infos
+from tests.support import oracles
+from tests.support.strategies import Conv1D, LayerCase, layers
 
 
 @given(layers())
@@ -102,7 +102,7 @@ def test_in_proj_is_queries_keys_and_values() -> None:
 
 def kinds_of(pnet: nn.Module) -> dict[str, str]:
     """Kind of every parameter, by name."""
-    return {o.name: layer_kind(o.module, o.attribute, tuple(o.tensor.shape)).name for o in owned_parameters(pnet)}
+    return {o.name: layer_kind(o.module, o.attribute, tuple(o.tensor.shape)).name for o in parameter_infos(pnet)}
 
 
 def selected(pnet: nn.Module) -> set[str]:

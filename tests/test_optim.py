@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from trees_equal import copy_tree, same_bits
 
 import gbfunc as gb
-from gbfunc.optim import OptState
+from gbfunc.train import OptState
+from tests.support.trees_equal import copy_tree, same_bits
 
 OPTIM: Any = torch.optim  # Muon is not in every torch.
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from trees_equal import copy_tree, same_bits
 
 import gbfunc as gb
-from gbfunc.optim import OptState
+from gbfunc.train import OptState
+from tests.support.trees_equal import copy_tree, same_bits
 
 OPTIM: Any = torch.optim
 ROLES = {"w": "code", "b": "direct"}

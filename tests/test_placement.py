@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.collective import Mesh
-from gbfunc.placement import Layout, choose_placement, placement_cost, shares_of
-from gbfunc.placement.cost import PLACEMENTS, make_layout
+from gbfunc.parallel import Layout, Mesh, choose_placement, placement_cost, shares_of
+from gbfunc.parallel.cost import PLACEMENTS, make_layout
 
 
 def grid(data: int, gnets: int, rank: int) -> Mesh:

@@ -13,8 +13,8 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.plan import Plan, genome_file_bytes
-from tests.plans import PLANS, Tied, plans
-from tests.strategies import ALL_EXAMPLES, FACTORIES, Conv1D, pnets
+from tests.support.plans import PLANS, Tied, plans
+from tests.support.strategies import ALL_EXAMPLES, FACTORIES, Conv1D, pnets
 
 contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=repr)
 every_plan = pytest.mark.parametrize("name", PLANS)

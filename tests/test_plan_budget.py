@@ -15,7 +15,7 @@ import gbfunc as gb
 from gbfunc.hypernets import Hypernet, n_params
 from gbfunc.plan import Plan, genome_file_bytes
 from gbfunc.plan.slots import Slot
-from tests.strategies import Conv1D, pnets
+from tests.support.strategies import Conv1D, pnets
 
 api: Any = gb
 SIZABLE = (gb.periodic(), gb.periodic(share="kind"), gb.gnet(), gb.stochastic(), gb.low_rank(), gb.xox())

@@ -9,14 +9,14 @@ from base64 import b85encode
 from pathlib import Path
 
 import pytest
-from forgery import Genuine, forged, packed, refused, refused_cheaply
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gbfunc as gb
 from gbfunc.plan import Plan
 from gbfunc.plan.packing import MAX_PLAN_BYTES, pack_plan, unpack_plan
-from tests.plans import PLANS
+from tests.support.forgery import Genuine, forged, packed, refused, refused_cheaply
+from tests.support.plans import PLANS
 
 every_plan = pytest.mark.parametrize("name", PLANS)
 

@@ -13,7 +13,7 @@ import gbfunc as gb
 from gbfunc.encoding import Grid, PerAxis
 from gbfunc.plan import Plan, TensorPlan
 from gbfunc.plan.slots import Slot
-from tests.strategies import Conv1D
+from tests.support.strategies import Conv1D
 
 api: Any = gb
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.plan import Plan
-from tests.plans import PLANS
-from tests.strategies import FACTORIES
+from tests.support.plans import PLANS
+from tests.support.strategies import FACTORIES
 
 every_plan = pytest.mark.parametrize("name", PLANS)
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from trees_equal import copy_tree, photograph, same_bits
-from zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, loss_fn, mlp
 
 import gbfunc as gb
-from gbfunc.pnet import PureNet, buffers_of, check_pnet, owned_parameters, skeleton_of, with_weights
+from gbfunc.pnet import PureNet, buffers_of, check_pnet, parameter_infos, skeleton_of, with_weights
+from tests.support.trees_equal import copy_tree, photograph, same_bits
+from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, loss_fn, mlp
 
 ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
 EACH = pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
@@ -28,7 +28,7 @@ def other_tensors(pnet: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]
     """Weights and buffers that are not the p-net's own."""
     draw = torch.Generator().manual_seed(7)
     weights = {
-        o.name: torch.randn(o.tensor.shape, generator=draw).to(o.tensor.dtype) * 0.3 for o in owned_parameters(pnet)
+        o.name: torch.randn(o.tensor.shape, generator=draw).to(o.tensor.dtype) * 0.3 for o in parameter_infos(pnet)
     }
     return weights, {name: b.clone() + 1 for name, (b, _) in buffers_of(pnet).items()}
 
@@ -72,24 +72,24 @@ def test_skeleton_has_the_structure_and_no_data(animal: Animal) -> None:
     assert [type(m).__name__ for m in skeleton.modules()] == [type(m).__name__ for m in pnet.modules()]
     assert [m.training for m in skeleton.modules()] == [m.training for m in pnet.modules()]
     described = [
-        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad) for o in owned_parameters(pnet)
+        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad) for o in parameter_infos(pnet)
     ]
     assert described == [
-        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad) for o in owned_parameters(skeleton)
+        (o.name, o.aliases, o.tensor.shape, o.tensor.dtype, o.tensor.requires_grad) for o in parameter_infos(skeleton)
     ]
 
 
 def test_tied_parameters_are_listed_once_with_their_aliases() -> None:
-    owned = {o.name: o.aliases for o in owned_parameters(ZOO["tied"].pnet())}
+    owned = {o.name: o.aliases for o in parameter_infos(ZOO["tied"].pnet())}
     assert owned == {"embedding.weight": ("head.weight",), "hidden.weight": (), "hidden.bias": ()}
 
 
 def test_parametrised_weights_belong_to_their_layer() -> None:
     pnet = ZOO["weight_norm"].pnet()
-    owned = {o.name: (type(o.module).__name__, o.attribute) for o in owned_parameters(pnet)}
+    owned = {o.name: (type(o.module).__name__, o.attribute) for o in parameter_infos(pnet)}
     assert owned["0.parametrizations.weight.original1"] == ("ParametrizedLinear", "weight")
     alone = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
-    assert {(o.module is alone, o.attribute) for o in owned_parameters(alone)} == {
+    assert {(o.module is alone, o.attribute) for o in parameter_infos(alone)} == {
         (True, "bias"),
         (True, "weight"),
     }

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gbfunc as gb
-from gbfunc.pnets import PNETS, Interface, find_pnet, n_params, narrowed
-from gbfunc.pnets.own import is_import_path
+from gbfunc.tasks.pnets import PNETS, Interface, find_pnet, n_params, narrowed
+from gbfunc.tasks.pnets.own import is_import_path
 
 IMAGE = Interface((3, 32, 32), 10)
 TEXT = Interface((16,), 30, tokens=True)
@@ -173,7 +173,7 @@ def test_import_paths(name: str, path: bool) -> None:
 def test_own_pnets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_nets.py").write_text(
         "from torch import nn\n"
-        "from gbfunc.pnets import PlanOptions, PNet\n"
+        "from gbfunc.tasks.pnets import PlanOptions, PNet\n"
         "def build(width=4):\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, width), nn.Linear(width, 10))\n"
         "def fitting(interface):\n    return nn.Linear(7, interface.outputs)\n"
         "def planned():\n    return PNet('mine', build, plan=lambda size: PlanOptions(max_tile=4))\n"

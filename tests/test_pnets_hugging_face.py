@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gbfunc.cli import main
-from gbfunc.pnets import Interface, PNet, find_pnet
 from gbfunc.tasks import loss_fn, token_loss
+from gbfunc.tasks.pnets import Interface, PNet, find_pnet
 
 pytest.importorskip("transformers", reason="Hugging Face p-nets need transformers")
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gbfunc.pnets import find_pnet, mlp, mlp_sizes
 from gbfunc.tasks import (
     TASKS,
     Split,
@@ -23,6 +22,7 @@ from gbfunc.tasks import (
 from gbfunc.tasks.base import logits_of
 from gbfunc.tasks.data import Augment
 from gbfunc.tasks.mnist import load_mnist, read_idx
+from gbfunc.tasks.pnets import find_pnet, mlp, mlp_sizes
 
 SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
 

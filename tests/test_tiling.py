@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gbfunc.tiling import TileGrid, check_max_tile, join_all, join_tiles, split_tiles, tile_grid
 from gbfunc.types import MatrixDims
-from tests.strategies import matrices, max_tiles
+from tests.support.strategies import matrices, max_tiles
 
 
 @st.composite

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
-from trees_equal import copy_tree, photograph, same_bits
-from zoo import ZOO, Animal, dtype_of, loss_fn, small
 
 import gbfunc as gb
+from tests.support.trees_equal import copy_tree, photograph, same_bits
+from tests.support.zoo import ZOO, Animal, dtype_of, loss_fn, small
 
 EACH = pytest.mark.parametrize("animal", ZOO.values(), ids=ZOO)
 STILL = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zoo import SGD, ZOO, loss_fn, mlp, step_of
 
 import gbfunc as gb
+from tests.support.zoo import SGD, ZOO, loss_fn, mlp, step_of
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from trees_equal import copy_tree, same_bits
 
 from gbfunc.trees import flat_genome, like_genome, mean_tree, numel, shapes_of, split_batch, tree_map
+from tests.support.trees_equal import copy_tree, same_bits
 
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters="._"), min_size=1, max_size=8)
 SHAPES = st.lists(st.integers(0, 3), max_size=3)

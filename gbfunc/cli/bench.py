@@ -15,7 +15,7 @@ from gbfunc.cli.options import find_device
 
 if TYPE_CHECKING:
     from gbfunc import bench
-    from gbfunc.bench import Row, Setting
+    from gbfunc.lab.bench import Row, Setting
 
 _ROUNDS = 7
 _WIDTH = 150
@@ -59,8 +59,8 @@ class Bench:
 
             run_wire("quick" if self.quick else "full", self.cases, self.ranks, self.links, self.out)
             return
-        from gbfunc.bench import choose_benches
         from gbfunc.cli.output import make_folder
+        from gbfunc.lab.bench import choose_benches
 
         setting = self._setting()
         scale = "quick" if self.quick else "cuda" if setting.device.type == "cuda" else "full"
@@ -69,7 +69,7 @@ class Bench:
         print_results(results)
 
     def _setting(self) -> Setting:
-        from gbfunc.bench import Setting
+        from gbfunc.lab.bench import Setting
 
         device = find_device(self.device)
         if device.type not in ("cpu", "cuda"):
@@ -95,8 +95,8 @@ def measure(
     Returns:
         What `bench.json` holds.
     """
-    from gbfunc.bench import describe, growth_curves, log_slope, measure_ceilings, run_bench
     from gbfunc.cli.output import write_figure, write_metrics
+    from gbfunc.lab.bench import describe, growth_curves, log_slope, measure_ceilings, run_bench
     from gbfunc.plots import cost_curves
 
     torch.set_num_threads(setting.threads)

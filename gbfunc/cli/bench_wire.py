@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from gbfunc.bench.cases import Case, Scale
-    from gbfunc.bench.wire import Pace, Row
+    from gbfunc.lab.bench.cases import Case, Scale
+    from gbfunc.lab.bench.wire import Pace, Row
 
 _WIDTH = 150
 
@@ -27,8 +27,8 @@ def run_wire(
         ValueError: for a case that there is not, or a number of ranks below 2.
         OSError: if a rank fails or takes too long.
     """
-    from gbfunc.bench.wire import PACES, choose_cases
     from gbfunc.cli.output import make_folder
+    from gbfunc.lab.bench.wire import PACES, choose_cases
 
     cases = choose_cases(scale, names)
     if not ranks or min(ranks) < 2:
@@ -53,11 +53,11 @@ def measure_wire(
     Returns:
         What `wire.json` holds.
     """
-    from gbfunc.bench.links import can_make_links
-    from gbfunc.bench.rank import one_rank_ratios
-    from gbfunc.bench.report import machine_name
-    from gbfunc.bench.wire import expected_seconds, measure_ranks, rows_of
     from gbfunc.cli.output import write_figure, write_metrics
+    from gbfunc.lab.bench.links import can_make_links
+    from gbfunc.lab.bench.rank import one_rank_ratios
+    from gbfunc.lab.bench.report import machine_name
+    from gbfunc.lab.bench.wire import expected_seconds, measure_ranks, rows_of
     from gbfunc.plots import grouped_bars
 
     orders: list[tuple[Scale, str]] = [(scale, name) for name in cases]

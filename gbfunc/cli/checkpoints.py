@@ -17,7 +17,7 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli.options import AUTO, CheckpointOptions, TrainingOptions
-from gbfunc.collective import sum_ranks
+from gbfunc.parallel import sum_ranks
 from gbfunc.types import JSON
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from gbfunc.cli.options import DataOptions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gbfunc.compare import Method, Problem, Results, Row
+    from gbfunc.lab.compare import Method, Problem, Results, Row
     from gbfunc.tasks import Metric
 
 _WIDTH = 150
@@ -60,9 +60,9 @@ class Compare(DataOptions):
 
     def run(self) -> None:
         """Run what is missing, print one table, write the results."""
-        from gbfunc.bench.report import machine_name
         from gbfunc.cli.output import make_folder, write_figure, write_metrics
-        from gbfunc.compare import METHODS, read_results, run_missing, to_json
+        from gbfunc.lab.bench.report import machine_name
+        from gbfunc.lab.compare import METHODS, read_results, run_missing, to_json
 
         methods = {name: METHODS[name] for name in self._method_names(METHODS)}
         problems = self._problems()
@@ -90,7 +90,7 @@ class Compare(DataOptions):
 
     def _problems(self) -> list[Problem]:
         from gbfunc.cli.job import load_task
-        from gbfunc.compare import Problem, reference_bytes, size_within
+        from gbfunc.lab.compare import Problem, reference_bytes, size_within
 
         if self.sizes is not None and self.bytes is not None:
             sizes, budgets = (" ".join(map(str, given)) for given in (self.sizes, self.bytes))
@@ -145,7 +145,7 @@ def tradeoff_figure(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]
 
 def rows_of(results: Results, problem: Problem, method: str) -> list[Row]:
     """The rows of a method at one budget, by seed."""
-    from gbfunc.compare import of_problem
+    from gbfunc.lab.compare import of_problem
 
     return sorted(of_problem(results, problem, method).rows, key=lambda row: row.seed)
 
@@ -160,7 +160,7 @@ def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mappi
     from rich.console import Console
     from rich.table import Table
 
-    from gbfunc.compare import total_steps
+    from gbfunc.lab.compare import total_steps
 
     table = Table("method")
     for problem in problems:
@@ -185,7 +185,7 @@ def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mappi
 
 
 def _cell(results: Results, problem: Problem, method: str, tests: Sequence[float], best: float) -> str:
-    from gbfunc.compare import of_problem
+    from gbfunc.lab.compare import of_problem
 
     if not tests:
         # Nothing fits, or nothing is known.

@@ -17,7 +17,7 @@ class Demo(TrainingOptions):
         from gbfunc.cli.job import make_job, measure, results_folder
         from gbfunc.cli.output import print_comparison, write_figure, write_run
         from gbfunc.cli.train import train_genome
-        from gbfunc.pnets import n_params, narrowed
+        from gbfunc.tasks.pnets import n_params, narrowed
 
         job = make_job(self)
         task, recipe = job.task, job.recipe

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.cli.checkpoints import Checkpoints, Position
 from gbfunc.cli.progress import reporter
-from gbfunc.placement import Placement
+from gbfunc.parallel import Placement
 from gbfunc.tasks import Batch, Net, Recipe, Task, endless_batches, steps_per_epoch
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def genome_trainer(
     )
 
     def step(state: gb.TrainState, batch: Batch) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
-        state, info = train_step(state, batch if mesh is None else mesh.share(batch))
+        state, info = train_step(state, batch if mesh is None else mesh.shard_batch(batch))
         return state, info.loss, info.aux
 
     def net(state: gb.TrainState) -> nn.Module:

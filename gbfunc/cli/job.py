@@ -15,8 +15,8 @@ from torch import nn
 import gbfunc as gb
 from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions, find_device
 from gbfunc.cli.output import make_folder
-from gbfunc.pnets import find_pnet
 from gbfunc.tasks import Recipe, Task, find_task
+from gbfunc.tasks.pnets import find_pnet
 
 _COMPRESSION = 20.0
 """Where neither the user nor the task names a size."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import gbfunc as gb
     from gbfunc.cli.fit import Fit
     from gbfunc.cli.job import Job
-    from gbfunc.placement import Placement
+    from gbfunc.parallel import Placement
 
 GENOME_FILE = "genome.safetensors"
 

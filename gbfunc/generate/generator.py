@@ -9,13 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gbfunc.collective import Sizes
-from gbfunc.ensemble import apply_matrix, apply_tiles, dense_tiles, tile_leaves
 from gbfunc.factored.interface import Report
 from gbfunc.generate.constants import Constants, make_constants
 from gbfunc.generate.weights import Part, Recipe, can_factor, factored_tensor, folded_tensor, rematerialised_tensor
 from gbfunc.genome import Noise, check_genome
-from gbfunc.placement import Layout, gather_outputs, gather_slot, no_tiles
+from gbfunc.hypernets.ensemble import apply_matrix, apply_tiles, dense_tiles, tile_leaves
+from gbfunc.parallel import Layout, Sizes, gather_outputs, gather_slot, no_tiles
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params

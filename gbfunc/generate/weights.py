@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gbfunc.ensemble import dense_tiles
 from gbfunc.factored import FactoredWeight, factored_weight, remat_weight, stack_rows
 from gbfunc.factored.interface import Report
+from gbfunc.hypernets.ensemble import dense_tiles
 from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Plan, Slot, TensorPlan
 from gbfunc.tiling import join_tiles

@@ -4,8 +4,8 @@ Source: Shuvaev, Lachi, Koulakov, Zador: Encoding innate ability through a genom
 10.1073/pnas.2409160121).
 
 The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$, one
-product a row and a column, never one a weight. With one ReLU layer the rest is one fused reduction (`gbfunc.kernels`);
-other activations and deeper nets run in chunks of rows that are recomputed in backward.
+product per row and per column, never one per weight. With one ReLU layer the rest is one fused reduction
+(`gbfunc.hypernets.kernels`); other activations and deeper nets run in chunks of rows that are recomputed in backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf, check_size, draw
-from gbfunc.kernels import chunked_apply, relu_tiles
+from gbfunc.hypernets.kernels import chunked_apply, relu_tiles
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 
 from gbfunc.hypernets.base import Hypernet, Leaf
-from gbfunc.kernels import chunked_apply
+from gbfunc.hypernets.kernels import chunked_apply
 from gbfunc.types import Kernel, Params, TileDims
 
 Factory = Callable[[int], nn.Module]

@@ -12,7 +12,7 @@ from torch import nn
 from gbfunc.encoding import PerAxis
 from gbfunc.hypernets import Hypernet, periodic
 from gbfunc.plan.budget import Unit, allocate
-from gbfunc.plan.byte_target import Impossible, bytes_in_words, plan_for_bytes
+from gbfunc.plan.byte_target import TargetTooSmall, bytes_in_words, plan_for_bytes
 from gbfunc.plan.select import Choice, Codes, Rule, check_encodings, choose, default_codes, dtype_name, initial_scale
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan
@@ -91,7 +91,7 @@ def make_plan(
 
         try:
             return attempt(_DIRECT_SHARE)
-        except Impossible:
+        except TargetTooSmall:
             # With every vector generated that is smaller so: what fails now is below the smallest genome.
             return attempt(0.0)
 
@@ -206,7 +206,7 @@ def _group(choice: Choice, part: int) -> str:
     return f"{re.sub(r'[0-9]+', '*', choice.name)}:{part}:{matrix.rows}x{matrix.cols}"
 
 
-def _too_small(choices: list[Choice], target: int, direct: int, least: int) -> Impossible:
+def _too_small(choices: list[Choice], target: int, direct: int, least: int) -> TargetTooSmall:
     kept = sorted((c for c in choices if c.hypernet is None), key=lambda c: -c.owned.tensor.numel())
     total = sum(c.owned.tensor.numel() for c in choices)
     smallest = direct + least
@@ -219,6 +219,6 @@ def _too_small(choices: list[Choice], target: int, direct: int, least: int) -> I
         )
     if big:
         words += "; generate them too: include=[" + ", ".join(repr(re.escape(c.name)) for c in big[:3]) + "]"
-    error = Impossible(words)
+    error = TargetTooSmall(words)
     error.least = smallest
     return error

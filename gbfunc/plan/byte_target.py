@@ -13,7 +13,7 @@ _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Where to look for the smallest file, in multiples of the fewest parameters."""
 
 
-class Impossible(ValueError):
+class TargetTooSmall(ValueError):
     """A size target below the smallest genome, which `least` is."""
 
     least = 0
@@ -40,7 +40,7 @@ def plan_for_bytes(build: Callable[[int, str], Plan], limit: int, total: int) ->
     def nearest(params: int) -> tuple[int, Plan]:
         try:
             return params, build(params, words)
-        except Impossible as error:
+        except TargetTooSmall as error:
             return error.least, build(error.least, words)
 
     best, low, high, guess, push = None, 0, total, min(limit // 4, total), 1

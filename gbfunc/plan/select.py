@@ -13,7 +13,7 @@ from torch import nn
 from gbfunc.encoding import Encoding, binary, grid, per_axis
 from gbfunc.hypernets import Hypernet
 from gbfunc.layers import LayerKind, layer_kind
-from gbfunc.pnet import Owned, owned_parameters
+from gbfunc.pnet import ParameterInfo, parameter_infos
 from gbfunc.types import MatrixDims
 
 Rule = tuple[str, Hypernet | None]
@@ -33,7 +33,7 @@ class Choice:
         note: why.
     """
 
-    owned: Owned
+    owned: ParameterInfo
     kind: LayerKind
     hypernet: Hypernet | None
     movable: bool = False
@@ -83,7 +83,7 @@ def choose(
         ValueError: for a pattern that matches nothing or no regular expression.
         TypeError: for rules that are no pairs of a pattern and a hypernetwork or None.
     """
-    parameters = owned_parameters(pnet)
+    parameters = parameter_infos(pnet)
     names = [n for o in parameters for n in (o.name, *o.aliases)]
     included, excluded = _patterns("include", include, names), _patterns("exclude", exclude, names)
     for rule in rules:

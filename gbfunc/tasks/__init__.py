@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gbfunc.pnets import check_options, import_object, is_import_path
 from gbfunc.tasks.base import (
     Metric,
     Net,
@@ -23,6 +22,7 @@ from gbfunc.tasks.cifar10 import cifar10
 from gbfunc.tasks.data import Batch, Data, Split, Windows, endless_batches, epoch_batches, hold_out, steps_per_epoch
 from gbfunc.tasks.digits import digits
 from gbfunc.tasks.mnist import fashion_mnist, mnist
+from gbfunc.tasks.pnets import check_options, import_object, is_import_path
 from gbfunc.tasks.text import continue_text, text
 
 __all__ = [

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.plan import Plan, make_plan
-from gbfunc.pnets import Interface, PNet
 from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows
+from gbfunc.tasks.pnets import Interface, PNet
 
 Net = Callable[[Tensor], Any]
 """Inputs to logits, or to an object with logits (a Hugging Face output)."""

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gbfunc.pnets import PNETS, Interface, PNet
 from gbfunc.tasks.base import Recipe, Task
 from gbfunc.tasks.batches import read_batch
 from gbfunc.tasks.data import Split, flip_and_crop, hold_out
+from gbfunc.tasks.pnets import PNETS, Interface, PNet
 
 SPLIT_SEED = 0
 _VAL_PART = 10

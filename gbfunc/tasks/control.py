@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gbfunc import Plan, TrainState, make_train_step, materialize, torch_optimizer
-from gbfunc.gradients import seeded
 from gbfunc.hypernets import Hypernet, constant
 from gbfunc.tasks.environments import Environment, evaluate, make_envs, step_envs
 from gbfunc.tasks.ppo import Settings, Transitions, gae, policy, ppo_loss
+from gbfunc.train import seeded
 from gbfunc.types import GenomeLike
 
 _CPU = torch.device("cpu")

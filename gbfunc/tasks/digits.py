@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gbfunc.pnets import PNETS, Interface
 from gbfunc.tasks.base import Recipe, Task
 from gbfunc.tasks.data import Split, hold_out, noise
+from gbfunc.tasks.pnets import PNETS, Interface
 
 IMAGE_SHAPE = (1, 8, 8)
 N_TEST, N_VAL = 360, 240

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gbfunc.pnets import PNETS, Interface, PNet
 from gbfunc.tasks import data
 from gbfunc.tasks.base import Recipe, Task
 from gbfunc.tasks.data import Split, hold_out
+from gbfunc.tasks.pnets import PNETS, Interface, PNet
 
 IMAGE_SHAPE = (28, 28)
 N_TRAIN, N_TEST, N_VAL = 60_000, 10_000, 5_000

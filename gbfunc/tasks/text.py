@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gbfunc.pnets import PNETS, Interface, PNet
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, logits_of, text_metrics, token_loss
 from gbfunc.tasks.data import Windows
+from gbfunc.tasks.pnets import PNETS, Interface, PNet
 
 TEST_PART, VAL_PART = 0.05, 0.1
 """The last tenth validates and all up to it trains, as is usual for tiny shakespeare; the test is the beginning."""

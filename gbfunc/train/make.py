@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from gbfunc.collective import Mesh, alone, check_equal
 from gbfunc.genome import check_plan
-from gbfunc.gradients import Lazy, LossFn, Objective, Remat
-from gbfunc.optim import Optimizer
-from gbfunc.placement import Placement, make_layout
+from gbfunc.parallel import Mesh, Placement, check_equal, make_layout, single_rank_mesh
 from gbfunc.plan import Plan
+from gbfunc.train.interface import Optimizer
+from gbfunc.train.loss import Lazy, LossFn, Remat
+from gbfunc.train.objective import Objective
 from gbfunc.train.step import TrainStep
 from gbfunc.types import Kernel
 
@@ -66,7 +66,7 @@ def make_train_step(
         placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
             genome's gradient is summed; `"sharded"`, each rank along the g-net axis owns an equal share of every
             ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
-            `"auto"`, by a count of bytes and operations (`gbfunc.placement.cost`).
+            `"auto"`, by a count of bytes and operations (`gbfunc.parallel.cost`).
         check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
 
     Raises:
@@ -94,7 +94,7 @@ def make_train_step(
     if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
         raise ValueError(f"check_every must be an int >= 0, got {check_every!r}")
     check_plan(plan, pnet)
-    layout = make_layout(plan, alone() if mesh is None else mesh, placement, lazy=lazy is not False)
+    layout = make_layout(plan, single_rank_mesh() if mesh is None else mesh, placement, lazy=lazy is not False)
     if layout.sharded and remat == "layer" and microbatches > 1:
         # Ranks with fewer rows may have fewer microbatches, and would miss the gathers of the others.
         raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")

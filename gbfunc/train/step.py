@@ -8,13 +8,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.collective import check_equal, from_rank_0
 from gbfunc.genome import check_genome, init_genome
-from gbfunc.gradients import Objective
-from gbfunc.optim import Optimizer, OptState
-from gbfunc.placement import Layout, Placement, Rows, gather_state, reduce_step, shard_state
+from gbfunc.parallel import Layout, Placement, Rows, check_equal, from_rank_0, gather_state, reduce_step, shard_state
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import owned_parameters
+from gbfunc.pnet import parameter_infos
+from gbfunc.train.interface import Optimizer, OptState
+from gbfunc.train.objective import Objective
 from gbfunc.trees import flat_genome, like_genome
 from gbfunc.types import Genome, GNets, Params
 
@@ -94,7 +93,7 @@ class TrainStep:
         # Running statistics; caches, which are not persistent, are each rank's own.
         self._averaged = [b.name for b in plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
         direct = {t.name for t in plan.direct}
-        self._frozen = {o.name for o in owned_parameters(pnet) if o.name in direct and not o.tensor.requires_grad}
+        self._frozen = {o.name for o in parameter_infos(pnet) if o.name in direct and not o.tensor.requires_grad}
 
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
         """A fresh state; the same seed gives the same genome, whatever the mesh and the placement.
@@ -160,7 +159,7 @@ class TrainStep:
         Args:
             gnet_params: the state; untouched unless the step donates.
             batch: what the loss function takes; with microbatches, its tensors are split along their first dimension.
-                With a mesh, this rank's share of the global batch (`mesh.share(batch)`): all its tensors have the
+                With a mesh, this rank's share of the global batch (`mesh.shard_batch(batch)`): all its tensors have the
                 share's rows as their first dimension, which may be 0, and aux may hold scalars only.
 
         Raises:

@@ -1,0 +1,131 @@
+"""The tile of a ReLU g-net on a CPU, by `native.cpp`: one pass over the matrix forward and one backward, no tiles.
+
+Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gbfunc.files import replace_file
+from gbfunc.hypernets.kernels.reference import compute_dtype
+from gbfunc.tiling import TileGrid
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
+"""By what torch found on this machine. Never -march=native: a home folder may be shared by machines of many kinds."""
+
+
+def _command() -> list[str]:
+    """The compiler and its flags.
+
+    Raises:
+        RuntimeError: if there is no compiler.
+    """
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
+    if found is None:
+        looked_for = f"CXX={os.environ['CXX']!r}" if named else "c++, g++ and clang++"
+        raise RuntimeError(f"the compiled ReLU kernel needs a C++ compiler, found none of {looked_for} on the path")
+    flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
+    # Apple's compiler has no OpenMP; there the loops run on one thread.
+    return [found, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
+
+
+def _place(command: list[str]) -> Path:
+    """Where the kernel of this source and command is kept between processes."""
+    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"relu_{digest}.so"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernel: from the cache, or made in some seconds.
+
+    Raises:
+        OSError: if it cannot be loaded.
+        RuntimeError: if there is no compiler, or it fails.
+    """
+    command = _command()
+    place = _place(command)
+    if place.exists():
+        return ctypes.CDLL(str(place))
+    # In a folder that nobody else can write: what lies in a shared one under a name that can be guessed is not loaded.
+    with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
+        made = Path(folder) / place.name
+        run = subprocess.run([*command, str(_SOURCE), "-o", str(made)], capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"{shlex.join(command)} failed on the ReLU kernel: {run.stderr.strip()[-2000:]}")
+        # Where nothing can be kept, each process compiles its own; a library stays loaded when its file is gone.
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(place, made.read_bytes())
+            return ctypes.CDLL(str(place))
+        return ctypes.CDLL(str(made))
+
+
+@functools.cache
+def working_library() -> bool:
+    """Whether the compiled kernel is to be had here; after one warning if it is not."""
+    try:
+        library()
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"{error}; large ReLU ensembles use the slower eager kernel; install a C++ compiler, or ask for "
+            "kernel='eager' to silence this",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+_THREAD_WORK = 2**16
+"""Hidden activations that repay one more thread: about 10 us."""
+
+
+def _call(direction: str, grid: TileGrid, hidden: int, parts: int, *arrays: Tensor) -> None:
+    kind = {torch.float32: "f32", torch.float64: "f64"}[arrays[0].dtype]
+    sizes = (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden, parts)
+    getattr(library(), f"relu_{direction}_{kind}")(
+        *(ctypes.c_void_p(x.data_ptr()) for x in arrays),
+        (ctypes.c_int64 * 6)(*sizes),
+        min(torch.get_num_threads(), 1 + grid.numel * hidden // _THREAD_WORK),
+    )
+
+
+def _parts(grid: TileGrid) -> int:
+    """Parts of a tile that are work items of their own: enough items for threads of uneven speed."""
+    return max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
+
+
+def native_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
+    """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
+    inputs = [x.detach().to(compute_dtype(x.dtype)).contiguous() for x in (A, B, v, b)]
+    W_RC = inputs[0].new_empty(grid.rows, grid.cols)
+    _call("forward", grid, A.shape[2], _parts(grid), *inputs, W_RC)
+    return W_RC.to(A.dtype)
+
+
+def native_gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
+    """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
+    inputs = [x.detach().to(compute_dtype(x.dtype)).contiguous() for x in (g, A, B, v)]
+    parts, (tiles, _, hidden) = _parts(grid), A.shape
+    dA = torch.zeros_like(inputs[1])
+    shared = [dA.new_zeros(parts, *shape) for shape in (B.shape, (tiles, hidden), (tiles,))]
+    _call("backward", grid, hidden, parts, *inputs, dA, *shared)
+    return tuple(x.to(A.dtype) for x in (dA, *(x.sum(0) if parts > 1 else x[0] for x in shared)))

@@ -1,6 +1,0 @@
-"""Generation of tiles at the machine's limit: the fused ReLU tile, and row blocks for every other g-net."""
-
-from gbfunc.kernels.chunked import chunked_apply
-from gbfunc.kernels.relu_tile import relu_tiles
-
-__all__ = ["chunked_apply", "relu_tiles"]

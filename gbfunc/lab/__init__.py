@@ -1,0 +1,1 @@
+"""Measured comparisons: `bench` of speed, memory and traffic, `compare` of accuracy at equal bytes."""

@@ -1,0 +1,215 @@
+"""What others send: DDP, FSDP2 and torchGB's scheme on dense weights, and the bytes that any collective must move.
+
+Outside `gbfunc.parallel` this is the only file that uses `torch.distributed`: for the yardsticks, not the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gbfunc as gb
+from gbfunc.generate import Generator
+from gbfunc.lab.bench.cases import Genes
+from gbfunc.lab.bench.variants import Batch, Step, loss_fn
+from gbfunc.types import Params
+
+# Public, although torch does not list them among its exports.
+_FileStore: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
+_PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+class Group:
+    """The ranks of a measurement, which meet in a file: what they send on their links is the collectives' alone.
+
+    Attributes:
+        rank: this one.
+        ranks: how many there are.
+    """
+
+    def __init__(self, rank: int, ranks: int, store: Path) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._store = _FileStore(str(store), ranks)
+        self._meetings = 0
+
+    @contextlib.contextmanager
+    def joined(self, timeout: float) -> Iterator[None]:
+        """Have a default process group on gloo; an operation that takes longer than the timeout (s) raises."""
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(
+            "gloo", store=_PrefixStore("group", self._store), rank=self.rank, world_size=self.ranks, timeout=limit
+        )
+        try:
+            yield
+            self.meet()
+        finally:
+            dist.destroy_process_group()
+
+    def meet(self) -> None:
+        """Wait for all ranks, without a byte on their links."""
+        self._meetings += 1
+        keys = [f"meeting {self._meetings} of rank {rank}" for rank in range(self.ranks)]
+        self._store.set(keys[self.rank], "here")
+        self._store.wait(keys)
+
+    def agree(self, value: int) -> int:
+        """The value that rank 0 has."""
+        self._meetings += 1
+        key = f"value {self._meetings}"
+        if self.rank == 0:
+            self._store.set(key, str(value))
+        return int(self._store.get(key))
+
+
+class CollectiveBytes(TorchDispatchMode):
+    """Counts what collectives must move while it is active, from the sizes of their tensors.
+
+    A ring moves no more (Patarasuk and Yuan, 2009): of a tensor of n bytes on N ranks, each rank sends (N - 1) / N n
+    to gather or to reduce-scatter it and 2 (N - 1) / N n to all-reduce it. A broadcast is (N - 1) n in all, the mean
+    over ranks (N - 1) / N n. In an exchange (all-to-all) a rank sends all but its own share;
+    what ranks send each other by themselves counts as it is.
+
+    Attributes:
+        sent: bytes that this rank sends.
+        busiest: the same, but for a broadcast those that its root sends down a binary tree, while others wait.
+        calls: collectives by name.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.sent = self.busiest = 0.0
+        self.calls: dict[str, int] = {}
+        self._rank, self._ranks = rank, ranks
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count the operation and run it."""
+        space, _, name = func._schema.name.partition("::")
+        if space == "c10d" and name not in ("barrier", "check_for_nan"):
+            sent = self._sent(name, args)
+            self.sent += sent
+            steps = (self._ranks - 1).bit_length() if name == "broadcast_" else 0
+            self.busiest += steps * sum(t.nbytes for t in args[0]) if steps else sent
+            self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def _sent(self, name: str, args: Sequence[Any]) -> float:
+        if name == "send":
+            return sum(t.nbytes for t in args[0])
+        if name == "recv_":
+            return 0.0
+        if name == "alltoall_base_":
+            own, splits = args[1], args[4]
+            kept = splits[self._rank] / len(own) if splits and len(own) else 1 / self._ranks
+            return own.nbytes * (1 - kept)
+        passes, whole = _whole(name, args)
+        return passes * (self._ranks - 1) / self._ranks * sum(t.nbytes for t in whole)
+
+
+def _whole(name: str, args: Sequence[Any]) -> tuple[int, list[Tensor]]:
+    """How often the whole of a collective's tensors goes around, and these tensors."""
+    if name in ("allreduce_", "allreduce_coalesced_"):
+        return 2, list(args[0])
+    if name in ("broadcast_", "allgather_into_tensor_coalesced_"):
+        return 1, list(args[0])
+    if name == "_allgather_base_":
+        return 1, [args[0]]
+    if name == "_reduce_scatter_base_":
+        return 1, [args[1]]
+    if name == "reduce_scatter_tensor_coalesced_":
+        return 1, list(args[1])
+    if name in ("allgather_", "allgather_coalesced_"):
+        return 1, [tensor for tensors in args[0] for tensor in tensors]
+    raise NotImplementedError(
+        f"no count for the collective {name!r}; expected all-reduce, gather, exchange or broadcast"
+    )
+
+
+def ddp_step(net: nn.Module, batch: Batch, lr: float) -> Step:
+    """The dense p-net in DDP, with its defaults."""
+    return _loop(DistributedDataParallel(net), batch, lr)
+
+
+def fsdp_step(net: nn.Module, batch: Batch, lr: float) -> Step:
+    """The dense p-net in FSDP2, with its defaults: every block, or every layer of a plain sequence, and the rest."""
+    for blocks in (net, *net.children()):
+        if isinstance(blocks, nn.Sequential):
+            for block in blocks:
+                if any(True for _ in block.parameters()):
+                    fully_shard(block)
+    fully_shard(net)
+    return _loop(net, batch, lr)
+
+
+def _loop(net: nn.Module, batch: Batch, lr: float) -> Step:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_fn(net, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def torchgb_step(net: nn.Module, genes: Genes, batch: Batch, lr: float) -> Step:
+    """The scheme of torchGB: each rank generates whole tensors and broadcasts them, DDP all-reduces dense gradients.
+
+    The g-nets are those of the library, so that only the scheme differs; every tensor belongs to the rank that has
+    the fewest weights so far, the largest first.
+    """
+    make_plan = partial(gb.make_plan, net, genes.hypernet, max_tile=genes.max_tile, include=genes.include)
+    owners = _owners({t.name: t.numel for t in make_plan().generated}, dist.get_world_size())
+    own = [name for name, owner in owners.items() if owner == dist.get_rank()]
+    parallel, parameters = DistributedDataParallel(net), dict(net.named_parameters())
+    leaves: list[Tensor] = []
+    generate: Callable[[], Params] = dict
+    if own:
+        plan = make_plan(exclude=[rf"^{re.escape(name)}$" for name in owners if name not in own])
+        gnets = gb.init_genome(plan, net, 0).gnets
+        direct = dict[str, Tensor]((t.name, parameters[t.name]) for t in plan.direct)
+        leaves = [leaf.requires_grad_() for stacked in gnets.values() for leaf in stacked.values()]
+        generate = partial(Generator(plan), gnets, direct)
+    trained = leaves + [p for name, p in parameters.items() if name not in owners]
+    optimizer = torch.optim.AdamW(trained, lr=lr, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        parallel.zero_grad()
+        weights = generate()
+        with torch.no_grad():
+            for name in own:
+                parameters[name].copy_(weights[name])
+        for name, owner in owners.items():
+            dist.broadcast(parameters[name].detach(), owner)
+        loss = loss_fn(parallel, batch)
+        loss.backward()
+        torch.autograd.backward([weights[name] for name in own], [parameters[name].grad for name in own])
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _owners(sizes: dict[str, int], ranks: int) -> dict[str, int]:
+    """The rank of every tensor, in the tensors' order."""
+    loads, owners = [0] * ranks, {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owners[name] = min(range(ranks), key=lambda rank: loads[rank])
+        loads[owners[name]] += sizes[name]
+    return {name: owners[name] for name in sizes}

@@ -1,0 +1,69 @@
+"""gbfunc beside what else one would do, at equal bytes: what `gbfunc compare` runs.
+
+Every method gets the same budget (`Problem`): so many bytes, or those of the file of a periodic genome of so many
+parameters. It is given the same data and number of steps, and chooses its settings on the validation split; the test
+split is looked at once, by the network as it is read back from its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from gbfunc.lab.compare.base import Method, Problem, Settings, Trained, Unfit
+from gbfunc.lab.compare.dense import Dense
+from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
+from gbfunc.lab.compare.low_rank import LowRankTraining
+from gbfunc.lab.compare.pruned import Pruned
+from gbfunc.lab.compare.quantised import DenseQuantised
+from gbfunc.lab.compare.rows import (
+    Choice,
+    Results,
+    Row,
+    choose,
+    measure,
+    of_problem,
+    read_results,
+    run_missing,
+    to_json,
+)
+from gbfunc.lab.compare.subspace import RandomSubspace
+from gbfunc.lab.compare.training import total_steps
+
+__all__ = [
+    "METHODS",
+    "Choice",
+    "Method",
+    "Problem",
+    "Results",
+    "Row",
+    "Settings",
+    "Unfit",
+    "Trained",
+    "choose",
+    "measure",
+    "of_problem",
+    "read_results",
+    "reference_bytes",
+    "run_missing",
+    "size_within",
+    "to_json",
+    "total_steps",
+]
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "periodic": GenomeOf("periodic", rates=(2e-2, 4e-2, 8e-2)),
+        "smaller_dense": Dense(),
+        "low_rank": LowRankTraining(),
+        "random_subspace": RandomSubspace(),
+        "pruned": Pruned(),
+        "int8": DenseQuantised(8),
+        "int4": DenseQuantised(4),
+        "gnet": GenomeOf("gnet", rates=(3e-3, 1e-2, 3e-2)),
+        "stochastic": GenomeOf("stochastic", rates=(3e-3, 1e-2, 3e-2)),
+        "low_rank_genome": GenomeOf("low_rank", rates=(3e-3, 1e-2, 3e-2)),
+        "xox": GenomeOf("xox", rates=(3e-3, 1e-2, 3e-2)),
+    }
+)
+"""Every method by its name."""

@@ -1,0 +1,121 @@
+"""gbfunc's own types: the file of the genome, its plan included."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import gbfunc as gb
+from gbfunc.lab.compare.base import Problem, Settings, Trained, Unfit, grid
+from gbfunc.lab.compare.training import numbered_batches, one_cycle
+from gbfunc.plan import genome_file_bytes
+from gbfunc.tasks import Net, Task
+
+_FILE = "genome.safetensors"
+
+
+def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
+    """A plan as the task has it.
+
+    Args:
+        task: its p-net and recipe.
+        hypernet: the type of g-net, a key of `HYPERNETS`; the p-net's own options stand where its type is that.
+        target: the size target of `make_plan`.
+
+    Raises:
+        Unfit: if no genome of the task is as small as that.
+    """
+    try:
+        # Of one seed: the initial scales are in the file, and their digits must not move its length.
+        return task.plan(task.build(0), hypernet, **target)
+    except ValueError as error:
+        raise Unfit(str(error)) from error
+
+
+def reference_bytes(task: Task, size: int) -> int:
+    """What `gbfunc train --genome-params SIZE` writes: the bytes that every method may use."""
+    return genome_file_bytes(plan_for(task, "periodic", genome_params=size))
+
+
+def size_within(task: Task, budget: int) -> int:
+    """Parameters of the periodic genome of the task that fills so many bytes.
+
+    Raises:
+        Unfit: if no genome of the task is as small as that.
+    """
+    return plan_for(task, "periodic", genome_bytes=budget).genome_params
+
+
+@dataclass(frozen=True)
+class GenomeOf:
+    """A genome of one type of g-net.
+
+    Attributes:
+        hypernet: the type, a key of `HYPERNETS`.
+        rates: learning rates to choose from.
+    """
+
+    hypernet: str
+    rates: tuple[float, ...]
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        """Learning rates."""
+        plan = self._plan(problem)
+        return grid(params=(plan.genome_params,), lr=self.rates)
+
+    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        """Adam with the recipe's moments on the genome."""
+        plan, pnet = self._plan(problem), problem.task.build(seed)
+        recipe = problem.task.recipe(plan.genome_params)
+        direct = None
+        if recipe.direct_lr is not None:
+            direct = {"lr": one_cycle(problem, recipe.direct_lr / recipe.lr * settings["lr"])}
+        lr = one_cycle(problem, settings["lr"])
+        optimizer = gb.torch_optimizer(torch.optim.Adam, lr=lr, betas=recipe.betas, direct=direct)
+        train_step = gb.make_train_step(
+            *(plan, pnet, problem.task.loss, optimizer),
+            donate=True,
+            clip_norm=problem.recipe.clip_norm,
+            on_nonfinite="raise",
+        )
+        state = train_step.init(seed=seed)
+        for _, batch in numbered_batches(problem, seed):
+            state, _ = train_step(state, batch)
+        with TemporaryDirectory(prefix="gbfunc-") as folder:
+            gb.save(path := Path(folder) / _FILE, plan, state, problem.dtype)
+            return Trained(path.read_bytes(), plan.genome_params)
+
+    def load(self, data: bytes, task: Task) -> Net:
+        """The p-net with its generated weights."""
+        with TemporaryDirectory(prefix="gbfunc-") as folder:
+            (path := Path(folder) / _FILE).write_bytes(data)
+            plan, genome = gb.load(path)
+        return gb.materialize(plan, genome, task.build(0)).eval()
+
+    def _plan(self, problem: Problem) -> gb.Plan:
+        task, itemsize = problem.task, problem.dtype.itemsize
+        plan = self._in_own_numbers(problem)
+        if problem.dtype == plan.dtype:
+            return plan
+        # Narrower numbers leave room for more of them.
+        header = genome_file_bytes(plan, problem.dtype) - itemsize * plan.genome_params
+        target = (problem.budget - header) // itemsize
+        plan = plan_for(task, self.hypernet, genome_params=target)
+        while genome_file_bytes(plan, problem.dtype) > problem.budget:
+            target -= 8
+            plan = plan_for(task, self.hypernet, genome_params=target)
+        return plan
+
+    def _in_own_numbers(self, problem: Problem) -> gb.Plan:
+        if self.hypernet == "periodic":
+            # The very genome whose file the budget is, where it was not given in bytes.
+            with suppress(Unfit):
+                plan = plan_for(problem.task, self.hypernet, genome_params=problem.size)
+                if genome_file_bytes(plan) == problem.budget:
+                    return plan
+        return plan_for(problem.task, self.hypernet, genome_bytes=problem.budget)

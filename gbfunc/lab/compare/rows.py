@@ -1,0 +1,231 @@
+"""What `compare.json` holds: settings chosen on validation data, a row a seed; and the running of what it lacks."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gbfunc.lab.compare.base import Method, Problem, Settings, Unfit
+from gbfunc.lab.compare.training import total_steps
+from gbfunc.tasks import Net
+
+SEARCH_PART = 1 / 3
+"""Candidates are trained for this part of the steps, on a schedule of that length."""
+
+
+class Choice(NamedTuple):
+    """What the validation split chose for a method at a size.
+
+    Attributes:
+        task: name of the task.
+        method: name of the method.
+        size: parameters of the periodic genome that fills the budget.
+        budget: most bytes of everything that is needed to run.
+        numbers: type of the numbers that are stored, where the method has no format of its own.
+        steps: of the training.
+        settings: the choice, None where nothing fits.
+        tried: every candidate with its metric on the validation split.
+        reason: why nothing fits.
+    """
+
+    task: str
+    method: str
+    size: int
+    budget: int
+    numbers: str
+    steps: int
+    settings: Settings | None
+    tried: list[Settings]
+    reason: str = ""
+
+
+class Row(NamedTuple):
+    """One method at one size with one seed.
+
+    Attributes:
+        task: name of the task.
+        method: name of the method.
+        size: parameters of the periodic genome that fills the budget.
+        budget: most bytes of everything that is needed to run.
+        numbers: type of the numbers that are stored, where the method has no format of its own.
+        steps: of the training.
+        seed: of the training.
+        bytes: length of the data that the network was read back from.
+        params: trained numbers in them.
+        val: metric on the validation split.
+        test: metric on the test split.
+        seconds: of the training.
+        settings: what the validation split chose.
+    """
+
+    task: str
+    method: str
+    size: int
+    budget: int
+    numbers: str
+    steps: int
+    seed: int
+    bytes: int
+    params: int
+    val: float
+    test: float
+    seconds: float
+    settings: Settings
+
+
+class Results(NamedTuple):
+    """What is known so far."""
+
+    choices: tuple[Choice, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+
+def of_problem(results: Results, problem: Problem, method: str) -> Results:
+    """The part of the results that is about one method and problem."""
+
+    def fits(entry: Choice | Row) -> bool:
+        return entry[:6] == (problem.task.name, method, *_of(problem))
+
+    return Results(tuple(filter(fits, results.choices)), tuple(filter(fits, results.rows)))
+
+
+def _of(problem: Problem) -> tuple[int, int, str, int]:
+    return problem.size, problem.budget, str(problem.dtype).removeprefix("torch."), total_steps(problem)
+
+
+def metric_of(problem: Problem, net: Net, split: Any) -> float:
+    """The metric by which the task is judged."""
+    return problem.task.evaluate(net, split)[problem.task.metric.name]
+
+
+def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
+    """Train every candidate briefly and take the one with the best validation metric.
+
+    Args:
+        name: of the method.
+        method: what is to be set.
+        problem: the task and the budget.
+        most: candidates to try.
+    """
+    head = (problem.task.name, name, *_of(problem))
+    try:
+        candidates = method.candidates(problem)[:most]
+    except Unfit as error:
+        return Choice(*head, settings=None, tried=[], reason=str(error))
+    steps = max(1, math.ceil(SEARCH_PART * total_steps(problem)))
+    brief = problem._replace(recipe=replace(problem.recipe, steps=steps))
+    sign = 1 if problem.task.metric.higher_is_better else -1
+    tried, best, least = [], candidates[0], -math.inf
+    for settings in candidates:
+        try:
+            found = metric_of(
+                problem, method.load(method.train(brief, settings, 0).data, problem.task), problem.task.val
+            )
+        except FloatingPointError:
+            found = None  # it diverged
+        tried.append({**settings, "val": found})
+        if found is not None and sign * found > least:
+            best, least = settings, sign * found
+    return Choice(*head, settings=best, tried=tried)
+
+
+def measure(name: str, method: Method, problem: Problem, settings: Settings, seed: int, path: Path) -> Row:
+    """Train, write the data to a file, and measure the network that is read back from it.
+
+    Args:
+        name: of the method.
+        method: what is trained.
+        problem: the task and the budget.
+        settings: as `choose` found them.
+        seed: of the training.
+        path: the file.
+
+    Raises:
+        ValueError: if the data exceed the budget, which would be the method's fault.
+    """
+    start = time.perf_counter()
+    trained = method.train(problem, settings, seed)
+    seconds = time.perf_counter() - start
+    path.write_bytes(trained.data)
+    data = path.read_bytes()
+    if len(data) > problem.budget:
+        raise ValueError(f"{name} took {len(data):,} bytes, the budget is {problem.budget:,}")
+    net = method.load(data, problem.task)
+    return Row(
+        *(problem.task.name, name, *_of(problem), seed),
+        bytes=len(data),
+        params=trained.params,
+        val=metric_of(problem, net, problem.task.val),
+        test=metric_of(problem, net, problem.task.test),
+        seconds=round(seconds, 2),
+        settings=settings,
+    )
+
+
+def run_missing(
+    methods: Mapping[str, Method],
+    problems: Sequence[Problem],
+    seeds: int,
+    results: Results,
+    folder: Path,
+    report: Callable[[str], None] = lambda line: None,
+    most: int | None = None,
+) -> Iterator[Results]:
+    """Do what the results lack, one choice or row at a time, and give all results after each.
+
+    Args:
+        methods: by name.
+        problems: a budget each.
+        seeds: rows of each method and problem.
+        results: of earlier runs.
+        folder: for the data of every network.
+        report: told of everything that is done.
+        most: candidates that a choice tries.
+    """
+    for problem in problems:
+        for name, method in methods.items():
+            known = of_problem(results, problem, name)
+            if known.choices:
+                choice = known.choices[0]
+            else:
+                choice = choose(name, method, problem, most)
+                results = results._replace(choices=(*results.choices, choice))
+                report(f"{name} at {problem.budget:,} bytes: {choice.settings or choice.reason}")
+                yield results
+            for seed in range(seeds):
+                if choice.settings is None or any(row.seed == seed for row in known.rows):
+                    continue
+                path = folder / "-".join(map(str, (*choice[:6], seed)))
+                row = measure(name, method, problem, choice.settings, seed, path)
+                results = results._replace(rows=(*results.rows, row))
+                shown = problem.task.metric.show(row.val)
+                report(
+                    f"{name} at {problem.budget:,} bytes, seed {seed}: validation {problem.task.metric.label} {shown}, "
+                    f"{row.bytes:,} bytes, {row.seconds:.0f} s"
+                )
+                yield results
+
+
+def to_json(results: Results) -> dict[str, Any]:
+    """As `compare.json` has it."""
+    return {part: [entry._asdict() for entry in getattr(results, part)] for part in Results._fields}
+
+
+def read_results(path: Path) -> Results:
+    """What a `compare.json` holds; nothing if there is none.
+
+    Raises:
+        ValueError: if the file is damaged or something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Results(tuple(Choice(**c) for c in content["choices"]), tuple(Row(**r) for r in content["rows"]))
+    except FileNotFoundError:
+        return Results()
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not the result of a comparison ({error}): move it away") from error

@@ -1,0 +1,227 @@
+"""Ranks on a grid: who takes part, with whom each collective is, and how much went over the wire."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gbfunc.parallel.faults import Faults
+from gbfunc.trees import split_rows
+
+AxisName = Literal["world", "data", "gnets"]
+
+
+class Axis(NamedTuple):
+    """Ranks that talk to each other.
+
+    Attributes:
+        name: `"world"`, `"data"` or `"gnets"`.
+        size: how many there are.
+        index: which of them this one is.
+        group: their process group, None where there is only one rank.
+    """
+
+    name: AxisName
+    size: int
+    index: int
+    group: Any
+
+
+class Traffic:
+    """Bytes that this rank put on the wire, by kind of collective.
+
+    Counted by what the algorithms send, payload only: `gather` own bytes to every other rank; `reduce_scatter` every
+    other rank's share; `all_reduce` 2 (N - 1) / N of the buffer, as a ring does. On gloo these are what the
+    loopback's own counters show, headers apart (under 1 %).
+    """
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, int] = {}
+
+    @property
+    def total(self) -> int:
+        """All bytes so far."""
+        return sum(self.by_kind.values())
+
+    def add(self, kind: str, n_bytes: int) -> None:
+        """Count a collective."""
+        self.by_kind[kind] = self.by_kind.get(kind, 0) + n_bytes
+
+
+class Mesh:
+    """Ranks as a grid of `data` x `gnets`, the ranks of one row next to each other (on one node). Made by `mesh`.
+
+    A batch is split over all ranks. Along `gnets` ranks share out the tiles of the genome, where they are sharded;
+    along `data` they hold the same ones. As a context manager it closes itself.
+
+    Attributes:
+        world: ranks in all.
+        rank: which of them this one is: `data_index * gnets + gnets_index`.
+        data: ranks along the data axis.
+        gnets: ranks along the g-net axis.
+        data_index: position along the data axis.
+        gnets_index: position along the g-net axis.
+        device: where tensors that are sent live.
+        timeout: seconds after which a collective fails.
+        traffic: bytes sent by this rank.
+    """
+
+    def __init__(
+        self, data: int, gnets: int, rank: int, device: torch.device, timeout: float, store: Any, owns: bool
+    ) -> None:
+        self.world, self.rank = data * gnets, rank
+        self.data, self.gnets = data, gnets
+        self.data_index, self.gnets_index = divmod(self.rank, gnets)
+        self.device, self.timeout = device, timeout
+        self.traffic = Traffic()
+        self.faults = Faults(self.rank, self.world, timeout, store)
+        self._owns = owns
+        everyone = dist.group.WORLD if self.world > 1 else None
+        rows = [list(range(d * gnets, (d + 1) * gnets)) for d in range(data)]
+        columns = [list(range(g, data * gnets, gnets)) for g in range(gnets)]
+        self._axes: dict[str, Axis] = {"world": Axis("world", self.world, self.rank, everyone)}
+        self._axes["data"] = Axis("data", data, self.data_index, self._group(columns, everyone))
+        self._axes["gnets"] = Axis("gnets", gnets, self.gnets_index, self._group(rows, everyone))
+        if owns:
+            self.faults.groups = [axis.group for axis in self._axes.values() if axis.size > 1]
+
+    def _group(self, ranks: list[list[int]], everyone: Any) -> Any:
+        if len(ranks) == 1 or len(ranks[0]) == 1:
+            return everyone if len(ranks) == 1 else None
+        return dist.new_subgroups_by_enumeration(ranks, timeout=timedelta(seconds=self.timeout))[0]
+
+    def axis(self, name: AxisName) -> Axis:
+        """The ranks along an axis."""
+        return self._axes[name]
+
+    @cached_property
+    def device_mesh(self) -> Any:
+        """Torch's `DeviceMesh` over the axes of more than one rank, with their names, for what is built on it."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        axes = [a for a in (self._axes["data"], self._axes["gnets"]) if a.size > 1]
+        if not axes:
+            raise ValueError("a mesh of one rank has no DeviceMesh: it needs no process group")
+        grid = torch.arange(self.world).reshape([a.size for a in axes])
+        groups = [a.group for a in axes]
+        names = tuple(a.name for a in axes)
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
+
+    def shard_batch(self, batch: Any) -> Any:
+        """This rank's share of a global batch: the first dimension split over all ranks, the first ones get the rest.
+
+        Shares can be empty. Scalars and what is no tensor are kept.
+        """
+        return batch if self.world == 1 else split_rows(batch, self.world)[self.rank]
+
+    def barrier(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            CollectiveError: if one does not come within the timeout.
+        """
+        if self.world > 1:
+            with self.faults.named("barrier"):
+                dist.barrier()
+
+    def close(self) -> None:
+        """Leave together, and end the process group if this mesh began it. The mesh cannot be used after."""
+        if _initialised() and self._owns:
+            self.barrier()
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self.close()
+        elif _initialised() and self._owns:
+            # The others may never come to a barrier.
+            dist.destroy_process_group()
+
+    def __repr__(self) -> str:
+        return f"Mesh(data={self.data}, gnets={self.gnets}, rank={self.rank}, device={str(self.device)!r})"
+
+
+def single_rank_mesh() -> Mesh:
+    """The mesh of one rank, whatever process group there is: nothing is ever sent."""
+    return Mesh(1, 1, 0, torch.device("cpu"), 0.0, None, False)
+
+
+def mesh(
+    data: int = 1,
+    gnets: int | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    timeout: float = 300.0,
+    init_method: str = "env://",
+) -> Mesh:
+    """The ranks of this run as a grid of `data` x `gnets`: every rank calls it, with the same arguments.
+
+    The process group is the one that there is; else one is begun if the environment is that of `torchrun` (`RANK` is
+    set), with gloo on the CPU and nccl on CUDA; else this is the only rank.
+
+    Args:
+        data: ranks along which the genome is replicated.
+        gnets: ranks along which it can be sharded; None is all there are / data.
+        device: `"cpu"` or `"cuda"` (this rank's own GPU, by `LOCAL_RANK`), or any device.
+        timeout: seconds after which a collective fails with `CollectiveError`; a process group that there is keeps its
+            own.
+        init_method: where ranks meet, as in `torch.distributed.init_process_group`.
+
+    Raises:
+        ValueError: if data * gnets is not the number of ranks.
+
+    >>> with mesh() as one:
+    ...     one.world, one.rank
+    (1, 0)
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count()))
+    world = dist.get_world_size() if _initialised() else int(os.environ.get("WORLD_SIZE", 1)) if _launched() else 1
+    wanted = world // data if gnets is None and data > 0 else gnets
+    for name, value in (("data", data), ("gnets", wanted)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an int >= 1, got {value!r} (there are {world} ranks)")
+    if wanted is None or data * wanted != world:
+        raise ValueError(f"data * gnets must be the number of ranks, {world}, got {data} * {wanted}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be seconds > 0, got {timeout!r}")
+    store, owns = None, False
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not _initialised() and _launched():
+        limit = timedelta(seconds=timeout)
+        store = _meet(init_method, world, limit)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        own = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world}
+        dist.init_process_group(backend, timeout=limit, **own)
+        owns = True
+    return Mesh(data, wanted, dist.get_rank() if _initialised() else 0, device, timeout, store, owns)
+
+
+def _meet(init_method: str, world: int, limit: timedelta) -> Any:
+    rendezvous: Callable[..., Any] = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
+    store = next(rendezvous(init_method, int(os.environ["RANK"]), world, timeout=limit))[0]
+    store.set_timeout(limit)
+    # torchrun's store outlives its workers: without a name of its own, an attempt may find addresses of the dead.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _launched() -> bool:
+    return dist.is_available() and "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -1,0 +1,12 @@
+"""All that reads or writes files: the genome's file, and checkpoints of a training. No pickle.
+
+A checkpoint is always of the full state, whatever the number of ranks: the genome is tiny, and bringing its shards
+together costs less than one step does. So a state saved on N ranks is resumed on any number, one process writes, and
+one rename commits.
+"""
+
+from gbfunc.storage.genome_file import load, save
+from gbfunc.storage.load import Checkpoint, load_checkpoint
+from gbfunc.storage.save import Checkpointer
+
+__all__ = ["Checkpoint", "Checkpointer", "load", "load_checkpoint", "save"]

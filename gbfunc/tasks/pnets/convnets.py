@@ -1,0 +1,176 @@
+"""Convolutional networks for small images.
+
+Suffixes: B examples of a batch, C channels, h rows, w columns, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gbfunc.hypernets import periodic
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
+
+_PLAN = PlanOptions(hypernet=periodic(share="kind"))
+"""Convolutions of equal shape share their code weights: a genome of the same size has more sines."""
+
+
+class AllConv(nn.Sequential):
+    """All-CNN-C (Springenberg et al., 2015, table 1): nine convolutions, strides instead of pooling.
+
+    The net of the genomic bottleneck's CIFAR-10 experiment (Shuvaev et al., PNAS 2024; 1,369,738 parameters).
+
+    Args:
+        channels: channels of an image.
+        width: channels of the first three convolutions; the next five have twice as many.
+        classes: classes.
+        dropout: part of the activations that are dropped in training, after the image and after each stride.
+        norm: batch normalisation after every convolution but the last, which is then without bias.
+    """
+
+    def __init__(self, channels: int, width: int, classes: int, dropout: float, norm: bool) -> None:
+        layers: list[nn.Module] = []
+        wide = 2 * width
+        # (out, kernel, stride, padding) of each convolution but the last.
+        shapes = [(width, 3, 1, 1), (width, 3, 1, 1), (width, 3, 2, 1), (wide, 3, 1, 1), (wide, 3, 1, 1)]
+        shapes += [(wide, 3, 2, 1), (wide, 3, 1, 0), (wide, 1, 1, 0)]
+        before = channels
+        for out, kernel, stride, padding in shapes:
+            layers.append(nn.Conv2d(before, out, kernel, stride, padding, bias=not norm))
+            if norm:
+                layers.append(nn.BatchNorm2d(out))
+            layers.append(nn.ReLU())
+            if stride == 2 and dropout:
+                layers.append(nn.Dropout(dropout))
+            before = out
+        layers += [nn.Conv2d(before, classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        super().__init__(*layers)
+        for layer in self:
+            if isinstance(layer, nn.Conv2d):
+                # Torch's own initial weights are too small for nine layers without normalisation.
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut, which is a 1 x 1 convolution where the shapes differ."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, padding=1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+        same = stride == 1 and channels == out
+        shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.shortcut = nn.Identity() if same else shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, h, w] -> [B, out, h / stride, w / stride]."""
+        return F.relu(self.convolutions(x) + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 with a stem of 3 x 3 for images of 32 x 32 (He et al., 2015, sections 4.1 and 4.2).
+
+    Args:
+        channels: channels of an image.
+        width: channels of the first stage.
+        classes: classes.
+    """
+
+    def __init__(self, channels: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+        widths = [width * 2**stage for stage in range(4)]
+        blocks: list[nn.Module] = []
+        for stage, out in enumerate(widths):
+            blocks += [Residual(widths[max(0, stage - 1)], out, 1 if stage == 0 else 2), Residual(out, out, 1)]
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        """[B, C, h, w] -> [B, K]."""
+        return self.head(self.blocks(F.relu(self.stem(x_BChw))).mean((-2, -1)))
+
+
+def _image(name: str, interface: Interface, smallest: int) -> int:
+    """Channels of an image that a convolutional network can take."""
+    if interface.tokens or len(interface.inputs) != 3:
+        raise ValueError(f"the p-net {name} reads images: take it for an image task")
+    channels, rows, cols = interface.inputs
+    if min(rows, cols) < smallest:
+        raise ValueError(f"the p-net {name} needs images of {smallest} x {smallest} or more, got {rows} x {cols}")
+    return channels
+
+
+def _width(name: str, shapes: Shapes) -> int:
+    """Output channels of a convolution."""
+    if len(shapes.get(name, ())) != 4:
+        raise ValueError(f"expected the parameters of a convolutional net with {name}, got {dict(shapes)}")
+    return shapes[name][0]
+
+
+def _check_width(name: str, width: Any) -> None:
+    if type(width) is not int or width < 1:
+        raise ValueError(f"width of {name} must be an int >= 1, got {width!r}")
+
+
+def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, norm: bool = True) -> PNet:
+    """The nine-layer all-convolutional net for an image task.
+
+    Args:
+        interface: of the task.
+        width: channels of the first convolutions.
+        dropout: part of the activations that are dropped in training.
+        norm: batch normalisation.
+
+    Raises:
+        ValueError: if the task has no images of at least 12 x 12, or for options out of range.
+    """
+    channels = _image("allconv", interface, 12)
+    _check_width("allconv", width)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout of allconv must be at least 0 and below 1, got {dropout!r}")
+    if type(norm) is not bool:
+        raise ValueError(f"norm of allconv must be true or false, got {norm!r}")
+    config: Mapping[str, Any] = dict(width=width, dropout=dropout, norm=norm)
+    return PNet(
+        name="allconv",
+        make=lambda: AllConv(channels, classes=interface.outputs, **config),
+        plan=lambda genome_params: _PLAN,
+        scaled=lambda factor: all_conv(interface, width=scaled_width(width, factor), dropout=dropout, norm=norm),
+        fitted=lambda shapes: all_conv(interface, width=_width("0.weight", shapes), dropout=dropout, norm=norm),
+        config=config,
+        label=f"allconv, {width} channels",
+    )
+
+
+def resnet18(interface: Interface, *, width: int = 64) -> PNet:
+    """ResNet-18 for an image task.
+
+    Args:
+        interface: of the task.
+        width: channels of the first stage.
+
+    Raises:
+        ValueError: if the task has no images, or for a width below 1.
+    """
+    channels = _image("resnet18", interface, 4)
+    _check_width("resnet18", width)
+    return PNet(
+        name="resnet18",
+        make=lambda: ResNet18(channels, width, interface.outputs),
+        plan=lambda genome_params: _PLAN,
+        scaled=lambda factor: resnet18(interface, width=scaled_width(width, factor)),
+        fitted=lambda shapes: resnet18(interface, width=_width("stem.0.weight", shapes)),
+        config={"width": width},
+        label=f"resnet18, {width} channels",
+    )

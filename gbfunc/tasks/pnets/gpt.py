@@ -1,0 +1,156 @@
+"""GPT: a decoder-only Transformer with pre-norm blocks and tied embeddings (Radford et al., 2019; sizes as in nanoGPT).
+
+Suffixes: B examples of a batch, L positions, E width, V tokens of the vocabulary, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gbfunc.hypernets import periodic
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
+
+_STD = 0.02
+"""Initial deviation of weights (GPT-2)."""
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each on a normalised residual stream."""
+
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        """[B, L, E] -> [B, L, E]."""
+        packed = self.qkv(self.attention_norm(x_BLE)).unflatten(-1, (3, self.heads, -1))
+        q_BHLD, k_BHLD, v_BHLD = packed.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, dropout_p=dropout, is_causal=True)
+        x_BLE = x_BLE + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        hidden = self.down(F.gelu(self.up(self.mlp_norm(x_BLE))))
+        return x_BLE + F.dropout(hidden, self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """A language model: logits of the next token at every position.
+
+    Args:
+        vocabulary: tokens.
+        context: longest sequence.
+        layers: blocks.
+        width: width of the residual stream.
+        heads: attention heads, a divisor of `width`.
+        hidden: units of each block's MLP.
+        dropout: part of the activations that are dropped in training.
+    """
+
+    def __init__(
+        self, vocabulary: int, context: int, layers: int, width: int, heads: int, hidden: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, heads, hidden, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                # Each block adds twice to the residual stream, whose variance is to stay near 1 (GPT-2).
+                deep = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=_STD / math.sqrt(2 * layers) if deep else _STD)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """[B, L] -> [B, L, V]."""
+        x_BLE = self.dropout(self.tokens(tokens_BL) + self.positions.weight[: tokens_BL.shape[1]])
+        return self.head(self.norm(self.blocks(x_BLE)))
+
+
+def gpt(
+    interface: Interface,
+    *,
+    layers: int = 4,
+    width: int = 128,
+    heads: int = 4,
+    hidden: int | None = None,
+    dropout: float = 0.0,
+) -> PNet:
+    """GPT for a text task, by default of nanoGPT's size for a CPU.
+
+    Args:
+        interface: of the task.
+        layers: blocks.
+        width: width of the residual stream.
+        heads: attention heads.
+        hidden: units of each block's MLP, by default 4 times the width.
+        dropout: part of the activations that are dropped in training.
+
+    Raises:
+        ValueError: if the task is no text, or the sizes do not fit each other.
+    """
+    if not interface.tokens:
+        raise ValueError("the p-net gpt reads text: take it for a text task")
+    # What is left open goes on following the width, when a narrower one is made from this configuration.
+    asked, hidden = hidden, 4 * width if hidden is None else hidden
+    for name, value in (("layers", layers), ("width", width), ("heads", heads), ("hidden", hidden)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} of gpt must be an int >= 1, got {value!r}")
+    if width % heads:
+        raise ValueError(f"width of gpt must be a multiple of its {heads} heads, got {width}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout of gpt must be at least 0 and below 1, got {dropout!r}")
+    (context,), vocabulary = interface.inputs, interface.outputs
+
+    def scaled(factor: float) -> PNet:
+        return gpt(
+            interface,
+            layers=layers,
+            width=scaled_width(width, factor, heads),
+            heads=heads,
+            hidden=scaled_width(hidden, factor, heads),
+            dropout=dropout,
+        )
+
+    def fitted(shapes: Shapes) -> PNet:
+        try:
+            own = {"width": shapes["norm.weight"][0], "hidden": shapes["blocks.0.up.weight"][0]}
+        except (KeyError, IndexError):
+            raise ValueError(
+                f"expected the parameters of a GPT (blocks.0.up.weight, ...), got {dict(shapes)}"
+            ) from None
+        depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
+        return gpt(interface, layers=depth, heads=heads, dropout=dropout, **own)
+
+    config: Mapping[str, Any] = dict(layers=layers, width=width, heads=heads, hidden=asked, dropout=dropout)
+    return PNet(
+        name="gpt",
+        make=lambda: GPT(vocabulary, context, layers, width, heads, hidden, dropout),
+        plan=lambda genome_params: gpt_plan(interface, width, genome_params),
+        scaled=scaled,
+        fitted=fitted,
+        config=config,
+        label=f"gpt, {layers} layers of {width}",
+    )
+
+
+def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
+    """Blocks share code weights; positions are generated too, tokens and norms stay direct."""
+    (context,) = interface.inputs
+    return PlanOptions(
+        hypernet=periodic(share="kind"),
+        rules=((r"^positions\.weight$", periodic(min(context, width), frequency=2.5)),),
+        max_tile=128 if genome_params < 40_000 else 64,
+    )

@@ -1,0 +1,177 @@
+"""What many ranks must find as one process does: each case returns tensors, for a mesh or for none."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.hypernets import HYPERNETS, Hypernet
+from tests.support.ranks import PATIENCE
+from tests.support.zoo import ZOO, loss_fn
+
+
+def three_tanh(width: int) -> nn.Module:
+    """A g-net module."""
+    return nn.Sequential(nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+PLACEMENTS = ("replicated", "sharded", "factors")
+TYPES: Mapping[str, Hypernet] = MappingProxyType(
+    {
+        "periodic": gb.periodic(2),
+        "constant": gb.constant(0.1),
+        "gnet": gb.gnet((3,)),
+        "stochastic": gb.stochastic((3,)),
+        "low_rank": gb.low_rank(2),
+        "xox": gb.xox(2),
+        "module": gb.from_module(three_tanh),
+        "shared": gb.periodic(2, share="kind"),
+    }
+)
+"""One of each type, and one whose tiles share leaves."""
+
+assert set(HYPERNETS) <= set(TYPES)
+
+ADAMW = gb.torch_optimizer(torch.optim.AdamW, lr=0.02, weight_decay=0.1)
+MOMENTUM = gb.torch_optimizer(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
+SGD = gb.torch_optimizer(torch.optim.SGD, lr=1.0)
+SIZES = (8, 7, 3, 1)
+"""Rows of the global batches: even, uneven, and fewer than ranks."""
+
+
+def squared(net: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean squared error, with the mean absolute one beside it."""
+    x, y = batch
+    out = net(x)
+    return F.mse_loss(out, y), {"mae": (out - y).abs().mean()}
+
+
+def pnet_of(sizes: tuple[int, int, int] = (6, 14, 5)) -> nn.Module:
+    """A float64 p-net of two layers, always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(sizes[0], sizes[1]), nn.Tanh(), nn.Linear(sizes[1], sizes[2])).double()
+
+
+def batches(rows: tuple[int, ...] = SIZES, sizes: tuple[int, int, int] = (6, 14, 5)) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    pairs = [(n, sizes[0], sizes[-1]) for n in rows]
+    return [
+        (
+            torch.randn(n, a, generator=draw, dtype=torch.float64),
+            torch.randn(n, b, generator=draw, dtype=torch.float64),
+        )
+        for n, a, b in pairs
+    ]
+
+
+def trajectory(
+    mesh: gb.Mesh | None,
+    placement: Any = "auto",
+    hypernet: Hypernet = TYPES["periodic"],
+    *,
+    optimizer: gb.Optimizer = ADAMW,
+    max_tile: Any = (4, 4),
+    rows: tuple[int, ...] = SIZES,
+    sizes: tuple[int, int, int] = (6, 14, 5),
+    alone: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Any:
+    """Losses, norms, aux and the final genome and optimizer state; `alone` replaces options where there is no mesh."""
+    pnet = pnet_of(sizes)
+    plan = gb.make_plan(pnet, hypernet, max_tile=max_tile)
+    if mesh is None:
+        options |= alone
+    step = gb.make_train_step(plan, pnet, squared, optimizer, mesh=mesh, placement=placement, **options)
+    state, reports = step.init(3), []
+    for batch in batches(rows, sizes):
+        state, info = step(state, batch if mesh is None else mesh.shard_batch(batch))
+        assert info.finite
+        reports.append(torch.stack([info.loss, info.grad_norm, info.aux["mae"]]))
+    whole = step.gather(state)
+    own = step.shard(whole)
+    same = zip(optree.tree_leaves(own.gnets), optree.tree_leaves(state.gnets), strict=True)  # pyright: ignore
+    assert all(torch.equal(a, b) for a, b in same), "shard must undo gather"
+    held = sum(leaf.numel() for leaf in optree.tree_leaves((state.gnets, state.opt)))  # pyright: ignore
+    return {"reports": torch.stack(reports), "state": whole, "held": held}
+
+
+def animal(mesh: gb.Mesh | None, placement: Any, name: str) -> Any:
+    """Two steps of an animal of the zoo, in float64."""
+    pnet = ZOO[name].pnet().double()
+    plan = ZOO[name].plan(pnet)
+    step = gb.make_train_step(plan, pnet, loss_fn, MOMENTUM, mesh=mesh, placement=placement, clip_norm=1.0)
+    state, losses, batch = step.init(5), [], ZOO[name].batch(torch.float64)
+    for part in (batch, batch[:7]):
+        state, info = step(state, part if mesh is None else mesh.shard_batch(part))
+        losses.append(info.loss)
+    return {"reports": torch.stack(losses), "state": step.gather(state), "held": 0}
+
+
+def gradient(mesh: gb.Mesh | None, placement: Any, hypernet: Hypernet) -> Any:
+    """The gradient itself: what plain SGD of rate 1 takes off the genome."""
+    pnet = pnet_of()
+    plan = gb.make_plan(pnet, hypernet, max_tile=(4, 4))
+    step = gb.make_train_step(plan, pnet, squared, SGD, mesh=mesh, placement=placement)
+    state, batch = step.init(3), batches((7,))[0]
+    new, info = step(state, batch if mesh is None else mesh.shard_batch(batch))
+    a, b = step.gather(state), step.gather(new)
+    moved = optree.tree_map(lambda x, y: x - y, (a.gnets, a.direct), (b.gnets, b.direct))  # pyright: ignore
+    return {"reports": info.grad_norm, "state": moved, "held": 0}
+
+
+STILL = ("attention", "tied", "lstm", "conv1d", "weight_norm", "mixed", "frozen", "no_direct", "only_direct")
+STILL += ("transposed_conv", "conv_bn_eval")
+
+CASES: dict[str, Callable[[gb.Mesh | None], Any]] = {}
+for _placement in PLACEMENTS:
+    for _name, _hypernet in TYPES.items():
+        CASES[f"AdamW {_placement} {_name}"] = partial(
+            trajectory, placement=_placement, hypernet=_hypernet, clip_norm=0.3
+        )
+        CASES[f"gradient {_placement} {_name}"] = partial(gradient, placement=_placement, hypernet=_hypernet)
+    _manners: dict[str, dict[str, Any]] = {
+        "momentum": {"optimizer": MOMENTUM},
+        "donate": {"optimizer": MOMENTUM, "donate": True},
+        "microbatches": {"microbatches": 3, "alone": {"microbatches": 1}},
+        "remat generate": {"remat": "generate"},
+        "remat layer": {"remat": "layer", "lazy": False},
+        "remat layer relu": {"remat": "layer", "hypernet": gb.gnet((3,)), "clip_norm": 0.3},
+        "remat layer stochastic": {"remat": "layer", "hypernet": gb.stochastic((3,))},
+        "remat layer shared": {"remat": "layer", "hypernet": TYPES["shared"]},
+        "remat layer one tile": {"remat": "layer", "max_tile": None, "sizes": (3, 4, 1), "lazy": False},
+        "not lazy": {"lazy": False},
+        "seven tiles": {"max_tile": (2, 6), "hypernet": gb.gnet((3,)), "sizes": (6, 14, 1)},
+        "one tile": {"max_tile": None, "sizes": (3, 4, 1), "hypernet": gb.periodic(2)},
+        "tile by tile": {"optimizer": gb.torch_optimizer(torch.optim.Adafactor, lr=0.05), "max_tile": (6, 14)},
+    }
+    for _name, _options in _manners.items():
+        CASES[f"{_name} {_placement}"] = partial(trajectory, placement=_placement, **_options)
+    for _name in STILL:
+        CASES[f"zoo {_placement} {_name}"] = partial(animal, placement=_placement, name=_name)
+CASES["auto"] = trajectory
+EAGER = {f"compile {p}": partial(trajectory, placement=p, rows=(8, 8)) for p in PLACEMENTS}
+COMPILED = {name: partial(case, compile=True) for name, case in EAGER.items()}
+
+
+def run_cases(init_method: str, data: int, names: list[str]) -> dict[str, Any]:
+    """Every named case on this rank; the words it failed with where one fails, and none after ranks have parted."""
+    found: dict[str, Any] = {}
+    with gb.mesh(data=data, init_method=init_method, timeout=30 * PATIENCE) as mesh:
+        for name in names:
+            try:
+                found[name] = (CASES | COMPILED)[name](mesh)
+            except gb.CollectiveError:
+                raise RuntimeError(f"case {name} on rank {mesh.rank}; {found}") from None
+            except Exception:
+                found[name] = traceback.format_exc()
+    return found

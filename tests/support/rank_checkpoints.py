@@ -1,0 +1,103 @@
+"""Trainings on ranks that save, are killed, and go on.
+
+As a script, for `torchrun`: `rank_checkpoints.py FOLDER UNTIL`; every attempt but the third kills one of its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import gbfunc as gb
+from tests.support.rank_cases import ADAMW, batches, pnet_of, squared
+from tests.support.ranks import PATIENCE
+
+PLACEMENTS = ("replicated", "sharded", "factors")
+
+
+def make(mesh: gb.Mesh | None, placement: Any = "auto") -> gb.TrainStep:
+    """A step with uneven tiles and an optimizer that remembers."""
+    pnet = pnet_of()
+    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
+    return gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, placement=placement, donate=True)
+
+
+def course(
+    mesh: gb.Mesh | None, folder: Path, until: int, placement: Any = "auto", kill: tuple[int, int, str] | None = None
+) -> dict[str, Any]:
+    """Go on from what is in a folder, save after every step; `kill` is a rank, a step and a moment."""
+    step, data = make(mesh, placement), batches()
+    found = gb.load_checkpoint(folder, step, step.init(3))
+    state = found.state
+    with gb.Checkpointer(folder, step, keep=99) as checkpointer:
+        for done in range(int(state.step), until):
+            batch = data[done % len(data)]
+            state, _ = step(state, batch if mesh is None else mesh.shard_batch(batch))
+            if kill is not None and mesh is not None and kill[:2] == (mesh.rank, done + 1):
+                checkpointer.wait()
+                die_at(kill[2])
+            checkpointer.save(state, {"after": done + 1})
+    name = found.path and found.path.name
+    return {"state": step.gather(state), "from": name, "extra": found.extra, "skipped": found.skipped}
+
+
+def die_at(moment: str) -> None:
+    """Be killed now, or when the next file is complete but does not have its name yet."""
+    if moment == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore
+
+
+def refusals(mesh: gb.Mesh, folder: Path) -> list[str]:
+    """What every rank is told where rank 0 finds that it cannot be."""
+    step, told = make(mesh), []
+    other_pnet = nn.Linear(6, 5).double()
+    other = gb.make_train_step(gb.make_plan(other_pnet), other_pnet, squared, ADAMW, mesh=mesh)
+    missing = folder / "step-00000099.safetensors"
+    for attempt in (
+        lambda: gb.Checkpointer("/proc/checkpoints", step),
+        lambda: gb.load_checkpoint(folder, other, other.init()),
+        lambda: gb.load_checkpoint(missing, step, step.init()),
+    ):
+        try:
+            attempt()
+        except (ValueError, OSError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def run_courses(init_method: str, tasks: list[tuple[str, int, str]], refused: str) -> dict[str, Any]:
+    """All of these `(folder, until, placement)` on this rank."""
+    with gb.mesh(init_method=init_method, timeout=30 * PATIENCE) as mesh:
+        found: dict[str, Any] = {folder: course(mesh, Path(folder), until, at) for folder, until, at in tasks}
+        return found | {"refusals": refusals(mesh, Path(refused))}
+
+
+def killed(init_method: str, folder: str, victim: int, moment: str, timeout: float) -> tuple[str, float]:
+    """Train until a rank is killed in its third save; the error that the others see, and after how many seconds."""
+    mesh, start = gb.mesh(init_method=init_method, timeout=timeout), time.monotonic()
+    try:
+        course(mesh, Path(folder), 50, "sharded", (victim, 3, moment))
+    except gb.CollectiveError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+def main(folder: Path, until: int) -> None:
+    """One attempt of `torchrun`."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    kill = ((1, 2, "before"), (0, 5, "during"), None)[attempt]
+    with gb.mesh(timeout=20 * PATIENCE) as mesh:
+        course(mesh, folder, until, "sharded", kill)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,261 @@
+"""What happens on ranks: gathers in graphs, numbers that are not finite, states that drift apart, deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.func import grad, jvp, vmap
+from torch.nn.parallel import DistributedDataParallel
+
+import gbfunc as gb
+from gbfunc.parallel import Mesh, all_gather, reduce_scatter
+from tests.support.rank_cases import ADAMW, SGD, batches, pnet_of, squared
+from tests.support.ranks import PATIENCE
+
+ROWS = (3, 0, 2, 1)
+"""Rows of each rank: uneven, one of them has none."""
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gather_laws(mesh: Mesh, backend: str = "aot_eager") -> dict[str, float]:
+    """Distance of everything that a gather's graph can do from the same on one process.
+
+    With f_r(x) = sum sin(c_r * gather(x)) on rank r, all ranks together have F = sum_r f_r of the joined rows.
+    """
+    n = mesh.world
+    sizes, first = ROWS[:n], sum(ROWS[: mesh.rank])
+    own = slice(first, first + sizes[mesh.rank])
+    whole, scales = drawn(0, sum(sizes), 2), [drawn(10 + r, sum(sizes), 2) for r in range(n)]
+    mine, u = whole[own].clone(), drawn(5, sum(sizes), 2)
+
+    def joined(x: Tensor) -> Tensor:
+        return sum(((c * x).sin().sum() for c in scales), torch.zeros(()))
+
+    def local(x: Tensor) -> Tensor:
+        return (scales[mesh.rank] * all_gather(mesh, [x], [sizes], "world")[0]).sin().sum()
+
+    def off(found: Tensor, expected: Tensor) -> float:
+        assert found.shape == expected.shape
+        return float((found - expected).abs().max()) if found.numel() else 0.0
+
+    found: dict[str, float] = {"forward": off(all_gather(mesh, [mine], [sizes], "world")[0], whole)}
+    expected = grad(joined)(whole)
+    x = mine.clone().requires_grad_()
+    local(x).backward()
+    assert x.grad is not None
+    found["backward"] = off(x.grad, expected[own])
+    found["grad"] = off(grad(local)(mine), expected[own])
+    many = drawn(7, 3, sum(sizes), 2)
+    stacked = many[:, own].clone()
+    found["vmap"] = off(vmap(lambda x: all_gather(mesh, [x], [sizes], "world")[0])(stacked), many)
+    found["vmap grad"] = off(vmap(grad(local))(stacked), vmap(grad(joined))(many)[:, own])
+    back = vmap(lambda x: reduce_scatter(mesh, [x], [sizes], "world")[0], 1)(many.movedim(0, 1))
+    found["vmap reduce_scatter"] = off(back, n * many[:, own])
+    tangent = jvp(lambda x: all_gather(mesh, [x], [sizes], "world")[0], (mine,), (u[own].clone(),))[1]
+    found["jvp"] = off(tangent, u)
+    x = mine.clone().requires_grad_()
+    (g,) = torch.autograd.grad(local(x), x, create_graph=True)
+    (second,) = torch.autograd.grad((g * u[own]).sum(), x)
+    found["double backward"] = off(second, grad(lambda x: (grad(joined)(x) * u).sum())(whole)[own])
+    x = mine.clone().requires_grad_()
+    compiled: Any = torch.compile(local, fullgraph=True, backend=backend)
+    compiled(x).backward()
+    assert x.grad is not None
+    found["compile"] = off(x.grad, expected[own])
+    x = mine.clone().requires_grad_()
+    mute = all_gather(mesh, [x], [sizes], "world", mute=mesh.rank == 0)[0]
+    (mute * (float("nan") if mesh.rank == 0 else 1.0)).sum().backward()
+    assert x.grad is not None
+    found["mute"] = off(x.grad, torch.full_like(x, n - 1.0))
+    return found
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """The error of a call, in words, or nothing."""
+    try:
+        call()
+    except (ValueError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def not_finite(mesh: Mesh) -> dict[str, Any]:
+    """A NaN in the rows of the last rank alone."""
+    found: dict[str, Any] = {}
+    pnet = pnet_of()
+    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
+    x, y = mesh.shard_batch(batches((8,))[0])
+    if mesh.rank == mesh.world - 1:
+        x = x * float("nan")
+    for placement in ("replicated", "sharded"):
+
+        def make(placement: Any = placement, **options: Any) -> gb.TrainStep:
+            return gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, placement=placement, **options)
+
+        step = make()
+        state = step.init()
+        after, info = step(state, (x, y))
+        found[placement] = (info.finite, after.gnets == state.gnets, int(after.step))
+        found[f"{placement} raise"] = outcome(lambda m=make, s=state: m(on_nonfinite="raise")(s, (x, y)))
+    return found
+
+
+def refusals(mesh: Mesh) -> dict[str, str]:
+    """What is refused, in words."""
+    pnet = pnet_of()
+    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
+    batch = mesh.shard_batch(batches((8,))[0])
+    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, placement="sharded", check_every=1)
+    state = step.init()
+    found = {"generate": outcome(lambda: gb.generate(plan, state)), "whole": ""}
+    found["whole"] = outcome(lambda: step(step.gather(state), batch))
+    bias = state.direct["0.bias"] + (0.5 if mesh.rank == 1 else 0.0)
+    found["drift"] = outcome(lambda: step(state._replace(direct=state.direct | {"0.bias": bias}), batch))
+    torch.manual_seed(mesh.rank)
+    other = nn.Linear(3, 3)
+    own_plan = gb.make_plan(other)
+    found["plan"] = outcome(lambda: gb.make_train_step(own_plan, other, squared, ADAMW, mesh=mesh))
+    wrappers: dict[str, Callable[[nn.Module], Any]] = {"DDP": DistributedDataParallel, "FSDP2": fully_shard}
+    wrappers["FSDP"] = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    for name, wrap in wrappers.items():
+        # As a whole, and a layer inside.
+        nets = (wrap(nn.Sequential(nn.Linear(3, 3))), nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 3)))
+        found[name] = "".join(outcome(lambda n=net: gb.make_plan(n)) for net in nets)
+    for name, options in {
+        "remat": {"placement": "sharded", "remat": "layer", "microbatches": 2},
+        "lazy": {"placement": "sharded", "lazy": True},
+        "placement": {"placement": "elsewhere"},
+    }.items():
+        arguments: dict[str, Any] = {"mesh": mesh, **options}
+        found[name] = outcome(lambda a=arguments: gb.make_train_step(plan, pnet, squared, ADAMW, **a))
+
+    def rows(net: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        out = net(batch[0])
+        return out.square().mean(), out.sum(1)
+
+    step = gb.make_train_step(plan, pnet, rows, ADAMW, mesh=mesh)
+    found["aux"] = outcome(lambda: step(step.init(), batch))
+    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh)
+    empty = tuple(x[:0] for x in batch)
+    found["empty"] = outcome(lambda: step(step.init(), empty))
+    return found
+
+
+def randomness(mesh: Mesh) -> dict[str, Any]:
+    """What the p-net returns for one input, the same on every rank: with dropout, with a stochastic genome."""
+    found: dict[str, Any] = {}
+    nets = {"dropout": nn.Sequential(pnet_of(), nn.Dropout(0.5)), "noise": pnet_of()}
+    for name, pnet in nets.items():
+        plan = gb.make_plan(pnet, gb.stochastic((3,)) if name == "noise" else gb.periodic(2), max_tile=(4, 4))
+        seen: list[Tensor] = []
+
+        def keep(net: Callable[[Tensor], Tensor], batch: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(net(batch))
+            return seen[-1].square().mean()
+
+        step = gb.make_train_step(plan, pnet, keep, SGD, mesh=mesh, placement="sharded", lazy=False)
+        step(step.init(), drawn(3, 16, 6))
+        found[name] = seen[0].detach()
+    return found
+
+
+def batch_norm(mesh: Mesh) -> dict[str, Any]:
+    """Buffers after a step on an uneven batch, and the p-net's own before it; the last rank may have no row."""
+    first = nn.Linear(6, 4).double()
+    with torch.no_grad():
+        first.bias.fill_(float(mesh.rank))
+        first.weight.copy_(drawn(8, 4, 6))
+    pnet = nn.Sequential(first, nn.BatchNorm1d(4).double())
+    plan = gb.make_plan(pnet, exclude=["."])
+    x = drawn(4, 5, 6)
+    rows = ([0, 1, 2], [3, 4], [], [])[mesh.rank]
+    step = gb.make_train_step(plan, pnet, lambda net, b: net(b).square().mean(), SGD, mesh=mesh)
+    state = step.init()
+    after, _ = step(state, x[rows])
+    outputs = [
+        torch.nn.functional.linear(x[r], state.direct["0.weight"], state.direct["0.bias"]) for r in ([0, 1, 2], [3, 4])
+    ]
+    return {"buffers": after.buffers, "direct": state.direct, "outputs": outputs}
+
+
+def sent(mesh: Mesh) -> dict[str, Any]:
+    """Bytes that each placement sends in a step, by kind."""
+    found: dict[str, Any] = {}
+    pnet = pnet_of()
+    plan = gb.make_plan(pnet, gb.periodic(1), max_tile=(4, 4))
+    for placement in ("replicated", "sharded", "factors"):
+        step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, placement=placement, check_every=0)
+        state, batch = step.init(), mesh.shard_batch(batches((8,))[0])
+        state, _ = step(state, batch)
+        before = dict(mesh.traffic.by_kind)
+        step(state, batch)
+        found[placement] = {k: v - before.get(k, 0) for k, v in mesh.traffic.by_kind.items()}
+    return found
+
+
+def narrow(mesh: Mesh | None) -> dict[str, Any]:
+    """A p-net in bfloat16: the weights' sum, row by row, the genome after a step of SGD, and the bytes of its tiles."""
+    pnet = pnet_of().to(torch.bfloat16)
+    plan = gb.make_plan(pnet, gb.gnet((3,)), max_tile=(4, 4))
+    seen: list[Tensor] = []
+
+    def keep(net: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+        seen.append(net(torch.eye(6, dtype=torch.bfloat16)).detach())
+        return net(batch).float().square().mean()
+
+    step = gb.make_train_step(plan, pnet, keep, SGD, mesh=mesh, placement="sharded", check_every=0)
+    state = step.init(3)
+    x = drawn(6, 8, 6).to(torch.bfloat16)
+    x = x if mesh is None else mesh.shard_batch(x)
+    step(state, x)
+    before = dict(mesh.traffic.by_kind) if mesh else {}
+    after, _ = step(state, x)
+    sent = {k: v - before.get(k, 0) for k, v in mesh.traffic.by_kind.items()} if mesh else {}
+    return {"weights": seen[-1], "genome": step.gather(after).gnets, "sent": sent}
+
+
+def run_events(init_method: str, data: int = 1) -> dict[str, Any]:
+    """All of these on this rank."""
+    events = (gather_laws, not_finite, refusals, randomness, batch_norm, sent, narrow)
+    with gb.mesh(data=data, init_method=init_method, timeout=30 * PATIENCE) as mesh:
+        return {event.__name__: event(mesh) for event in events}
+
+
+def die(init_method: str, victim: int, how: str, timeout: float) -> tuple[str, float]:
+    """Train until a rank is killed or gets stuck; the error that the others see, and after how many seconds.
+
+    With `how="skewed"` one is killed while the last rank waits for rank 0 alone, in another collective.
+    """
+    mesh = gb.mesh(init_method=init_method, timeout=timeout)
+    pnet = pnet_of()
+    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
+    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, placement="sharded")
+    state, batch = step.init(), mesh.shard_batch(batches((8,))[0])
+    state, _ = step(state, batch)
+    start = time.monotonic()
+    if mesh.rank == victim:
+        if how != "stuck":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(4 * timeout)
+        return "stuck", 0.0
+    try:
+        if how == "skewed" and mesh.rank == mesh.world - 1:
+            with mesh.faults.named("a receive"):
+                dist.recv(torch.empty(1), 0, tag=1)
+        for _ in range(3):
+            state, _ = step(state, batch)
+    except gb.CollectiveError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
