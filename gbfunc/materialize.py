@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.parametrize import register_parametrization
+from torch import nn
 
-from gbfunc.factored import FactoredWeight, LazyWeight, factored_weight
 from gbfunc.generate import Generator
 from gbfunc.genome import check_genome, check_plan
+from gbfunc.layers.forms import FactoredWeight, install
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, with_weights
 from gbfunc.types import GenomeLike
-
-
-class _Factored(nn.Module):
-    """A parametrisation whose originals are the factors of a weight."""
-
-    def __init__(self, weight: FactoredWeight) -> None:
-        super().__init__()
-        self._first = tuple(source.detach().clone() for source in weight.sources())
-        self._options = {"shape": tuple(weight.shape), "rows": weight.rows, "cols": weight.cols}
-
-    def forward(self, left: Tensor, right: Tensor) -> FactoredWeight:
-        return factored_weight(left, right, **self._options)
-
-    def right_inverse(self, weight: Tensor) -> tuple[Tensor, ...]:
-        first, self._first = self._first, ()
-        return first
 
 
 def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bool = False) -> nn.Module:
@@ -37,33 +20,38 @@ def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bo
         plan: the plan.
         genome: a `Genome` or `TrainState`.
         pnet: the p-net the plan was made for; it is not changed. The copy keeps its training mode.
-        factored: keep the factors of weights whose factors are smaller (as a torch parametrisation), instead of
-            forming the weights: less memory, and less time where the factors are thin. Without it the copy is a plain
-            module with nothing of gbfunc in it.
+        factored: keep the factors of weights whose factors are smaller, as parameters `NAME_form.left` and
+            `NAME_form.right` of layers that apply them, instead of forming the weights: less memory, and less time
+            where the factors are thin. `layer.weight` then is a property that multiplies them out. Without it the copy
+            is a plain module with nothing of gbfunc in it.
 
     Raises:
         ValueError: if genome, plan and p-net do not fit together.
     """
     check_plan(plan, pnet)
     check_genome(plan, genome)
-    generator = Generator(plan)
-    aliased = {t.name for t in plan.tensors if t.aliases}
-    candidates = generator.lazy_names - aliased if factored else frozenset()
+    generator = Generator(plan, pnet=pnet if factored else None, lazy=factored)
     with torch.no_grad():
-        weights = generator(genome.gnets, genome.direct, lazy=candidates)
-        kept = {k: w for k, w in weights.items() if isinstance(w, FactoredWeight) and _smaller(w)}
-        dense = {k: w.dense() if isinstance(w, LazyWeight) and k not in kept else w for k, w in weights.items()}
-    PureNet(pnet).check(dense, genome.buffers)
+        tensors = generator(genome.gnets, genome.direct)
+    forms, dense = {}, {}
+    for tensor in plan.tensors:
+        form = generator.forms.get(tensor.name)
+        if not isinstance(form, FactoredWeight):
+            dense[tensor.name] = tensors[tensor.name]
+            continue
+        form.left, form.right = (tensors[f"{tensor.name}_form.{k}"] for k in form.inputs)
+        if form.left.numel() + form.right.numel() < tensor.numel:
+            forms |= dict.fromkeys((tensor.name, *tensor.aliases), form)
+        else:
+            dense[tensor.name] = form.make()
+    # A layer with factors has no use for the memory of its weight: one entry stands there until it is taken out.
+    bare = {t.name: torch.zeros((), dtype=plan.dtype).expand(t.shape) for t in plan.tensors if t.name in forms}
+    PureNet(pnet).check(dense | bare, genome.buffers)
     dtypes = {t.name: DTYPES[t.dtype] for t in plan.tensors}
-    # A factored weight has no storage to copy: a view of one entry stands in its place until it is parametrised.
-    stand_ins = {k: torch.zeros((), dtype=w.dtype).expand(w.shape) for k, w in kept.items()}
-    own = {k: w.to(dtypes[k]) for k, w in (dense | stand_ins).items()}
-    net = with_weights(pnet, own, genome.buffers, bare=kept)
-    for name, weight in kept.items():
-        prefix, _, attribute = name.rpartition(".")
-        register_parametrization(net.get_submodule(prefix), attribute, _Factored(weight), unsafe=True)
+    net = with_weights(pnet, {k: w.to(dtypes[k]) for k, w in (dense | bare).items()}, genome.buffers, bare=bare)
+    for form in set(forms.values()):
+        left, right = form.left, form.right
+        del form.left, form.right
+        form.left, form.right = (nn.Parameter(x.to(dtypes[form.name], copy=True)) for x in (left, right))
+    install(net, forms, shown=False)
     return net
-
-
-def _smaller(weight: FactoredWeight) -> bool:
-    return sum(source.numel() for source in weight.sources()) < weight.numel()

@@ -10,7 +10,7 @@ import copy
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import checkpoint
 
+from gbfunc.layers.forms import WeightForm, install
 from gbfunc.types import Params, TensorMap
 
 _WRAPPERS = {
@@ -171,15 +172,30 @@ class PureNet:
 
     Changes of buffers, in place (BatchNorm's running statistics) or by assignment, land in the `buffers` dict that is
     passed, so pass clones. It keeps the training mode the module has when it is made. Calls from threads take turns.
+
+    Args:
+        pnet: the module.
+        forms: forms of weights that are not dense, by name; `weights` has their inputs, as `NAME_form.INPUT`.
     """
 
-    def __init__(self, pnet: nn.Module) -> None:
+    def __init__(self, pnet: nn.Module, forms: Mapping[str, WeightForm] | None = None) -> None:
         check_pnet(pnet)
+        forms = forms or {}
         self.skeleton = skeleton_of(pnet)
-        self._shapes = {o.name: (tuple(o.tensor.shape), o.aliases) for o in parameter_infos(pnet)}
+        parameters = parameter_infos(pnet)
+        self._shapes = {p.name: tuple(p.tensor.shape) for p in parameters if p.name not in forms}
+        self._inputs = {f"{p.name}_form.{k}" for p in parameters if p.name in forms for k in forms[p.name].inputs}
         self._buffers = set(buffers_of(pnet))
+        self._ties = _ties(pnet, forms)
+        install(self.skeleton, forms, shown=True)
+        self._forms = list(dict.fromkeys(forms.values()))
         self._lock = threading.RLock()
         self._watched = False
+
+    @property
+    def dense_reads(self) -> dict[str, int]:
+        """How often the p-net has read weights as dense tensors, of those that are not: by name."""
+        return {form.name: form.reads for form in self._forms if form.reads}
 
     def check(self, weights: TensorMap, buffers: TensorMap) -> None:
         """Compare names and shapes with the module's.
@@ -187,11 +203,12 @@ class PureNet:
         Raises:
             ValueError: for a missing, misspelt or misshapen tensor (`functional_call` lets some of them pass).
         """
-        for what, expected, given in (("parameter", set(self._shapes), weights), ("buffer", self._buffers, buffers)):
-            if expected != set(given):
-                missing, unknown = sorted(expected - set(given)), sorted(set(given) - expected)
+        expected = {*self._shapes, *self._inputs}
+        for what, names, given in (("parameter", expected, weights), ("buffer", self._buffers, buffers)):
+            if names != set(given):
+                missing, unknown = sorted(names - set(given)), sorted(set(given) - names)
                 raise ValueError(f"{what}s do not fit the p-net: missing {missing}, unknown {unknown}")
-        for name, (shape, _) in self._shapes.items():
+        for name, shape in self._shapes.items():
             if tuple(weights[name].shape) != shape:
                 raise ValueError(f"parameter {name!r} must have shape {shape}, got {tuple(weights[name].shape)}")
 
@@ -220,12 +237,36 @@ class PureNet:
 
     def _call(self, weights: TensorMap, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = {**weights, **buffers}
-        out = functional_call(self.skeleton, tensors, args, kwargs)
+        # Not by functional_call's own tie_weights, which would go through all parameters at every call.
+        tensors |= {alias: tensors[name] for alias, name in self._ties.items()}
+        cache: dict[str, Tensor] = {}
+        for form in self._forms:
+            form.cache = cache
+        try:
+            out = functional_call(self.skeleton, tensors, args, kwargs, tie_weights=False)
+        finally:
+            for form in self._forms:
+                form.cache = None
         # functional_call leaves what the module assigned to its buffers in the dict it was given.
         for name, buffer in buffers.items():
             if tensors[name] is not buffer:
                 buffers[name] = tensors[name]
         return out
+
+
+def _ties(pnet: nn.Module, forms: Collection[str]) -> dict[str, str]:
+    """Other names of tied parameters and buffers without a form: `{alias: name}`, one for each place."""
+    first: dict[int, str] = {}
+    ties, places = {}, set()
+    for members in (pnet.named_parameters, pnet.named_buffers):
+        for name, tensor in members(remove_duplicate=False):
+            prefix, _, attribute = name.rpartition(".")
+            place = (id(pnet.get_submodule(prefix)), attribute)
+            original = first.setdefault(id(tensor), name)
+            if original != name and place not in places and original not in forms:
+                ties[name] = original
+            places.add(place)
+    return ties
 
 
 def detached(tensors: TensorMap) -> Params:

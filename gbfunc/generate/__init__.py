@@ -1,5 +1,5 @@
-"""From a genome to the p-net's parameters, in one autograd graph."""
+"""From a genome to the p-net's weights, in one autograd graph: one path, in whatever form a layer takes them."""
 
-from gbfunc.generate.generator import Generator, generate
+from gbfunc.generate.generator import Generator, generate, generate_piece
 
-__all__ = ["Generator", "generate"]
+__all__ = ["Generator", "generate", "generate_piece"]

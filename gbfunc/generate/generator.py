@@ -1,273 +1,243 @@
-"""From a genome to the p-net's parameters: ensembles -> tiles -> matrices -> tensors, in one autograd graph."""
+"""From a genome to the p-net's weights, in one autograd graph, and in whatever form a layer takes them.
+
+A *run* is what g-nets that are generated together are made of: leaves, codes, scales and noise.
+
+    leaves + codes --vmap(apply)--> tiles [T, r, c] --join--> matrices [R, C] --fold--> weights      dense
+                                    factors ([T, r, k], [T, c, k]) ------------------> layer         factored
+    leaves -------------------------------------------------------------------------> layer         recomputed
+
+Evaluated now it gives dense weights; stopped before the product, the factors that a layer applies; closed over and
+called at each use, a weight that is made again in backward; with a gather in between, weights of a genome whose tiles
+are spread over ranks. Which it is for each weight is settled when the generator is made, by the forms of the layers.
+
+Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
-from itertools import pairwise
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gbfunc.factored.interface import Report
-from gbfunc.generate.constants import Constants, make_constants
-from gbfunc.generate.weights import Part, Recipe, can_factor, factored_tensor, folded_tensor, rematerialised_tensor
+from gbfunc.generate.runs import GatheredRun, Part, Run, Stack, factors_of, matrix_of
 from gbfunc.genome import Noise, check_genome
-from gbfunc.hypernets.ensemble import apply_matrix, apply_tiles, dense_tiles, tile_leaves
-from gbfunc.parallel import Layout, Sizes, gather_outputs, gather_slot, no_tiles
-from gbfunc.plan import Ensemble, Plan
-from gbfunc.tiling import TileGrid, join_all, join_tiles
-from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params
+from gbfunc.layers import KINDS
+from gbfunc.layers.forms import FactoredWeight, WeightForm, formable
+from gbfunc.layers.recomputed import RecomputedWeight
+from gbfunc.parallel import Layout, gather_outputs, no_tiles
+from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.tiling import TileGrid
+from gbfunc.types import GenomeLike, GNets, Kernel, Params
 
-_RUN_BYTES = 2**22
-"""Tiles from which on slots are generated apart: fewer would cost calls, more cost fresh memory, which a CPU pays for
-page by page (2 x 17 MB at once took 15 ms longer than one after the other)."""
+_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
 
 
 class Generator:
-    """A plan with its constants (codes, groups, scales) at hand: `generator(gnets, direct) -> {name: weight}`.
+    """A plan with its constants (codes, groups, scales) at hand: `generator(gnets, direct) -> {name: tensor}`.
 
-    Constants are built once for each dtype and device. `generate` is the one-off form. With the layout of a genome that
-    is split over ranks, each rank makes its own tiles, and all are gathered.
+    Constants are built once for each dtype and device. `generate` is the one-off form.
 
-    Attributes:
+    Args:
         plan: the plan.
         kernel: implementation of ReLU g-nets.
-        layout: which tiles are this rank's, None where all are.
-        lazy_names: parameters that can be left as factors.
+        layout: of a genome that is split over ranks: each makes its tiles, and all are gathered.
+        pnet: where its layers are looked at, weights can have other forms than dense.
+        lazy: whether they stay factors: True wherever they can, `"auto"` where it pays (see `FactoredWeight`).
+        remat: whether the others are made for each use and again in backward.
+
+    Attributes:
+        forms: the form of each weight that is not dense, by name of parameter, names of tied ones included.
+        mute: this rank's gradients count for nothing where they are summed over ranks.
     """
 
-    def __init__(self, plan: Plan, *, kernel: Kernel = "auto", layout: Layout | None = None) -> None:
-        self.plan = plan
-        self.kernel: Kernel = kernel
-        self.layout = layout if layout is not None and layout.sharded else None
-        names = (t.name for t in plan.generated if can_factor(plan, t))
-        self.lazy_names = frozenset(() if self.layout and self.layout.placement != "factors" else names)
-        # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
-        torch.tanh(torch.sin(torch.zeros(1)))
-        self._built: dict[tuple[torch.dtype, torch.device], dict[str, Constants]] = {}
-
-    def constants(self, dtype: torch.dtype, device: torch.device) -> dict[str, Constants]:
-        """The ensembles' constants, by name; of this rank's own tiles."""
-        key = (dtype, device)
-        if key not in self._built:
-            built = {e.name: make_constants(e, dtype, device) for e in self.plan.ensembles}
-            if self.layout:
-                own = {e.name: self.layout.own(e) for e in self.plan.ensembles if e.leaves}
-                built |= {name: built[name].of(span) for name, span in own.items()}
-            self._built[key] = built
-        return self._built[key]
-
-    def __call__(
+    def __init__(
         self,
-        gnets: GNets,
-        direct: Params,
-        noise: Noise | None = None,
+        plan: Plan,
         *,
-        lazy: Collection[str] = (),
+        kernel: Kernel = "auto",
+        layout: Layout | None = None,
+        pnet: nn.Module | None = None,
+        lazy: Any = False,
         remat: bool = False,
-        report: Report | None = None,
-        mute: bool = False,
-    ) -> Params:
-        """All parameters of the p-net by name, direct ones as they are.
+    ) -> None:
+        self.mute = False
+        self._layout = layout if layout is not None and layout.sharded else None
+        self._plan, self._dtype = plan, plan.dtype
+        self._stacks = [Stack(e, kernel, self._layout if e.leaves else None, lambda: self.mute) for e in plan.ensembles]
+        # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
+        torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
+        # Where each slot is: its stack, and its place there.
+        self._places = {
+            (p.tensor, p.part): (number, i)
+            for number, e in enumerate(plan.ensembles)
+            for i, p in enumerate(e.placements)
+        }
+        self.forms: dict[str, WeightForm] = {}
+        modes = {}
+        for index, tensor in enumerate(plan.tensors):
+            names = (tensor.name, *tensor.aliases)
+            if tensor.slots and pnet is not None and all(_formable(pnet, name) for name in names):
+                form = self._form(index, tensor, lazy, remat)
+                if form is not None:
+                    self.forms |= dict.fromkeys(names, form)
+                    modes[index] = type(form)
+        # Gathered are the outputs of whole ensembles, or of each slot where they are not to be kept.
+        gathered = self._layout is not None and not remat
+        self._made: list[Callable[[Run], list[Part]] | None] = []
+        for stack in self._stacks:
+            kinds = {modes.get(p.tensor) for p in stack.ensemble.placements}
+            if stack.layout is not None:
+                self._made.append(None if gathered else stack.runs)
+            elif RecomputedWeight in kinds:
+                self._made.append(stack.runs)
+            else:
+                self._made.append(stack.factors if FactoredWeight in kinds else stack.matrices)
+        self._tensors: list[tuple[TensorPlan, Callable[..., Params], tuple[tuple[int, int], ...]]] = []
+        write = {FactoredWeight: self._factored, RecomputedWeight: self._recomputed, None: self._dense}
+        for index, tensor in enumerate(plan.tensors):
+            places = tuple(self._places[index, part] for part in range(len(tensor.slots)))
+            self._tensors.append((tensor, write[modes.get(index)], places))
+
+    def _form(self, index: int, tensor: TensorPlan, lazy: Any, remat: bool) -> WeightForm | None:
+        """The form of a tensor whose layers can have one, None for dense."""
+        layout = self._layout
+        # With a gather for each use none stays factors, nor where it is tiles that are gathered.
+        thin = lazy and (layout is None or (layout.placement == "factors" and not remat))
+        if thin and _can_factor(self._plan, tensor):
+            first = tensor.slots[0].grid
+            grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
+            return FactoredWeight(
+                tensor.name, tensor.shape, grid, tensor.kind == "transposed_linear", auto=lazy == "auto"
+            )
+        places = [self._places[index, part] for part in range(len(tensor.slots))]
+        stacks = [self._stacks[number] for number, _ in places]
+        if not remat or not all(stack.ensemble.leaves for stack in stacks):
+            return None
+        names: list[tuple[int, str, bool]] = []
+        for part, stack in enumerate(stacks):
+            hypernet, dims = stack.ensemble.hypernet, stack.ensemble.dims
+            names += [(part, k, False) for k in stack.ensemble.leaves]
+            names += [(part, k, True) for k in hypernet.noise_shapes(dims)]
+        inputs = tuple(f"{'noise' if drawn else 'leaf'}_{part}_{k.replace('.', '_')}" for part, k, drawn in names)
+
+        def maker(*given: Tensor) -> Tensor:
+            matrices = []
+            for part, slot in enumerate(tensor.slots):
+                values = [(k, drawn, v) for (p, k, drawn), v in zip(names, given, strict=False) if p == part]
+                leaves = {k: v for k, drawn, v in values if not drawn}
+                noise = {k: v for k, drawn, v in values if drawn} or None
+                bare = stacks[part].bare(places[part][1], given[0].dtype, given[0].device)
+                matrices.append(bare.filled(leaves, noise).matrix(slot.grid))
+            return _folded(self._plan, tensor, matrices)
+
+        return RecomputedWeight(tensor.name, inputs, maker, tensor.kind == "transposed_linear")
+
+    def __call__(self, gnets: GNets, direct: Params, noise: Noise | None = None) -> Params:
+        """What the p-net's skeleton takes: all its parameters by name, those with a form as the inputs of the form.
 
         Args:
             gnets: leaves of the ensembles, this rank's rows of them where they are split.
-            direct: direct parameters.
+            direct: direct parameters, which are returned as they are.
             noise: noise of all tiles of the stochastic ensembles, None for the mean.
-            lazy: parameters to leave as factors, some of `lazy_names`.
-            remat: other generated parameters are made for each use, and again in backward, and never kept.
-            report: counts the operations that needed the dense form of a lazy weight, by (parameter, operation).
-            mute: this rank's gradients count for nothing where they are summed over ranks.
 
         Raises:
             CollectiveError: if a rank is missing.
         """
-        like = next((leaf for leaves in gnets.values() for leaf in leaves.values()), None)
-        like = next(iter(direct.values()), None) if like is None else like
-        dtype = self.plan.dtype if like is None or not like.is_floating_point() else like.dtype
-        device = torch.device("cpu") if like is None else like.device
-        constants = self.constants(dtype, device)
+        dtype, device = self._kind(gnets, direct)
         noise = noise or {}
+
+        def run(stack: Stack) -> Run:
+            name = stack.ensemble.name
+            return stack.run(gnets.get(name, {}), noise.get(name), dtype, device)
+
         # A caller's autocast is for the p-net.
         with torch.autocast(device.type, enabled=False):
-            parts: dict[tuple[int, int], Part] = {}
-            made: dict[str, Tensor | Factors] = {}
-            for e in self.plan.ensembles:
-                leaves, own_noise = gnets.get(e.name, {}), noise.get(e.name)
-                if leaves and remat and self.layout:
-                    # None stays factors: "auto" may choose otherwise on a rank with fewer rows, and all must gather.
-                    parts |= self._shared_recipes(self.layout, e, leaves, own_noise, constants[e.name], mute)
-                elif leaves and remat and not all(name in lazy for name in self._names(e)):
-                    parts |= self._recipes(e, leaves, own_noise, constants[e.name], lazy)
-                elif leaves and self.layout:
-                    made[e.name] = self._own_tiles(self.layout, e, leaves, own_noise, constants[e.name])
-                elif leaves and not (e.hypernet.factorised and any(name in lazy for name in self._names(e))):
-                    matrices = self._matrices(e, leaves, own_noise, constants[e.name])
-                    parts |= {(p.tensor, p.part): m for p, m in zip(e.placements, matrices, strict=True)}
+            runs = [run(stack) for stack in self._stacks]
+            parts = self._gather(runs)
+            parts |= {i: make(runs[i]) for i, make in enumerate(self._made) if make is not None}
+            tensors: Params = {}
+            for tensor, write, places in self._tensors:
+                if places:
+                    tensors |= write(tensor, [parts[number][i] for number, i in places])
                 else:
-                    parts |= self._parts(e, self.tiles(e, leaves, own_noise, constants[e.name]), lazy)
-            if self.layout:
-                # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
-                whole = gather_outputs(self.layout, made, mute=mute)
-                for e in self.plan.ensembles:
-                    parts |= self._parts(e, whole[e.name], lazy) if e.name in whole else {}
-            return self._weights(parts, direct, report)
+                    tensors[tensor.name] = direct[tensor.name]
+            return tensors
 
-    def tiles(
-        self, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants, grid: TileGrid | None = None
-    ) -> Tensor | Factors:
-        """Scaled tiles [T, r, c] of an ensemble, or their factors; with a grid, the matrix [R, C] that they make."""
-        row, col, groups, scale = constants
-        specs = e.leaves
-        own = tile_leaves(leaves, specs, groups)
-        scalable = e.hypernet.standardised and not e.hypernet.stochastic
-        linear = [k for k in own if scalable and specs[k].role == "linear"]
-        # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
-        own = own | {k: own[k] * scale.reshape(-1, *(1,) * (own[k].ndim - 1)) for k in linear}
-        if grid is not None and linear:
-            return apply_matrix(e.hypernet, e.dims, own, row, col, grid, noise=noise, kernel=self.kernel)
-        tiles = apply_tiles(e.hypernet, e.dims, own, row, col, noise=noise, kernel=self.kernel)
-        if not linear and e.hypernet.standardised:
-            tiles = dense_tiles(tiles) * scale[:, None, None]
-        return tiles if grid is None else join_tiles(dense_tiles(tiles), grid)
+    def prepare(self, gnets: GNets, direct: Params) -> None:
+        """Build the constants for these leaves, which a compiled call cannot do itself."""
+        for stack in self._stacks:
+            stack.constants(*self._kind(gnets, direct))
 
-    def _matrices(self, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants) -> tuple[Tensor, ...]:
-        """The matrix of every slot; large ones one after the other, which spares memory and the time to get it."""
-        grids = [p.slot.grid for p in e.placements]
-        runs = _runs([grid.n_tiles * e.dims.rows * e.dims.cols * constants.row.itemsize for grid in grids])
-        if len(runs) == 1 and len(grids) > 1:
-            return join_all(dense_tiles(self.tiles(e, leaves, noise, constants)), grids)
-        counts = [sum(grid.n_tiles for grid in grids[run]) for run in runs]
-        own = {k: _split(v, counts) for k, v in tile_leaves(leaves, e.leaves, constants.groups).items()}
-        drawn = {k: _split(v, counts) for k, v in (noise or {}).items()}
-        matrices: tuple[Tensor, ...] = ()
-        for i, run in enumerate(runs):
-            first = e.placements[run.start].first
-            # Leaves of groups are there tile by tile.
-            some_constants = constants.of(slice(first, first + counts[i]))._replace(groups=None)
-            some, eps = {k: v[i] for k, v in own.items()}, {k: v[i] for k, v in drawn.items()} or None
-            if run.stop - run.start == 1:
-                matrices += (dense_tiles(self.tiles(e, some, eps, some_constants, grids[run.start])),)
-            else:
-                matrices += join_all(dense_tiles(self.tiles(e, some, eps, some_constants)), grids[run])
-        return matrices
+    def _kind(self, gnets: GNets, direct: Params) -> tuple[torch.dtype, torch.device]:
+        """Dtype and device of generation: those of the leaves."""
+        like = next((leaf for leaves in gnets.values() for leaf in leaves.values()), None)
+        like = next(iter(direct.values()), None) if like is None else like
+        dtype = self._dtype if like is None or not like.is_floating_point() else like.dtype
+        return dtype, torch.device("cpu") if like is None else like.device
 
-    def _own_tiles(
-        self, layout: Layout, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants
-    ) -> Tensor | Factors:
-        """This rank's tiles, or their factors, from its rows of the leaves and the noise of all tiles."""
-        span = layout.own(e)
-        if span.start == span.stop:
-            return no_tiles(layout, e, leaves)
-        return self.tiles(e, leaves, noise and {k: v[span] for k, v in noise.items()}, constants)
+    def _gather(self, runs: list[Run]) -> dict[int, list[Part]]:
+        """Every slot of the ensembles that are gathered whole, from each rank's tiles."""
+        layout, made = self._layout, {}
+        gathered = [i for i, make in enumerate(self._made) if make is None]
+        if layout is None or not gathered:
+            return {}
+        for i in gathered:
+            e = self._stacks[i].ensemble
+            made[e.name] = runs[i].tiles() if runs[i].n_tiles else no_tiles(layout, e, runs[i].leaves)
+        # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
+        whole = gather_outputs(layout, made, mute=self.mute)
+        return {i: self._stacks[i].parts(whole[self._stacks[i].ensemble.name]) for i in gathered}
 
-    def _names(self, e: Ensemble) -> list[str]:
-        """The tensor that each slot of an ensemble is part of."""
-        return [self.plan.tensors[p.tensor].name for p in e.placements]
+    def _dense(self, tensor: TensorPlan, parts: list[Part]) -> Params:
+        """The tensor itself."""
+        matrices = [matrix_of(part, slot.grid) for part, slot in zip(parts, tensor.slots, strict=True)]
+        return {tensor.name: _folded(self._plan, tensor, matrices)}
 
-    def _recipes(
-        self, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants, lazy: Collection[str]
-    ) -> dict[tuple[int, int], Part]:
-        """How each slot of an ensemble is made, by (tensor, part); factors where the tensor is lazy."""
-        counts = [p.slot.grid.n_tiles for p in e.placements]
-        own = tile_leaves(leaves, e.leaves, constants.groups)
-        split = {k: v.split(counts) for k, v in own.items()}
-        drawn = {k: v.split(counts) for k, v in (noise or {}).items()}
-        parts: dict[tuple[int, int], Part] = {}
-        for i, (placement, name) in enumerate(zip(e.placements, self._names(e), strict=True)):
-            span = slice(placement.first, placement.first + counts[i])
-            some, eps = {k: v[i] for k, v in split.items()}, {k: v[i] for k, v in drawn.items()} or None
-            # Leaves of groups are there tile by tile.
-            own_constants = constants.of(span)._replace(groups=None)
-            if name in lazy:
-                part = self.tiles(e, some, eps, own_constants)
-            else:
-                part = Recipe(placement.slot, some, eps, partial(self.tiles, e, constants=own_constants))
-            parts[placement.tensor, placement.part] = part
-        return parts
+    def _factored(self, tensor: TensorPlan, parts: list[Part]) -> Params:
+        """Its factors: [nr, nc, r, k] and [nr, nc, c, k], the matrices of several slots below each other."""
+        grid = tensor.slots[0].grid
+        factors = [factors_of(part) for part in parts]
+        left, right = (torch.cat(x) if len(factors) > 1 else x[0] for x in zip(*factors, strict=True))
+        cut = (len(parts) * grid.n_rows, grid.n_cols)
+        form = f"{tensor.name}_form"
+        return {f"{form}.left": left.unflatten(0, cut), f"{form}.right": right.unflatten(0, cut)}
 
-    def _shared_recipes(
-        self, layout: Layout, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants, mute: bool
-    ) -> dict[tuple[int, int], Part]:
-        """The same on ranks: each makes its own tiles of a slot, and all are gathered, for each use and in backward."""
-        span, index = layout.own(e), layout.mesh.gnets_index
-        own = tile_leaves(leaves, e.leaves, constants.groups)
-        parts: dict[tuple[int, int], Part] = {}
-        first = 0
-        for i, placement in enumerate(e.placements):
-            sizes = layout.sizes_of(e, i)
-            rows = slice(first, first + sizes[index])
-            first = rows.stop
-            some = {k: v[rows] for k, v in own.items()}
-            eps = {k: v[span][rows] for k, v in (noise or {}).items()} or None
-            own_constants = constants.of(rows)._replace(groups=None)
-
-            def tiles(
-                leaves: Params, noise: Params | None, sizes: Sizes = sizes, constants: Constants = own_constants
-            ) -> Tensor | Factors:
-                empty = not sizes[index]
-                out = no_tiles(layout, e, leaves) if empty else self.tiles(e, leaves, noise, constants)
-                return gather_slot(layout, e, out, sizes, mute=mute)
-
-            parts[placement.tensor, placement.part] = Recipe(placement.slot, some, eps, tiles)
-        return parts
-
-    def _parts(self, e: Ensemble, tiles: Tensor | Factors, lazy: Collection[str]) -> dict[tuple[int, int], Part]:
-        """The matrix or the factors of each slot of an ensemble, by (tensor, part), from all its tiles."""
-        grids = [p.slot.grid for p in e.placements]
-        counts = [grid.n_tiles for grid in grids]
-        places = [(p.tensor, p.part) for p in e.placements]
-        names = self._names(e)
-        if not e.leaves:
-            # All tiles are the same; there is one for all.
-            whole = [dense_tiles(tiles)[:1].expand(n, -1, -1) for n in counts]
-            return {pl: join_tiles(t, grid) for pl, t, grid in zip(places, whole, grids, strict=True)}
-        if isinstance(tiles, Factors) and any(name in lazy for name in names):
-            lefts, rights = _split(tiles.left, counts), _split(tiles.right, counts)
-            both = [Factors(left, right) for left, right in zip(lefts, rights, strict=True)]
-            return {
-                place: f if name in lazy else join_tiles(dense_tiles(f), grid)
-                for place, f, name, grid in zip(places, both, names, grids, strict=True)
-            }
-        return dict(zip(places, join_all(dense_tiles(tiles), grids), strict=True))
-
-    def _weights(self, parts: dict[tuple[int, int], Part], direct: Params, report: Report | None) -> Params:
-        """Every tensor from its parts, or as it is."""
-        weights = {}
-        for index, tensor in enumerate(self.plan.tensors):
-            own = [parts[index, part] for part in range(len(tensor.slots))]
-            factors = [p for p in own if isinstance(p, Factors)]
-            recipes = [p for p in own if isinstance(p, Recipe)]
-            matrices = [p for p in own if isinstance(p, Tensor)]
-            if factors:
-                weights[tensor.name] = factored_tensor(tensor, factors, report)
-            elif recipes:
-                weights[tensor.name] = rematerialised_tensor(self.plan, tensor, recipes, report)
-            else:
-                weights[tensor.name] = folded_tensor(self.plan, tensor, matrices) if own else direct[tensor.name]
-        return weights
+    def _recomputed(self, tensor: TensorPlan, parts: list[Part]) -> Params:
+        """What its g-nets are made of."""
+        given: list[Tensor] = []
+        for part in parts:
+            assert isinstance(part, Run | GatheredRun)
+            given += [*part.leaves.values(), *(part.noise or {}).values()]
+        # Without noise a draw is the mean.
+        return {f"{tensor.name}_form.{k}": v for k, v in zip(self.forms[tensor.name].inputs, given, strict=False)}
 
 
-def _runs(sizes: list[int]) -> list[slice]:
-    """Cut a sequence of slots into runs of at least `_RUN_BYTES`, the last one maybe smaller."""
-    ends, total = [0], 0
-    for i, size in enumerate(sizes, 1):
-        total += size
-        if total >= _RUN_BYTES or i == len(sizes):
-            ends.append(i)
-            total = 0
-    return [slice(a, b) for a, b in pairwise(ends)]
+def _formable(pnet: nn.Module, name: str) -> bool:
+    prefix, _, attribute = name.rpartition(".")
+    return formable(pnet.get_submodule(prefix), attribute)
 
 
-def _split(tiles: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
-    # One split node has one backward; slices would each fill a gradient of all tiles.
-    return (tiles,) if len(counts) == 1 else tiles.split(counts)
+def _can_factor(plan: Plan, tensor: TensorPlan) -> bool:
+    """Whether a tensor can be left as factors: factorised g-nets, of one tiling where it has several matrices."""
+    first = tensor.slots[0]
+    alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in tensor.slots)
+    whole = len(tensor.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
+    wide = DTYPES[tensor.dtype].itemsize >= plan.dtype.itemsize
+    return first.hypernet.factorised and tensor.kind in _FACTORED_KINDS and alike and whole and wide
 
 
-def generate(
-    plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, lazy: bool = False, kernel: Kernel = "auto"
-) -> Params:
+def _folded(plan: Plan, tensor: TensorPlan, matrices: list[Tensor]) -> Tensor:
+    """The tensor from the matrices of its slots."""
+    matrices = [m + slot.offset if slot.offset else m for m, slot in zip(matrices, tensor.slots, strict=True)]
+    weight = KINDS[tensor.kind].fold(matrices, tensor.shape)
+    # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
+    narrow = DTYPES[tensor.dtype]
+    return weight.to(narrow) if narrow.itemsize < plan.dtype.itemsize else weight
+
+
+def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kernel: Kernel = "auto") -> Params:
     """All parameters of the p-net by name, direct ones included: `{name: Tensor}`.
 
     Differentiable with respect to `genome.gnets` and `genome.direct`, also under `torch.func` transforms.
@@ -276,13 +246,36 @@ def generate(
         plan: the plan.
         genome: a `Genome` or `TrainState`; one that is split over ranks must be gathered first.
         noise: noise of stochastic g-nets (see `sample_noise`); None gives the mean weights.
-        lazy: leave weights as factors where they have them: linear layers, convolutions and embeddings apply those
-            without forming the weight, any other operation sees the dense tensor.
         kernel: implementation of ReLU g-nets.
 
     Raises:
         ValueError: if the genome's leaves are not those of the plan.
+
+    >>> import gbfunc as gb
+    >>> pnet = torch.nn.Linear(30, 20)
+    >>> plan = gb.make_plan(pnet, gb.periodic(features=2))
+    >>> {name: tuple(weight.shape) for name, weight in gb.generate(plan, gb.init_genome(plan, pnet)).items()}
+    {'weight': (20, 30), 'bias': (20,)}
     """
     check_genome(plan, genome)
-    generator = Generator(plan, kernel=kernel)
-    return generator(genome.gnets, genome.direct, noise, lazy=generator.lazy_names if lazy else ())
+    return Generator(plan, kernel=kernel)(genome.gnets, genome.direct, noise)
+
+
+def generate_piece(plan: Plan, genome: GenomeLike, name: str, rows: slice, cols: slice) -> Tensor:
+    """Rows a..b and columns c..d of one weight's matrix [R, C], from the tiles alone that they meet: [b - a, d - c].
+
+    Raises:
+        ValueError: if the genome's leaves are not those of the plan, or the weight is not made of one matrix.
+    """
+    check_genome(plan, genome)
+    tensor = next((t for t in plan.generated if t.name == name), None)
+    if tensor is None or len(tensor.slots) != 1:
+        raise ValueError(f"{name!r} is not a generated parameter of one matrix")
+    index = plan.tensors.index(tensor)
+    e, slot = next((e, i) for e in plan.ensembles for i, p in enumerate(e.placements) if p.tensor == index)
+    stack = Stack(e, "auto", None, lambda: False)
+    leaves = genome.gnets.get(e.name, {})
+    like = next(iter(leaves.values()), torch.zeros((), dtype=plan.dtype))
+    part: Any = stack.runs(stack.run(leaves, None, like.dtype, like.device))[slot]
+    matrix = part.piece(tensor.slots[0].grid, rows, cols)
+    return matrix + tensor.slots[0].offset

@@ -1,9 +1,16 @@
-"""`nn.MultiheadAttention` (and with it TransformerEncoder and TransformerDecoder): q, k and v are three matrices."""
+"""`nn.MultiheadAttention` (and with it TransformerEncoder and TransformerDecoder): q, k and v are three matrices.
+
+Suffixes: T targets, S sources, N batch, H heads, E embedding, D = E / H.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from gbfunc.layers.base import LayerKind, Shape
 from gbfunc.types import MatrixDims
@@ -40,3 +47,118 @@ PROJ = LayerKind(
     lambda m, s: m[0].reshape(s),
     lambda weight: [weight],
 )
+
+
+def plain_attention(layer: Any) -> bool:
+    """Whether attention has none of the rare options that only the stock forward knows."""
+    return layer.bias_k is None and layer.bias_v is None and not layer.add_zero_attn
+
+
+def attention_forward(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`nn.MultiheadAttention.forward` on projections in another form than dense; the same arguments and results."""
+    options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+    nested = query.is_nested or key.is_nested or value.is_nested
+    wrong = query.shape[-1] != layer.embed_dim if not nested else False
+    if nested or wrong or query.ndim != 3 or (is_causal and attn_mask is None):
+        return nn.MultiheadAttention.forward(layer, query, key, value, *options)
+    packed = layer._qkv_same_embed_dim
+    itself = query is key and key is value
+    if layer.batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    bias = layer.in_proj_bias
+    if packed and itself:
+        q, k, v = project(layer, "in_proj_weight", query, bias).chunk(3, dim=-1)
+    else:
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        e = layer.embed_dim
+        names = ("in_proj_weight",) * 3 if packed else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        rows = [slice(i * e, (i + 1) * e) if packed else slice(None) for i in range(3)]
+        parts = zip(names, (query, key, value), biases, rows, strict=True)
+        q, k, v = (project(layer, name, x, b, r) for name, x, b, r in parts)
+    use_hint = is_causal and key_padding_mask is None and not need_weights
+    mask = None if use_hint else _merge_masks(attn_mask, key_padding_mask, layer.num_heads, query.dtype)
+    dropout = layer.dropout if layer.training else 0.0
+    mixed, weights = _attend(q, k, v, layer.num_heads, mask, dropout, use_hint, need_weights)
+    if weights is not None and average_attn_weights:
+        weights = weights.mean(dim=1)
+    out = project(layer.out_proj, "weight", mixed, layer.out_proj.bias)
+    return (out.transpose(0, 1) if layer.batch_first else out), weights
+
+
+def project(layer: Any, attribute: str, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+    """`x @ W[rows].T + bias` with a weight of a layer in whatever form it has."""
+    form = layer._modules.get(f"{attribute}_form")
+    return F.linear(x, getattr(layer, attribute)[rows], bias) if form is None else form.linear(x, bias, rows)
+
+
+def _attend(
+    q_TNE: Tensor,
+    k_SNE: Tensor,
+    v_SNE: Tensor,
+    heads: int,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1) of projected inputs.
+
+    Args:
+        q_TNE: Queries [T, N, E].
+        k_SNE: Keys [S, N, E].
+        v_SNE: Values [S, N, E].
+        heads: Number of heads, a divisor of E.
+        mask: Additive mask that broadcasts to [N, H, T, S], or None.
+        dropout: Probability of dropping an attention weight.
+        is_causal: Mask the future, in place of `mask`.
+        need_weights: Return the attention weights too.
+
+    Returns:
+        The mixed values [T, N, E], and the attention weights [N, H, T, S] or None.
+    """
+    q, k, v = (_split_heads(t, heads) for t in (q_TNE, k_SNE, v_SNE))
+    weights = None
+    if need_weights:
+        scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.mT
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
+        mixed_NHTD = weights @ v
+    else:
+        mixed_NHTD = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+    return mixed_NHTD.permute(2, 0, 1, 3).reshape(q_TNE.shape), weights
+
+
+def _merge_masks(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Add masks [T, S] or [N * H, T, S], and [N, S] of the keys: -> broadcasts to [N, H, T, S]."""
+    mask = None
+    if attn_mask is not None:
+        mask = _additive(attn_mask, dtype)
+        mask = mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads))
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, dtype)[:, None, None, :]
+        mask = padding if mask is None else mask + padding
+    return mask
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """[L, N, E] -> [N, H, L, D]."""
+    return x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask (True: hidden) as 0 and -inf; a float mask as it is."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)

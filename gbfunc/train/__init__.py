@@ -1,13 +1,11 @@
 """Training: the step, a pure function of (state, batch); loss and gradient; optimizers and schedules."""
 
+from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
 from gbfunc.train.interface import Optimizer, OptState
-from gbfunc.train.loss import Lazy, LossFn, Remat
-from gbfunc.train.make import make_train_step
-from gbfunc.train.objective import LossAndGrads, Objective
 from gbfunc.train.optimizers import torch_optimizer
+from gbfunc.train.options import Lazy, Remat, StepOptions
 from gbfunc.train.schedules import torch_schedule
-from gbfunc.train.seeding import seeded
-from gbfunc.train.step import StepInfo, TrainState, TrainStep
+from gbfunc.train.step import StepInfo, TrainState, TrainStep, make_train_step
 
 __all__ = [
     "Lazy",
@@ -17,6 +15,7 @@ __all__ = [
     "OptState",
     "Optimizer",
     "Remat",
+    "StepOptions",
     "StepInfo",
     "TrainState",
     "TrainStep",

@@ -1,4 +1,7 @@
-"""The training step: a pure function of (state, batch), and the state's `init`."""
+"""The training step: a pure function of (state, batch), and the state's `init`.
+
+state, batch -> loss and gradient (`gradients`) -> sums over ranks -> optimizer -> new state
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,27 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.genome import check_genome, init_genome
-from gbfunc.parallel import Layout, Placement, Rows, check_equal, from_rank_0, gather_state, reduce_step, shard_state
+from gbfunc.genome import check_genome, check_plan, init_genome
+from gbfunc.parallel import (
+    Layout,
+    Mesh,
+    Placement,
+    Rows,
+    check_equal,
+    from_rank_0,
+    gather_state,
+    make_layout,
+    reduce_step,
+    shard_state,
+    single_rank_mesh,
+)
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import parameter_infos
+from gbfunc.train.gradients import LossFn, Objective
 from gbfunc.train.interface import Optimizer, OptState
-from gbfunc.train.objective import Objective
-from gbfunc.trees import flat_genome, like_genome
-from gbfunc.types import Genome, GNets, Params
+from gbfunc.train.options import Lazy, Remat, StepOptions
+from gbfunc.trees import flat_genome, like_genome, tree_map
+from gbfunc.types import Genome, GNets, Kernel, Params
 
 _MIX = 0x9E3779B97F4A7C15
 """2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds."""
@@ -47,13 +63,14 @@ class StepInfo(NamedTuple):
     Attributes:
         loss: the loss, detached, averaged over microbatches.
         grad_norm: Euclidean norm of the genome's gradient before clipping.
-        finite: whether loss and gradient are finite; where not, the step changed nothing but `step`.
+        finite: whether loss and gradient are finite, a tensor that works as a bool; where not, the step changed
+            nothing but `step`.
         aux: what the loss function returned beside the loss, detached, averaged over microbatches; {} without.
     """
 
     loss: Tensor
     grad_norm: Tensor
-    finite: bool
+    finite: Tensor
     aux: Any
 
 
@@ -72,28 +89,18 @@ class TrainStep:
         objective: Objective,
         optimizer: Optimizer,
         layout: Layout,
-        donate: bool,
-        clip_norm: float | None,
-        on_nonfinite: Literal["skip", "raise"],
-        check_every: int,
+        options: StepOptions,
     ) -> None:
-        self.plan = plan
-        self.mesh = layout.mesh
-        self._layout = layout
-        self._check_every = check_every
-        self._checked = False
-        self._pnet = pnet
-        self._objective = objective
-        self._optimizer = optimizer
-        self._donate = donate
-        self._clip_norm = clip_norm
-        self._on_nonfinite = on_nonfinite
+        self.plan, self.mesh, self._layout = plan, layout.mesh, layout
+        self._shapes = layout.shapes if layout.sharded else None
+        self._ranks, self._checked = layout.mesh.world, False
+        self._pnet, self._objective, self._optimizer, self._options = pnet, objective, optimizer, options
         self._roles = {f"gnets/{e.name}/{k}": leaf.role for e in plan.ensembles for k, leaf in e.leaves.items()}
         self._roles |= {f"direct/{t.name}": "direct" for t in plan.direct}
         # Running statistics; caches, which are not persistent, are each rank's own.
         self._averaged = [b.name for b in plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
         direct = {t.name for t in plan.direct}
-        self._frozen = {o.name for o in parameter_infos(pnet) if o.name in direct and not o.tensor.requires_grad}
+        self._frozen = {p.name for p in parameter_infos(pnet) if p.name in direct and not p.tensor.requires_grad}
 
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
         """A fresh state; the same seed gives the same genome, whatever the mesh and the placement.
@@ -111,6 +118,10 @@ class TrainStep:
         """
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"seed must be an int with 0 <= seed < 2**63, got {seed!r}")
+        with torch.inference_mode(False):
+            return self._init(seed, device)
+
+    def _init(self, seed: int, device: torch.device | str | None) -> TrainState:
         if device is None and self.mesh.world > 1 and self.mesh.device.type != "cpu":
             device = self.mesh.device
         genome = init_genome(self.plan, self._pnet, seed, device=device)
@@ -121,7 +132,8 @@ class TrainStep:
             genome = Genome(*like_genome(equal, genome.gnets, genome.direct), buffers)
         flat = self._trained(genome.gnets, genome.direct)
         opt = self._optimizer.init(flat, {k: self._roles[k] for k in flat})
-        return self.shard(TrainState(*genome, opt, torch.tensor(0), torch.tensor(seed)))
+        step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
+        return self.shard(TrainState(*genome, opt, step, number))
 
     @property
     def placement(self) -> Placement:
@@ -153,6 +165,11 @@ class TrainStep:
     def _trained(self, gnets: GNets, direct: Params) -> Params:
         return flat_genome(gnets, {k: v for k, v in direct.items() if k not in self._frozen})
 
+    @property
+    def dense_reads(self) -> dict[str, int]:
+        """How often the p-net has read weights as dense tensors, of those that are not kept so: by name."""
+        return self._objective.net.dense_reads
+
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """One step on one batch.
 
@@ -165,54 +182,71 @@ class TrainStep:
         Raises:
             CollectiveError: if a rank is missing.
             FloatingPointError: for a loss or gradient that is not finite, with `on_nonfinite="raise"`.
+            TypeError: if the state is none.
             ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, or a loss that
                 is no scalar or does not depend on what is trained.
         """
-        state = gnet_params
-        check_genome(self.plan, state, self._layout.shapes if self._layout.sharded else None)
+        state = _checked_state(gnet_params)
+        check_genome(self.plan, state, self._shapes)
         flat = {k: v.detach().requires_grad_() for k, v in self._trained(state.gnets, state.direct).items()}
-        if self.mesh.world > 1:
+        if not flat:
+            words = "no parameter is generated, and no direct one requires grad"
+            raise ValueError(f"the loss does not depend on any trained leaf: there is none ({words})")
+        if self._ranks > 1:
             self._check_ranks(state, flat)
         buffers = {k: v.clone() for k, v in state.buffers.items()}
         seed = (int(state.seed) + _MIX * (int(state.step) + 1)) % 2**63
         frozen = {f"direct/{k}": state.direct[k] for k in self._frozen}
         gnets, direct = like_genome(flat | frozen, state.gnets, state.direct)
-        found = self._objective(gnets, direct, flat, buffers, batch, seed)
-        loss, aux, gradients, _ = found
-        if self.mesh.world > 1:
-            buffers = {k: v.detach() for k, v in buffers.items()}
-            before = {k: state.buffers[k] for k in self._averaged}
-            loss, aux, gradients, buffers, norm = reduce_step(
-                self._layout, found.rows, loss, aux, gradients, buffers, before
-            )
-        else:
-            norm = _global_norm(list(gradients.values()))
-        finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
-        info = StepInfo(loss, norm, finite, aux)
-        if not finite:
-            if self._on_nonfinite == "raise":
-                raise FloatingPointError(
-                    f"step {int(state.step)}: loss {float(loss)}, gradient norm {float(norm)}; the state is as it was"
-                )
-            return state._replace(step=state.step + 1), info
-        if self._clip_norm is not None:
-            factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            gradients = {k: g * factor for k, g in gradients.items()}
-        params = {k: v.detach() for k, v in flat.items()}
-        params, opt = self._update(gradients, state.opt, params)
-        gnets, direct = like_genome(params | frozen, state.gnets, state.direct)
+        loss, aux, gradients, rows = self._objective(gnets, direct, flat, buffers, batch, seed)
         # A module may change a buffer with a graph attached, which must not live from step to step.
         buffers = {k: v.detach() for k, v in buffers.items()}
-        return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed), info
+        if self._ranks > 1:
+            before = {k: state.buffers[k] for k in self._averaged}
+            loss, aux, gradients, buffers, norm = reduce_step(self._layout, rows, loss, aux, gradients, buffers, before)
+        else:
+            norm = _global_norm(list(gradients.values()))
+        info = StepInfo(loss, norm, torch.isfinite(loss) & torch.isfinite(norm), aux)
+        if self._options.clip_norm is not None:
+            factor = (self._options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            gradients = {k: g * factor for k, g in gradients.items()}
+        return self._committed(state, {k: v.detach() for k, v in flat.items()}, frozen, gradients, buffers, info), info
 
-    def _update(self, gradients: Params, opt: OptState, params: Params) -> tuple[Params, OptState]:
+    def _committed(
+        self, state: TrainState, params: Params, frozen: Params, gradients: Params, buffers: Params, info: StepInfo
+    ) -> TrainState:
+        """The state after the optimizer's step, or as it was where loss or gradient are not finite.
+
+        On an accelerator nothing is read back to know: both are computed, and one is chosen there. Only the first step,
+        before which the optimizer has no state to keep, is read back.
+        """
+        options, device = self._options, info.finite.device.type
+        read = device == "cpu" or options.on_nonfinite == "raise" or int(state.opt.step) == 0
+        if read and not info.finite:
+            if options.on_nonfinite == "raise":
+                numbers = f"loss {float(info.loss)}, gradient norm {float(info.grad_norm)}"
+                raise FloatingPointError(f"step {int(state.step)}: {numbers}; the state is as it was")
+            return state._replace(step=state.step + 1)
+        new, opt = self._update(gradients, state.opt, params, donate=options.donate and read)
+        if not read:
+            old = (params, state.opt.leaves, state.buffers)
+            new, leaves, buffers = tree_map(
+                lambda x, y: torch.where(info.finite, x, y) if x.device.type == device else x,
+                (new, opt.leaves, buffers),
+                old,
+            )
+            opt = opt._replace(leaves=leaves)
+        gnets, direct = like_genome(new | frozen, state.gnets, state.direct)
+        return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed)
+
+    def _update(self, gradients: Params, opt: OptState, params: Params, donate: bool) -> tuple[Params, OptState]:
         """The optimizer's step on the leaves of which this rank has rows."""
         empty = {k for k in self._layout.split if not len(params[k])}
         own = {k: v for k, v in params.items() if k not in empty}
         roles = {k: self._roles[k] for k in own}
         some = opt._replace(leaves={k: opt.leaves[k] for k in own}) if empty else opt
         gradients = {k: gradients[k] for k in own}
-        new, made = self._optimizer.update(gradients, some, own, roles, donate=self._donate)
+        new, made = self._optimizer.update(gradients, some, own, roles, donate=donate)
         if not empty:
             return new, made
         leaves = {k: made.leaves[k] if k in own else opt.leaves[k] for k in params}
@@ -220,7 +254,7 @@ class TrainStep:
 
     def _check_ranks(self, state: TrainState, flat: Params) -> None:
         """Compare what must be equal between ranks, at the first step and every so many."""
-        if self._checked and (not self._check_every or int(state.step) % self._check_every):
+        if self._checked and (not self._options.check_every or int(state.step) % self._options.check_every):
             return
         self._checked = True
         same = {k: v for k, v in flat.items() if k not in self._layout.split}
@@ -229,7 +263,95 @@ class TrainStep:
         check_equal(self.mesh, {k: flat[k] for k in self._layout.split}, what, "data")
 
 
+def _checked_state(state: Any) -> TrainState:
+    """A state as it is.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for one of which no gradient can be taken.
+    """
+    if not all(hasattr(state, name) for name in TrainState._fields):
+        raise TypeError(
+            f"train_step takes (state, batch), the state from train_step.init(seed), got a {type(state).__name__} first"
+        )
+    if torch.is_inference_mode_enabled():
+        raise ValueError("a training step needs gradients: call it outside of torch.inference_mode")
+    if any(leaf.is_inference() for leaf in flat_genome(state.gnets, state.direct).values()):
+        raise ValueError("the state was made in torch.inference_mode, where there are no gradients: make it outside")
+    return state
+
+
 def _global_norm(tensors: list[Tensor]) -> Tensor:
     if not tensors:
-        return torch.tensor(0.0)
+        return torch.zeros((), device="cpu")
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
+
+
+def make_train_step(
+    plan: Plan,
+    pnet: nn.Module,
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    *,
+    donate: bool = False,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    amp: torch.dtype | None = None,
+    lazy: Lazy = "auto",
+    remat: Remat = "none",
+    on_nonfinite: Literal["skip", "raise"] = "skip",
+    kernel: Kernel = "auto",
+    compile: bool = False,
+    mesh: Mesh | None = None,
+    placement: Placement | Literal["auto"] = "auto",
+    check_every: int = 100,
+) -> TrainStep:
+    """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
+
+    The p-net is copied without its weights: it is never changed, and the step keeps the training mode it has now.
+    Direct parameters that do not require grad stay as they are.
+
+    Args:
+        plan: the plan.
+        pnet: the p-net that it was made for.
+        loss_fn: `(net, batch) -> loss` or `(loss, aux)`, `net` being the p-net as a pure callable.
+        optimizer: from `torch_optimizer`.
+        donate: the step may update the state's buffers in place: less memory and time; use only the state it returns.
+        microbatches: split each batch in so many equal parts; weights are generated once, and the loss is their mean.
+        clip_norm: largest Euclidean norm of the genome's gradient.
+        amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
+        lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a
+            count of operations and bytes says that it pays for the rows of input at hand; values are the same up to
+            rounding. Only layers with torch's own forward apply factors: a weight that the p-net's own code reads is
+            dense (`train_step.dense_reads` counts them).
+        remat: what backward makes again instead of keeping: `"generate"` what lies between genome and weights,
+            `"layer"` the weights too, each made just before its layer uses it (where the genome is split, each
+            is gathered once more in backward, none stays factors, and all ranks must use the same layers); `"none"` is
+            fastest.
+        on_nonfinite: what to do on a loss or gradient that is not finite: `"skip"` keeps the state and reports it,
+            `"raise"` raises.
+        kernel: implementation of ReLU g-nets.
+        compile: generation, p-net and loss become one compiled graph (`torch.compile`); the first step takes long.
+        mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
+            over the global batch, and all ranks call with the same arguments. None is this process alone.
+        placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
+            genome's gradient is summed; `"sharded"`, each rank along the g-net axis owns an equal share of every
+            ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
+            `"auto"`, by a count of bytes and operations (`gbfunc.parallel.cost`).
+        check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
+
+    Raises:
+        ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see
+            `check_pnet`).
+    """
+    options = StepOptions(
+        donate, microbatches, clip_norm, amp, lazy, remat, on_nonfinite, kernel, compile, placement, check_every
+    )
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
+    check_plan(plan, pnet)
+    layout = make_layout(plan, single_rank_mesh() if mesh is None else mesh, placement, lazy=lazy is not False)
+    options.check_placement(layout.sharded, layout.placement)
+    what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
+    check_equal(layout.mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
+    return TrainStep(plan, pnet, Objective(plan, pnet, loss_fn, layout, options), optimizer, layout, options)

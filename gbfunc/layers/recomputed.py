@@ -1,60 +1,58 @@
 """A weight that is made for each use and made again in backward, so that none is kept.
 
-Shape suffixes: b rows of a flattened batch, o out features, i in features.
+Suffixes: b rows of a flattened batch, o out features, i in features.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.factored.interface import Report, new_lazy
-from gbfunc.factored.lazy import LazyWeight
+from gbfunc.layers.forms import WeightForm, dense_linear
 
 Make = Callable[..., Tensor]
 
 
-class RematWeight(LazyWeight):
-    """A weight `make(*inputs)` that lives only while an operation uses it; built by `remat_weight`."""
+class RecomputedWeight(WeightForm):
+    """A weight `make(*inputs)` that lives only while an operation uses it.
 
-    _make: Make
-    _inputs: tuple[Tensor, ...]
+    Under `torch.compile` the values are right, but the compiler chooses what to keep; forward mode
+    and `torch.func.grad` do not work inside a compiled function.
 
-    def sources(self) -> tuple[Tensor, ...]:
-        """The inputs of `make`."""
-        return self._inputs
+    Args:
+        name: name of the parameter.
+        inputs: names of the tensors that it is made of, at least one; attributes of the form.
+        maker: `maker(*inputs) -> weight`, a pure function that draws no random numbers.
+        transposed: the layer stores the transpose of the matrix that it multiplies by.
+    """
 
-    def dense(self) -> Tensor:
+    def __init__(self, name: str, inputs: tuple[str, ...], maker: Make, transposed: bool) -> None:
+        super().__init__(name)
+        self.inputs, self.maker, self.transposed = inputs, maker, transposed
+        for attribute in inputs:
+            setattr(self, attribute, None)
+
+    def make(self) -> Tensor:
         """The weight, kept by whatever uses it."""
-        with torch.autocast(self._inputs[0].device.type, enabled=False):
-            return self._make(*self._inputs)
+        return self.maker(*(getattr(self, attribute) for attribute in self.inputs))
 
-    def with_sources(self, sources: tuple[Tensor, ...]) -> RematWeight:
-        """Made from other tensors."""
-        kind = self._shape, self.dtype, self.device
-        return remat_weight(self._make, sources, *kind, name=self._name, report=self._report)
+    def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+        """`x @ W[rows].T + bias`; the whole weight is made for some rows, too."""
+        if rows == slice(None) and not self.transposed:
+            return self._recompute(_LINEAR, x, bias)
 
-    def flipped(self) -> RematWeight:
-        """The transposed matrix, made from the same inputs."""
-        make = self._make
-        return self._derived(lambda *inputs: make(*inputs).t(), (self._shape[1], self._shape[0]))
+        def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return dense_linear(weight, self.transposed, rows, x, bias)
 
-    def row_block(self, start: int, stop: int) -> RematWeight:
-        """Some rows; the whole weight is made for them."""
-        make = self._make
-        return self._derived(lambda *inputs: make(*inputs)[start:stop], (stop - start, *self._shape[1:]))
+        return self._recompute(_by_vjp(forward), x, bias)
 
-    def apply_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ W.T + bias`: [..., i] -> [..., o]."""
-        return self._recompute(_LINEAR, x, bias)
-
-    def apply_conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """`conv(x, W, bias, **options)`, any groups."""
 
         def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -62,59 +60,23 @@ class RematWeight(LazyWeight):
 
         return self._recompute(_by_vjp(forward), x, bias)
 
-    def apply_embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
-        """Rows of the weight: integers [...] -> [..., i]."""
+    def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
+        """Rows of the weight."""
 
         def forward(weight: Tensor, index: Tensor) -> Tensor:
             return F.embedding(index, weight, padding_idx)
 
         return self._recompute(_by_vjp(forward), index, None)
 
-    def _derived(self, make: Make, shape: tuple[int, ...]) -> RematWeight:
-        return remat_weight(make, self._inputs, shape, self.dtype, self.device, name=self._name, report=self._report)
-
     def _recompute(self, operation: _Operation, x: Tensor, bias: Tensor | None) -> Tensor:
         others = (x,) if bias is None else (x, bias)
-        use = _Use(self._make, len(self._inputs), operation, _autocast_dtype(self.device.type), self.device.type)
+        if self.held is not None:
+            return operation.forward(self.held, *others)
+        inputs = tuple(getattr(self, attribute) for attribute in self.inputs)
+        device = inputs[0].device.type
+        use = _Use(self.maker, len(inputs), operation, _autocast_dtype(device), device)
         function = _Recompute if torch.compiler.is_compiling() else _RecomputeForward
-        return function.apply(use, *self._inputs, *others)  # pyright: ignore[reportReturnType]
-
-
-def remat_weight(
-    make: Make,
-    inputs: tuple[Tensor, ...],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    name: str = "",
-    report: Report | None = None,
-) -> RematWeight:
-    """Stand `make(*inputs)` in for a dense weight: made for each use, dropped, and made again in backward.
-
-    Under `torch.compile` the values are right, but the compiler chooses what to keep; forward mode
-    and `torch.func.grad` do not work inside a compiled function.
-
-    Args:
-        make: Pure function of `inputs` alone that returns the weight; it must draw no random numbers.
-        inputs: At least one tensor; gradients flow to them.
-        shape: Shape of the weight.
-        dtype: Its dtype.
-        device: Its device.
-        name: Name of the parameter, for `report`.
-        report: Counts the operations which kept the dense weight, by (name, operation).
-
-    Returns:
-        A tensor of the given shape for the parameter dict of `torch.func.functional_call`.
-
-    Raises:
-        ValueError: There are no inputs.
-    """
-    if not inputs:
-        raise ValueError(f"expected at least one input tensor to make {name!r} from, got none")
-    weight = new_lazy(RematWeight, tuple(shape), dtype, device, name, report)
-    weight._make, weight._inputs = make, tuple(inputs)
-    return weight
+        return function.apply(use, *inputs, *others)  # pyright: ignore[reportReturnType]
 
 
 class _Operation(NamedTuple):

@@ -1,0 +1,396 @@
+"""Forms of a layer: what stands in the skeleton of a p-net for a layer whose weight is generated.
+
+A layer whose forward is the stock one (`y = x W^T + b`, a convolution, an embedding, attention) is replaced by a form
+of it whose inputs are what the g-nets give:
+
+* `FactoredWeight`: `W = L R^T`, tile by tile, applied as `(x R) L^T` and never multiplied out;
+* `RecomputedWeight` (`gbfunc.layers.recomputed`): `W = make(*leaves)`, made for each use and again in backward.
+
+`torch.func.functional_call` sets these inputs like any parameters. `layer.weight` is a property that gives the dense
+tensor, with its graph, to whoever reads it; for the rest of that call the layer uses that very tensor, so that hooks
+and shared uses mean what they say. No tensor stands for what it is not.
+
+Suffixes: i tile rows (nr of them), j tile columns (nc), r and c rows and columns of a tile, k rank, B batch rows.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gbfunc.layers.attention import attention_forward, plain_attention
+from gbfunc.tiling import TileGrid, join_tiles
+
+# An element written or read costs about as much as this many floating-point operations: a processor with
+# 10 FLOP per byte of memory bandwidth, 4 bytes per element.
+_FLOPS_PER_ELEMENT = 40
+# Times that a training step writes or reads each element of the weight and its gradient (form, apply, apply
+# in backward, gradient out, gradient into both factors), and of the thin product and its gradient, which the
+# two batched products of a grid hold in two orders.
+_WEIGHT_PASSES = 6
+_THIN_PASSES = 15
+
+
+def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: int) -> bool:
+    """Whether applying the factors costs less than forming the weight, forward and backward.
+
+    With R rows, C columns, nr x nc tiles of rank k and B batch rows (positions, for a convolution), in FLOPs,
+    with e = 40 FLOPs per element moved:
+
+        dense    = 6 R C (B + k) + 6 e R C                  three GEMMs each for layer and generation
+        factored = 6 B k (nr C + nc R) + 15 e B nr nc k     three pairs of thin GEMMs
+
+    Inputs, outputs and factors are read and written alike by both and are left out. For large B the factored
+    FLOPs equal the dense ones at k = min(r, c) / 2 with square tiles r = R / nr, c = C / nc.
+
+    Args:
+        rows: rows of the matrix.
+        cols: columns of the matrix.
+        k: rank of a tile's factors (2H for a periodic g-net with H features).
+        tiles: tile rows and tile columns of the grid.
+        batch_rows: rows of the input that the weight is applied to at once.
+
+    >>> lazy_pays(4096, 4096, 64, (1, 1), 256), lazy_pays(128, 128, 64, (1, 1), 4096)
+    (True, False)
+    """
+    tile_rows, tile_cols = tiles
+    dense = 6 * rows * cols * (batch_rows + k) + _WEIGHT_PASSES * _FLOPS_PER_ELEMENT * rows * cols
+    thin = batch_rows * tile_rows * tile_cols * k
+    factored = 6 * batch_rows * k * (tile_rows * cols + tile_cols * rows) + _THIN_PASSES * _FLOPS_PER_ELEMENT * thin
+    return factored < dense
+
+
+class WeightForm(nn.Module):
+    """The weight of a layer in a form other than dense. Subclasses give `make` and may give the three operations.
+
+    Its inputs are plain attributes: a p-net that goes through its parameters sees the weight and not them.
+
+    Attributes:
+        name: name of the parameter.
+        inputs: attributes that hold what the weight is made of.
+        reads: how often someone else than the layer has read the dense weight.
+        cache: `{name: dense weight}` during one call of the p-net; None outside of one.
+    """
+
+    inputs: tuple[str, ...]
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.reads = 0
+        self.cache: dict[str, Tensor] | None = None
+
+    def make(self) -> Tensor:
+        """The weight in its layer's shape, in the graph of the inputs."""
+        raise NotImplementedError
+
+    def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+        """`x @ W[rows].T + bias`: [..., cols] -> [..., rows]."""
+        raise NotImplementedError
+
+    def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+        """`conv(x, W, bias, **options)` for `torch.conv1d`, `conv2d` or `conv3d`."""
+        raise NotImplementedError
+
+    def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
+        """Rows of the weight: integers [...] -> [..., cols]."""
+        raise NotImplementedError
+
+    @property
+    def held(self) -> Tensor | None:
+        """The dense weight, if this call of the p-net has it."""
+        return None if self.cache is None else self.cache.get(self.name)
+
+    def dense(self) -> Tensor:
+        """The dense weight; the same tensor throughout a call of the p-net."""
+        weight = self.held
+        if weight is None:
+            device = getattr(self, self.inputs[0]).device
+            # Whoever reads it without gradients may use it with them later; autocast is for the p-net.
+            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                weight = self.make()
+            if self.cache is not None:
+                self.cache[self.name] = weight
+        return weight
+
+    def read(self) -> Tensor:
+        """The dense weight for someone else than the layer."""
+        self.reads += 1
+        return self.dense()
+
+
+class FactoredWeight(WeightForm):
+    """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [nr, nc, r, k] and right [nr, nc, c, k].
+
+    Args:
+        name: name of the parameter.
+        shape: shape of the weight in its layer.
+        grid: the matrix [rows, cols] and its tiles.
+        transposed: the layer stores the transpose of the matrix, as Hugging Face's `Conv1D` does.
+        auto: use the factors where a count of operations says that it pays (`lazy_pays`), and else the dense weight.
+    """
+
+    inputs = ("left", "right")
+
+    def __init__(self, name: str, shape: tuple[int, ...], grid: TileGrid, transposed: bool, auto: bool) -> None:
+        super().__init__(name)
+        self.shape, self.grid, self.transposed, self.auto = shape, grid, transposed, auto
+        self.left: Any = None
+        self.right: Any = None
+
+    def make(self) -> Tensor:
+        """Multiply the factors out."""
+        matrix = join_tiles((self.left @ self.right.mT).flatten(0, 1), self.grid)
+        return (matrix.t() if self.transposed else matrix).reshape(self.shape)
+
+    def _thin(self, batch_rows: int) -> bool:
+        """Whether the factors are used and not the dense weight."""
+        if self.held is not None:
+            return False
+        grid = self.grid
+        cut = (grid.n_rows, grid.n_cols)
+        return not self.auto or lazy_pays(grid.rows, grid.cols, self.left.shape[-1], cut, batch_rows)
+
+    def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
+        """`x @ W[rows].T + bias` as two thin products."""
+        if not self._thin(math.prod(x.shape[:-1])):
+            return dense_linear(self.dense(), self.transposed, rows, x, bias)
+        if x.shape[-1] != self.grid.cols:
+            raise ValueError(f"expected an input with {self.grid.cols} features, got shape {tuple(x.shape)}")
+        start, stop, _ = rows.indices(self.grid.rows)
+        # A block of rows begins and ends where tiles do, or lies in the only row of tiles.
+        tiles = slice(start // self.grid.tile_rows, -(-stop // self.grid.tile_rows))
+        left, right = self.left[tiles], self.right[tiles]
+        if len(left) == 1:
+            left = left[:, :, start - tiles.start * self.grid.tile_rows :][:, :, : stop - start]
+        return _linear(x, left, right, stop - start, bias)
+
+    def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+        """A convolution with k filters per tile, then a 1x1 convolution; tiles must not cut kernels."""
+        positions = math.prod(self.shape[2:])
+        whole = options["groups"] == 1 and self.grid.tile_cols % positions == 0
+        if not whole or not self._thin(_positions(x, self.shape[2:], options)):
+            return conv(x, self.dense(), bias, **options)
+        if x.ndim == len(self.shape) - 1:
+            return self.conv(conv, x.unsqueeze(0), bias, **options).squeeze(0)
+        channels, kernel = self.shape[1], self.shape[2:]
+        if x.shape[1] != channels:
+            raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
+        nr, nc, r, k = self.left.shape
+        width = self.grid.tile_cols // positions
+        if nc * width != channels:
+            x = F.pad(x, (0, 0) * len(kernel) + (0, nc * width - channels))
+        filters = self.right.permute(1, 0, 3, 2).reshape(nc * nr * k, width, *kernel)
+        thin = conv(x, filters, None, **options | {"groups": nc})
+        if nc > 1 and nr > 1:
+            thin = thin.unflatten(1, (nc, nr, k)).transpose(1, 2).flatten(1, 3)
+        mix = self.left.transpose(1, 2).reshape(nr * r, nc * k, *(1,) * len(kernel))
+        if nr * r == self.grid.rows:
+            return conv(thin, mix, bias, groups=nr)
+        y = conv(thin, mix, None, groups=nr)[:, : self.grid.rows]
+        return (y if bias is None else y + bias.to(y.dtype).reshape(-1, *(1,) * len(kernel))).contiguous()
+
+    def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
+        """Rows of the left factors times the right factors."""
+        nr, nc, r, k = self.left.shape
+        # Rows of several tiles need each token's right factors: past the weight's size, form it.
+        if not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
+            return F.embedding(index, self.dense(), padding_idx)
+        flat = index.reshape(-1)
+        table = self.left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
+        rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
+        if nr == 1:
+            y_Bjc = (rows_Bjk.transpose(0, 1) @ self.right[0].mT).transpose(0, 1)
+        else:
+            y_Bjc = (rows_Bjk.unsqueeze(2) @ self.right[flat // r].mT).squeeze(2)
+        y = y_Bjc.reshape(*index.shape, nc * self.grid.tile_cols)[..., : self.grid.cols].contiguous()
+        if padding_idx is not None:
+            # Gradients of the padding row stop here, in both factors.
+            y = torch.where((index == padding_idx % self.grid.rows).unsqueeze(-1), y.detach(), y)
+        return y
+
+
+def dense_linear(weight: Tensor, transposed: bool, rows: slice, x: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ W[rows].T + bias` with a dense weight, or the transpose that is stored of it."""
+    weight = weight.t() if transposed else weight
+    return F.linear(x, weight if rows == slice(None) else weight[rows], bias)
+
+
+def _linear(x: Tensor, left: Tensor, right: Tensor, rows: int, bias: Tensor | None) -> Tensor:
+    """`x @ W.T + bias` from factors [nr, nc, r, k] and [nr, nc, c, k]: [..., cols] -> [..., rows]."""
+    nr, nc, r, k = left.shape
+    c = right.shape[2]
+    if nr == nc == 1:
+        return F.linear(F.linear(x, right.flatten(0, 2).t()), left.flatten(0, 2), bias)
+    lead, cols = x.shape[:-1], x.shape[-1]
+    batch = math.prod(lead)
+    x_jBc = F.pad(x.reshape(batch, cols), (0, nc * c - cols)).reshape(batch, nc, c).transpose(0, 1)
+    thin = x_jBc @ right.permute(1, 2, 0, 3).reshape(nc, c, nr * k)
+    # The sum over tile columns j is part of the second product, whose inner dimension is (j, k).
+    thin_iBJ = thin.reshape(nc, batch, nr, k).permute(2, 1, 0, 3).reshape(nr, batch, nc * k)
+    y_iBr = thin_iBJ @ left.transpose(2, 3).reshape(nr, nc * k, r)
+    # Contiguous as F.linear's output is: dropout draws its mask in the order of memory.
+    y = y_iBr.transpose(0, 1).reshape(*lead, nr * r)[..., :rows].contiguous()
+    # Under autocast the products are narrow and the bias is not; F.linear returns the narrow dtype.
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _positions(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -> int:
+    """Rows of the matrix product that a convolution is: its output positions, batch included."""
+    n = len(kernel)
+    stride, dilation = (_per_axis(options[key], n) for key in ("stride", "dilation"))
+    batch = x.shape[0] if x.ndim == n + 2 else 1
+    if options["padding"] == "same":
+        return batch * math.prod(x.shape[-n:])
+    padding = (0,) * n if options["padding"] == "valid" else _per_axis(options["padding"], n)
+    axes = zip(x.shape[-n:], kernel, stride, padding, dilation, strict=True)
+    return batch * math.prod((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in axes)
+
+
+def _per_axis(value: Any, n: int) -> tuple[int, ...]:
+    return (value,) * n if isinstance(value, int) else tuple(value)
+
+
+# The forms of layers: the stock forward, on whatever form the weight has.
+
+
+def _linear_forward(layer: Any, input: Tensor) -> Tensor:
+    return layer.weight_form.linear(input, layer.bias)
+
+
+def _conv_forward(conv: Callable[..., Tensor], layer: Any, input: Tensor) -> Tensor:
+    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
+    if layer.padding_mode != "zeros":
+        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        options["padding"] = (0,) * len(layer.kernel_size)
+    return layer.weight_form.conv(conv, input, layer.bias, **options)
+
+
+def _embedding_forward(layer: Any, input: Tensor) -> Tensor:
+    return layer.weight_form.embedding(input, layer.padding_idx)
+
+
+class LayerForm(NamedTuple):
+    """A kind of layer that can stand in the skeleton with its weight in another form than dense.
+
+    Attributes:
+        forward: what it computes, on `layer.<attribute>_form`.
+        weights: its attributes that can have a form.
+        plain: `layer -> bool`: do its options let it be so?
+    """
+
+    forward: Callable[..., Any]
+    weights: tuple[str, ...] = ("weight",)
+    plain: Callable[[Any], bool] = lambda layer: True
+
+
+def _stock_conv(layer: Any) -> bool:
+    stock = next(c for c in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(layer, c))
+    return type(layer)._conv_forward is stock._conv_forward
+
+
+FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
+    {
+        nn.Linear.forward: LayerForm(_linear_forward),
+        nn.Conv1d.forward: LayerForm(partial(_conv_forward, torch.conv1d), plain=_stock_conv),
+        nn.Conv2d.forward: LayerForm(partial(_conv_forward, torch.conv2d), plain=_stock_conv),
+        nn.Conv3d.forward: LayerForm(partial(_conv_forward, torch.conv3d), plain=_stock_conv),
+        nn.Embedding.forward: LayerForm(
+            _embedding_forward, plain=lambda layer: layer.max_norm is None and not layer.scale_grad_by_freq
+        ),
+        nn.MultiheadAttention.forward: LayerForm(
+            attention_forward, ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), plain_attention
+        ),
+    }
+)
+"""Every form of a layer, by the stock forward whose place it takes."""
+
+
+def layer_form(layer: nn.Module) -> LayerForm | None:
+    """The form that can take the place of a layer; None where its forward is not the stock one."""
+    forward = getattr(type(layer), "forward", None)
+    if "forward" in vars(layer) or not callable(forward):
+        return None
+    # The class belongs to a library that need not be installed.
+    hugging_face = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    stock = hugging_face is not None and forward is hugging_face.forward
+    form = LayerForm(_linear_forward) if stock else FORMS.get(forward)
+    return form if form is not None and form.plain(layer) else None
+
+
+def formable(layer: nn.Module, attribute: str) -> bool:
+    """Whether a weight of a layer can have another form than dense."""
+    form = layer_form(layer)
+    return form is not None and attribute in form.weights and layer._parameters.get(attribute) is not None
+
+
+class _Parameters(dict[str, Any]):
+    """Parameters of a layer, in which those with a form are the dense weights: for whoever goes through them."""
+
+    def __init__(self, layer: nn.Module, parameters: Mapping[str, Any]) -> None:
+        super().__init__(parameters)
+        self.layer = layer
+
+    def __getitem__(self, name: str) -> Any:
+        form = self.layer._modules.get(f"{name}_form")
+        # Outside of a call there is nothing to make it of, only the skeleton's placeholder.
+        shown = isinstance(form, WeightForm) and form.cache is not None
+        return form.read() if shown else super().__getitem__(name)
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+
+@lru_cache(maxsize=256)
+def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass of a layer's class that computes on the forms of these weights."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return form.forward(self, *args, **kwargs)
+
+    weights = {a: property(lambda self, a=a: self._modules[f"{a}_form"].read()) for a in attributes}
+    return type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": forward, **weights})
+
+
+def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> None:
+    """Put forms in the place of weights of a p-net's copy, and change the classes of their layers accordingly.
+
+    Args:
+        net: the copy; it is changed.
+        forms: by name of parameter, names of tied ones included; all must be `formable`.
+        shown: whether whoever goes through the layers' parameters sees the dense weights, as in a skeleton, or the
+            forms' parameters alone.
+    """
+    layers: dict[nn.Module, tuple[LayerForm, dict[str, None]]] = {}
+    for name, weight in forms.items():
+        prefix, _, attribute = name.rpartition(".")
+        layer = net.get_submodule(prefix)
+        form = layer_form(layer)
+        if form is None or not formable(layer, attribute):
+            raise ValueError(f"{name!r} of a {type(layer).__name__} cannot have another form than dense")
+        layers.setdefault(layer, (form, {}))[1][attribute] = None
+        layer.add_module(f"{attribute}_form", weight)
+    for layer in net.modules():
+        # Attention does not call its output projection, but multiplies by its weight.
+        if isinstance(layer, nn.MultiheadAttention) and layer.out_proj in layers and layer not in layers:
+            form = layer_form(layer)
+            if form is not None:
+                layers[layer] = (form, {})
+    for layer, (form, attributes) in layers.items():
+        layer.__class__ = _form_class(type(layer), form, tuple(attributes))
+        if shown:
+            layer.__dict__["_parameters"] = _Parameters(layer, layer._parameters)
+        else:
+            for attribute in attributes:
+                del layer._parameters[attribute]

@@ -1,0 +1,260 @@
+"""Loss and gradient of a genome on one batch: the ways from the loss back to the g-nets.
+
+* at once: one graph from the loss through the p-net's weights to the g-nets;
+* accumulated (`microbatches`, `remat="generate"`): gradients add up on the weights, and go through the g-nets once;
+* layer by layer (`remat="layer"`): at once, on weights that are made for each use, and again in backward.
+
+In each of them weights may stay factors (`lazy`), which are never formed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gbfunc.generate import Generator
+from gbfunc.genome import Noise, sample_noise
+from gbfunc.parallel import Layout
+from gbfunc.plan import Plan
+from gbfunc.pnet import PureNet
+from gbfunc.train.options import StepOptions
+from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows, tree_map
+from gbfunc.types import GNets, Params
+
+LossFn = Callable[[Callable[..., Any], Any], Any]
+"""`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net closed over its generated weights."""
+
+_FP16_SCALE = 2.0**10
+"""Loss scale under float16, which keeps small gradients of activations from underflow (Micikevicius et al., 2018)."""
+
+_FP16_SCALE_PER_ROW = 2.0**4
+"""The same with a mesh, where each rank's loss is scaled by its rows: equal at 64 rows."""
+
+_RANK_MIX = 0xBF58476D1CE4E5B9
+"""An odd constant of splitmix64 (Steele et al., 2014): spreads ranks over seeds."""
+
+_DEFAULT_GENERATORS = threading.RLock()
+"""Held while a step seeds torch's default generators, which all threads share."""
+
+_NO_GRADIENT = (
+    "the loss does not depend on any trained leaf: it must come from net(...), the first argument of loss_fn, with its "
+    "graph, and not from the p-net itself"
+)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's default generators (dropout draws from them), and put them back after; threads take turns."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    with _DEFAULT_GENERATORS:
+        states = [g.get_state() for g in generators]
+        try:
+            for g in generators:
+                g.manual_seed(seed)
+            yield
+        finally:
+            for g, s in zip(generators, states, strict=True):
+                g.set_state(s)
+
+
+class LossAndGrads(NamedTuple):
+    """Loss and gradient of one rank's share of the batch.
+
+    Attributes:
+        loss: mean over the share.
+        aux: what the loss function returned beside it.
+        gradients: by flat name; with a mesh of more than one rank, of `rows` times the loss.
+        rows: of the share; 0 if it is empty, and what comes of rows of zeros in its place counts for nothing.
+    """
+
+    loss: Tensor
+    aux: Any
+    gradients: Params
+    rows: int
+
+
+class Objective:
+    """The loss as a function of the genome, with its gradient."""
+
+    def __init__(self, plan: Plan, pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> None:
+        self._plan, self._loss_fn, self._layout, self._options = plan, loss_fn, layout, options
+        self._stochastic = plan.stochastic
+        self._sharded, self._rank, self._ranks = layout.sharded, layout.mesh.rank, layout.mesh.world
+        layer_by_layer = options.remat == "layer"
+        self._generator = Generator(
+            plan, kernel=options.kernel, layout=layout, pnet=pnet, lazy=options.lazy, remat=layer_by_layer
+        )
+        self.net = PureNet(pnet, self._generator.forms)
+        self._from_genome = torch.compile(self._forward) if options.compile else self._forward
+        self._accumulates = options.microbatches > 1 or options.remat == "generate"
+
+    def __call__(
+        self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seed: int
+    ) -> LossAndGrads:
+        """Loss, aux and gradients by name.
+
+        Args:
+            gnets: leaves of the ensembles.
+            direct: direct parameters.
+            leaves: those of both that gradients are wanted for, flat by name; they require grad.
+            buffers: clones of the p-net's buffers, which are updated.
+            batch: the batch, with a mesh this rank's share of it.
+            seed: of dropout and of stochastic g-nets.
+
+        Raises:
+            ValueError: for a loss that is no scalar or does not depend on what is trained, or a batch that microbatches
+                cannot split.
+        """
+        wanted = list(leaves.values())
+        # Not dropout's seed: equal seeds draw the same numbers.
+        draws = torch.Generator().manual_seed(seed ^ 1) if self._stochastic else None
+        noise = None if draws is None else sample_noise(self._plan, draws, wanted[0])
+        half = self._options.amp == torch.float16
+        rows, scale = 1, _FP16_SCALE if half else 1.0
+        weight = scale
+        if self._ranks > 1:
+            batch, rows = _share(batch)
+            scale = _FP16_SCALE_PER_ROW if half else 1.0
+            weight = scale * max(rows, 1)
+            seed = (seed + _RANK_MIX * self._rank) % 2**63
+        self._generator.mute = rows == 0
+        with seeded(seed, wanted[0].device), torch.enable_grad():
+            way = self._accumulated if self._accumulates else self._at_once
+            loss, aux, gradients = way(gnets, direct, noise, buffers, batch, wanted, weight)
+        if all(g is None for g in gradients):
+            raise ValueError(_NO_GRADIENT)
+        named = zip(leaves.items(), gradients, strict=True)
+        filled = {k: torch.zeros_like(v) if g is None else g if scale == 1.0 else g / scale for (k, v), g in named}
+        return LossAndGrads(loss, aux, filled, rows)
+
+    def _forward(
+        self, gnets: GNets, direct: Params, noise: Noise | None, buffers: Params, batch: Any
+    ) -> tuple[Tensor, Any]:
+        """Loss and aux in one graph: what `compile` compiles."""
+        return self._loss(self._generator(gnets, direct, noise), buffers, batch)
+
+    def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
+        """Loss, and aux without graph, for these weights; buffers are updated."""
+        net, amp = self.net.bind(weights, buffers), self._options.amp
+        device = next((w.device.type for w in weights.values()), "cpu")
+        with torch.autocast(device, amp) if amp else nullcontext():
+            out = self._loss_fn(net, batch)
+        loss, aux = _loss_and_aux(out)
+        if not loss.requires_grad:
+            raise ValueError(_NO_GRADIENT)
+        return loss.reshape(()), tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
+
+    def _at_once(
+        self,
+        gnets: GNets,
+        direct: Params,
+        noise: Noise | None,
+        buffers: Params,
+        batch: Any,
+        wanted: list[Tensor],
+        weight: float,
+    ) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
+        """Loss, aux and gradients of `weight` times the loss, in one graph."""
+        if self._options.compile:
+            self._generator.prepare(gnets, direct)
+        with self._counted(wanted):
+            loss, aux = self._from_genome(gnets, direct, noise, buffers, batch)
+            gradients = torch.autograd.grad(loss * weight, wanted, allow_unused=True)
+        return loss.detach(), aux, gradients
+
+    def _accumulated(
+        self,
+        gnets: GNets,
+        direct: Params,
+        noise: Noise | None,
+        buffers: Params,
+        batch: Any,
+        wanted: list[Tensor],
+        weight: float,
+    ) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
+        """The same, with gradients that add up on the weights and go through the g-nets once."""
+        again = self._options.remat == "generate"
+        with torch.no_grad() if again else nullcontext():
+            weights = self._generator(gnets, direct, noise)
+        numbers = {k: w.is_floating_point() or w.is_complex() for k, w in weights.items()}
+        cut = {k: w.detach().requires_grad_(numbers[k] and (again or w.requires_grad)) for k, w in weights.items()}
+        live = [k for k, w in cut.items() if w.requires_grad]
+        sums: Params = {}
+        parts, losses, auxes = self._split(batch), [], []
+        for small, fraction in parts:
+            loss, aux = self._loss(cut, buffers, small)
+            buffers.update({k: v.detach() for k, v in buffers.items()})
+            losses.append(loss.detach())
+            auxes.append(aux)
+            gradients = torch.autograd.grad(loss * (weight * fraction), [cut[k] for k in live], allow_unused=True)
+            for k, g in zip(live, gradients, strict=True):
+                if g is not None:
+                    sums[k] = sums[k] + g if k in sums else g
+        if again:
+            weights = self._generator(gnets, direct, noise)
+        used = [k for k in sums if weights[k].requires_grad]
+        if not used:
+            raise ValueError(_NO_GRADIENT)
+        made, gradients = [weights[k] for k in used], [sums[k] for k in used]
+        found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
+        fractions = [fraction for _, fraction in parts]
+        aux = mean_tree(auxes, fractions) if len(auxes) > 1 else auxes[0]
+        return mean_tree(losses, fractions), aux, found
+
+    def _counted(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
+        """Counts and names what a compiled graph's collectives, which have no Python inside, send and fail of."""
+        if not self._options.compile or not self._sharded:
+            return nullcontext()
+        mesh = self._layout.mesh
+        out, back = self._layout.wire_bytes(max(x.element_size() for x in wanted))
+        mesh.traffic.add("gather", out)
+        mesh.traffic.add("reduce_scatter", back)
+        return mesh.faults.named("a compiled step")
+
+    def _split(self, batch: Any) -> list[tuple[Any, float]]:
+        """The microbatches, each with its part of the rows; equal ones but for uneven shares of a mesh."""
+        n = self._options.microbatches
+        rows = n_rows(batch) if self._ranks > 1 and n > 1 else None
+        if n == 1:
+            return [(batch, 1.0)]
+        if rows is None:
+            return [(small, 1 / n) for small in split_batch(batch, n)]
+        # Only generation has collectives, so ranks with fewer rows may take fewer microbatches.
+        return [(small, (n_rows(small) or 0) / rows) for small in split_rows(batch, min(n, rows))]
+
+
+def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:
+    """What a loss function returned, as a scalar tensor and aux.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    pair = isinstance(out, tuple) and len(out) == 2
+    loss, aux = out if pair else (out, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = str(tuple(loss.shape)) if isinstance(loss, Tensor) else type(loss).__name__
+        got = f"a tuple of {len(out)}" if isinstance(out, tuple) and not pair else got
+        raise ValueError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), got {got}")
+    return loss, aux
+
+
+def _share(batch: Any) -> tuple[Any, int]:
+    """A rank's share of the batch and its rows; rows of zeros in place of an empty one."""
+    rows = n_rows(batch)
+    if rows != 0:
+        return batch, 1 if rows is None else rows
+    # All ranks must build the same graph, for they take part in the same collectives.
+    return tree_map(_zero_rows, batch), 0
+
+
+def _zero_rows(x: Any) -> Any:
+    # Two: some layers (batch norm) refuse a single one.
+    return x.new_zeros((2, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x

@@ -1,0 +1,67 @@
+"""The options of a training step, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gbfunc.parallel import Placement
+from gbfunc.types import Kernel
+
+Lazy = bool | Literal["auto"]
+Remat = Literal["none", "generate", "layer"]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of `make_train_step`, which says what each means.
+
+    Raises:
+        ValueError: for options out of range, or that exclude each other.
+    """
+
+    donate: bool = False
+    microbatches: int = 1
+    clip_norm: float | None = None
+    amp: torch.dtype | None = None
+    lazy: Lazy = "auto"
+    remat: Remat = "none"
+    on_nonfinite: Literal["skip", "raise"] = "skip"
+    kernel: Kernel = "auto"
+    compile: bool = False
+    placement: Placement | Literal["auto"] = "auto"
+    check_every: int = 100
+
+    def __post_init__(self) -> None:
+        for name, least in (("microbatches", 1), ("check_every", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be a number > 0 or None, got {self.clip_norm!r}")
+        if self.amp not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"amp must be None, torch.bfloat16 or torch.float16, got {self.amp!r}")
+        for name, known in (
+            ("lazy", (True, False, "auto")),
+            ("remat", ("none", "generate", "layer")),
+            ("on_nonfinite", ("skip", "raise")),
+            ("kernel", ("auto", "eager", "compiled", "reference")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.compile and (self.microbatches > 1 or self.remat != "none"):
+            raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
+
+    def check_placement(self, sharded: bool, placement: Placement) -> None:
+        """Refuse what cannot be where the genome is placed so.
+
+        Raises:
+            ValueError: if the options do not go together with it.
+        """
+        if sharded and self.remat == "layer" and self.microbatches > 1:
+            # Ranks with fewer rows may have fewer microbatches, and would miss the gathers of the others.
+            raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
+        if sharded and placement == "sharded" and self.lazy is True:
+            raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")
