@@ -29,7 +29,7 @@ def layer(make: Callable[[], nn.Module], *shape: int, use: Forward = call, **opt
     return Operation(use, lambda: {"a": make()}, shape or (6,), **options)
 
 
-def pair(use: Forward, change: Callable[[nn.Module], Any] | None = None, **options: Any) -> Operation:
+def pair(use: Forward, change: Callable[[Any], Any] | None = None, **options: Any) -> Operation:
     """Linear layers of equal shape, of which something is made before the p-net is planned."""
 
     def make() -> Mapping[str, nn.Module]:
@@ -140,7 +140,7 @@ NOT_QUITE_STOCK: Mapping[str, Operation] = {
     "scripted_module_beside_layer": Operation(
         chain, lambda: {"a": nn.Linear(6, 6), "b": torch.jit.script(Script())}, refused=ANY_ERROR
     ),
-    "traced_module": layer(lambda: torch.jit.trace(Script(), torch.ones(1, 6)), refused=ANY_ERROR),
+    "traced_module": layer(lambda: quietly(torch.jit.trace, Script(), torch.ones(1, 6)), refused=ANY_ERROR),
     "skip_init": layer(lambda: _filled(nn.utils.skip_init(nn.Linear, 6, 5))),
     "lazy_linear": layer(after_dry_run),
     "conv1d_hugging_face": layer(_conv1d),

@@ -35,7 +35,7 @@ def attention(use: Forward = self_attention, embed: int = 4, **options: Any) -> 
     return layer(lambda: nn.MultiheadAttention(embed, 2, **{"batch_first": True, **options}), 3, embed, use=use)
 
 
-def encoder_layer(**options: Any) -> nn.Module:
+def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(4, 2, 6, **{"dropout": 0.0, "batch_first": True, **options})
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
 
@@ -270,7 +271,7 @@ C_ENTRY: Mapping[str, Forward] = {
     "nested_strided": _nested,
     "nested_jagged": _jagged,
     "saved_tensors_hooks": _offloaded,
-    "checkpoint_inside": lambda net, x: torch.utils.checkpoint.checkpoint(net.a, x, use_reentrant=False),
+    "checkpoint_inside": lambda net, x: checkpoint(net.a, x, use_reentrant=False),
     "autocast_inside": lambda net, x: _autocast(net, x),
 }
 
@@ -331,7 +332,7 @@ TENSOR_READS: Mapping[str, Forward] = {
     "multi_dot": lambda net, x: torch.linalg.multi_dot([x, net.a.weight.t(), net.b.weight.t()]),
     "einsum": lambda net, x: torch.einsum("oi,bi->bo", net.a.weight, x),
     "einsum_two_weights": lambda net, x: torch.einsum("oi,po,bi->bp", net.a.weight, net.b.weight, x),
-    "tensordot": lambda net, x: torch.tensordot(x, net.a.weight, dims=([1], [1])),
+    "tensordot": lambda net, x: torch.tensordot(x, net.a.weight.t(), dims=1),
     "kron": _read(lambda w: torch.kron(w, w[:2])),
     "transpose_permute": _read(lambda w: w.transpose(0, 1).permute(1, 0) * w),
     "reshape": lambda net, x: x @ net.a.weight.reshape(6, 5),
