@@ -1,0 +1,116 @@
+"""One training step in any mode, and its oracle: dense weights, `functional_call` and autograd.
+
+The oracle sees no mode: it generates the dense weights once, runs the p-net on them by `torch.func.functional_call` as
+leaves, as an ordinary p-net's parameters are, and hands their gradients through generation by `torch.autograd.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import gbfunc as gb
+from tests.support.zoo import SGD
+
+LossFn = Callable[[Callable[..., Any], Tensor], Any]
+
+
+def _keep_gradients(grads: Any, state: Any, params: Any, roles: Any, *, donate: bool = False) -> Any:
+    return grads, state
+
+
+READ_GRADIENTS = SGD._replace(update=_keep_gradients)
+"""An optimizer that returns the gradients in place of the parameters: exact in every dtype."""
+
+
+class Answer(NamedTuple):
+    """What a step finds.
+
+    Attributes:
+        loss: mean over the microbatches.
+        gradients: of every trained leaf of the genome: `gnets/ENSEMBLE/LEAF`, `direct/NAME`.
+        buffers: of the p-net, after the step.
+    """
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def flat_leaves(genome: Any, pnet: nn.Module) -> dict[str, Tensor]:
+    """Every trained leaf of a genome, by name."""
+    parameters = dict(pnet.named_parameters())
+    flat = {f"gnets/{e}/{k}": leaf for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
+    return flat | {f"direct/{k}": v for k, v in genome.direct.items() if parameters[k].requires_grad}
+
+
+def step_answer(
+    plan: gb.Plan, pnet: nn.Module, loss_fn: LossFn, batch: Tensor, *, seed: int = 0, **options: Any
+) -> Answer:
+    """Loss, gradients and buffers of one `train_step`, through the public interface alone."""
+    step = gb.make_train_step(plan, pnet, loss_fn, READ_GRADIENTS, **options)
+    state, info = step(step.init(seed), batch)
+    assert bool(info.finite)
+    return Answer(info.loss, flat_leaves(state, pnet), state.buffers)
+
+
+def dense_answer(
+    plan: gb.Plan, pnet: nn.Module, loss_fn: LossFn, batch: Tensor, *, seed: int = 0, microbatches: int = 1
+) -> Answer:
+    """The same by the oracle. The p-net may keep what its forward leaves on it: pass a fresh one."""
+    genome = gb.init_genome(plan, pnet, seed)
+    leaves = {k: v.detach().requires_grad_() for k, v in flat_leaves(genome, pnet).items()}
+    gnets = {e: {k: leaves[f"gnets/{e}/{k}"] for k in own} for e, own in genome.gnets.items()}
+    direct = {k: leaves.get(f"direct/{k}", v) for k, v in genome.direct.items()}
+    made = gb.generate(plan, gb.Genome(gnets, direct, genome.buffers))
+    weights = {k: w.detach().requires_grad_(w.requires_grad) for k, w in made.items()}
+    trained = [k for k, w in made.items() if w.requires_grad]
+    losses, parts, buffers = [], [], dict(genome.buffers)
+    with torch.random.fork_rng(devices=[]):
+        for small in batch.chunk(microbatches):
+            loss = _loss_on(pnet, weights, buffers, loss_fn, small)
+            parts.append(torch.autograd.grad(loss / microbatches, [weights[k] for k in trained], allow_unused=True))
+            losses.append(loss.detach())
+    sums = {k: _sum(found) for k, *found in zip(trained, *parts, strict=True)}
+    used = {k: total for k, total in sums.items() if total is not None}
+    found = torch.autograd.grad([made[k] for k in used], list(leaves.values()), list(used.values()), allow_unused=True)
+    zero_filled = (torch.zeros_like(v) if g is None else g for v, g in zip(leaves.values(), found, strict=True))
+    return Answer(torch.stack(losses).mean(), dict(zip(leaves, zero_filled, strict=True)), buffers)
+
+
+def _sum(gradients: list[Tensor | None]) -> Tensor | None:
+    """Sum over microbatches; None where the weight is used in none of them."""
+    found = [g for g in gradients if g is not None]
+    return torch.stack(found).sum(0) if found else None
+
+
+def _loss_on(
+    pnet: nn.Module, weights: Mapping[str, Tensor], buffers: dict[str, Tensor], loss_fn: LossFn, batch: Tensor
+) -> Tensor:
+    """The loss of one microbatch; `buffers` is updated, without graph."""
+    tensors = {**weights, **buffers}
+    out = loss_fn(lambda *args, **kwargs: functional_call(pnet, tensors, args, kwargs), batch)
+    buffers.update({k: tensors[k].detach() for k in buffers})
+    return out[0] if isinstance(out, tuple) else out
+
+
+def assert_same(actual: Answer, expected: Answer, tolerance: float = 1e-9) -> None:
+    """Compare loss, every gradient (on the scale of the largest) and every buffer."""
+
+    def close(name: str, found: Tensor, target: Tensor, scale: float = 1.0) -> None:
+        torch.testing.assert_close(
+            found, target, rtol=tolerance, atol=tolerance * scale, msg=lambda text: f"{name}: {text}"
+        )
+
+    close("loss", actual.loss, expected.loss)
+    assert actual.gradients.keys() == expected.gradients.keys()
+    scale = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
+    for name, target in expected.gradients.items():
+        close(f"gradient of {name}", actual.gradients[name], target, max(scale, 1e-3))
+    assert actual.buffers.keys() == expected.buffers.keys()
+    for name, target in expected.buffers.items():
+        close(f"buffer {name}", actual.buffers[name], target)

@@ -1,0 +1,264 @@
+"""What the oracle sweep multiplies: p-nets, hypernetworks, tilings and the options of a training step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.hypernets import Hypernet
+from tests.support.operations import OldFunction, scripted
+from tests.support.zoo import ZOO, Animal
+
+
+class Residual(nn.Module):
+    """A residual network with batch normalisation, whose shortcut is a 1 x 1 convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.second, self.last_norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.shortcut, self.head = nn.Conv2d(2, 4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.last_norm(self.second(torch.relu(self.norm(self.first(x))))) + self.shortcut(x)
+        return self.head(torch.relu(h).mean((2, 3)))
+
+
+class EncoderDecoder(nn.Module):
+    """Encodes a sequence and decodes its reverse, under a causal mask."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"dropout": 0.0, "batch_first": True}
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, **options)
+        self.decoder = nn.TransformerDecoderLayer(4, 2, 6, **options)
+        self.register_buffer("mask", torch.ones(3, 3).triu(1).bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x.flip(1), self.encoder(x), tgt_mask=self.mask)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and a head on its last output."""
+
+    def __init__(self, layer: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.head = layer(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+class Logits(nn.Module):
+    """GPT-2 of Hugging Face, without what it wraps its output in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        off = {name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+        config = transformers.GPT2Config(
+            n_layer=1, n_head=2, n_embd=4, n_positions=6, vocab_size=9, bos_token_id=1, eos_token_id=1, **off
+        )
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+class ReadByFunction(nn.Module):
+    """One weight goes through a Function of the user, one through its layer, one through both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = OldFunction.apply(x, self.first.weight).tanh()
+        return self.last(OldFunction.apply(h, self.both.weight) + self.both(h).tanh())
+
+
+class ReadByScript(nn.Module):
+    """One weight goes through a scripted function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(scripted(x, self.first.weight))
+
+
+class PartlyComplex(nn.Module):
+    """A real layer, and a complex one, which no g-net generates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.complex = nn.Linear(6, 5), nn.Linear(5, 3, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.real(x)
+        return torch.view_as_real(self.complex(torch.complex(h.sin(), h.cos()).to(torch.complex64)))
+
+
+class Shared(nn.Module):
+    """Layers in nested containers; one of them stands in two places, and one weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        common = nn.Linear(6, 6)
+        blocks = [nn.ModuleList([nn.Linear(6, 6), common]) for _ in range(2)]
+        self.blocks = nn.ModuleDict({"left": blocks[0], "right": blocks[1]})
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(6, 6))
+        self.head[1].weight = blocks[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in ("left", "right"):
+            for layer in self.blocks.get_submodule(name).children():
+                x = layer(x).tanh()
+        return self.head(x)
+
+
+def autoencoder() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3, stride=2), nn.Tanh(), nn.ConvTranspose2d(4, 2, 3, stride=2))
+
+
+def conv(kind: type[nn.Module], channels: int, **options: Any) -> nn.Module:
+    return nn.Sequential(kind(channels, 4, 3, padding=1, **options), nn.Tanh(), kind(4, 2, 1))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+
+
+RECURRENT = {"include": ["layer"]}
+NETS: Mapping[str, Animal] = MappingProxyType(
+    {
+        "linear": Animal(lambda: nn.Linear(6, 5)),
+        "mlp": ZOO["mlp"],
+        "conv1d": Animal(lambda: conv(nn.Conv1d, 3, padding_mode="circular"), (3, 5)),
+        "conv2d": Animal(lambda: conv(nn.Conv2d, 2, stride=2), (2, 5, 5)),
+        "conv3d": Animal(lambda: conv(nn.Conv3d, 1), (1, 3, 3, 3)),
+        "residual": Animal(Residual, (2, 4, 4)),
+        "attention": ZOO["attention"],
+        "encoder": Animal(encoder, (3, 4)),
+        "encoder_decoder": Animal(EncoderDecoder, (3, 4)),
+        "tied": ZOO["tied"],
+        "lstm": Animal(lambda: Recurrent(nn.LSTM), (3, 3), RECURRENT),
+        "gru": Animal(lambda: Recurrent(nn.GRU), (3, 3), RECURRENT),
+        "gpt2": Animal(Logits, (4,), {"include": ["wte"]}, tokens=9),
+        "transposed_linear": ZOO["conv1d"],
+        "weight_norm": ZOO["weight_norm"],
+        "function": Animal(ReadByFunction),
+        "script": Animal(ReadByScript),
+        "grouped_conv": ZOO["grouped_conv"],
+        "autoencoder": Animal(autoencoder, (2, 5, 5)),
+        "bfloat16": ZOO["bfloat16"],
+        "complex": Animal(PartlyComplex),
+        "shared": Animal(Shared),
+    }
+)
+TOLERANCE = MappingProxyType({"bfloat16": 0.03, "complex": 1e-5})
+"""Where it is not 1e-9: some p-nets are no more precise."""
+
+
+def small_module(width: int) -> nn.Module:
+    """A g-net that the user wrote."""
+    return nn.Sequential(nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def _shared_periodic() -> Hypernet:
+    try:
+        return gb.periodic(2, share="layers")  # pyright: ignore[reportArgumentType]
+    except ValueError:
+        return gb.periodic(2, share="kind")  # pyright: ignore[reportArgumentType]
+
+
+HYPERNETS: Mapping[str, Callable[[], Hypernet]] = MappingProxyType(
+    {
+        "periodic": lambda: gb.periodic(2),
+        "periodic_shared": _shared_periodic,
+        "gnet": lambda: gb.gnet((3,)),
+        "gnet_deep": lambda: gb.gnet((3, 2), "tanh"),
+        "stochastic": lambda: gb.stochastic((3,)),
+        "low_rank": lambda: gb.low_rank(2),
+        "xox": lambda: gb.xox(2),
+        "module": lambda: gb.from_module(small_module),
+        "constant": lambda: gb.periodic(2),
+    }
+)
+"""With `"constant"`, a rule leaves the first weight of the p-net constant."""
+
+TILINGS = (None, 1, 3, (2, 5), 8)
+LAZY, REMAT, MICROBATCHES, DONATE = (False, True, "auto"), ("none", "generate", "layer"), (1, 2), (False, True)
+OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        f"lazy_{lazy}-remat_{remat}-{n}" + ("-donate" if donate else ""): {
+            "lazy": lazy,
+            "remat": remat,
+            "microbatches": n,
+            "donate": donate,
+        }
+        for lazy, remat, n, donate in itertools.product(LAZY, REMAT, MICROBATCHES, DONATE)
+    }
+)
+
+
+class Setting(NamedTuple):
+    """A p-net, a hypernetwork and a tiling: one plan."""
+
+    net: str
+    hypernet: str
+    tiling: int
+
+    def __str__(self) -> str:
+        tiling = TILINGS[self.tiling]
+        words = "x".join(map(str, tiling)) if isinstance(tiling, tuple) else str(tiling)
+        return f"{self.net}-{self.hypernet}-{words}"
+
+    def pnet(self) -> nn.Module:
+        """The p-net, in float64 unless it is about its dtype; every call gives the same values."""
+        pnet = NETS[self.net].pnet()
+        return pnet if self.net == "bfloat16" else pnet.double()
+
+    def plan(self, pnet: nn.Module) -> gb.Plan:
+        """The plan."""
+        options: dict[str, Any] = {"hypernet": HYPERNETS[self.hypernet](), "max_tile": TILINGS[self.tiling]}
+        if self.hypernet == "constant":
+            first = next(name for name, p in pnet.named_parameters() if p.ndim > 1)
+            options["rules"] = [(rf"^{first}$".replace(".", r"\."), gb.constant(0.1))]
+        return NETS[self.net].plan(pnet, **options)
+
+    def batch(self) -> Tensor:
+        """Inputs."""
+        return NETS[self.net].batch(torch.bfloat16 if self.net == "bfloat16" else torch.float64)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference from the oracle."""
+        return TOLERANCE.get(self.net, 1e-9)
+
+
+SETTINGS = [Setting(*names) for names in itertools.product(NETS, HYPERNETS, range(len(TILINGS)))]
+
+
+def sample(each: int) -> list[tuple[Setting, str]]:
+    """`each` cases of every p-net, in which every hypernetwork, tiling and set of options comes as often as it can."""
+    draw = random.Random(0)
+
+    def deck(cards: Any) -> Any:
+        while True:
+            yield from draw.sample(list(cards), len(cards))
+
+    hypernets, tilings, options = deck(HYPERNETS), deck(range(len(TILINGS))), deck(OPTIONS)
+    nets = [net for net in NETS for _ in range(each)]
+    return [(Setting(net, next(hypernets), next(tilings)), next(options)) for net in nets]

@@ -1,0 +1,123 @@
+"""Whatever a forward does with a weight, every mode gives the loss and the gradients of the dense weight.
+
+One test for each operation of the table and each mode of a training step: float64, a tolerance of 1e-9, and the oracle
+of `tests/support/dense_oracle.py`. Where a step refuses a p-net it says so; it never trains it wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gbfunc as gb
+from tests.support.dense_oracle import Answer, assert_same, dense_answer, step_answer
+from tests.support.operation_layers import LAYERS
+from tests.support.operation_stock import STOCK
+from tests.support.operations import READS, Operation
+
+pytestmark = [
+    # Torch scripts its decompositions for forward mode itself.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
+OPERATIONS: Mapping[str, Operation] = MappingProxyType({**READS, **LAYERS, **STOCK})
+MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "dense": {"lazy": False},
+        "lazy": {"lazy": True},
+        "generate": {"remat": "generate"},
+        "layer": {"remat": "layer"},
+        "microbatches": {"microbatches": 2},
+        "lazy_microbatches": {"lazy": True, "microbatches": 2},
+    }
+)
+RANDOM = [name for name, operation in OPERATIONS.items() if operation.random]
+CASES = [
+    pytest.param(name, id=name, marks=[pytest.mark.slow] if operation.slow else [])
+    for name, operation in OPERATIONS.items()
+]
+
+
+@cache
+def planned(name: str) -> tuple[nn.Module, gb.Plan]:
+    pnet = OPERATIONS[name].pnet()
+    return pnet, OPERATIONS[name].plan(pnet, name)
+
+
+@cache
+def oracle(name: str, microbatches: int) -> Answer:
+    operation = OPERATIONS[name]
+    return dense_answer(
+        planned(name)[1], operation.pnet(), operation.loss, operation.batch(), microbatches=microbatches
+    )
+
+
+def step(name: str, **options: Any) -> Answer:
+    pnet, plan = planned(name)
+    return step_answer(plan, pnet, OPERATIONS[name].loss, OPERATIONS[name].batch(), **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_equals_the_dense_oracle(name: str, mode: str) -> None:
+    operation, options = OPERATIONS[name], MODES[mode]
+    if operation.refused:
+        with pytest.raises(operation.refused):
+            step(name, **options)
+        return
+    expected = oracle(name, options.get("microbatches", 1))
+    try:
+        actual = step(name, **options)
+    except (RuntimeError, TypeError, ValueError):
+        if not operation.may_refuse:
+            raise
+        return
+    assert_same(actual, expected, operation.tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_oracle_sees_the_weights(name: str) -> None:
+    """Every ensemble gets a gradient that rounding cannot make: no comparison above is of zeros."""
+    if OPERATIONS[name].refused:
+        pytest.skip("refused: there is no answer")
+    gradients = oracle(name, 1).gradients
+    for ensemble in planned(name)[1].ensembles:
+        largest = [float(g.abs().max()) for k, g in gradients.items() if k.startswith(f"gnets/{ensemble.name}/")]
+        assert max(largest) > 1e-5
+
+
+@pytest.mark.parametrize("factored", [False, True], ids=["dense", "factored"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_materialized_net_equals_the_dense_oracle(name: str, factored: bool) -> None:
+    operation = OPERATIONS[name]
+    if operation.refused:
+        pytest.skip("refused: there is no answer")
+    pnet, plan = planned(name)
+    net = gb.materialize(plan, gb.init_genome(plan, pnet, 0), pnet, factored=factored)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            loss = operation.loss(net, operation.batch())
+        except (RuntimeError, TypeError, ValueError):
+            if not operation.may_refuse:
+                raise
+            return
+    torch.testing.assert_close(loss.detach(), oracle(name, 1).loss, rtol=operation.tolerance, atol=operation.tolerance)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", RANDOM)
+def test_every_mode_draws_the_same_masks(name: str, mode: str) -> None:
+    """The masks come from the state's seed; dropout draws no other numbers beside lazy weights."""
+    operation, options = OPERATIONS[name], MODES[mode]
+    pnet, plan = planned(name)
+
+    def answer(seed: int, **options: Any) -> Answer:
+        return step_answer(plan, pnet, operation.unseeded, operation.batch(), seed=seed, **options)
+
+    dense = {"lazy": False, "microbatches": options.get("microbatches", 1)}
+    assert_same(answer(3, **options), answer(3, **dense), operation.tolerance)
