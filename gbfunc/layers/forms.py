@@ -339,11 +339,22 @@ class _Parameters(dict[str, Any]):
         super().__init__(parameters)
         self.layer = layer
 
-    def __getitem__(self, name: str) -> Any:
+    def _form(self, name: str) -> Any:
+        """The form of a weight during a call; outside of one there is only the skeleton's placeholder."""
         form = self.layer._modules.get(f"{name}_form")
-        # Outside of a call there is nothing to make it of, only the skeleton's placeholder.
-        shown = isinstance(form, WeightForm) and form.cache is not None
-        return form.read() if shown else super().__getitem__(name)
+        return form if isinstance(form, WeightForm) and form.cache is not None else None
+
+    def __getitem__(self, name: str) -> Any:
+        form = self._form(name)
+        return super().__getitem__(name) if form is None else form.read()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        form = self._form(name)
+        if form is None:
+            super().__setitem__(name, value)
+        else:
+            # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
+            form.cache[form.name] = value
 
     def values(self) -> Any:
         return [self[name] for name in self]

@@ -135,12 +135,9 @@ NOT_QUITE_STOCK: Mapping[str, Operation] = {
     "patched_partial": layer(lambda: patched(lambda made: functools.partial(doubled_forward, made))),
     "stock_forward_by_class": layer(lambda: nn.Linear(6, 5), use=lambda net, x: nn.Linear.forward(net.a, x)),
     "bare_parameters": layer(Bare, options={"include": ["."]}),
-    # Nothing reaches the weights inside a script, neither `functional_call` nor a copy without weights.
-    "scripted_module": layer(lambda: torch.jit.script(Script()), refused=ANY_ERROR),
-    "scripted_module_beside_layer": Operation(
-        chain, lambda: {"a": nn.Linear(6, 6), "b": torch.jit.script(Script())}, refused=ANY_ERROR
-    ),
-    "traced_module": layer(lambda: quietly(torch.jit.trace, Script(), torch.ones(1, 6)), refused=ANY_ERROR),
+    "scripted_module": layer(lambda: torch.jit.script(Script())),
+    "scripted_module_beside_layer": Operation(chain, lambda: {"a": nn.Linear(6, 6), "b": torch.jit.script(Script())}),
+    "traced_module": layer(lambda: quietly(torch.jit.trace, Script(), torch.ones(1, 6))),
     "skip_init": layer(lambda: _filled(nn.utils.skip_init(nn.Linear, 6, 5))),
     "lazy_linear": layer(after_dry_run),
     "conv1d_hugging_face": layer(_conv1d),
