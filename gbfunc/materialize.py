@@ -39,19 +39,16 @@ def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bo
         if not isinstance(form, FactoredWeight):
             dense[tensor.name] = tensors[tensor.name]
             continue
-        form.left, form.right = (tensors[f"{tensor.name}_form.{k}"] for k in form.inputs)
-        if form.left.numel() + form.right.numel() < tensor.numel:
+        factors = {k: tensors[f"{tensor.name}_form.{k}"].to(DTYPES[tensor.dtype]) for k in form.inputs}
+        form.hold(factors)
+        if sum(x.numel() for x in factors.values()) < tensor.numel:
             forms |= dict.fromkeys((tensor.name, *tensor.aliases), form)
         else:
-            dense[tensor.name] = form.make()
+            dense[tensor.name] = form.make().detach()
     # A layer with factors has no use for the memory of its weight: one entry stands there until it is taken out.
     bare = {t.name: torch.zeros((), dtype=plan.dtype).expand(t.shape) for t in plan.tensors if t.name in forms}
     PureNet(pnet).check(dense | bare, genome.buffers)
     dtypes = {t.name: DTYPES[t.dtype] for t in plan.tensors}
     net = with_weights(pnet, {k: w.to(dtypes[k]) for k, w in (dense | bare).items()}, genome.buffers, bare=bare)
-    for form in set(forms.values()):
-        left, right = form.left, form.right
-        del form.left, form.right
-        form.left, form.right = (nn.Parameter(x.to(dtypes[form.name], copy=True)) for x in (left, right))
     install(net, forms, shown=False)
     return net

@@ -68,25 +68,38 @@ def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: 
     return factored < dense
 
 
-class WeightForm(nn.Module):
-    """The weight of a layer in a form other than dense. Subclasses give `make` and may give the three operations.
+class _Inputs(dict[str, Any]):
+    """Parameters that `functional_call` sets, and that whoever goes through the p-net's parameters does not see."""
 
-    Its inputs are plain attributes: a p-net that goes through its parameters sees the weight and not them.
+    def values(self) -> Any:
+        return ()
+
+    def items(self) -> Any:
+        return ()
+
+
+class WeightForm(nn.Module):
+    """The weight of a layer in a form other than dense. Subclasses give `make` and the three operations.
+
+    Args:
+        name: name of the parameter.
+        inputs: names of the tensors that it is made of; `functional_call` sets them.
 
     Attributes:
-        name: name of the parameter.
-        inputs: attributes that hold what the weight is made of.
         reads: how often someone else than the layer has read the dense weight.
         cache: `{name: dense weight}` during one call of the p-net; None outside of one.
     """
 
-    inputs: tuple[str, ...]
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, inputs: tuple[str, ...]) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.inputs = name, inputs
+        self.__dict__["_parameters"] = _Inputs.fromkeys(inputs)
         self.reads = 0
         self.cache: dict[str, Tensor] | None = None
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take copies of the inputs as parameters of the form's, as a module for serving has them."""
+        self.__dict__["_parameters"] = {k: nn.Parameter(x.detach().clone()) for k, x in tensors.items()}
 
     def make(self) -> Tensor:
         """The weight in its layer's shape, in the graph of the inputs."""
@@ -138,13 +151,12 @@ class FactoredWeight(WeightForm):
         auto: use the factors where a count of operations says that it pays (`lazy_pays`), and else the dense weight.
     """
 
-    inputs = ("left", "right")
+    left: Tensor
+    right: Tensor
 
     def __init__(self, name: str, shape: tuple[int, ...], grid: TileGrid, transposed: bool, auto: bool) -> None:
-        super().__init__(name)
+        super().__init__(name, ("left", "right"))
         self.shape, self.grid, self.transposed, self.auto = shape, grid, transposed, auto
-        self.left: Any = None
-        self.right: Any = None
 
     def make(self) -> Tensor:
         """Multiply the factors out."""

@@ -33,10 +33,8 @@ class RecomputedWeight(WeightForm):
     """
 
     def __init__(self, name: str, inputs: tuple[str, ...], maker: Make, transposed: bool) -> None:
-        super().__init__(name)
-        self.inputs, self.maker, self.transposed = inputs, maker, transposed
-        for attribute in inputs:
-            setattr(self, attribute, None)
+        super().__init__(name, inputs)
+        self.maker, self.transposed = maker, transposed
 
     def make(self) -> Tensor:
         """The weight, kept by whatever uses it."""
