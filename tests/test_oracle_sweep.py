@@ -81,6 +81,7 @@ def test_whole_product(setting: Setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("setting", "options"), COMPILED, ids=str)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # dynamo's
+@pytest.mark.parametrize(("setting", "options"), COMPILED, ids=lambda x: f"lazy_{x['lazy']}" if "lazy" in x else str(x))
 def test_compiled(setting: Setting, options: dict[str, Any]) -> None:
     check(setting, {**options, "compile": True})

@@ -200,8 +200,14 @@ def _named_penalty(net: Any, x: Tensor) -> Any:
     return chain(net, x), sum(p.abs().sum() for name, p in net.named_parameters() if name.endswith("weight"))
 
 
+def _by_names(net: Any, x: Tensor) -> Tensor:
+    names = {name for name, _ in net.named_parameters()}
+    return chain(net, x) * (2 if names == {"a.weight", "a.bias", "b.weight", "b.bias"} else 3)
+
+
 def _by_state_dict(net: Any, x: Tensor) -> Tensor:
     state = net.state_dict()
+    assert set(state) == {"a.weight", "a.bias", "b.weight", "b.bias"}
     return chain(net, x) + F.linear(x, state["a.weight"], state["a.bias"])
 
 
@@ -255,7 +261,7 @@ SEVERAL: Mapping[str, Operation] = {
     "parameters": pair(_penalised),
     "named_parameters": pair(_named_penalty),
     "parameter_count": pair(lambda net, x: chain(net, x) * sum(p.numel() for p in net.parameters())),
-    "parameter_names": pair(lambda net, x: chain(net, x) * len(sorted(n for n, _ in net.named_parameters() if n[2:]))),
+    "parameter_names": pair(_by_names),
     "parameters_to_vector": pair(lambda net, x: (chain(net, x), nn.utils.parameters_to_vector(net.parameters()).sin())),
     "state_dict": pair(_by_state_dict),
     "apply": pair(_visit),

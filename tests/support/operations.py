@@ -103,10 +103,10 @@ class Operation(NamedTuple):
         cast = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "half"}
         return getattr(net, cast[self.dtype])().train(self.train)
 
-    def plan(self, pnet: nn.Module, name: str = "") -> gb.Plan:
+    def plan(self, pnet: nn.Module, name: str = "", **changes: Any) -> gb.Plan:
         """A plan of several tiles for most weights; half the names get one g-net type, half the other."""
         hypernet = gb.low_rank(2) if crc32(name.encode()) % 2 else gb.periodic(2)
-        return gb.make_plan(pnet, **{"hypernet": hypernet, "max_tile": 4, **self.options})
+        return gb.make_plan(pnet, **{"hypernet": hypernet, "max_tile": 4, **self.options, **changes})
 
     def loss(self, net: Callable[..., Any], batch: Tensor) -> Tensor:
         """The loss function; a forward that draws does so from the same start in every mode, and in the oracle."""
