@@ -58,6 +58,7 @@ def test_ranks_with_other_options_are_told_which(world: int) -> None:
         assert found["plan"] == f"{where}plan (hypernets[0].features: 3, not 2)"
         assert found["text"] == f"{where}a (...{'x' * 30}z', not ...{'x' * 30}y'), b ('', not 'é')"
         assert found["tensor"].endswith(f"rank {world - 1} in t")
+        assert found["device mesh"] == "gnets"
 
 
 @pytest.mark.slow

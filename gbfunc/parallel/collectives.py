@@ -26,6 +26,8 @@ from gbfunc.parallel.mesh import Axis, AxisName, Mesh
 Sizes = tuple[int, ...]
 """Rows of every rank along an axis."""
 
+Kind = Literal["gather", "reduce_scatter"]
+
 Transport = Literal["nccl", "all_to_all", "p2p"]
 """How rows travel: by nccl's collectives, by one all-to-all, or from rank to rank."""
 
@@ -45,7 +47,7 @@ class _Exchange(NamedTuple):
         mesh: counts bytes and names failures; None while a graph is compiled.
     """
 
-    kind: Literal["gather", "reduce_scatter"]
+    kind: Kind
     sizes: tuple[Sizes, ...]
     axis: Axis
     transport: Transport
@@ -143,8 +145,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        other = "reduce_scatter" if ctx.exchange.kind == "gather" else "gather"
-        return (None, *_apply(_Exchange(other, *ctx.exchange[1:]), grads))
+        kind: Kind = "reduce_scatter" if ctx.exchange.kind == "gather" else "gather"
+        return (None, *_apply(ctx.exchange._replace(kind=kind), grads))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], exchange: _Exchange, *xs: Tensor) -> tuple[Any, Any]:
@@ -165,13 +167,13 @@ def _apply(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return node.apply(exchange, *xs)
 
 
-def _exchange(
-    kind: Literal["gather", "reduce_scatter"], mesh: Mesh, sizes: Sequence[Sizes], axis: AxisName
-) -> _Exchange:
+def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName) -> list[Tensor]:
     ranks, compiling = mesh.axis(axis), torch.compiler.is_compiling()
-    nccl = ranks.group is not None and dist.get_backend(ranks.group) == "nccl"
+    if ranks.size == 1:
+        return xs
+    nccl = dist.get_backend(ranks.group) == "nccl"
     transport: Transport = "nccl" if nccl else "all_to_all" if compiling else "p2p"
-    return _Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh)
+    return list(_apply(_Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh), xs))
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
@@ -188,7 +190,7 @@ def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName 
     Raises:
         CollectiveError: if a rank is missing.
     """
-    return xs if mesh.axis(axis).size == 1 else list(_apply(_exchange("gather", mesh, sizes, axis), xs))
+    return _exchange("gather", mesh, xs, sizes, axis)
 
 
 def reduce_scatter(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
@@ -197,16 +199,7 @@ def reduce_scatter(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisN
     Raises:
         CollectiveError: if a rank is missing.
     """
-    return xs if mesh.axis(axis).size == 1 else list(_apply(_exchange("reduce_scatter", mesh, sizes, axis), xs))
-
-
-def gather_rows(mesh: Mesh, x: Tensor, sizes: Sizes, axis: AxisName = "world") -> Tensor:
-    """Rows of all ranks of an axis, in their order, without a graph: [n, ...] -> [sum(sizes), ...].
-
-    Raises:
-        CollectiveError: if a rank is missing.
-    """
-    return x if mesh.axis(axis).size == 1 else _run(_exchange("gather", mesh, [sizes], axis), [x])[0]
+    return _exchange("reduce_scatter", mesh, xs, sizes, axis)
 
 
 def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
@@ -248,7 +241,7 @@ def gather_exactly(mesh: Mesh, xs: Sequence[Tensor], sizes: Sequence[Sizes], axi
         return list(xs)
     widths = [math.prod(x.shape[1:]) * x.element_size() for x in xs]
     counts = [tuple(n * w for n in s) for s, w in zip(sizes, widths, strict=True)]
-    whole = gather_rows(mesh, _bytes_of(xs, mesh.device), sum_sizes(counts), axis)
+    (whole,) = all_gather(mesh, [_bytes_of(xs, mesh.device)], [sum_sizes(counts)], axis)
     parts = split_ranks(whole, counts)
     return [p.view(x.dtype).reshape(-1, *x.shape[1:]).to(x.device) for p, x in zip(parts, xs, strict=True)]
 
@@ -256,14 +249,14 @@ def gather_exactly(mesh: Mesh, xs: Sequence[Tensor], sizes: Sequence[Sizes], axi
 def gather_numbers(mesh: Mesh, numbers: Sequence[int], axis: AxisName = "world") -> list[list[int]]:
     """As many int64 numbers from every rank of an axis: a list for each rank."""
     row = torch.tensor([numbers], dtype=torch.int64, device=mesh.device)
-    return gather_rows(mesh, row, (1,) * mesh.axis(axis).size, axis).tolist()
+    return all_gather(mesh, [row], [(1,) * mesh.axis(axis).size], axis)[0].tolist()
 
 
 def gather_texts(mesh: Mesh, text: str, axis: AxisName = "world") -> list[str]:
     """The text of every rank of an axis, in their order."""
     flat = torch.tensor(list(text.encode()), dtype=torch.uint8, device=mesh.device)
     sizes = tuple(n for (n,) in gather_numbers(mesh, [len(flat)], axis))
-    return [bytes(part.tolist()).decode() for part in gather_rows(mesh, flat, sizes, axis).split(sizes)]
+    return [bytes(part.tolist()).decode() for part in all_gather(mesh, [flat], [sizes], axis)[0].split(sizes)]
 
 
 def sum_sizes(sizes: Sequence[Sizes]) -> Sizes:

@@ -88,10 +88,7 @@ class Layout:
 
     def widths(self, e: Ensemble) -> tuple[int, ...]:
         """Numbers that are gathered for each of its tiles, tensor by tensor."""
-        rows, cols, *_ = e.dims
-        if self.as_factors(e):
-            return rows * e.hypernet.factor_width, cols * e.hypernet.factor_width
-        return (rows * cols,)
+        return _widths(e, self.as_factors(e))
 
     @cached_property
     def split(self) -> frozenset[str]:
@@ -128,11 +125,10 @@ class Layout:
         out = back = 0
         for e in self.plan.ensembles:
             if self.sharded and e.leaves:
-                dtype, sizes = sent_dtype(self.plan, e, self.as_factors(e)), self.sizes[e.name]
-                width = sum(self.widths(e)) * (dtype.itemsize if dtype else itemsize)
-                mine = sizes[self.mesh.gnets_index]
+                width = _tile_bytes(self.plan, e, self.as_factors(e), itemsize)
+                mine = self.sizes[e.name][self.mesh.gnets_index]
                 out += mine * width * (self.mesh.gnets - 1)
-                back += (sum(sizes) - mine) * width
+                back += (e.n_tiles - mine) * width
         return out, back
 
 
@@ -156,6 +152,17 @@ def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
     if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:
         return None
     return narrow.pop()
+
+
+def _widths(e: Ensemble, as_factors: bool) -> tuple[int, ...]:
+    rows, cols, *_ = e.dims
+    return (rows * e.hypernet.factor_width, cols * e.hypernet.factor_width) if as_factors else (rows * cols,)
+
+
+def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int:
+    """Bytes in which one tile of an ensemble is gathered."""
+    dtype = sent_dtype(plan, e, as_factors)
+    return sum(_widths(e, as_factors)) * (dtype.itemsize if dtype else itemsize)
 
 
 class Cost(NamedTuple):
@@ -183,15 +190,9 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
         operations -= sum(_products(e) for e in ensembles if e.hypernet.factorised)
     if placement == "replicated" or gnets == 1:
         return Cost(ring * total * item, operations)
-    sent = products = 0
-    for e in ensembles:
-        rows, cols, *_ = e.dims
-        if placement == "factors" and e.hypernet.factorised:
-            sent += e.n_tiles * (rows + cols) * e.hypernet.factor_width * item
-            products += 0.0 if lazy else _products(e)
-        else:
-            dtype = sent_dtype(plan, e, False)
-            sent += e.n_tiles * rows * cols * (dtype.itemsize if dtype else item)
+    factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
+    sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
+    products = sum(_products(e) for e in ensembles if e.name in factored and not lazy)
     tiles = sum(math.prod(s) for e in ensembles for k, s in e.shapes.items() if e.leaves[k].scope == "tile")
     genome = _ring(data) * tiles / gnets * item + ring * (total - tiles) * item
     return Cost(_ring(gnets) * sent + genome, (operations - products) / gnets + products)

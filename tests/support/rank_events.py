@@ -129,7 +129,7 @@ def configurations(mesh: Mesh) -> dict[str, str]:
     found["plan"] = outcome(lambda: check_equal(mesh, same | {"plan": plan}, "ranks"))
     found["text"] = outcome(lambda: check_equal(mesh, {"a": "x" * 200 + "yz"[last], "b": "é"[: 1 - last]}, "ranks"))
     found["tensor"] = outcome(lambda: check_equal(mesh, {"t": torch.ones(2) * mesh.rank, **same}, "ranks", "gnets"))
-    mesh.barrier()
+    found["device mesh"] = " ".join(mesh.device_mesh.mesh_dim_names)
     return found
 
 
