@@ -206,13 +206,13 @@ def failing(error: RuntimeError) -> None:
 
 
 @given(st.integers(0, 20), st.integers(1, 7))
-def test_shares_cover_the_batch(rows: int, ranks: int) -> None:
+def test_shards_cover_the_batch(rows: int, ranks: int) -> None:
     batch = {"x": torch.arange(rows), "y": torch.ones(()), "z": "text"}
-    shares = split_rows(batch, ranks)
-    assert torch.equal(torch.cat([s["x"] for s in shares]), batch["x"])
-    lengths = [len(s["x"]) for s in shares]
+    shards = split_rows(batch, ranks)
+    assert torch.equal(torch.cat([s["x"] for s in shards]), batch["x"])
+    lengths = [len(s["x"]) for s in shards]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
-    assert all(s["y"] is batch["y"] and s["z"] == "text" for s in shares)
+    assert all(s["y"] is batch["y"] and s["z"] == "text" for s in shards)
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:

@@ -44,21 +44,18 @@ def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: 
     """
     if mesh.axis(axis).size == 1:
         return
-    names = sorted(named)
+    ranks, names = mesh.axis(axis).ranks, sorted(named)
     hashes = gather_numbers(mesh, [hash_of(named[k]) for k in names], axis)
-    wrong = [[k for k, a, b in zip(names, mine, hashes[0], strict=True) if a != b] for mine in hashes]
-    details = [dict.fromkeys(ks, "") for ks in wrong]
-    for name in sorted(set().union(*wrong)):
-        text = named[name]
-        if isinstance(text, str):
-            for ks, words in zip(details, _differences(mesh, text, axis), strict=True):
-                ks |= {name: words} if name in ks else {}
-    if any(wrong):
-        ranks = mesh.axis(axis).ranks
-        bad = [
-            f"rank {r} in {', '.join(k + v for k, v in d.items())}" for r, d in zip(ranks, details, strict=True) if d
-        ]
-        raise ValueError(f"{what}: different from rank {ranks[0]} are {'; '.join(bad)}")
+    words: dict[int, list[str]] = {rank: [] for rank in ranks}
+    for name, first, *others in zip(names, *hashes, strict=True):
+        if others.count(first) < len(others):
+            value = named[name]
+            details = _differences(mesh, value, axis) if isinstance(value, str) else [""] * len(ranks)
+            for rank, number, detail in zip(ranks, (first, *others), details, strict=True):
+                words[rank] += [name + detail] if number != first else []
+    if any(words.values()):
+        bad = "; ".join(f"rank {rank} in {', '.join(of)}" for rank, of in words.items() if of)
+        raise ValueError(f"{what}: different from rank {ranks[0]} are {bad}")
 
 
 def hash_of(x: Tensor | str) -> int:
@@ -121,8 +118,7 @@ def _parts(x: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
 
 def _differences(mesh: Mesh, text: str, axis: AxisName) -> list[str]:
     """How every rank's text differs from that of the axis' first, in words."""
-    index = mesh.axis(axis).index
-    first = gather_texts(mesh, "" if index else text, axis)[0]
+    first = gather_texts(mesh, "" if mesh.axis(axis).index else text, axis)[0]
     return gather_texts(mesh, _difference(first, text), axis)
 
 

@@ -9,6 +9,8 @@ It has a rule for `vmap`, forward mode and double backward; under `torch.compile
 On gloo ranks send to each other: gloo's reduce-scatter is an all-reduce inside (measured: twice the bytes), and its
 all-to-all sends in one direction at a time (measured: twice the time on a slow link). A compiled graph, which knows no
 sends, has the all-to-all.
+
+All raise `CollectiveError` if a rank is missing.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
 def _send(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], axis: Axis) -> None:
     """Send `given[i][rank]` to every other rank, and receive `taken[i][rank]` from it; empty ones stay where they are.
 
-    Receives come first: gloo tells a sender that its receiver is ready on the connection that the receiver's own rows
+    Receives come first: gloo tells a sender that its receiver is ready on the connection that the receiver's rows
     take, and behind these if they were there before.
     """
     others = [(i, rank) for i, rank in enumerate(axis.ranks) if i != axis.index]
@@ -186,28 +188,17 @@ def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName 
         xs: this rank's rows.
         sizes: rows of every rank, for each tensor; any may be 0.
         axis: along which.
-
-    Raises:
-        CollectiveError: if a rank is missing.
     """
     return _exchange("gather", mesh, xs, sizes, axis)
 
 
 def reduce_scatter(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
-    """The sum over ranks of this rank's rows, tensor by tensor: [sum(sizes), ...] -> [n, ...]; backward gathers.
-
-    Raises:
-        CollectiveError: if a rank is missing.
-    """
+    """The sum over ranks of this rank's rows, tensor by tensor: [sum(sizes), ...] -> [n, ...]; backward gathers."""
     return _exchange("reduce_scatter", mesh, xs, sizes, axis)
 
 
 def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
-    """The sum over the ranks of an axis, in place.
-
-    Raises:
-        CollectiveError: if a rank is missing.
-    """
+    """The sum over the ranks of an axis, in place."""
     ranks = mesh.axis(axis)
     if ranks.size > 1:
         with mesh.sending("all_reduce", 2 * x.nbytes * (ranks.size - 1) // ranks.size):
@@ -216,11 +207,7 @@ def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
 
 
 def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Rank 0's values of these tensors, on every rank.
-
-    Raises:
-        CollectiveError: if a rank is missing.
-    """
+    """Rank 0's values of these tensors, on every rank."""
     if mesh.world == 1 or not tensors:
         return list(tensors)
     flat = _bytes_of(tensors, mesh.device)
@@ -232,11 +219,7 @@ def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gather_exactly(mesh: Mesh, xs: Sequence[Tensor], sizes: Sequence[Sizes], axis: AxisName) -> list[Tensor]:
-    """Rows of all ranks of an axis, tensor by tensor, in one collective; bit for bit, of any dtypes: no graph.
-
-    Raises:
-        CollectiveError: if a rank is missing.
-    """
+    """Rows of all ranks of an axis, tensor by tensor, in one collective; bit for bit, of any dtypes: no graph."""
     if mesh.axis(axis).size == 1 or not xs:
         return list(xs)
     widths = [math.prod(x.shape[1:]) * x.element_size() for x in xs]

@@ -85,7 +85,7 @@ class Faults:
         except RuntimeError:
             if 0 in absent:
                 return "rank 0, which kept the store, no longer answers"
-            # It has answered, and ended its own liveness check.
+            # It has answered, and its liveness check has ended.
         if not absent:
             return "all ranks still answer"
         return f"rank {', '.join(map(str, absent))} {'does' if len(absent) == 1 else 'do'} not answer"
@@ -94,7 +94,7 @@ class Faults:
 def _abort_connections(group: Any) -> None:
     """Close this rank's connections of a group.
 
-    A rank may wait for rows that this one, having failed, will never send; it would notice only at its own timeout. A
+    A rank may wait for rows that this one, having failed, will never send; it would notice only at its timeout. A
     receive that times out closes all of gloo's connections; one from a rank that is dead fails before.
     """
     if dist.get_backend(group) != "gloo":

@@ -42,7 +42,7 @@ class Traffic:
 
     Counted by what the algorithms send, payload only: `gather` this rank's bytes to every other one; `reduce_scatter`
     the rows of all other ranks; `all_reduce` 2 (N - 1) / N of the buffer, as a ring does. On gloo these are what the
-    loopback's own counters show, headers apart (under 1 %).
+    loopback's counters show, headers apart (under 1 %).
     """
 
     def __init__(self) -> None:
@@ -115,14 +115,12 @@ class Mesh:
         """Torch's `DeviceMesh` over the axes of more than one rank, with their names, for what is built on it."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        names = tuple(name for name in ("data", "gnets") if self._axes[name].size > 1)
-        groups = [self._axes[name].group for name in names]
-        if not groups:
+        axes = {name: self._axes[name] for name in ("data", "gnets") if self._axes[name].size > 1}
+        if not axes:
             raise ValueError("a mesh of one rank has no DeviceMesh: it needs no process group")
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
-        grid = torch.arange(self.world).reshape(self.data, self.gnets)
-        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
+        groups = [a.group for a in axes.values()]
+        grid = torch.arange(self.world).reshape([a.size for a in axes.values()])
+        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=tuple(axes))
 
     @contextmanager
     def sending(self, kind: str, n_bytes: int) -> Iterator[None]:
