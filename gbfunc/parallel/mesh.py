@@ -77,7 +77,7 @@ class Mesh:
     """
 
     def __init__(
-        self, data: int, gnets: int, rank: int, device: torch.device, timeout: float, store: Any, owns: bool
+        self, data: int, gnets: int, rank: int, device: torch.device, timeout: float, store: Any, began: bool
     ) -> None:
         self.world, self.rank = data * gnets, rank
         self.data, self.gnets = data, gnets
@@ -85,14 +85,14 @@ class Mesh:
         self.device, self.timeout = device, timeout
         self.traffic = Traffic()
         self.faults = Faults(self.rank, self.world, timeout, store)
-        self._owns = owns
+        self._began = began
         lines = {
             "world": [range(self.world)],
             "data": [range(g, self.world, gnets) for g in range(gnets)],
             "gnets": [range(d * gnets, (d + 1) * gnets) for d in range(data)],
         }
         self._axes = {name: self._axis(ranges) for name, ranges in lines.items()}
-        if owns:
+        if began:
             self.faults.groups = [axis.group for axis in self._axes.values() if axis.size > 1]
 
     def _axis(self, lines: list[range]) -> Axis:
@@ -148,7 +148,7 @@ class Mesh:
 
     def close(self) -> None:
         """Leave together, and end the process group if this mesh began it. The mesh cannot be used after."""
-        if _initialised() and self._owns:
+        if _initialised() and self._began:
             self.barrier()
             dist.destroy_process_group()
 
@@ -158,7 +158,7 @@ class Mesh:
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self.close()
-        elif _initialised() and self._owns:
+        elif _initialised() and self._began:
             # The others may never come to a barrier.
             dist.destroy_process_group()
 
@@ -211,7 +211,7 @@ def mesh(
         raise ValueError(f"data * gnets must be the number of ranks, {world}, got {data} * {wanted}")
     if not timeout > 0:
         raise ValueError(f"timeout must be seconds > 0, got {timeout!r}")
-    store, owns = None, False
+    store, began = None, False
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not _initialised() and _launched():
@@ -219,8 +219,8 @@ def mesh(
         store = _meet(init_method, world, limit)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=limit, store=store, rank=int(os.environ["RANK"]), world_size=world)
-        owns = True
-    return Mesh(data, wanted, dist.get_rank() if _initialised() else 0, device, timeout, store, owns)
+        began = True
+    return Mesh(data, wanted, dist.get_rank() if _initialised() else 0, device, timeout, store, began)
 
 
 def _meet(init_method: str, world: int, limit: timedelta) -> Any:
