@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gbfunc as gb
 from gbfunc.parallel import single_rank_mesh
+from gbfunc.parallel.faults import Faults
 from gbfunc.trees import split_rows
 from tests.support.rank_cases import pnet_of
 from tests.support.rank_events import ROWS, narrow
@@ -37,6 +39,33 @@ def test_a_gather_is_right_in_every_graph(world: int) -> None:
     assert len(ROWS) >= world
     for found in every(world, "gather_laws"):
         assert {k: off for k, off in found.items() if off > 1e-12} == {}
+
+
+@WORLDS
+def test_a_rank_that_does_not_count_gives_zeros(world: int) -> None:
+    assert all(set(found.values()) == {0.0} for found in every(world, "uncounted"))
+
+
+@WORLDS
+def test_ranks_with_other_options_are_told_which(world: int) -> None:
+    for found in every(world, "configurations"):
+        assert found["same"] == ""
+        where = f"ValueError: ranks: different from rank 0 are rank {world - 1} in "
+        assert found["options"] == f"{where}options (clip_norm: 0.5, not None; microbatches: 3, not 1)"
+        assert found["rate"].startswith(f"{where}optimizer (") and ".lr: 0.2, not 0.1" in found["rate"]
+        assert "'torch.optim.adamw.AdamW', not 'torch.optim.adam.Adam'" in found["rate"]
+        assert "table[0]: 0.2, not 0.1" in found["schedule"]
+        assert found["plan"] == f"{where}plan (hypernets[0].features: 3, not 2)"
+        assert found["text"] == f"{where}a (...{'x' * 30}z', not ...{'x' * 30}y'), b ('', not 'é')"
+        assert found["tensor"].endswith(f"rank {world - 1} in t")
+        assert found["device mesh"] == "gnets"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_error_of_the_users_in_a_compiled_step_stays_one() -> None:
+    for words in run_ranks(2, "rank_events:user_error", timeout=300):
+        assert "nothing stored yet" in words
 
 
 @WORLDS
@@ -121,17 +150,69 @@ def test_a_missing_rank_is_named_within_the_timeout(how: str, tmp_path: Path) ->
         assert seconds < timeout + 15
 
 
+GLOO = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:51606: Connection reset by peer."
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(GLOO),
+        RuntimeError(f"{GLOO}\n\nWhile executing %wait_tensor"),
+        RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation"),
+        RuntimeError("[C:\\src\\gloo\\transport\\uv\\pair.cc:12] closed"),
+        RuntimeError("[enforce fail at ../third_party/gloo/gloo/allreduce.cc:80] opts.elements > 0. "),
+        RuntimeError("Application timeout caused pair closure"),
+        dist.DistBackendError("NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:317, remote process exited"),
+        dist.DistNetworkError("The client socket has timed out after 60s"),
+        dist.DistStoreError("wait timeout after 8000ms, keys: /alive/1"),
+    ],
+    ids=repr,
+)
+def test_what_a_backend_says_is_a_failed_collective(error: RuntimeError) -> None:
+    with pytest.raises(gb.CollectiveError, match="rank 0 of 2: gather failed or timed out") as caught:
+        failing(error)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "nothing stored yet",
+        "the Store is closed",
+        "Connection to the database refused",
+        "Connection closed by peer",
+        "timed out",
+        "Timed out waiting for the simulator",
+        "Socket is not connected",
+        "my gloo: ProcessGroup of NCCL",
+        "[loader.cc:12] no such file",
+        "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory",
+        "",
+    ],
+)
+def test_what_a_user_says_is_none(words: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        failing(RuntimeError(words))
+    assert type(caught.value) is RuntimeError
+
+
+def failing(error: RuntimeError) -> None:
+    """Raise an error inside a collective."""
+    with Faults(0, 2, 1.0, None).named("gather"):
+        raise error
+
+
 # --- without other ranks -------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 20), st.integers(1, 7))
-def test_shares_cover_the_batch(rows: int, ranks: int) -> None:
+def test_shards_cover_the_batch(rows: int, ranks: int) -> None:
     batch = {"x": torch.arange(rows), "y": torch.ones(()), "z": "text"}
-    shares = split_rows(batch, ranks)
-    assert torch.equal(torch.cat([s["x"] for s in shares]), batch["x"])
-    lengths = [len(s["x"]) for s in shares]
+    shards = split_rows(batch, ranks)
+    assert torch.equal(torch.cat([s["x"] for s in shards]), batch["x"])
+    lengths = [len(s["x"]) for s in shards]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
-    assert all(s["y"] is batch["y"] and s["z"] == "text" for s in shares)
+    assert all(s["y"] is batch["y"] and s["z"] == "text" for s in shards)
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:

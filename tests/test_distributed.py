@@ -46,7 +46,7 @@ def test_ranks_find_what_one_process_finds(world: int, name: str) -> None:
         assert_equal(found[name], by_one(name), tolerance)
 
 
-def test_each_rank_holds_its_share_of_the_genome() -> None:
+def test_each_rank_holds_its_part_of_the_genome() -> None:
     """Leaves and optimizer state of tiles are divided by the ranks, to within one tile."""
     for name in ("AdamW sharded gnet", "AdamW factors periodic"):
         held = [found[name]["held"] for found in by_ranks(3)]

@@ -12,7 +12,7 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.parallel import Layout, Mesh, choose_placement, placement_cost, shares_of
-from gbfunc.parallel.cost import PLACEMENTS, make_layout
+from gbfunc.parallel.placement import PLACEMENTS, make_layout
 
 
 def grid(data: int, gnets: int, rank: int) -> Mesh:

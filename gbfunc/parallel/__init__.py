@@ -3,21 +3,36 @@
 The only user of `torch.distributed`.
 """
 
-from gbfunc.parallel.checks import check_equal
-from gbfunc.parallel.cost import Cost, choose_placement, make_layout, placement_cost
+from gbfunc.parallel.checks import check_equal, text_of
+from gbfunc.parallel.collectives import Sizes, all_gather, from_rank_0, gather_exactly, reduce_scatter, sum_ranks
+from gbfunc.parallel.exchange import (
+    Gather,
+    Reduced,
+    gather_outputs,
+    gather_slot,
+    gather_state,
+    no_tiles,
+    reduce_step,
+    shard_state,
+)
 from gbfunc.parallel.faults import CollectiveError
-from gbfunc.parallel.graph import all_gather, reduce_scatter
-from gbfunc.parallel.layout import Layout, Placement, Rows, shares_of
 from gbfunc.parallel.mesh import AxisName, Mesh, mesh, single_rank_mesh
-from gbfunc.parallel.outputs import gather_outputs, gather_slot, no_tiles
-from gbfunc.parallel.reduce import Reduced, reduce_step
-from gbfunc.parallel.state import gather_state, shard_state
-from gbfunc.parallel.wire import Sizes, from_rank_0, gather_exactly, sum_ranks
+from gbfunc.parallel.placement import (
+    Cost,
+    Layout,
+    Placement,
+    Rows,
+    choose_placement,
+    make_layout,
+    placement_cost,
+    shares_of,
+)
 
 __all__ = [
     "AxisName",
     "CollectiveError",
     "Cost",
+    "Gather",
     "Layout",
     "Mesh",
     "Placement",
@@ -42,4 +57,5 @@ __all__ = [
     "shares_of",
     "single_rank_mesh",
     "sum_ranks",
+    "text_of",
 ]

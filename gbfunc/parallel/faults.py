@@ -1,27 +1,41 @@
-"""When a collective fails: one clear error, which names the rank that is missing as far as it can be known."""
+"""When a collective fails: one clear error, which names the missing rank as far as it can be known.
+
+A failure is told from an error of the caller's code by its class, or where torch has no class for it (gloo's errors are
+plain RuntimeErrors) by what gloo puts into its messages and nobody else does: a position in its source.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_ROLL_CALL = 3.0
+_LIVENESS_SECONDS = 3.0
 """Seconds in which the ranks that are left answer after a failure: a dead rank's neighbours notice first."""
 
-_HANG_UP = 7919
+_UNUSED_TAG = 7919
 """Tag of a message that nobody sends."""
 
-_SIGNS = ("gloo", "Gloo", "NCCL", "ProcessGroup", "Connection", "Timed out", "timed out", "Socket", "store", "Store")
+_GLOO = re.compile(r"\[(enforce fail at )?[^\]\s]*\bgloo[/\\][^\]\s]*:\d+\]|^Application timeout caused pair closure")
+"""`[.../gloo/transport/tcp/pair.cc:537] Read error`, `[enforce fail at .../gloo/allreduce.cc:80] size > 0`: gloo's
+macros `GLOO_ERROR_MSG` (common/error.h) and `GLOO_ENFORCE` (common/logging.h); and the one message without a position,
+of every operation after one that timed out (transport/tcp/unbound_buffer.cc)."""
 
 
 class CollectiveError(ConnectionError):
     """A collective failed or timed out: another rank has died, or is stuck. The mesh cannot be used after."""
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an error is the backend's (gloo, nccl, the ranks' store) and not one of the code around it."""
+    return isinstance(error, dist.DistError) or bool(isinstance(error, RuntimeError) and _GLOO.search(str(error)))
 
 
 class Faults:
@@ -31,7 +45,8 @@ class Faults:
     long as all goes well.
 
     Attributes:
-        groups: process groups to hang up on after a failure, so that ranks that wait for this one fail as well.
+        groups: process groups whose connections are aborted after a failure, so that ranks that wait for this one fail
+            as well.
     """
 
     def __init__(self, rank: int, world: int, timeout: float, store: Any) -> None:
@@ -44,45 +59,42 @@ class Faults:
         """Raise `CollectiveError` where a collective inside fails, anything else as it is."""
         try:
             yield
-        except CollectiveError:
-            raise
         except RuntimeError as error:
-            # torch.distributed has classes for some of its errors; gloo's are plain, so their words must do.
-            backend = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
-            if not backend:
+            if not is_failure(error):
                 raise
             for group in self.groups:
-                _hang_up(group)
+                _abort_connections(group)
             first = (str(error).splitlines() or [""])[0].split(". ")[0]
             raise CollectiveError(
                 f"rank {self.rank} of {self.world}: {what} failed or timed out (limit {self.timeout:g} s): "
-                f"another rank died or is stuck: {self._missing()} ({first})"
+                f"another rank died or is stuck: {self._missing} ({first})"
             ) from error
 
+    @cached_property
     def _missing(self) -> str:
-        """Who does not answer, in words."""
+        """Which ranks fail the liveness check after the first failure, in words."""
         if self._store is None:
             return "which one is unknown"
         absent = [r for r in range(self.world) if r != self.rank]
         try:
             self._store.set(f"alive/{self.rank}", "yes")
-            end = time.monotonic() + min(_ROLL_CALL, self.timeout)
+            end = time.monotonic() + min(_LIVENESS_SECONDS, self.timeout)
             while absent and time.monotonic() < end:
                 absent = [r for r in absent if not self._store.check([f"alive/{r}"])]
                 time.sleep(0.05)
         except RuntimeError:
             if 0 in absent:
                 return "rank 0, which kept the store, no longer answers"
-            # It has answered, and ended its own roll call.
+            # It has answered, and its liveness check has ended.
         if not absent:
             return "all ranks still answer"
-        return f"rank {', '.join(map(str, absent))}" + (" does" if len(absent) == 1 else " do") + " not answer"
+        return f"rank {', '.join(map(str, absent))} {'does' if len(absent) == 1 else 'do'} not answer"
 
 
-def _hang_up(group: Any) -> None:
+def _abort_connections(group: Any) -> None:
     """Close this rank's connections of a group.
 
-    A rank may wait for rows that this one, having failed, will never send; it would notice only at its own timeout. A
+    A rank may wait for rows that this one, having failed, will never send; it would notice only at its timeout. A
     receive that times out closes all of gloo's connections; one from a rank that is dead fails before.
     """
     if dist.get_backend(group) != "gloo":
@@ -90,5 +102,5 @@ def _hang_up(group: Any) -> None:
     for other in range(dist.get_world_size(group)):
         if other != dist.get_rank(group):
             with suppress(RuntimeError):
-                work: Any = dist.irecv(torch.empty(1), dist.get_global_rank(group, other), group, _HANG_UP)
+                work: Any = dist.irecv(torch.empty(1), dist.get_global_rank(group, other), group, _UNUSED_TAG)
                 work.wait(timedelta(milliseconds=1))

@@ -1,9 +1,10 @@
-"""Ranks on a grid: who takes part, with whom each collective is, and how much went over the wire."""
+"""Ranks on a grid: who takes part, with whom each collective is, and how many bytes were sent."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -21,24 +22,27 @@ class Axis(NamedTuple):
     """Ranks that talk to each other.
 
     Attributes:
-        name: `"world"`, `"data"` or `"gnets"`.
-        size: how many there are.
-        index: which of them this one is.
+        ranks: which, in the order of the axis.
+        index: where among them this one is.
         group: their process group, None where there is only one rank.
     """
 
-    name: AxisName
-    size: int
+    ranks: tuple[int, ...]
     index: int
     group: Any
 
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
 
 class Traffic:
-    """Bytes that this rank put on the wire, by kind of collective.
+    """Bytes that this rank sent, by kind of collective.
 
-    Counted by what the algorithms send, payload only: `gather` own bytes to every other rank; `reduce_scatter` every
-    other rank's share; `all_reduce` 2 (N - 1) / N of the buffer, as a ring does. On gloo these are what the
-    loopback's own counters show, headers apart (under 1 %).
+    Counted by what the algorithms send, payload only: `gather` this rank's bytes to every other one; `reduce_scatter`
+    the rows of all other ranks; `all_reduce` 2 (N - 1) / N of the buffer, as a ring does. On gloo these are what the
+    loopback's counters show, headers apart (under 1 %).
     """
 
     def __init__(self) -> None:
@@ -57,8 +61,8 @@ class Traffic:
 class Mesh:
     """Ranks as a grid of `data` x `gnets`, the ranks of one row next to each other (on one node). Made by `mesh`.
 
-    A batch is split over all ranks. Along `gnets` ranks share out the tiles of the genome, where they are sharded;
-    along `data` they hold the same ones. As a context manager it closes itself.
+    A batch is split over all ranks. Along `gnets` the tiles of the genome are split, where it is sharded; along `data`
+    ranks hold the same ones. As a context manager it closes itself.
 
     Attributes:
         world: ranks in all.
@@ -73,7 +77,7 @@ class Mesh:
     """
 
     def __init__(
-        self, data: int, gnets: int, rank: int, device: torch.device, timeout: float, store: Any, owns: bool
+        self, data: int, gnets: int, rank: int, device: torch.device, timeout: float, store: Any, began: bool
     ) -> None:
         self.world, self.rank = data * gnets, rank
         self.data, self.gnets = data, gnets
@@ -81,20 +85,26 @@ class Mesh:
         self.device, self.timeout = device, timeout
         self.traffic = Traffic()
         self.faults = Faults(self.rank, self.world, timeout, store)
-        self._owns = owns
-        everyone = dist.group.WORLD if self.world > 1 else None
-        rows = [list(range(d * gnets, (d + 1) * gnets)) for d in range(data)]
-        columns = [list(range(g, data * gnets, gnets)) for g in range(gnets)]
-        self._axes: dict[str, Axis] = {"world": Axis("world", self.world, self.rank, everyone)}
-        self._axes["data"] = Axis("data", data, self.data_index, self._group(columns, everyone))
-        self._axes["gnets"] = Axis("gnets", gnets, self.gnets_index, self._group(rows, everyone))
-        if owns:
+        self._began = began
+        lines = {
+            "world": [range(self.world)],
+            "data": [range(g, self.world, gnets) for g in range(gnets)],
+            "gnets": [range(d * gnets, (d + 1) * gnets) for d in range(data)],
+        }
+        self._axes = {name: self._axis(ranges) for name, ranges in lines.items()}
+        if began:
             self.faults.groups = [axis.group for axis in self._axes.values() if axis.size > 1]
 
-    def _group(self, ranks: list[list[int]], everyone: Any) -> Any:
-        if len(ranks) == 1 or len(ranks[0]) == 1:
-            return everyone if len(ranks) == 1 else None
-        return dist.new_subgroups_by_enumeration(ranks, timeout=timedelta(seconds=self.timeout))[0]
+    def _axis(self, lines: list[range]) -> Axis:
+        """This rank's line of ranks, of several that have no rank in common."""
+        ranks = next(tuple(line) for line in lines if self.rank in line)
+        group: Any = None
+        if len(ranks) == self.world > 1:
+            group = dist.group.WORLD
+        elif len(ranks) > 1:
+            limit = timedelta(seconds=self.timeout)
+            group = dist.new_subgroups_by_enumeration([[*line] for line in lines], timeout=limit)[0]
+        return Axis(ranks, ranks.index(self.rank), group)
 
     def axis(self, name: AxisName) -> Axis:
         """The ranks along an axis."""
@@ -105,20 +115,24 @@ class Mesh:
         """Torch's `DeviceMesh` over the axes of more than one rank, with their names, for what is built on it."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        axes = [a for a in (self._axes["data"], self._axes["gnets"]) if a.size > 1]
+        axes = {name: self._axes[name] for name in ("data", "gnets") if self._axes[name].size > 1}
         if not axes:
             raise ValueError("a mesh of one rank has no DeviceMesh: it needs no process group")
-        grid = torch.arange(self.world).reshape([a.size for a in axes])
-        groups = [a.group for a in axes]
-        names = tuple(a.name for a in axes)
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
-        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
+        groups = [a.group for a in axes.values()]
+        grid = torch.arange(self.world).reshape([a.size for a in axes.values()])
+        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=tuple(axes))
+
+    @contextmanager
+    def sending(self, kind: str, n_bytes: int) -> Iterator[None]:
+        """Count a collective, and raise `CollectiveError` where it fails."""
+        self.traffic.add(kind, n_bytes)
+        with self.faults.named(kind):
+            yield
 
     def shard_batch(self, batch: Any) -> Any:
-        """This rank's share of a global batch: the first dimension split over all ranks, the first ones get the rest.
+        """This rank's shard of a global batch: the first dimension split over all ranks, the first ones get the rest.
 
-        Shares can be empty. Scalars and what is no tensor are kept.
+        Shards can be empty. Scalars and what is no tensor are kept.
         """
         return batch if self.world == 1 else split_rows(batch, self.world)[self.rank]
 
@@ -134,7 +148,7 @@ class Mesh:
 
     def close(self) -> None:
         """Leave together, and end the process group if this mesh began it. The mesh cannot be used after."""
-        if _initialised() and self._owns:
+        if _initialised() and self._began:
             self.barrier()
             dist.destroy_process_group()
 
@@ -144,7 +158,7 @@ class Mesh:
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self.close()
-        elif _initialised() and self._owns:
+        elif _initialised() and self._began:
             # The others may never come to a barrier.
             dist.destroy_process_group()
 
@@ -167,15 +181,15 @@ def mesh(
 ) -> Mesh:
     """The ranks of this run as a grid of `data` x `gnets`: every rank calls it, with the same arguments.
 
-    The process group is the one that there is; else one is begun if the environment is that of `torchrun` (`RANK` is
-    set), with gloo on the CPU and nccl on CUDA; else this is the only rank.
+    The process group is the existing one; else one is begun if the environment is that of `torchrun` (`RANK` is set),
+    with gloo on the CPU and nccl on CUDA; else this is the only rank.
 
     Args:
         data: ranks along which the genome is replicated.
         gnets: ranks along which it can be sharded; None is all there are / data.
-        device: `"cpu"` or `"cuda"` (this rank's own GPU, by `LOCAL_RANK`), or any device.
-        timeout: seconds after which a collective fails with `CollectiveError`; a process group that there is keeps its
-            own.
+        device: `"cpu"` or `"cuda"` (this rank's GPU, by `LOCAL_RANK`), or any device.
+        timeout: seconds after which a collective fails with `CollectiveError`; an existing process group keeps its
+            limit.
         init_method: where ranks meet, as in `torch.distributed.init_process_group`.
 
     Raises:
@@ -197,24 +211,23 @@ def mesh(
         raise ValueError(f"data * gnets must be the number of ranks, {world}, got {data} * {wanted}")
     if not timeout > 0:
         raise ValueError(f"timeout must be seconds > 0, got {timeout!r}")
-    store, owns = None, False
+    store, began = None, False
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not _initialised() and _launched():
         limit = timedelta(seconds=timeout)
         store = _meet(init_method, world, limit)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        own = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world}
-        dist.init_process_group(backend, timeout=limit, **own)
-        owns = True
-    return Mesh(data, wanted, dist.get_rank() if _initialised() else 0, device, timeout, store, owns)
+        dist.init_process_group(backend, timeout=limit, store=store, rank=int(os.environ["RANK"]), world_size=world)
+        began = True
+    return Mesh(data, wanted, dist.get_rank() if _initialised() else 0, device, timeout, store, began)
 
 
 def _meet(init_method: str, world: int, limit: timedelta) -> Any:
     rendezvous: Callable[..., Any] = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
     store = next(rendezvous(init_method, int(os.environ["RANK"]), world, timeout=limit))[0]
     store.set_timeout(limit)
-    # torchrun's store outlives its workers: without a name of its own, an attempt may find addresses of the dead.
+    # torchrun's store outlives its workers: without a name for each attempt, one may read addresses of the dead.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     return dist.PrefixStore(f"attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
 

@@ -83,14 +83,14 @@ def trajectory(
     max_tile: Any = (4, 4),
     rows: tuple[int, ...] = SIZES,
     sizes: tuple[int, int, int] = (6, 14, 5),
-    alone: Mapping[str, Any] = MappingProxyType({}),
+    single_rank: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    """Losses, norms, aux and the final genome and optimizer state; `alone` replaces options where there is no mesh."""
+    """Losses, norms, aux, final genome and optimizer state; `single_rank` replaces options where there is no mesh."""
     pnet = pnet_of(sizes)
     plan = gb.make_plan(pnet, hypernet, max_tile=max_tile)
     if mesh is None:
-        options |= alone
+        options |= single_rank
     step = gb.make_train_step(plan, pnet, squared, optimizer, mesh=mesh, placement=placement, **options)
     state, reports = step.init(3), []
     for batch in batches(rows, sizes):
@@ -142,7 +142,7 @@ for _placement in PLACEMENTS:
     _manners: dict[str, dict[str, Any]] = {
         "momentum": {"optimizer": MOMENTUM},
         "donate": {"optimizer": MOMENTUM, "donate": True},
-        "microbatches": {"microbatches": 3, "alone": {"microbatches": 1}},
+        "microbatches": {"microbatches": 3, "single_rank": {"microbatches": 1}},
         "remat generate": {"remat": "generate"},
         "remat layer": {"remat": "layer", "lazy": False},
         "remat layer relu": {"remat": "layer", "hypernet": gb.gnet((3,)), "clip_norm": 0.3},

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,22 @@ from torch.func import grad, jvp, vmap
 from torch.nn.parallel import DistributedDataParallel
 
 import gbfunc as gb
-from gbfunc.parallel import Mesh, all_gather, reduce_scatter
+from gbfunc.hypernets.ensemble import dense_tiles
+from gbfunc.parallel import Gather, Layout, Mesh, all_gather, check_equal, reduce_scatter, text_of
 from tests.support.rank_cases import ADAMW, SGD, batches, pnet_of, squared
 from tests.support.ranks import PATIENCE
 
 ROWS = (3, 0, 2, 1)
 """Rows of each rank: uneven, one of them has none."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options as a factory of steps may have them."""
+
+    clip_norm: float | None = None
+    microbatches: int = 1
+    amp: torch.dtype | None = torch.bfloat16
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -75,10 +86,50 @@ def gather_laws(mesh: Mesh, backend: str = "aot_eager") -> dict[str, float]:
     assert x.grad is not None
     found["compile"] = off(x.grad, expected[own])
     x = mine.clone().requires_grad_()
-    mute = all_gather(mesh, [x], [sizes], "world", mute=mesh.rank == 0)[0]
-    (mute * (float("nan") if mesh.rank == 0 else 1.0)).sum().backward()
-    assert x.grad is not None
-    found["mute"] = off(x.grad, torch.full_like(x, n - 1.0))
+    return found
+
+
+def uncounted(mesh: Mesh) -> dict[str, float]:
+    """Distance of the gradient of a gather from that of the other ranks alone, where rank 0 has a NaN for its own."""
+    plan = gb.make_plan(pnet_of(), gb.gnet((3,)), max_tile=(4, 4))
+    layout = Layout(plan, mesh, "sharded")
+    e = plan.ensembles[0]
+    gather = Gather(layout, counts=mesh.rank != 0)
+    factor = float("nan") if mesh.rank == 0 else 1.0
+
+    def total(x: Tensor, slot: int | None) -> Tensor:
+        if slot is None:
+            return (factor * dense_tiles(gather.outputs({e.name: x})[e.name])).sum()
+        sizes = layout.sizes_of(e, slot)
+        return (factor * dense_tiles(gather.slot(e, x[: sizes[mesh.gnets_index]], sizes))).sum()
+
+    found: dict[str, float] = {}
+    for name, slot in (("outputs", None), ("slot", 0), ("compiled", None)):
+        x = torch.ones(layout.sizes[e.name][mesh.gnets_index], 4, 4, dtype=torch.float64, requires_grad=True)
+        call: Any = torch.compile(total, fullgraph=True, backend="aot_eager") if name == "compiled" else total
+        call(x, slot).backward()
+        assert x.grad is not None
+        n = len(x) if slot is None else layout.sizes_of(e, slot)[mesh.gnets_index]
+        found[name] = float((x.grad[:n] - (mesh.world - 1)).abs().max()) if n else 0.0
+    return found
+
+
+def configurations(mesh: Mesh) -> dict[str, str]:
+    """What is said of ranks with other options: of the last rank alone, and of one along each axis."""
+    last = mesh.rank == mesh.world - 1
+    options = Options(clip_norm=0.5 if last else None, microbatches=3 if last else 1, amp=torch.bfloat16)
+    same = {"options": text_of(Options()), "optimizer": text_of(ADAMW), "plan": gb.make_plan(pnet_of()).to_json()}
+    found = {"same": outcome(lambda: check_equal(mesh, same, "ranks"))}
+    found["options"] = outcome(lambda: check_equal(mesh, same | {"options": text_of(options)}, "ranks"))
+    table = gb.torch_schedule(torch.optim.lr_scheduler.StepLR, 0.2 if last else 0.1, steps=3, step_size=2)
+    for name, lr in (("rate", 0.2 if last else 0.1), ("schedule", table)):
+        optimizer = gb.torch_optimizer(torch.optim.AdamW if last else torch.optim.Adam, lr=lr)
+        found[name] = outcome(lambda o=optimizer: check_equal(mesh, same | {"optimizer": text_of(o)}, "ranks"))
+    plan = gb.make_plan(pnet_of(), gb.periodic(3 if last else 2)).to_json()
+    found["plan"] = outcome(lambda: check_equal(mesh, same | {"plan": plan}, "ranks"))
+    found["text"] = outcome(lambda: check_equal(mesh, {"a": "x" * 200 + "yz"[last], "b": "é"[: 1 - last]}, "ranks"))
+    found["tensor"] = outcome(lambda: check_equal(mesh, {"t": torch.ones(2) * mesh.rank, **same}, "ranks", "gnets"))
+    found["device mesh"] = " ".join(mesh.device_mesh.mesh_dim_names)
     return found
 
 
@@ -151,6 +202,24 @@ def refusals(mesh: Mesh) -> dict[str, str]:
     empty = tuple(x[:0] for x in batch)
     found["empty"] = outcome(lambda: step(step.init(), empty))
     return found
+
+
+def user_error(init_method: str) -> str:
+    """What comes of a user's error inside a compiled step; the ranks can talk to each other after it."""
+    pnet = pnet_of()
+    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
+
+    def fail(net: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        raise RuntimeError("nothing stored yet: Connection timed out")
+
+    with gb.mesh(init_method=init_method, timeout=60 * PATIENCE) as mesh:
+        step = gb.make_train_step(plan, pnet, fail, SGD, mesh=mesh, placement="sharded", compile=True)
+        try:
+            step(step.init(), mesh.shard_batch(batches((8,))[0]))
+        except RuntimeError as error:
+            mesh.barrier()
+            return str(error)
+    return ""
 
 
 def randomness(mesh: Mesh) -> dict[str, Any]:
@@ -228,7 +297,7 @@ def narrow(mesh: Mesh | None) -> dict[str, Any]:
 
 def run_events(init_method: str, data: int = 1) -> dict[str, Any]:
     """All of these on this rank."""
-    events = (gather_laws, not_finite, refusals, randomness, batch_norm, sent, narrow)
+    events = (gather_laws, uncounted, configurations, not_finite, refusals, randomness, batch_norm, sent, narrow)
     with gb.mesh(data=data, init_method=init_method, timeout=30 * PATIENCE) as mesh:
         return {event.__name__: event(mesh) for event in events}
 
@@ -257,5 +326,9 @@ def die(init_method: str, victim: int, how: str, timeout: float) -> tuple[str, f
         for _ in range(3):
             state, _ = step(state, batch)
     except gb.CollectiveError as error:
-        return str(error), time.monotonic() - start
+        words, seconds = str(error), time.monotonic() - start
+        try:
+            mesh.barrier()
+        except gb.CollectiveError:
+            return words, seconds
     return "", 0.0

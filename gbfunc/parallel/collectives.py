@@ -1,0 +1,258 @@
+"""Collectives on rows of tensors, inside an autograd graph and outside.
+
+A gather stacks the rows of all ranks; a reduce-scatter sums over ranks and leaves each its rows. Each is the gradient
+of the other. Ranks have uneven, maybe empty numbers of rows, which are sent without padding.
+
+One autograd node exchanges many tensors, in one order on every rank, whatever the order in which backward needs them.
+It has a rule for `vmap`, forward mode and double backward; under `torch.compile` no forward mode: Dynamo refuses it.
+
+On gloo ranks send to each other: gloo's reduce-scatter is an all-reduce inside (measured: twice the bytes), and its
+all-to-all sends in one direction at a time (measured: twice the time on a slow link). A compiled graph, which knows no
+sends, has the all-to-all.
+
+All raise `CollectiveError` if a rank is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gbfunc.parallel.mesh import Axis, AxisName, Mesh
+
+Sizes = tuple[int, ...]
+"""Rows of every rank along an axis."""
+
+Kind = Literal["gather", "reduce_scatter"]
+
+Transport = Literal["nccl", "all_to_all", "p2p"]
+"""How rows travel: by nccl's collectives, by one all-to-all, or from rank to rank."""
+
+# Names of torch 2.13; before it, those that 2.13 deprecates.
+_gather_even: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_even: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Exchange(NamedTuple):
+    """A gather or a reduce-scatter of many tensors.
+
+    Attributes:
+        kind: which.
+        sizes: rows of every rank, for each tensor.
+        axis: the ranks.
+        transport: how rows travel.
+        mesh: counts bytes and names failures; None while a graph is compiled.
+    """
+
+    kind: Kind
+    sizes: tuple[Sizes, ...]
+    axis: Axis
+    transport: Transport
+    mesh: Mesh | None
+
+
+def _run(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    gather = exchange.kind == "gather"
+    move = _gather if gather else _reduce_scatter
+    if exchange.mesh is None:
+        return move(exchange, xs)
+    index, n = exchange.axis.index, exchange.axis.size
+    # A gather sends all of this rank's rows to every other rank, a reduce-scatter to each its rows.
+    rows = [len(x) * (n - 1) if gather else len(x) - s[index] for x, s in zip(xs, exchange.sizes, strict=True)]
+    with exchange.mesh.sending(exchange.kind, sum(x[:1].nbytes * k for x, k in zip(xs, rows, strict=True))):
+        return move(exchange, xs)
+
+
+def _gather(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Rows of all ranks, tensor by tensor: [n, ...] -> [sum(sizes), ...]."""
+    _, sizes, axis, transport, _ = exchange
+    whole = tuple(x.new_empty((sum(s), *x.shape[1:])) for x, s in zip(xs, sizes, strict=True))
+    if transport == "p2p":
+        taken = [out.split(s) for out, s in zip(whole, sizes, strict=True)]
+        for parts, x in zip(taken, xs, strict=True):
+            parts[axis.index].copy_(x)
+        _send([[parts[axis.index]] * axis.size for parts in taken], taken, axis)
+        return whole
+    for out, x, s in zip(whole, xs, sizes, strict=True):
+        if transport == "nccl" and len(set(s)) == 1:
+            _gather_even(out, x.contiguous(), group=axis.group)
+        else:
+            copies = x.repeat(axis.size, *(1 for _ in x.shape[1:]))
+            dist.all_to_all_single(out, copies, list(s), [s[axis.index]] * axis.size, group=axis.group)
+    return whole
+
+
+def _reduce_scatter(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The sum over ranks of this rank's rows, tensor by tensor: [sum(sizes), ...] -> [n, ...]."""
+    _, sizes, axis, transport, _ = exchange
+    xs = [x.contiguous() for x in xs]
+    if transport == "p2p":
+        given = [x.split(s) for x, s in zip(xs, sizes, strict=True)]
+        taken = [[torch.empty_like(parts[axis.index]) for _ in parts] for parts in given]
+        for mine, parts in zip(taken, given, strict=True):
+            mine[axis.index] = parts[axis.index]
+        _send(given, taken, axis)
+        return tuple(_total(parts) for parts in taken)
+    return tuple(_scatter_at_once(x, s, axis, transport) for x, s in zip(xs, sizes, strict=True))
+
+
+def _scatter_at_once(x: Tensor, sizes: Sizes, axis: Axis, transport: Transport) -> Tensor:
+    n = sizes[axis.index]
+    if transport == "nccl" and len(set(sizes)) == 1:
+        out = x.new_empty((n, *x.shape[1:]))
+        _scatter_even(out, x, group=axis.group)
+        return out
+    parts = x.new_empty((axis.size * n, *x.shape[1:]))
+    dist.all_to_all_single(parts, x, [n] * axis.size, list(sizes), group=axis.group)
+    return parts.reshape(axis.size, n, *x.shape[1:]).sum(0)
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in the order of ranks: it does not depend on who came first. Narrow numbers are rounded once."""
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
+def _send(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], axis: Axis) -> None:
+    """Send `given[i][rank]` to every other rank, and receive `taken[i][rank]` from it; empty ones stay where they are.
+
+    Receives come first: gloo tells a sender that its receiver is ready on the connection that the receiver's rows
+    take, and behind these if they were there before.
+    """
+    others = [(i, rank) for i, rank in enumerate(axis.ranks) if i != axis.index]
+    works: list[Any] = []
+    for call, tensors in ((dist.irecv, taken), (dist.isend, given)):
+        works += [call(p[i], rank, group=axis.group) for p in tensors for i, rank in others if p[i].numel()]
+    for work in works:
+        work.wait()
+
+
+class _Node(torch.autograd.Function):
+    """An exchange in a graph; backward is the other kind of exchange."""
+
+    @staticmethod
+    def forward(exchange: _Exchange, *xs: Tensor) -> tuple[Tensor, ...]:
+        return _run(exchange, xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.exchange = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        kind: Kind = "reduce_scatter" if ctx.exchange.kind == "gather" else "gather"
+        return (None, *_apply(ctx.exchange._replace(kind=kind), grads))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], exchange: _Exchange, *xs: Tensor) -> tuple[Any, Any]:
+        # Rows stay first, the batch comes second.
+        n, both = info.batch_size, zip(xs, in_dims[1:], strict=True)
+        moved = [x.unsqueeze(1).expand(len(x), n, *x.shape[1:]) if d is None else x.movedim(d, 1) for x, d in both]
+        return _apply(exchange, moved), (1,) * len(xs)
+
+
+class _ForwardModeNode(_Node):
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return _apply(ctx.exchange, tangents)
+
+
+def _apply(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    node: Any = _Node if torch.compiler.is_compiling() else _ForwardModeNode
+    return node.apply(exchange, *xs)
+
+
+def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName) -> list[Tensor]:
+    ranks, compiling = mesh.axis(axis), torch.compiler.is_compiling()
+    if ranks.size == 1:
+        return xs
+    nccl = dist.get_backend(ranks.group) == "nccl"
+    transport: Transport = "nccl" if nccl else "all_to_all" if compiling else "p2p"
+    return list(_apply(_Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh), xs))
+
+
+def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
+    """Rows of all ranks of an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...].
+
+    Backward is a reduce-scatter: every rank's gradient of this rank's rows, summed. All ranks must take part in it.
+
+    Args:
+        mesh: the ranks.
+        xs: this rank's rows.
+        sizes: rows of every rank, for each tensor; any may be 0.
+        axis: along which.
+    """
+    return _exchange("gather", mesh, xs, sizes, axis)
+
+
+def reduce_scatter(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
+    """The sum over ranks of this rank's rows, tensor by tensor: [sum(sizes), ...] -> [n, ...]; backward gathers."""
+    return _exchange("reduce_scatter", mesh, xs, sizes, axis)
+
+
+def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
+    """The sum over the ranks of an axis, in place."""
+    ranks = mesh.axis(axis)
+    if ranks.size > 1:
+        with mesh.sending("all_reduce", 2 * x.nbytes * (ranks.size - 1) // ranks.size):
+            dist.all_reduce(x, group=ranks.group)
+    return x
+
+
+def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Rank 0's values of these tensors, on every rank."""
+    if mesh.world == 1 or not tensors:
+        return list(tensors)
+    flat = _bytes_of(tensors, mesh.device)
+    with mesh.faults.named("broadcast"):
+        dist.broadcast(flat, 0)
+    parts = flat.split([x.nbytes for x in tensors])
+    # Copies: numbers must lie at multiples of their size.
+    return [p.clone().view(x.dtype).reshape(x.shape).to(x.device) for p, x in zip(parts, tensors, strict=True)]
+
+
+def gather_exactly(mesh: Mesh, xs: Sequence[Tensor], sizes: Sequence[Sizes], axis: AxisName) -> list[Tensor]:
+    """Rows of all ranks of an axis, tensor by tensor, in one collective; bit for bit, of any dtypes: no graph."""
+    if mesh.axis(axis).size == 1 or not xs:
+        return list(xs)
+    widths = [math.prod(x.shape[1:]) * x.element_size() for x in xs]
+    counts = [tuple(n * w for n in s) for s, w in zip(sizes, widths, strict=True)]
+    (whole,) = all_gather(mesh, [_bytes_of(xs, mesh.device)], [sum_sizes(counts)], axis)
+    parts = split_ranks(whole, counts)
+    return [p.view(x.dtype).reshape(-1, *x.shape[1:]).to(x.device) for p, x in zip(parts, xs, strict=True)]
+
+
+def gather_numbers(mesh: Mesh, numbers: Sequence[int], axis: AxisName = "world") -> list[list[int]]:
+    """As many int64 numbers from every rank of an axis: a list for each rank."""
+    row = torch.tensor([numbers], dtype=torch.int64, device=mesh.device)
+    return all_gather(mesh, [row], [(1,) * mesh.axis(axis).size], axis)[0].tolist()
+
+
+def gather_texts(mesh: Mesh, text: str, axis: AxisName = "world") -> list[str]:
+    """The text of every rank of an axis, in their order."""
+    flat = torch.tensor(list(text.encode()), dtype=torch.uint8, device=mesh.device)
+    sizes = tuple(n for (n,) in gather_numbers(mesh, [len(flat)], axis))
+    return [bytes(part.tolist()).decode() for part in all_gather(mesh, [flat], [sizes], axis)[0].split(sizes)]
+
+
+def sum_sizes(sizes: Sequence[Sizes]) -> Sizes:
+    """Sizes of tensors that travel one after another in a flat one."""
+    return tuple(map(sum, zip(*sizes, strict=True)))
+
+
+def split_ranks(flat: Tensor, sizes: Sequence[Sizes]) -> list[Tensor]:
+    """Tensors [sum(sizes)] from what ranks sent of them: first all of rank 0's, then all of rank 1's, and so on."""
+    parts = flat.split([n for of_rank in zip(*sizes, strict=True) for n in of_rank])
+    return [torch.cat(parts[i :: len(sizes)]) for i in range(len(sizes))]
+
+
+def _bytes_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """What tensors of any dtypes hold, one after another: uint8 [n]."""
+    return torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8).to(device) for x in tensors])

@@ -1,0 +1,247 @@
+"""Where the genome lives on a mesh: replicated, or each rank with a contiguous range of every ensemble's tiles.
+
+`Layout` says which rows of which leaf a rank holds, fixed by plan and mesh. `placement="auto"` takes the placement of
+least time, by bytes sent and operations. With N ranks, S of them along the g-net axis and D along the data axis, in a
+ring, a rank has in each step:
+
+* replicated: 2 (N-1)/N G bytes, for a genome of G bytes; all of generation's operations;
+* sharded: 2 (S-1)/S W for weights of W bytes, 2 (D-1)/D G/S for the split leaves, 2 (N-1)/N of the others' bytes;
+  1/S of the operations;
+* factors: the same with the factors' bytes for W; 1/S of what makes factors, but all of the products of factors.
+
+Where weights may stay factors (`lazy`), nobody multiplies these, but for tiles that are sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
+
+import torch
+
+from gbfunc.parallel.collectives import Sizes
+from gbfunc.parallel.mesh import Mesh
+from gbfunc.plan import DTYPES, Ensemble, Plan
+from gbfunc.trees import DIRECT, GNET
+
+Placement = Literal["replicated", "sharded", "factors"]
+PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
+
+OPERATIONS_PER_BYTE = {"cpu": 40.0, "cuda": 400.0}
+"""Operations in the time of a byte on the wire: 50 Gflop/s (some cores) at 10 Gbit/s, 20 Tflop/s (GPU) at 50 GB/s."""
+
+_PASSES = 3
+"""Forward, and backward for both sides of each product."""
+
+
+class Rows(NamedTuple):
+    """Part of a leaf: rows `first .. first + count - 1` of `total`."""
+
+    first: int
+    count: int
+    total: int
+
+
+class Layout:
+    """The placement of a plan's genome on a mesh.
+
+    Attributes:
+        plan: the plan.
+        mesh: the ranks.
+        placement: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"` (factors are, where there are any).
+        sharded: whether leaves are split at all, which takes more than one rank along the g-net axis.
+        sizes: tiles of every rank along the g-net axis, by ensemble; only of ensembles with leaves.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
+        self.plan, self.mesh = plan, mesh
+        self.placement: Placement = placement
+        self.sharded = placement != "replicated" and mesh.gnets > 1
+        self.sizes: dict[str, Sizes] = {}
+        turn = 0
+        for e in plan.ensembles:
+            if e.leaves:
+                self.sizes[e.name] = shares_of(e.n_tiles, mesh.gnets, turn)
+                # Who has one tile more in this ensemble has none in the next ones.
+                turn = (turn + e.n_tiles) % mesh.gnets
+
+    def own(self, e: Ensemble) -> slice:
+        """This rank's tiles of an ensemble."""
+        if not self.sharded:
+            return slice(0, e.n_tiles)
+        sizes, index = self.sizes[e.name], self.mesh.gnets_index
+        first = sum(sizes[:index])
+        return slice(first, first + sizes[index])
+
+    def sizes_of(self, e: Ensemble, slot: int) -> Sizes:
+        """Tiles of one slot of an ensemble that every rank along the g-net axis holds."""
+        p = e.placements[slot]
+        ends = [0, *accumulate(self.sizes[e.name])]
+        return tuple(max(0, min(b, p.first + p.slot.grid.n_tiles) - max(a, p.first)) for a, b in pairwise(ends))
+
+    def as_factors(self, e: Ensemble) -> bool:
+        """Whether an ensemble is gathered as factors."""
+        return self.placement == "factors" and e.hypernet.factorised and bool(e.leaves)
+
+    def widths(self, e: Ensemble) -> tuple[int, ...]:
+        """Numbers that are gathered for each of its tiles, tensor by tensor."""
+        return _widths(e, self.as_factors(e))
+
+    @cached_property
+    def split(self) -> frozenset[str]:
+        """Flat names of the leaves that are split over the g-net axis."""
+        leaves = ((e.name, k, leaf) for e in self.plan.ensembles for k, leaf in e.leaves.items())
+        return frozenset(f"{GNET}{e}/{k}" for e, k, leaf in leaves if self.sharded and leaf.scope == "tile")
+
+    @cached_property
+    def ownership(self) -> Mapping[str, Rows]:
+        """The rows of every trained leaf that this rank holds, by flat name (`gnets/ENSEMBLE/LEAF`, `direct/NAME`)."""
+        rows: dict[str, Rows] = {}
+        for e in self.plan.ensembles:
+            for k in e.leaves:
+                name, total = f"{GNET}{e.name}/{k}", e.shapes[k][0]
+                held = self.own(e) if name in self.split else slice(0, total)
+                rows[name] = Rows(held.start, held.stop - held.start, total)
+        direct = {f"{DIRECT}{t.name}": t.shape[0] if t.shape else 1 for t in self.plan.direct}
+        return rows | {name: Rows(0, total, total) for name, total in direct.items()}
+
+    @cached_property
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Shape of every leaf as this rank holds it, by (ensemble, leaf) and ("direct", name)."""
+        shapes = dict(self.plan.leaf_shapes)
+        for e in self.plan.ensembles:
+            for k in e.leaves:
+                shapes[e.name, k] = (self.ownership[f"{GNET}{e.name}/{k}"].count, *shapes[e.name, k][1:])
+        return shapes
+
+    def wire_bytes(self, itemsize: int) -> tuple[int, int]:
+        """Bytes that this rank sends to gather all outputs once, and to return their gradients.
+
+        `itemsize` is that of the leaves.
+        """
+        out = back = 0
+        for e in self.plan.ensembles:
+            if self.sharded and e.leaves:
+                width = _tile_bytes(self.plan, e, self.as_factors(e), itemsize)
+                mine = self.sizes[e.name][self.mesh.gnets_index]
+                out += mine * width * (self.mesh.gnets - 1)
+                back += (e.n_tiles - mine) * width
+        return out, back
+
+
+def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
+    """Tiles of every rank, equal to within one; the ranks with one more begin at `turn`.
+
+    >>> shares_of(7, 3, 0), shares_of(7, 3, 1), shares_of(1, 4, 2)
+    ((3, 2, 2), (2, 3, 2), (0, 0, 1, 0))
+    """
+    base, more = divmod(n_tiles, ranks)
+    return tuple(base + ((rank - turn) % ranks < more) for rank in range(ranks))
+
+
+def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
+    """The dtype in which tiles are gathered: that of the tensors they make, if it is narrower; None is the leaves'.
+
+    Rounded before they are gathered tiles make the same tensors as after it, unless something is added in between.
+    """
+    narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.placements}
+    added = any(p.slot.offset for p in e.placements)
+    if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:
+        return None
+    return narrow.pop()
+
+
+def _widths(e: Ensemble, as_factors: bool) -> tuple[int, ...]:
+    rows, cols, *_ = e.dims
+    return (rows * e.hypernet.factor_width, cols * e.hypernet.factor_width) if as_factors else (rows * cols,)
+
+
+def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int:
+    """Bytes in which one tile of an ensemble is gathered."""
+    dtype = sent_dtype(plan, e, as_factors)
+    return sum(_widths(e, as_factors)) * (dtype.itemsize if dtype else itemsize)
+
+
+class Cost(NamedTuple):
+    """What one step costs one rank beside the p-net.
+
+    Attributes:
+        bytes: sent.
+        operations: of generation, forward and backward.
+    """
+
+    bytes: float
+    operations: float
+
+    def seconds(self, operations_per_byte: float) -> float:
+        """Time in units of a byte's."""
+        return self.bytes + self.operations / operations_per_byte
+
+
+def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
+    """The cost of a placement on `data` x `gnets` ranks, where weights may or may not stay factors."""
+    item, total, ring = plan.dtype.itemsize, plan.genome_params, _ring(data * gnets)
+    ensembles = [e for e in plan.ensembles if e.leaves]
+    operations = sum(_operations(e) for e in ensembles)
+    if lazy and placement != "sharded":
+        operations -= sum(_products(e) for e in ensembles if e.hypernet.factorised)
+    if placement == "replicated" or gnets == 1:
+        return Cost(ring * total * item, operations)
+    factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
+    sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
+    products = sum(_products(e) for e in ensembles if e.name in factored and not lazy)
+    tiles = sum(math.prod(s) for e in ensembles for k, s in e.shapes.items() if e.leaves[k].scope == "tile")
+    genome = _ring(data) * tiles / gnets * item + ring * (total - tiles) * item
+    return Cost(_ring(gnets) * sent + genome, (operations - products) / gnets + products)
+
+
+def choose_placement(
+    plan: Plan, mesh: Mesh, operations_per_byte: float | None = None, *, lazy: bool = False
+) -> Placement:
+    """The cheapest placement on a mesh; the first of `PLACEMENTS` among equals.
+
+    Args:
+        plan: the plan.
+        mesh: the ranks.
+        operations_per_byte: the machine's balance; None is `OPERATIONS_PER_BYTE` of the mesh's type of device.
+        lazy: whether weights may stay factors.
+    """
+    balance = operations_per_byte or OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
+    costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy).seconds(balance) for p in PLACEMENTS}
+    return min(PLACEMENTS, key=lambda p: costs[p])
+
+
+def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:
+    """The layout of a placement by name, `"auto"` among them; `lazy` as for `choose_placement`.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    chosen = choose_placement(plan, mesh, lazy=lazy) if placement == "auto" else placement
+    for known in PLACEMENTS:
+        if chosen == known:
+            return Layout(plan, mesh, known)
+    raise ValueError(f"placement must be one of {('auto', *PLACEMENTS)}, got {placement!r}")
+
+
+def _ring(ranks: int) -> float:
+    """Bytes that a rank sends for each byte of a buffer that is gathered and reduced in a ring."""
+    return 2 * (ranks - 1) / ranks
+
+
+def _products(e: Ensemble) -> float:
+    """Operations that multiply an ensemble's factors to tiles."""
+    rows, cols, *_ = e.dims
+    return _PASSES * 2.0 * e.n_tiles * rows * cols * e.hypernet.factor_width
+
+
+def _operations(e: Ensemble) -> float:
+    """Operations that generate an ensemble: a product of factors, or each g-net once for each of its weights."""
+    rows, cols, *_ = e.dims
+    params = sum(math.prod(leaf.shape) for leaf in e.leaves.values())
+    if e.hypernet.factorised:
+        return _products(e) + _PASSES * 2.0 * e.n_tiles * (rows + cols) * params
+    return _PASSES * 2.0 * e.n_tiles * rows * cols * params
