@@ -26,7 +26,7 @@ from gbfunc.genome import Noise, check_genome
 from gbfunc.layers import KINDS
 from gbfunc.layers.forms import FactoredWeight, WeightForm, formable
 from gbfunc.layers.recomputed import RecomputedWeight
-from gbfunc.parallel import Layout, gather_outputs, no_tiles
+from gbfunc.parallel import Gather, Layout, no_tiles
 from gbfunc.plan import DTYPES, Plan, TensorPlan
 from gbfunc.tiling import TileGrid
 from gbfunc.types import GenomeLike, GNets, Kernel, Params
@@ -49,7 +49,8 @@ class Generator:
 
     Attributes:
         forms: the form of each weight that is not dense, by name of parameter, names of tied ones included.
-        mute: this rank's gradients count for nothing where they are summed over ranks.
+        gather: from each rank's outputs to everyone's, where the genome is split; says whether this rank's gradients
+            count.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class Generator:
         lazy: Any = False,
         remat: bool = False,
     ) -> None:
-        self.mute = False
         self._layout = layout if layout is not None and layout.sharded else None
+        self.gather = None if self._layout is None else Gather(self._layout)
         self._plan, self._dtype = plan, plan.dtype
         self._stacks = [Stack(e, kernel, self._layout if e.leaves else None, lambda: self.mute) for e in plan.ensembles]
         # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
@@ -179,15 +180,15 @@ class Generator:
 
     def _gather(self, runs: list[Run]) -> dict[int, list[Part]]:
         """Every slot of the ensembles that are gathered whole, from each rank's tiles."""
-        layout, made = self._layout, {}
+        gather, made = self.gather, {}
         gathered = [i for i, make in enumerate(self._made) if make is None]
-        if layout is None or not gathered:
+        if gather is None or not gathered:
             return {}
         for i in gathered:
             e = self._stacks[i].ensemble
-            made[e.name] = runs[i].tiles() if runs[i].n_tiles else no_tiles(layout, e, runs[i].leaves)
+            made[e.name] = runs[i].tiles() if runs[i].n_tiles else no_tiles(gather.layout, e, runs[i].leaves)
         # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
-        whole = gather_outputs(layout, made, mute=self.mute)
+        whole = gather.outputs(made)
         return {i: self._stacks[i].parts(whole[self._stacks[i].ensemble.name]) for i in gathered}
 
     def _dense(self, tensor: TensorPlan, parts: list[Part]) -> Params:
@@ -273,7 +274,7 @@ def generate_piece(plan: Plan, genome: GenomeLike, name: str, rows: slice, cols:
         raise ValueError(f"{name!r} is not a generated parameter of one matrix")
     index = plan.tensors.index(tensor)
     e, slot = next((e, i) for e in plan.ensembles for i, p in enumerate(e.placements) if p.tensor == index)
-    stack = Stack(e, "auto", None, lambda: False)
+    stack = Stack(e, "auto", None, lambda: None)
     leaves = genome.gnets.get(e.name, {})
     like = next(iter(leaves.values()), torch.zeros((), dtype=plan.dtype))
     part: Any = stack.runs(stack.run(leaves, None, like.dtype, like.device))[slot]

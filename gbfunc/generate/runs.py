@@ -15,7 +15,7 @@ from torch import Tensor
 from gbfunc.genome import codes_of
 from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.ensemble import apply_matrix, apply_tiles, dense_tiles
-from gbfunc.parallel import Layout, Sizes, gather_slot, no_tiles
+from gbfunc.parallel import Gather, Layout, Sizes, no_tiles
 from gbfunc.plan import Ensemble
 from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, Kernel, Params, TileDims
@@ -146,10 +146,11 @@ class GatheredRun(NamedTuple):
 
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c] of all ranks, or their factors."""
-        layout, e = self.stack.layout, self.stack.ensemble
-        assert layout is not None
-        own = self.run.tiles() if self.sizes[layout.mesh.gnets_index] else no_tiles(layout, e, self.leaves)
-        return gather_slot(layout, e, own, self.sizes, mute=self.stack.mute())
+        gather, e = self.stack.gather(), self.stack.ensemble
+        assert gather is not None
+        some = self.sizes[gather.layout.mesh.gnets_index]
+        mine = self.run.tiles() if some else no_tiles(gather.layout, e, self.leaves)
+        return gather.slot(e, mine, self.sizes)
 
     def matrix(self, grid: TileGrid) -> Tensor:
         """The one matrix [R, C] that all tiles make."""
@@ -169,8 +170,10 @@ class Stack:
         grids: tiles of its slots.
     """
 
-    def __init__(self, ensemble: Ensemble, kernel: Kernel, layout: Layout | None, mute: Callable[[], bool]) -> None:
-        self.ensemble, self.layout, self.mute = ensemble, layout, mute
+    def __init__(
+        self, ensemble: Ensemble, kernel: Kernel, layout: Layout | None, gather: Callable[[], Gather | None]
+    ) -> None:
+        self.ensemble, self.layout, self.gather = ensemble, layout, gather
         self._kernel: Kernel = kernel
         self.grids = [p.slot.grid for p in ensemble.placements]
         self._counts = [grid.n_tiles for grid in self.grids]

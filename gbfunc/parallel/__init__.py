@@ -8,8 +8,6 @@ from gbfunc.parallel.collectives import Sizes, all_gather, from_rank_0, gather_e
 from gbfunc.parallel.exchange import (
     Gather,
     Reduced,
-    gather_outputs,
-    gather_slot,
     gather_state,
     no_tiles,
     reduce_step,
@@ -44,8 +42,6 @@ __all__ = [
     "choose_placement",
     "from_rank_0",
     "gather_exactly",
-    "gather_outputs",
-    "gather_slot",
     "gather_state",
     "make_layout",
     "mesh",

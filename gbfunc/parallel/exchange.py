@@ -84,18 +84,6 @@ class Gather(NamedTuple):
         return [torch.where(x.new_zeros((), dtype=torch.bool), x, x.detach()) for x in whole]
 
 
-def gather_outputs(layout: Layout, own: Outputs, *, mute: bool = False) -> Outputs:
-    """`Gather.outputs`; with `mute` this rank's gradients do not count."""
-    return Gather(layout, not mute).outputs(own)
-
-
-def gather_slot(
-    layout: Layout, e: Ensemble, own: Tensor | Factors, sizes: Sizes, *, mute: bool = False
-) -> Tensor | Factors:
-    """`Gather.slot`; with `mute` this rank's gradients do not count."""
-    return Gather(layout, not mute).slot(e, own, sizes)
-
-
 def no_tiles(layout: Layout, e: Ensemble, leaves: Params) -> Tensor | Factors:
     """The outputs of a rank that holds none of an ensemble's tiles; they depend on the leaves all the same.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, sample_noise
-from gbfunc.parallel import Layout
+from gbfunc.parallel import Gather, Layout
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
 from gbfunc.train.options import StepOptions
@@ -125,7 +125,8 @@ class Objective:
             scale = _FP16_SCALE_PER_ROW if half else 1.0
             weight = scale * max(rows, 1)
             seed = (seed + _RANK_MIX * self._rank) % 2**63
-        self._generator.mute = rows == 0
+        if self._generator.gather is not None:
+            self._generator.gather = Gather(self._layout, counts=rows > 0)
         with seeded(seed, wanted[0].device), torch.enable_grad():
             way = self._accumulated if self._accumulates else self._at_once
             loss, aux, gradients = way(gnets, direct, noise, buffers, batch, wanted, weight)

@@ -24,6 +24,7 @@ from gbfunc.parallel import (
     reduce_step,
     shard_state,
     single_rank_mesh,
+    text_of,
 )
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import parameter_infos
@@ -337,7 +338,7 @@ def make_train_step(
         placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
             genome's gradient is summed; `"sharded"`, each rank along the g-net axis owns an equal share of every
             ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
-            `"auto"`, by a count of bytes and operations (`gbfunc.parallel.cost`).
+            `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
         check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
 
     Raises:
@@ -354,4 +355,6 @@ def make_train_step(
     options.check_placement(layout.sharded, layout.placement)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
     check_equal(layout.mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
+    texts = {"options": text_of(options), "optimizer": text_of(optimizer)}
+    check_equal(layout.mesh, texts, "ranks must have the same options")
     return TrainStep(plan, pnet, Objective(plan, pnet, loss_fn, layout, options), optimizer, layout, options)
