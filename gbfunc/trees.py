@@ -19,10 +19,16 @@ GNET, DIRECT = "gnets/", "direct/"
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor; None is any dtype."""
+    """What is asked of a tensor; None is any dtype or device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+
+def spec_of(x: Tensor) -> TensorSpec:
+    """Shape, dtype and device of a tensor."""
+    return TensorSpec(tuple(x.shape), x.dtype, x.device)
 
 
 def flatten_tree(tree: Any, prefix: str = "") -> Params:
@@ -84,8 +90,10 @@ def like_genome(flat: Params, gnets: GNets, direct: Params) -> tuple[GNets, Para
     return unflatten_tree(flat, gnets, GNET), unflatten_tree(flat, direct, DIRECT)
 
 
-def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor | TensorSpec]) -> str:
-    """What tells two flat trees apart, in words; "" where their names, shapes and dtypes are equal.
+def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor]) -> str:
+    """What tells two flat trees apart, in words; "" where names, shapes, dtypes and devices are those expected.
+
+    A tensor that is expected may be on any device.
 
     >>> tree_difference({"a": TensorSpec((2,)), "b": TensorSpec(())}, {"a": torch.ones(3), "c": torch.ones(1)})
     "missing ['b'], unknown ['c'], wrong shape ['a is (3,), expected (2,)']"
@@ -94,23 +102,22 @@ def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[st
     if expected.keys() != got.keys():
         missing, unknown = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
         parts = [f"missing {_some(missing)}, unknown {_some(unknown)}"]
-    wrong = {"shape": [], "dtype": []}
-    for name, want in expected.items():
-        have = got.get(name, want)
-        if tuple(have.shape) != tuple(want.shape):
-            wrong["shape"].append(f"{name} is {tuple(have.shape)}, expected {tuple(want.shape)}")
-        elif have.dtype != want.dtype and have.dtype is not None and want.dtype is not None:
-            wrong["dtype"].append(f"{name} is {have.dtype}, expected {want.dtype}")
+    wrong: dict[str, list[str]] = {what: [] for what in TensorSpec._fields}
+    for name in sorted(expected.keys() & got.keys()):
+        want = expected[name]
+        want = spec_of(want)._replace(device=None) if isinstance(want, Tensor) else want
+        pairs = zip(want._fields, want, spec_of(got[name]), strict=True)
+        differing = [(what, f"{name} is {b}, expected {a}") for what, a, b in pairs if a is not None and a != b]
+        for what, words in differing[:1]:
+            wrong[what].append(words)
     return ", ".join(parts + [f"wrong {what} {_some(names)}" for what, names in wrong.items() if names])
 
 
-def compare_trees(
-    expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor | TensorSpec], what: str
-) -> None:
-    """Check that a flat tree has the names, shapes and dtypes that are expected.
+def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
+    """Check that a flat tree is what is expected.
 
     Raises:
-        ValueError: `what`, and what is missing, unknown or of a wrong shape or dtype.
+        ValueError: `what`, and what is missing, unknown or of a wrong shape, dtype or device.
     """
     if difference := tree_difference(expected, got):
         raise ValueError(f"{what}: {difference}")

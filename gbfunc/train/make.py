@@ -10,9 +10,9 @@ from torch import nn
 from gbfunc.genome import check_plan
 from gbfunc.parallel import Mesh, Placement, check_equal, make_layout, single_rank_mesh
 from gbfunc.plan import Plan
-from gbfunc.train.interface import Optimizer
 from gbfunc.train.loss import Lazy, LossFn, Remat
 from gbfunc.train.objective import Objective
+from gbfunc.train.optimizers import Optimizer
 from gbfunc.train.step import TrainStep
 from gbfunc.types import Kernel
 

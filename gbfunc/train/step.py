@@ -12,8 +12,8 @@ from gbfunc.genome import check_genome, init_genome
 from gbfunc.parallel import Layout, Placement, Rows, check_equal, from_rank_0, gather_state, reduce_step, shard_state
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import parameter_infos
-from gbfunc.train.interface import Optimizer, OptState
 from gbfunc.train.objective import Objective
+from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.trees import flat_genome, like_genome
 from gbfunc.types import Genome, GNets, Params
 
