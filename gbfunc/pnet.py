@@ -10,6 +10,7 @@ import copy
 import inspect
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -72,6 +73,30 @@ def check_pnet(pnet: nn.Module) -> None:
         for name, tensor in tensors:
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
+
+
+def eval_mode_warning(pnet: nn.Module) -> str | None:
+    """What to tell a user who trains a p-net in eval mode; None where some module, or none at all, is in training mode.
+
+    Only modules count that act otherwise in training: dropout with a rate above 0, and norms with running statistics.
+    A p-net of which some are in eval mode (frozen batch norms) is so on purpose.
+
+    >>> eval_mode_warning(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval())
+    'the p-net is in eval mode and trains without Dropout (1): call pnet.train() before make_train_step ...'
+    """
+    modes = [(type(m).__name__, m.training) for m in pnet.modules() if _trains_otherwise(m)]
+    if not modes or any(training for _, training in modes):
+        return None
+    counts = ", ".join(f"{name} ({n})" for name, n in sorted(Counter(name for name, _ in modes).items()))
+    cure = "call pnet.train() before make_train_step (from_pretrained of Hugging Face returns eval mode)"
+    return f"the p-net is in eval mode and trains without {counts}: {cure}"
+
+
+def _trains_otherwise(module: nn.Module) -> bool:
+    rates = ("dropout", "attention_dropout", "hidden_dropout", "dropout_p", "drop_prob", "p")
+    found = [getattr(module, name, None) for name in rates if name != "p" or "Drop" in type(module).__name__]
+    drops = any(isinstance(rate, float | int) and rate > 0 for rate in found)
+    return drops or isinstance(getattr(module, "running_mean", None), Tensor) or isinstance(module, nn.RReLU)
 
 
 def parameter_infos(pnet: nn.Module) -> list[ParameterInfo]:
@@ -267,8 +292,3 @@ def _ties(pnet: nn.Module, forms: Collection[str]) -> dict[str, str]:
                 ties[name] = original
             places.add(place)
     return ties
-
-
-def detached(tensors: TensorMap) -> Params:
-    """The same tensors without graph: views, not copies."""
-    return {name: tensor.detach() for name, tensor in tensors.items()}

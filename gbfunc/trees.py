@@ -1,9 +1,13 @@
-"""Trees of named tensors: flatten, rebuild and measure them by name, never by position."""
+"""Trees of tensors, flattened to `{name: tensor}` and rebuilt by name, never by position.
+
+A tree nests dicts and other mappings, tuples, lists and NamedTuples. The name of a tensor is the path to it, joined by
+"/": `gnets/<ensemble>/<leaf>`, `direct/<parameter>`, `buffers/<buffer>`, `opt/leaves/<parameter>/<entry>`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -14,35 +18,147 @@ from gbfunc.types import GNets, Params
 GNET, DIRECT = "gnets/", "direct/"
 
 
+class TensorSpec(NamedTuple):
+    """What is asked of a tensor; None is any dtype or device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+
+def spec_of(x: Tensor) -> TensorSpec:
+    """Shape, dtype and device of a tensor."""
+    return TensorSpec(tuple(x.shape), x.dtype, x.device)
+
+
+def flatten_tree(tree: Any, prefix: str = "") -> Params:
+    """Every tensor of a tree by its name after `prefix`, in the order of the tree.
+
+    Raises:
+        TypeError: for a leaf that is no tensor, or two tensors of one name.
+
+    >>> list(flatten_tree({"direct": {"0.bias": torch.ones(1)}, "opt": (torch.ones(2), None)}))
+    ['direct/0.bias', 'opt/0']
+    """
+    flat: Params = {}
+    _flatten_into(flat, tree, prefix)
+    return flat
+
+
+def _flatten_into(flat: Params, tree: Any, prefix: str) -> None:
+    for key, child in _children(tree, prefix):
+        name = f"{prefix}{key}"
+        if not isinstance(child, Tensor):
+            _flatten_into(flat, child, f"{name}/")
+        elif name in flat:
+            raise TypeError(f"two tensors of the state have the name {name!r}")
+        else:
+            flat[name] = child
+
+
+def _children(tree: Any, prefix: str) -> Iterable[tuple[Any, Any]]:
+    if isinstance(tree, dict | Mapping):  # The first spares the second, which is slow.
+        return tree.items()
+    if isinstance(tree, tuple | list):
+        return zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)
+    if tree is None:
+        return ()
+    raise TypeError(f"a state must hold tensors alone, got {type(tree).__name__} at {prefix[:-1]!r}")
+
+
+def unflatten_tree(flat: Mapping[str, Any], like: Any, prefix: str = "") -> Any:
+    """Undo `flatten_tree`: the values of `flat` in the structure of `like`, whose tensors are not read."""
+    if like is None:
+        return None
+    values = {
+        key: flat[f"{prefix}{key}"] if isinstance(x, Tensor) else unflatten_tree(flat, x, f"{prefix}{key}/")
+        for key, x in _children(like, prefix)
+    }
+    if isinstance(like, tuple | list):
+        make: Any = type(like)
+        return make(*values.values()) if hasattr(like, "_fields") else make(values.values())
+    return _mapping_like(like, values)
+
+
 def flat_genome(gnets: GNets, direct: Params) -> Params:
     """All trained leaves in one flat dict: `gnets/<ensemble>/<leaf>` and `direct/<parameter>`."""
-    flat = {f"{GNET}{e}/{k}": leaf for e, leaves in gnets.items() for k, leaf in leaves.items()}
-    return flat | {f"{DIRECT}{name}": leaf for name, leaf in direct.items()}
+    return flatten_tree({"gnets": gnets, "direct": direct})
 
 
 def like_genome(flat: Params, gnets: GNets, direct: Params) -> tuple[GNets, Params]:
     """Undo `flat_genome`: the values of `flat` in the structure of `gnets` and `direct`."""
-    return (
-        {e: {k: flat[f"{GNET}{e}/{k}"] for k in leaves} for e, leaves in gnets.items()},
-        {name: flat[f"{DIRECT}{name}"] for name in direct},
-    )
+    return unflatten_tree(flat, gnets, GNET), unflatten_tree(flat, direct, DIRECT)
+
+
+def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor]) -> str:
+    """What tells two flat trees apart, in words; "" where names, shapes, dtypes and devices are those expected.
+
+    A tensor that is expected may be on any device.
+
+    >>> tree_difference({"a": TensorSpec((2,)), "b": TensorSpec(())}, {"a": torch.ones(3), "c": torch.ones(1)})
+    "missing ['b'], unknown ['c'], wrong shape ['a is (3,), expected (2,)']"
+    """
+    parts = []
+    if expected.keys() != got.keys():
+        missing, unknown = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
+        parts = [f"missing {_some(missing)}, unknown {_some(unknown)}"]
+    wrong: dict[str, list[str]] = {what: [] for what in TensorSpec._fields}
+    for name in sorted(expected.keys() & got.keys()):
+        want = expected[name]
+        want = spec_of(want)._replace(device=None) if isinstance(want, Tensor) else want
+        pairs = zip(want._fields, want, spec_of(got[name]), strict=True)
+        differing = [(what, f"{name} is {b}, expected {a}") for what, a, b in pairs if a is not None and a != b]
+        for what, words in differing[:1]:
+            wrong[what].append(words)
+    return ", ".join(parts + [f"wrong {what} {_some(names)}" for what, names in wrong.items() if names])
+
+
+def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
+    """Check that a flat tree is what is expected.
+
+    Raises:
+        ValueError: `what`, and what is missing, unknown or of a wrong shape, dtype or device.
+    """
+    if difference := tree_difference(expected, got):
+        raise ValueError(f"{what}: {difference}")
+
+
+def _some(items: list[str], most: int = 8) -> str:
+    return f"{items[:most]}" + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`optree.tree_map` over dicts, tuples and NamedTuples of tensors; None is a subtree without leaves."""
-    return optree.tree_map(fn, tree, *rest)
+    """`optree.tree_map`, into any mapping too (Hugging Face's `BatchEncoding`, `ModelOutput`); None has no leaves."""
+
+    def at(x: Any, *others: Any) -> Any:
+        if not isinstance(x, Mapping):
+            return fn(x, *others)
+        return _mapping_like(x, {k: tree_map(fn, x[k], *(other[k] for other in others)) for k in x})
+
+    return optree.tree_map(at, tree, *rest)
 
 
-def numel(tree: Any) -> int:
-    """Numbers in all tensors of a tree."""
-    return sum(leaf.numel() for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor))
+def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """These items in a mapping of the same type, or in a dict where its constructor does not take them."""
+    if type(mapping) is dict:
+        return items
+    try:
+        made: Any = type(mapping)(items)  # pyright: ignore[reportCallIssue]
+        same = made.keys() == items.keys() and all(made[k] is x for k, x in items.items())
+    except Exception:  # A constructor may raise anything.
+        return items
+    return made if same else items
 
 
-class _Pieces:
-    """A leaf that holds the pieces of a leaf (a tuple would be a subtree)."""
-
-    def __init__(self, items: tuple[Any, ...]) -> None:
-        self.items = items
+def tree_leaves(tree: Any, path: str = "tree") -> list[tuple[str, Any]]:
+    """Every leaf with the expression that reaches it, such as `("batch['x'][0]", tensor)`; into any mapping too."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
+    found = []
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        here = accessor.codify(path)
+        inside = leaf.items() if isinstance(leaf, Mapping) else None
+        found += [(here, leaf)] if inside is None else [x for k, v in inside for x in tree_leaves(v, f"{here}[{k!r}]")]
+    return found
 
 
 def split_batch(batch: Any, n: int) -> list[Any]:
@@ -51,16 +167,13 @@ def split_batch(batch: Any, n: int) -> list[Any]:
     Raises:
         ValueError: for a leaf that is no tensor, or one whose first dimension `n` does not divide.
     """
-
-    def cut(x: Any) -> _Pieces:
+    for path, x in tree_leaves(batch, "batch"):
         if not isinstance(x, Tensor) or x.ndim == 0 or len(x) % n:
-            what = f"a tensor of {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
             expected = f"microbatches={n} must divide the first dimension of every tensor of the batch"
-            raise ValueError(f"{expected}, got {what}")
-        return _Pieces(x.tensor_split(n))
-
-    pieces = tree_map(cut, batch)
-    return [tree_map(lambda p, i=i: p.items[i], pieces) for i in range(n)]
+            shape = f" of {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else ""
+            what = "a tensor" if shape else f"an object of type {type(x).__name__}"
+            raise ValueError(f"{expected}, got {what}{shape}: {path}")
+    return split_rows(batch, n)
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
@@ -68,12 +181,13 @@ def split_rows(batch: Any, n: int) -> list[Any]:
 
     Scalars and what is no tensor are in every share.
     """
+    pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in tree_leaves(batch)]
 
-    def cut(x: Any) -> _Pieces:
-        return _Pieces(x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n)
+    def share(i: int) -> Any:
+        rest = iter(pieces)
+        return tree_map(lambda x: next(rest)[i], batch)
 
-    pieces = tree_map(cut, batch)
-    return [tree_map(lambda p, i=i: p.items[i], pieces) for i in range(n)]
+    return [share(i) for i in range(n)]
 
 
 def n_rows(batch: Any) -> int | None:
@@ -82,10 +196,11 @@ def n_rows(batch: Any) -> int | None:
     Raises:
         ValueError: if they differ.
     """
-    lengths = {len(x) for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim}
-    if len(lengths) > 1:
-        raise ValueError(f"tensors of a batch must have the same first dimension, got {sorted(lengths)}")
-    return lengths.pop() if lengths else None
+    paths = {len(x): path for path, x in tree_leaves(batch, "batch") if isinstance(x, Tensor) and x.ndim}
+    if len(paths) > 1:
+        got = ", ".join(f"{n} of {path}" for n, path in sorted(paths.items()))
+        raise ValueError(f"tensors of a batch must have the same first dimension, got {got}")
+    return next(iter(paths), None)
 
 
 def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
@@ -108,5 +223,11 @@ def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> A
 
 def shapes_of(tree: Any) -> tuple[Any, ...]:
     """A hashable summary of a tree: its structure, and shape and dtype of every tensor."""
+
+    def summary(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return type(x), tuple((k, shapes_of(x[k])) for k in sorted(x, key=str))
+        return (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x)
+
     leaves, structure = optree.tree_flatten(tree)
-    return structure, tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves)
+    return structure, tuple(summary(x) for x in leaves)

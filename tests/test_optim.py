@@ -236,7 +236,7 @@ def test_state_is_a_pytree_of_tensors_with_a_fixed_structure(case: Case) -> None
 def test_goes_on_from_a_copied_state_with_its_names_in_another_order(case: Case) -> None:
     optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)
     params, state = run(optimizer, 2)
-    other = OptState(state.step.clone(), {k: dict(reversed(state.leaves[k].items())) for k in sorted(state.leaves)})
+    other = state._replace(leaves={k: dict(reversed(state.leaves[k].items())) for k in sorted(state.leaves)})
     params_other = {k: params[k] for k in sorted(params)}
     expected, _ = optimizer.update(normal(7), state, params, ROLES)
     got, _ = optimizer.update(normal(7), other, params_other, ROLES)

@@ -16,7 +16,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import gbfunc as gb
-from gbfunc.pnet import PureNet, buffers_of, check_pnet, parameter_infos, skeleton_of, with_weights
+from gbfunc.pnet import PureNet, buffers_of, check_pnet, eval_mode_warning, parameter_infos, skeleton_of, with_weights
 from tests.support.trees_equal import copy_tree, photograph, same_bits
 from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, loss_fn, mlp
 
@@ -285,3 +285,43 @@ def test_assigned_buffers_are_returned() -> None:
     PureNet(pnet)(dict(pnet.named_parameters()), buffers, ZOO["running"].batch())
     assert buffers["mean"] is not given and bool(buffers["mean"].abs().gt(0).all())
     assert not given.any() and not any(b.any() for b in pnet.buffers())
+
+
+class Wired(nn.Module):
+    """Dropout as a number, like Hugging Face's attention."""
+
+    def __init__(self, attention_dropout: float) -> None:
+        super().__init__()
+        self.attention_dropout = attention_dropout
+
+
+@pytest.mark.parametrize(
+    ("module", "kinds"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Dropout1d(0.5)), "Dropout (1), Dropout1d (1)"),
+        (nn.Sequential(nn.BatchNorm1d(2), nn.ReLU(), nn.BatchNorm1d(2)), "BatchNorm1d (2)"),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), "MultiheadAttention (1)"),
+        (nn.LSTM(2, 2, num_layers=2, dropout=0.1), "LSTM (1)"),
+        (Wired(0.1), "Wired (1)"),
+        (nn.RReLU(), "RReLU (1)"),
+        (nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.GELU()), None),
+        (nn.Sequential(nn.Dropout(0.0), nn.MultiheadAttention(4, 2), Wired(0.0)), None),
+        (nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.PairwiseDistance(2.0)), None),
+    ],
+)
+def test_eval_mode_is_told_where_all_that_it_changes_is_in_it(module: nn.Module, kinds: str | None) -> None:
+    assert eval_mode_warning(module) is None
+    before = photograph(module.eval())["modules"]
+    told = eval_mode_warning(module)
+    assert told is None if kinds is None else told is not None and f"eval mode and trains without {kinds}:" in told
+    assert photograph(module)["modules"] == before
+    mixed = nn.Sequential(module, nn.Dropout(0.1))
+    assert eval_mode_warning(mixed) is None
+
+
+def test_a_model_of_hugging_face_in_eval_mode_is_told() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    assert eval_mode_warning(model) is None
+    assert "Dropout" in str(eval_mode_warning(model.eval()))

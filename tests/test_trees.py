@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap, OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gbfunc.trees import flat_genome, like_genome, mean_tree, numel, shapes_of, split_batch, tree_map
+from gbfunc.trees import (
+    TensorSpec,
+    compare_trees,
+    flat_genome,
+    flatten_tree,
+    like_genome,
+    mean_tree,
+    n_rows,
+    shapes_of,
+    split_batch,
+    split_rows,
+    tree_difference,
+    tree_map,
+    unflatten_tree,
+)
 from tests.support.trees_equal import copy_tree, same_bits
 
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters="._"), min_size=1, max_size=8)
@@ -37,7 +54,6 @@ def test_a_flat_genome_has_every_leaf_once_and_goes_back(genome: Any) -> None:
     gnets, direct = genome
     flat = flat_genome(gnets, direct)
     assert len(flat) == sum(map(len, gnets.values())) + len(direct)
-    assert numel(flat) == numel(gnets) + numel(direct) == sum(leaf.numel() for leaf in flat.values())
     back = like_genome(flat, gnets, direct)
     assert same_bits(back, (gnets, direct))
     # By name, whatever the order.
@@ -71,6 +87,113 @@ def test_what_cannot_be_split_is_refused(leaf: Any) -> None:
         split_batch({"x": torch.ones(4), "y": leaf}, 2)
 
 
+class Picky(UserDict):
+    """A mapping whose constructor takes something else."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(x=torch.arange(size))
+
+
+class Output(OrderedDict):
+    """Like Hugging Face's ModelOutput: an ordered dict whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+MAPPINGS: list[tuple[Any, type]] = [
+    (UserDict(x=torch.arange(6)), UserDict),
+    (Output(x=torch.arange(6)), Output),
+    (ChainMap({"x": torch.arange(6)}), ChainMap),
+    (MappingProxyType({"x": torch.arange(6)}), MappingProxyType),
+    (defaultdict(list, x=torch.arange(6)), defaultdict),
+    (Picky(6), dict),
+]
+
+
+@pytest.mark.parametrize("nest", [lambda m: m, lambda m: {"a": (m,)}, lambda m: UserDict(a=m)], ids=["", "in", "both"])
+@pytest.mark.parametrize(("mapping", "kind"), MAPPINGS, ids=[type(m).__name__ for m, _ in MAPPINGS])
+def test_any_mapping_is_split(mapping: Any, kind: type, nest: Callable[[Any], Any]) -> None:
+    batch = nest(mapping)
+    key = shapes_of(batch)
+    assert n_rows(batch) == 6 and hash(key) == hash(shapes_of(batch)) and key != shapes_of(nest({"x": torch.ones(6)}))
+    for split in (split_batch, split_rows):
+        parts = split(batch, 3)
+        for i, part in enumerate(parts):
+            inner = part if batch is mapping else part["a"] if isinstance(batch, UserDict) else part["a"][0]
+            assert type(inner) is kind and torch.equal(inner["x"], torch.arange(2 * i, 2 * i + 2))
+    assert [n_rows(part) for part in split_rows(batch, 4)] == [2, 2, 1, 1]
+
+
+def test_the_batches_of_hugging_face_are_split() -> None:
+    transformers = pytest.importorskip("transformers")
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    text = transformers.BatchEncoding({"input_ids": torch.ones(4, 3), "attention_mask": torch.ones(4, 3)})
+    model = outputs.CausalLMOutput(logits=torch.ones(4, 2))
+    for part in split_batch({"text": text, "model": model}, 2):
+        assert type(part["text"]) is type(text) and type(part["model"]) is type(model)
+        assert part["text"]["input_ids"].shape == (2, 3) and part["model"].logits.shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (UserDict(a=[torch.full((3,), 12.5)]), r"got a tensor of \(3,\), torch.float32: batch\['a'\]\[0\]"),
+        (Batch(torch.ones(4), {"a": "12.5"}), r"got an object of type str: batch.y\['a'\]"),
+        ({"a": {12.5}}, r"got an object of type set: batch\['a'\]"),
+    ],
+)
+def test_an_error_names_the_place_and_never_the_values(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        split_batch(batch, 2)
+    assert "12.5" not in str(caught.value)
+
+
+def test_uneven_batches_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"first dimension, got 2 of batch\['x'\], 3 of batch\['y'\]"):
+        n_rows({"x": torch.ones(2), "y": torch.ones(3, 4), "z": torch.tensor(1.0)})
+
+
+class State(NamedTuple):
+    gnets: dict[str, dict[str, Tensor]]
+    opt: Any
+
+
+def test_a_name_is_the_path_to_a_tensor() -> None:
+    state = State({"b": {"z": torch.ones(1)}, "a": {"m": torch.ones(2)}}, (torch.ones(3), None, [torch.ones(4)]))
+    flat = flatten_tree(state)
+    assert list(flat) == ["gnets/b/z", "gnets/a/m", "opt/0", "opt/2/0"]
+    assert list(flatten_tree(state.opt, "opt/")) == ["opt/0", "opt/2/0"]
+    back = unflatten_tree(dict(reversed(flat.items())), state)
+    assert isinstance(back, State) and list(back.gnets) == ["b", "a"] and same_bits(back, state)
+    with pytest.raises(TypeError, match="tensors alone, got int at 'opt'"):
+        flatten_tree({"opt": 1})
+    with pytest.raises(TypeError, match="two tensors of the state have the name 'opt/a/b'"):
+        flatten_tree({"opt": {"a": {"b": torch.ones(1)}, "a/b": torch.ones(1)}})
+
+
+@given(genomes(), genomes())
+def test_two_trees_differ_unless_names_and_shapes_are_equal(one: Any, other: Any) -> None:
+    a, b = flat_genome(*one), flat_genome(*other)
+    same = {k: (x.shape, x.dtype) for k, x in a.items()} == {k: (x.shape, x.dtype) for k, x in b.items()}
+    assert (tree_difference(a, b) == "") is same
+    assert tree_difference(a, a) == "" == tree_difference({k: TensorSpec(tuple(x.shape)) for k, x in a.items()}, a)
+
+
+def test_a_difference_is_put_into_words() -> None:
+    expected: Mapping[str, Any] = {"a": torch.ones(2), "b": TensorSpec((1,)), "c": torch.ones(1), "d": torch.ones(1)}
+    got = {"a": torch.ones(3, 1), "b": torch.ones(1).double(), "c": torch.ones(1).double(), "e": torch.ones(0)}
+    words = (
+        r"missing ['d'], unknown ['e'], wrong shape ['a is (3, 1), expected (2,)'], "
+        r"wrong dtype ['c is torch.float64, expected torch.float32']"
+    )
+    assert tree_difference(expected, got) == words
+    with pytest.raises(ValueError, match=r"^the state does not fit: missing \['d'\], unknown"):
+        compare_trees(expected, got, "the state does not fit")
+    many = {f"{i:02}": torch.ones(1) for i in range(20)}
+    assert tree_difference(many, {}).endswith("'07'] and 12 more, unknown []")
+
+
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=6))
 def test_the_mean_of_trees_is_the_mean_of_every_leaf(values: list[int]) -> None:
     trees = [
@@ -82,10 +205,6 @@ def test_the_mean_of_trees_is_the_mean_of_every_leaf(values: list[int]) -> None:
     torch.testing.assert_close(mean["f"], torch.tensor([expected, 2 * expected], dtype=torch.float64))
     for leaf in (mean["i"], mean["n"][0]):
         torch.testing.assert_close(leaf, torch.tensor(expected))
-
-
-def test_numbers_beside_tensors_do_not_count() -> None:
-    assert numel({"a": torch.zeros(2, 3), "b": (torch.zeros(()), None, 5, "x"), "c": []}) == 7
 
 
 def test_the_shapes_of_a_tree_are_a_key() -> None:

@@ -66,7 +66,9 @@ class Generator:
         self._layout = layout if layout is not None and layout.sharded else None
         self.gather = None if self._layout is None else Gather(self._layout)
         self._plan, self._dtype = plan, plan.dtype
-        self._stacks = [Stack(e, kernel, self._layout if e.leaves else None, lambda: self.gather) for e in plan.ensembles]
+        self._stacks = [
+            Stack(e, kernel, self._layout if e.leaves else None, lambda: self.gather) for e in plan.ensembles
+        ]
         # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
         # Where each slot is: its stack, and its place there.

@@ -1,16 +1,76 @@
-"""`torch_optimizer`: any class of `torch.optim` as a pure pair `(init, update)`."""
+"""Optimizers as pairs of pure functions `(init, update)`, made of any class of `torch.optim`.
+
+An optimizer of torch changes tensors in place and keeps what it remembers in itself. Here each update makes one on
+copies, hands it the state, lets it step once and takes the new state out: what it knows is in the state, or nowhere.
+
+Leaves have roles, which say how a class takes them. Code weights and linear coefficients of g-nets are stacked,
+[T, ...], with T tiles (or groups of tiles); direct parameters are ordinary parameters of the p-net.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import isfinite
+from numbers import Real
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
-from gbfunc.train.interface import ROLES, LearningRate, Optimizer, OptState, Roles
-from gbfunc.train.rules import make_placement
-from gbfunc.train.stepping import advance, aligned, owned
+from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of
 from gbfunc.types import Params
+
+Roles: TypeAlias = Mapping[str, str]
+"""Role by name of leaf: `"code"`, `"linear"` or `"direct"`."""
+
+LearningRate: TypeAlias = float | Callable[[int], float]
+"""A number, or a function of the step, which counts from 0."""
+
+ROLES: tuple[str, ...] = ("code", "linear", "direct")
+
+_FULL = frozenset({torch.float32, torch.float64})
+_FLOATS = _FULL | {torch.bfloat16, torch.float16}
+_FUSED: Mapping[Any, Mapping[str, frozenset[torch.dtype]]] = {
+    # On a CPU it skips all elements of a half type that fill a vector register (torch 2.5 to 2.13).
+    torch.optim.SGD: {"cpu": _FULL, "cuda": _FLOATS},
+    torch.optim.Adam: {"cpu": _FLOATS, "cuda": _FLOATS},
+    torch.optim.AdamW: {"cpu": _FLOATS, "cuda": _FLOATS},
+    # Its CUDA kernel is younger than the oldest torch that is supported: only where it is asked for.
+    torch.optim.Adagrad: {"cpu": _FLOATS},
+}
+"""Where tests hold a fused kernel equal to the plain step: dtypes by type of device."""
+
+
+class OptState(NamedTuple):
+    """What an optimizer carries over; its structure is fixed at init.
+
+    Attributes:
+        step: updates done, int64 on the CPU.
+        leaves: torch's state of every leaf, by name; zeros that nothing reads while `step` is 0.
+        fingerprint: of the name of the class, int64 on the CPU: the state of one class is no state of another.
+    """
+
+    step: Tensor
+    leaves: dict[str, Params]
+    fingerprint: Tensor
+
+
+class Optimizer(NamedTuple):
+    """A pair of pure functions over flat dicts of tensors.
+
+    Attributes:
+        init: `(params, roles) -> state`.
+        update: `(grads, state, params, roles, *, donate=False) -> (params, state)`. Nothing given is changed unless
+            donated; donated buffers may be updated in place and returned, and only the results may be used after.
+            Results need no grad and have no graph.
+    """
+
+    init: Callable[[Params, Roles], OptState]
+    update: Callable[..., tuple[Params, OptState]]
 
 
 def torch_optimizer(
@@ -24,15 +84,15 @@ def torch_optimizer(
 ) -> Optimizer:
     """Make a pure optimizer of a class of `torch.optim` (https://docs.pytorch.org/docs/stable/optim.html).
 
-    An update equals `step()` of the class with the same options. Fused kernels are used where the class and the
-    leaves have them, unless `fused` or `foreach` is given.
+    An update equals `step()` of the class with the same options. Fused kernels are used where tests hold them equal to
+    the plain step, unless `fused=False` or `foreach` is given; never where they are known to differ.
 
     Classes that treat every number alone (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop,
     ASGD) take stacked leaves as they are. Muon (Jordan et al., 2024) and Adafactor (Shazeer and Stern, 2018) mix the
     numbers of a matrix: they take every tile of a code or linear leaf by itself, and direct leaves whole. Leaves that
     they refuse (Muon: all but matrices; both: empty ones) go to AdamW with the same `lr` and, where given,
-    `weight_decay`. A class from elsewhere is taken to treat every number alone; a step may change nothing but the
-    parameters and their state, which holds tensors and numbers.
+    `weight_decay`. A class that torch does not ship must treat every number alone, and keep all that changes as
+    tensors in the state of a parameter.
 
     Args:
         cls: the class.
@@ -52,22 +112,26 @@ def torch_optimizer(
     >>> params
     {'w': tensor([0.5000, 0.5000]), 'b': tensor([0.7500])}
     """
-    place = make_placement(cls, {"lr": lr, **options}, {"code": code, "linear": linear, "direct": direct})
+    _check_class(cls)
+    group_of = _param_groups(cls, {"lr": lr, **options}, {"code": code, "linear": linear, "direct": direct})
+    fingerprint = _fingerprint(cls.__name__)
+
+    @lru_cache(maxsize=16)
+    def prepare(leaves: tuple[_Leaf, ...]) -> _Prepared:
+        return _prepare(leaves, group_of)
 
     def init(params: Params, roles: Roles) -> OptState:
-        """A state with the structure that torch gives it in one step, on copies.
+        """A state with the structure that torch gives it in one step.
 
         Raises:
             ValueError: for leaves without a role or of an unknown one, and for classes that cannot be pure.
-            TypeError: for a class that keeps anything but tensors and numbers.
+            TypeError: for a class that keeps anything but tensors.
         """
-        _check_roles(params, roles)
-        places = {k: place(k, p, roles[k]) for k, p in params.items()}
-        with torch.no_grad():
-            copies = {k: p.clone() for k, p in params.items()}
-            found = advance(0, copies, {k: torch.zeros_like(p) for k, p in copies.items()}, {}, places)
-            leaves = {k: {s: torch.zeros_like(t) for s, t in state.items()} for k, state in found.items()}
-        return OptState(torch.zeros((), dtype=torch.int64, device="cpu"), leaves)
+        specs = prepare(_describe(params, roles)).specs
+        leaves: dict[str, Params] = {k: {} for k in params}
+        for (k, entry), (shape, dtype, device) in specs.items():
+            leaves[k][entry] = torch.zeros(shape, dtype=dtype, device=device)
+        return OptState(torch.zeros((), dtype=torch.int64, device="cpu"), leaves, fingerprint.clone())
 
     def update(
         grads: Params, state: OptState, params: Params, roles: Roles, *, donate: bool = False
@@ -76,46 +140,294 @@ def torch_optimizer(
 
         Raises:
             TypeError: if `state` is no `OptState`.
-            ValueError: for names, shapes, types or roles that do not fit, or a learning rate that is negative.
+            ValueError: for a state of another class or of other leaves; names, shapes, dtypes or roles that do not fit;
+                a learning rate that is negative.
         """
-        _check_roles(params, roles)
-        _check_fit(grads, state, params)
-        places = {k: place(k, p, roles[k]) for k, p in params.items()}
+        calls, specs = prepare(_describe(params, roles))
+        _check_grads(grads, params)
+        _check_state(state, params, specs, cls.__name__, fingerprint)
         step = int(state.step)
         with torch.no_grad():
             new = {k: p.detach() if donate and p.is_contiguous() else p.clone() for k, p in params.items()}
-            # Classes from elsewhere may add weight decay to the gradient in place, as torch's once did.
-            copy = not donate and any(p.rule.foreign for p in places.values())
-            fitted = {k: aligned(grads[k].clone() if copy else grads[k], p) for k, p in new.items()}
             # Torch fills an empty state at its first step. Zeros, or the state after a step with zero gradients, would
             # be another algorithm: NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the
             # first gradient, ASGD's average at the first iterate.
-            old = {k: owned(state.leaves[k], p, donate) for k, p in new.items()} if step else {}
-            leaves = advance(step, new, fitted, old, places)
-        for k, leaf in leaves.items():
-            if leaf.keys() != state.leaves[k].keys():
-                expected, got = sorted(leaf), sorted(state.leaves[k])
-                raise ValueError(f"state of leaf {k!r} must have the entries {expected} for {cls.__name__}, got {got}")
-        return new, OptState(state.step + 1, leaves)
+            old = {k: _writable(state.leaves[k], p, donate) for k, p in new.items()} if step else {}
+            # Classes that torch does not ship may add weight decay to the gradient in place, as its own once did.
+            copy = not donate and cls.__module__.partition(".")[0] != "torch"
+            fitted = {k: _aligned(grads[k].clone() if copy else grads[k], p) for k, p in new.items()}
+            stepped: dict[str, Params] = {}
+            for call in calls:
+                stepped |= call.step(step, new, fitted, old)
+        leaves = {k: stepped[k] for k in params}
+        return new, OptState(state.step + 1, leaves, state.fingerprint if donate else state.fingerprint.clone())
 
     return Optimizer(init, update)
 
 
-def _check_roles(params: Params, roles: Roles) -> None:
-    for k in params:
-        if roles.get(k) not in ROLES:
-            raise ValueError(f"role of leaf {k!r} must be one of {ROLES}, got {roles.get(k)!r}")
+@dataclass(frozen=True, eq=False)
+class ParamGroup:
+    """A class with its options, for the leaves of one or more roles.
+
+    Attributes:
+        cls: the class.
+        lr: learning rate.
+        options: all other options.
+        by_tile: each tile of a leaf is a parameter by itself.
+    """
+
+    cls: Callable[..., torch.optim.Optimizer]
+    lr: LearningRate
+    options: dict[str, Any]
+    by_tile: bool
+
+    def fuses(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the fused kernel steps such a leaf: where it is right; on other devices, where the options ask."""
+        asked = bool(self.options.get("fused"))
+        dtypes = _FUSED.get(self.cls, {}).get(device.type)
+        if dtypes is None:
+            return asked
+        return dtype in dtypes and (asked or not self.options.keys() & {"fused", "foreach"})
+
+    def make(self, tensors: list[Tensor], step: int, fused: bool) -> torch.optim.Optimizer:
+        """A fresh optimizer of torch for these tensors."""
+        options = self.options
+        if fused or options.get("fused"):
+            options = options | {"fused": fused or None}
+        return self.cls(tensors, lr=_learning_rate(self.lr, step), **options)
 
 
-def _check_fit(grads: Params, state: OptState, params: Params) -> None:
+_Leaf: TypeAlias = tuple[str, str | None, tuple[int, ...], torch.dtype, torch.device]
+"""Name, role, shape, dtype and device: all that decides how a leaf is stepped."""
+
+
+class _Call(NamedTuple):
+    """One optimizer of torch that an update makes, and the leaves that it steps."""
+
+    group: ParamGroup
+    fused: bool
+    names: list[str]
+
+    def step(
+        self, step: int, params: Params, grads: Params, old: dict[str, Params], *, check: bool = False
+    ) -> dict[str, Params]:
+        """Step `params` in place; returns the new state of every leaf. `old` is {} at the first step."""
+        tensors, tensor_grads = self._units(params), self._units(grads)
+        optimizer = self.group.make(tensors, step, self.fused)
+        for p, g in zip(tensors, tensor_grads, strict=True):
+            p.grad = g
+        if old:
+            states = [s for k in self.names for s in self._states(old[k], len(params[k]) if self.group.by_tile else 1)]
+            for p, s in zip(tensors, states, strict=True):
+                optimizer.state[p] = s
+        before = _memory(optimizer) if check else {}
+        optimizer.step()
+        for p in tensors:
+            p.grad = None
+        if check:
+            _check_memory(optimizer, before, tensors)
+        if not self.group.by_tile:
+            return {k: optimizer.state[p] for k, p in zip(self.names, tensors, strict=True)}
+        found = iter([optimizer.state[p] for p in tensors])
+        return {k: _stacked([next(found) for _ in range(len(params[k]))]) for k in self.names}
+
+    def _units(self, leaves: Params) -> list[Tensor]:
+        """What torch shall see as a parameter each: leaves, or their tiles."""
+        named = [leaves[k] for k in self.names]
+        return [tile for leaf in named for tile in leaf.unbind()] if self.group.by_tile else named
+
+    def _states(self, state: Params, tiles: int) -> list[Params]:
+        """The state of a leaf, {entry: [T, ...]}, as that of what torch sees; undone by `_stacked`."""
+        if not self.group.by_tile:
+            return [state]
+        views = {e: t.unbind() for e, t in state.items()}
+        return [{e: v[i] for e, v in views.items()} for i in range(tiles)]
+
+
+class _Prepared(NamedTuple):
+    """What an update of such leaves calls, and every tensor `(leaf, entry)` of its state."""
+
+    calls: list[_Call]
+    specs: dict[tuple[str, str], TensorSpec]
+
+
+def _stacked(states: list[Params]) -> Params:
+    return {e: torch.stack([s[e] for s in states]) for e in states[0]}
+
+
+def _describe(params: Params, roles: Roles) -> tuple[_Leaf, ...]:
+    return tuple((k, roles.get(k), p.shape, p.dtype, p.device) for k, p in params.items())
+
+
+def _prepare(leaves: tuple[_Leaf, ...], group_of: Callable[[str, str, tuple[int, ...]], ParamGroup]) -> _Prepared:
+    """Which leaves are stepped together, and the structure of their state: that after a step on zeros."""
+    names: dict[tuple[ParamGroup, bool], list[str]] = {}
+    zeros: Params = {}
+    for name, role, shape, dtype, device in leaves:
+        if role not in ROLES:
+            raise ValueError(f"role of leaf {name!r} must be one of {ROLES}, got {role!r}")
+        group = group_of(name, role, shape)
+        names.setdefault((group, group.fuses(dtype, device)), []).append(name)
+        zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
+    calls = [_Call(group, fused, named) for (group, fused), named in names.items()]
+    grads = {k: torch.zeros_like(p) for k, p in zeros.items()}
+    states: dict[str, Params] = {}
+    with torch.no_grad():
+        for call in calls:
+            states |= call.step(0, zeros, grads, {}, check=True)
+    return _Prepared(calls, {(k, entry): spec_of(t) for k in zeros for entry, t in states[k].items()})
+
+
+def _param_groups(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], by_role: Mapping[str, Mapping[str, Any] | None]
+) -> Callable[[str, str, tuple[int, ...]], ParamGroup]:
+    """A function `(name, role, shape) -> ParamGroup`; all options are checked here, before any step."""
+    muon = getattr(torch.optim, "Muon", None)  # Younger than the oldest torch that is supported.
+    matrices_only = muon is not None and issubclass(cls, muon)
+    mixes = matrices_only or issubclass(cls, torch.optim.Adafactor)
+    whole = _make_group(cls, options, "all leaves")
+    stacked = replace(whole, by_tile=True) if mixes else whole
+    groups: dict[str, ParamGroup] = {"code": stacked, "linear": stacked, "direct": whole}
+    fallbacks: dict[str, ParamGroup] = dict.fromkeys(ROLES, _fallback(options)) if mixes else {}
+    for role, differing in by_role.items():
+        if differing is not None and not isinstance(differing, Mapping):
+            raise TypeError(f"{role} must be a dict of options or None, got {differing!r}")
+        if differing:
+            merged = options | dict(differing)
+            groups[role] = _make_group(cls, merged, f"{role} leaves", by_tile=groups[role].by_tile)
+            if mixes:
+                fallbacks[role] = _fallback(merged)
+
+    def group_of(name: str, role: str, shape: tuple[int, ...]) -> ParamGroup:
+        group = groups[role]
+        if group.by_tile and not shape:
+            raise ValueError(f"leaf {name!r} of role {role!r} must have a leading dimension of tiles, got a scalar")
+        refused = mixes and (0 in shape or (matrices_only and len(shape) - group.by_tile != 2))
+        return fallbacks[role] if refused else group
+
+    return group_of
+
+
+def _make_group(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], where: str, *, by_tile: bool = False
+) -> ParamGroup:
+    """Check the options of a class by making an optimizer."""
+    lr = options["lr"]
+    _check_rate(lr, where)
+    options = {k: v for k, v in options.items() if k != "lr"}
+    if options.get("differentiable"):
+        raise ValueError("differentiable=True must be left out: the results of a pure update have no graph")
+    group = ParamGroup(cast("Callable[..., torch.optim.Optimizer]", cls), lr, options, by_tile)
+    rate = _learning_rate(lr, 0)
+    try:
+        group.cls([torch.zeros(2, 2)], lr=rate, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        known = [k for k in inspect.signature(cls).parameters if k != "params"]
+        raise ValueError(f"{cls.__name__} refuses the options of {where}: {error}; its options are {known}") from error
+    return group
+
+
+def _fallback(options: dict[str, Any]) -> ParamGroup:
+    kept = {k: v for k, v in options.items() if k in ("lr", "weight_decay")}
+    return _make_group(torch.optim.AdamW, kept, "leaves that fall back to AdamW")
+
+
+def _check_rate(lr: Any, where: str) -> None:
+    if not callable(lr) and (isinstance(lr, bool) or not isinstance(lr, Real)):
+        raise TypeError(f"lr of {where} must be a number or a function of the step, got {lr!r}")
+
+
+def _learning_rate(lr: LearningRate, step: int) -> float:
+    """The rate at a step, checked: torch checks only what its constructor gets, never a schedule."""
+    rate = float(lr(step) if callable(lr) else lr)
+    if not 0 <= rate or not isfinite(rate):
+        raise ValueError(f"lr must be finite and >= 0, got {rate} at step {step}")
+    return rate
+
+
+def _writable(state: Params, p: Tensor, donate: bool) -> Params:
+    """The state of leaf `p` as tensors that torch may change in place."""
+    if donate:
+        fresh = {e: t.detach() if t.requires_grad else t for e, t in state.items()}
+    else:
+        fresh = {e: t.clone() for e, t in state.items()}
+    if p.is_contiguous() and all([t.is_contiguous() for t in fresh.values()]):
+        return fresh
+    return {e: _aligned(t, p) for e, t in fresh.items()}
+
+
+def _aligned(t: Tensor, p: Tensor) -> Tensor:
+    """`t` in the memory layout of `p`, where it has its shape.
+
+    Fused CPU kernels ignore strides, and `torch.autograd.grad`, unlike `backward()`, returns gradients of any layout.
+    """
+    if (t.is_contiguous() and p.is_contiguous()) or t.shape != p.shape or t.stride() == p.stride():
+        return t
+    return torch.empty_like(p, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _check_class(cls: Any) -> None:
+    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
+        raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {cls!r}")
+    if issubclass(cls, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss many times a step (it needs a closure): take a first-order class")
+    if issubclass(cls, torch.optim.SparseAdam):
+        raise ValueError("SparseAdam needs sparse gradients, and those of a genome are dense: take Adam")
+
+
+def _memory(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Options and public attributes, as text: what a step must leave as it was."""
+    options = {k: repr(v) for group in optimizer.param_groups for k, v in group.items() if k != "params"}
+    rest = {k: repr(v) for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and k[0] != "_"}
+    return options | rest
+
+
+def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tensors: list[Tensor]) -> None:
+    name = type(optimizer).__name__
+    changed = [k for k, v in _memory(optimizer).items() if before.get(k) != v]
+    if {id(p) for p in optimizer.state} - {id(p) for p in tensors}:
+        changed.append("state that belongs to no parameter")
+    if changed:
+        raise ValueError(f"{name} must keep all that changes in the state of a parameter, got {', '.join(changed)}")
+    for entry, value in ((e, v) for p in tensors for e, v in optimizer.state[p].items()):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
+
+
+def _check_grads(grads: Params, params: Params) -> None:
+    if grads.keys() == params.keys() and all(
+        g.shape == p.shape and g.dtype == p.dtype and g.device == p.device
+        for g, p in ((grads[k], p) for k, p in params.items())
+    ):
+        return
+    compare_trees({k: spec_of(p) for k, p in params.items()}, grads, "grads do not fit params")
+
+
+def _check_state(
+    state: OptState, params: Params, specs: dict[tuple[str, str], TensorSpec], cls: str, fingerprint: Tensor
+) -> None:
+    """Compare a state with what the class needs: some kernels write beyond a tensor that is too small."""
     if not isinstance(state, OptState):
         raise TypeError(f"state must be an OptState from init or update, got {type(state).__name__}")
-    for what, named in (("grads", grads), ("state.leaves", state.leaves)):
-        if named.keys() != params.keys():
-            missing, unknown = sorted(params.keys() - named.keys()), sorted(named.keys() - params.keys())
-            raise ValueError(f"{what} must have the names of params, got {missing} missing and {unknown} unknown")
-    for k, p in params.items():
-        g = grads[k]
-        if g.shape != p.shape or g.dtype != p.dtype or g.device != p.device:
-            expected, got = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (p, g))
-            raise ValueError(f"gradient of leaf {k!r} must be {expected} like the leaf, got {got}")
+    if (got := int(state.fingerprint)) != int(fingerprint):
+        names = (name for name in dir(torch.optim) if int(_fingerprint(name)) == got)
+        other = next(names, "another class")
+        raise ValueError(f"the state must be one of {cls}, got one of {other}: make a new one by init")
+    leaves = state.leaves
+    if leaves.keys() == params.keys() and sum(map(len, leaves.values())) == len(specs):
+        given = [leaves[k].get(entry) for k, entry in specs]
+        if all(
+            t is not None and t.shape == s.shape and t.dtype == s.dtype
+            for t, s in zip(given, specs.values(), strict=True)
+        ):
+            return
+    what = f"the state does not fit {cls} and the parameters"
+    compare_trees({f"{k}/{entry}": spec for (k, entry), spec in specs.items()}, flatten_tree(leaves), what)
+    # Some classes keep nothing, so that there is nothing to compare but the names of the leaves.
+    raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(leaves)}")
+
+
+def _fingerprint(name: str) -> Tensor:
+    """The first 63 bits of the SHA-256 of a name."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return torch.tensor(int.from_bytes(digest[:8], "big") >> 1, dtype=torch.int64, device="cpu")

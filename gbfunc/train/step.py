@@ -29,7 +29,7 @@ from gbfunc.parallel import (
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import parameter_infos
 from gbfunc.train.gradients import LossFn, Objective
-from gbfunc.train.interface import Optimizer, OptState
+from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import Lazy, Remat, StepOptions
 from gbfunc.trees import flat_genome, like_genome, tree_map
 from gbfunc.types import Genome, GNets, Kernel, Params

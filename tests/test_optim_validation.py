@@ -1,10 +1,9 @@
-"""The doors of the optimizers: fused kernels, classes from elsewhere, schedules, and clear errors."""
+"""What optimizers take and refuse: fused kernels, states, classes that torch does not ship, schedules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gbfunc as gb
 from gbfunc.train import OptState
@@ -23,40 +21,8 @@ OPTIM: Any = torch.optim
 ROLES = {"w": "code", "b": "direct"}
 
 
-@contextmanager
-def steps_taken() -> Iterator[list[tuple[str, Any]]]:
-    """Names of the torch classes that step inside, with their `fused` option."""
-    seen: list[tuple[str, Any]] = []
-    handle = register_optimizer_step_pre_hook(
-        lambda o, args, kwargs: seen.append((type(o).__name__, o.param_groups[0].get("fused")))
-    )
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-def test_fused_kernels_are_used_where_they_exist_unless_said_otherwise() -> None:
-    plain, complex_ = {"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.complex64)}
-
-    def seen(params: dict[str, Tensor], cls: Any, **options: Any) -> set[tuple[str, Any]]:
-        with steps_taken() as steps:
-            optimizer = gb.torch_optimizer(cls, 0.1, **options)
-            optimizer.update(params, optimizer.init(params, {"w": "direct"}), params, {"w": "direct"})
-        assert len(steps) == 2
-        return set(steps)
-
-    for name in ("SGD", "Adam", "AdamW", "Adagrad"):
-        cls = getattr(OPTIM, name)
-        assert seen(plain, cls) == {(name, True)}
-        assert seen(plain, cls, fused=False) == {(name, False)}
-        assert seen(plain, cls, foreach=True) == {(name, None)}
-    assert seen(complex_, torch.optim.Adam) == {("Adam", None)}
-    assert seen(plain, torch.optim.NAdam) == {("NAdam", None)}
-
-
 class Lion(torch.optim.Optimizer):
-    """A class from elsewhere, after Chen et al. (2023): counts in a plain int, changes the gradient in place."""
+    """A class that torch does not ship, after Chen et al. (2023); it changes the gradient in place."""
 
     def __init__(self, params: Any, lr: float = 1e-4, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -67,12 +33,12 @@ class Lion(torch.optim.Optimizer):
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state.update(calls=0, rate=1.0, momentum=torch.zeros_like(p))
+                    state.update(calls=torch.tensor(0), rate=torch.tensor(1.0), momentum=torch.zeros_like(p))
                 state["calls"] += 1
                 state["rate"] *= 0.5
                 p.grad.add_(p, alpha=group["weight_decay"])
                 update = (0.9 * state["momentum"] + 0.1 * p.grad).sign()
-                p.sub_(update, alpha=group["lr"] * (1 + state["calls"] * state["rate"]))
+                p.sub_(update, alpha=group["lr"] * float(1 + state["calls"] * state["rate"]))
                 state["momentum"].lerp_(p.grad, 0.01)
 
 
@@ -113,6 +79,12 @@ class InText(Plain):
         self.state[self.param_groups[0]["params"][0]]["phase"] = "warm-up"
 
 
+class InNumber(Plain):
+    def remember(self) -> None:
+        state = self.state[self.param_groups[0]["params"][0]]
+        state["calls"] = state.get("calls", 0) + 1
+
+
 def params_and_grads(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     rng = torch.Generator().manual_seed(seed)
     first, second = ({"w": torch.randn(2, 3, generator=rng), "b": torch.randn(3, generator=rng)} for _ in range(2))
@@ -120,7 +92,7 @@ def params_and_grads(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("cls", [Lion, Plain, type("MyAdam", (torch.optim.Adam,), {})])
-def test_a_class_from_elsewhere_is_pure_and_equal_to_its_own_loop(cls: Any) -> None:
+def test_a_class_that_torch_does_not_ship_is_pure_and_equal_to_its_own_loop(cls: Any) -> None:
     options: dict[str, Any] = {} if cls is Plain else {"weight_decay": 0.1}
     optimizer = gb.torch_optimizer(cls, 0.1, **options)
     params, _ = params_and_grads(0)
@@ -145,7 +117,8 @@ def test_a_class_from_elsewhere_is_pure_and_equal_to_its_own_loop(cls: Any) -> N
         (InAttribute, ValueError, "InAttribute must keep all that changes .*, got calls"),
         (InGroup, ValueError, "InGroup must keep all that changes .*, got k"),
         (InState, ValueError, "got state that belongs to no parameter"),
-        (InText, TypeError, "must be tensors and numbers, got phase='warm-up'"),
+        (InText, TypeError, "state of InText must be tensors, got phase of type str"),
+        (InNumber, TypeError, "state of InNumber must be tensors, got calls of type int"),
     ],
 )
 def test_a_class_that_remembers_elsewhere_is_refused(cls: Any, error: type[Exception], message: str) -> None:
@@ -206,6 +179,11 @@ def options_error(**options: Any) -> Callable[[], Any]:
     return lambda: gb.torch_optimizer(**({"cls": torch.optim.AdamW, "lr": 0.1} | options))
 
 
+def adam_state(step: int, leaves: Any = None) -> OptState:
+    state = gb.torch_optimizer(torch.optim.Adam, 0.1).init({"w": torch.ones(2)}, {"w": "direct"})
+    return state._replace(step=torch.tensor(step), leaves=state.leaves if leaves is None else leaves)
+
+
 def update_error(**changed: Any) -> Callable[[], Any]:
     params = {"w": torch.ones(2)}
     roles = {"w": "direct"}
@@ -232,16 +210,18 @@ def update_error(**changed: Any) -> Callable[[], Any]:
         (options_error(code={"betas": (2.0, 0.9)}), ValueError, "AdamW refuses the options of code leaves.*beta"),
         (options_error(fused=True, foreach=True), ValueError, "cannot be .True. together"),
         (options_error(differentiable=True), ValueError, "no graph"),
-        (update_error(grads={}), ValueError, r"grads must have the names of params, got \['w'\] missing"),
-        (update_error(grads={"w": torch.ones(2), "v": torch.ones(2)}), ValueError, r"\['v'\] unknown"),
-        (update_error(grads={"w": torch.ones(1)}), ValueError, r"'w' must be \(2,\) .*got \(1,\)"),
-        (update_error(grads={"w": torch.ones(2).double()}), ValueError, "got .*float64"),
+        (update_error(grads={}), ValueError, r"grads do not fit params: missing \['w'\]"),
+        (update_error(grads={"w": torch.ones(2), "v": torch.ones(2)}), ValueError, r"unknown \['v'\]"),
+        (update_error(grads={"w": torch.ones(1)}), ValueError, r"w is \(1,\), expected \(2,\)"),
+        (update_error(grads={"w": torch.ones(2).double()}), ValueError, "w is .*float64, expected .*float32"),
+        (update_error(grads={"w": torch.ones(2, device="meta")}), ValueError, "w is meta, expected cpu"),
         (update_error(roles={}), ValueError, "role of leaf 'w' must be one of .*got None"),
         (update_error(roles={"w": "last"}), ValueError, "role of leaf 'w' must be one of .*got 'last'"),
-        (update_error(state={}), TypeError, "state must be an OptState"),
-        (update_error(state=OptState(torch.tensor(0), {})), ValueError, "state.leaves must have the names"),
-        (update_error(state=OptState(torch.tensor(0), {"w": {}})), ValueError, "must have the entries .*exp_avg"),
-        (update_error(state=OptState(torch.tensor(1), {"w": {}})), ValueError, "got -0.9 at step 1"),
+        (update_error(state={}), TypeError, "state must be an OptState .* got dict"),
+        (update_error(state=None), TypeError, "state must be an OptState .* got NoneType"),
+        (update_error(state=adam_state(0, {})), ValueError, "does not fit Adam and the parameters: missing .*exp_avg"),
+        (update_error(state=adam_state(0, {"w": {}})), ValueError, "does not fit Adam and the parameters: missing"),
+        (update_error(state=adam_state(1)), ValueError, "got -0.9 at step 1"),
     ],
 )
 def test_clear_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
