@@ -220,14 +220,3 @@ def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> A
 
     return tree_map(mean, *trees)
 
-
-def shapes_of(tree: Any) -> tuple[Any, ...]:
-    """A hashable summary of a tree: its structure, and shape and dtype of every tensor."""
-
-    def summary(x: Any) -> Any:
-        if isinstance(x, Mapping):
-            return type(x), tuple((k, shapes_of(x[k])) for k in sorted(x, key=str))
-        return (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x)
-
-    leaves, structure = optree.tree_flatten(tree)
-    return structure, tuple(summary(x) for x in leaves)

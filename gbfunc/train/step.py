@@ -5,6 +5,7 @@ state, batch -> loss and gradient (`gradients`) -> sums over ranks -> optimizer 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +28,7 @@ from gbfunc.parallel import (
     text_of,
 )
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import parameter_infos
+from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import Lazy, Remat, StepOptions
@@ -351,6 +352,8 @@ def make_train_step(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
     check_plan(plan, pnet)
+    if (word := eval_mode_warning(pnet)) is not None:
+        warnings.warn(word, UserWarning, stacklevel=2)
     layout = make_layout(plan, single_rank_mesh() if mesh is None else mesh, placement, lazy=lazy is not False)
     options.check_placement(layout.sharded, layout.placement)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
