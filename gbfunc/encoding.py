@@ -10,6 +10,7 @@ Suffixes: n rows or columns of the axis, k width of a code, u blocks (distinct t
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 _MAX_AXIS = 1 << 31
 _MAX_BANDWIDTH = 1e9
+_MAX_GRID_AXES = 16
+_MAX_DEPTH = 3
 
 
 def bit_width(n: int) -> int:
@@ -41,6 +44,8 @@ class Encoding:
     type: ClassVar[str]
     local: ClassVar[bool] = True
     """True where the code numbers positions within a tile, so that every tile has the same one."""
+    depth: ClassVar[int] = 0
+    """Levels of encodings within it."""
 
     def width(self, n: int) -> int:
         """Numbers per code on an axis of `n`."""
@@ -170,6 +175,11 @@ class PerAxis(Encoding):
         """As the channels' code."""
         return self.channels.local
 
+    @property
+    def depth(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One more than its parts."""
+        return 1 + max(self.channels.depth, self.positions.depth)
+
     def check(self, n: int) -> None:
         """Raise `ValueError` unless whole kernels fill the axis."""
         if n % self.n_positions:
@@ -222,13 +232,15 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
     """Code of an axis that has a geometry: a flattened image `grid(28, 28)`, a sequence `grid(1024)`.
 
     Args:
-        dims: lengths of the axes, row-major; their product is the length of the coded axis.
+        dims: lengths of the axes, row-major, 16 at most; their product is the length of the coded axis.
         code: `"coordinate"`: each axis as one number in [-bandwidth, bandwidth]; `"gray"` or `"binary"`: bits an axis.
         bandwidth: largest coordinate; more makes weights vary faster along the axis.
 
     Raises:
-        ValueError: for no axis, an axis shorter than 1, an unknown code, or a bandwidth that is not positive.
+        ValueError: for no axis or too many, one shorter than 1, an unknown code, or a bandwidth that is not positive.
     """
+    if len(dims) > _MAX_GRID_AXES:
+        raise ValueError(f"grid expects at most {_MAX_GRID_AXES} axes, got {len(dims)}")
     if not dims or any(not isinstance(d, int) or isinstance(d, bool) or not 1 <= d <= _MAX_AXIS for d in dims):
         raise ValueError(f"grid expects one or more axis lengths >= 1, got {dims}")
     if code not in ("coordinate", "gray", "binary"):
@@ -247,12 +259,15 @@ def per_axis(channels: Encoding, positions: Encoding, n_positions: int) -> Encod
         n_positions: positions of the kernel, 9 for 3 x 3.
 
     Raises:
-        ValueError: if `n_positions` is below 1 or not what `positions` codes.
+        ValueError: if `n_positions` is below 1 or not what `positions` codes, or if either code is nested too deep.
     """
     if not isinstance(n_positions, int) or n_positions < 1:
         raise ValueError(f"n_positions must be an int >= 1, got {n_positions!r}")
     positions.check(n_positions)
-    return PerAxis(channels, positions, n_positions)
+    encoding = PerAxis(channels, positions, n_positions)
+    if encoding.depth > _MAX_DEPTH:
+        raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {encoding.depth}")
+    return encoding
 
 
 _ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType({"binary": Binary, "gray": Gray, "one_hot": OneHot})
@@ -280,4 +295,4 @@ def encoding_from_json(data: dict[str, Any]) -> Encoding:
     try:
         return ENCODINGS[data["type"]](data)
     except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"not an encoding: {data!r}; known types are {sorted(ENCODINGS)}") from error
+        raise ValueError(f"not an encoding: {reprlib.repr(data)}; known types are {sorted(ENCODINGS)}") from error

@@ -181,7 +181,10 @@ def test_results_go_on_where_they_were(problem: Problem, tmp_path: Path) -> None
     assert of_problem(results, small, "steps").choices[0].reason == "too small"
     assert [row.seed for row in of_problem(results, problem, "steps").rows] == [0, 1]
     assert len(method.trained) == 3 + 2 == 3 + len(list(tmp_path.iterdir()))
-    (tmp_path / "compare.json").write_text(json.dumps({"machine": "x"} | to_json(results)))
+    text = json.dumps({"machine": "x"} | to_json(results))
+    (tmp_path / "former.json").write_text(text.replace('"dtype"', '"numbers"'))
+    assert to_json(read_results(tmp_path / "former.json")) == to_json(results)
+    (tmp_path / "compare.json").write_text(text)
     known = read_results(tmp_path / "compare.json")
     assert to_json(known) == to_json(results)
     assert list(run_missing({"steps": method}, problems, 2, known, tmp_path)) == []

@@ -31,6 +31,8 @@ LEVELS = (
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 TOP_LEVEL = {"gbfunc", "tests", "notebooks", "pyproject.toml", "README.md", "LICENSE"}
 MAX_LINES = 450
+KNOWN_CYCLES = [["gbfunc/cli/control.py", "gbfunc/cli/train.py"]]
+"""To be untied."""
 
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
 TESTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
@@ -120,6 +122,93 @@ def test_imports_come_from_lower_levels() -> None:
     placed = [path for path in SOURCES if room_of(path) in LEVEL]
     upward = {path: upward_imports(parse(path), path) for path in placed}
     assert {path: rooms for path, rooms in upward.items() if rooms} == {}
+
+
+def module_of(path: str) -> str:
+    """The dotted name of a file: `gbfunc/plan/spec.py` -> `gbfunc.plan.spec`, of an `__init__` that of its package."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_files(tree: ast.AST, path: str, files: dict[str, str], sources: dict[str, ast.AST]) -> set[str]:
+    """Files that a file imports: those of modules, and the `__init__` that a name is taken from.
+
+    Within a package, a name that is taken from its `__init__` stands for the file that this takes it from.
+    """
+    found = set()
+    for module in imported_modules(tree, path):
+        name = module
+        while name not in files and "." in name:
+            name = name.rpartition(".")[0]
+        if name not in files:
+            continue
+        inside = name != "gbfunc" and f"{module_of(path)}.".startswith(f"{name}.") and path != files[name]
+        if inside and name != module:
+            attribute = module.removeprefix(f"{name}.").split(".")[0]
+            origins = [m for m in imported_modules(sources[name], files[name]) if m.endswith(f".{attribute}")]
+            name = next((m.rpartition(".")[0] for m in origins if m.rpartition(".")[0] in files), name)
+        found.add(files[name])
+    return found - {path}
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of files each of which reaches all others of its group by imports."""
+    reach = {path: set(targets) for path, targets in graph.items()}
+    for via in graph:
+        for path in graph:
+            if via in reach[path]:
+                reach[path] |= reach[via]
+    groups = {tuple(sorted(b for b in reach[a] if a in reach.get(b, ()))) for a in graph if a in reach[a]}
+    return [list(group) for group in sorted(groups)]
+
+
+def import_graph(trees: dict[str, ast.AST]) -> dict[str, set[str]]:
+    """The files that each file imports, by path."""
+    files = {module_of(path): path for path in trees}
+    sources = {module_of(path): tree for path, tree in trees.items()}
+    return {path: imported_files(tree, path, files, sources) for path, tree in trees.items()}
+
+
+def test_no_files_import_each_other() -> None:
+    """At any place in them, for whatever purpose."""
+    assert cycles(import_graph({path: parse(path) for path in SOURCES})) == KNOWN_CYCLES
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        ({"a": "import gbfunc.b", "b": "import gbfunc.c", "c": ""}, []),
+        ({"a": "import gbfunc.b", "b": "def f():\n    from gbfunc.a import x"}, [["a", "b"]]),
+        ({"a": "from gbfunc import b", "b": "if TYPE_CHECKING:\n    from gbfunc import a"}, [["a", "b"]]),
+        ({"a": "from . import b", "b": "from .c import x", "c": "from .a import x"}, [["a", "b", "c"]]),
+        (
+            {
+                "p/__init__": "from gbfunc.p.a import x\nfrom gbfunc.p.b import y",
+                "p/a": "",
+                "p/b": "from gbfunc.p import x",
+            },
+            [],
+        ),
+        (
+            {
+                "p/__init__": "from gbfunc.p.a import x\nfrom gbfunc.p.b import y",
+                "p/a": "from gbfunc.p import y",
+                "p/b": "from gbfunc.p import x",
+            },
+            [["p/a", "p/b"]],
+        ),
+        ({"p/__init__": "x = 1\nfrom gbfunc.p.a import y", "p/a": "from gbfunc.p import x"}, [["p/__init__", "p/a"]]),
+        (
+            {"p/__init__": "from gbfunc.p.a import x", "p/a": "import gbfunc.q", "q": "from gbfunc.p import x"},
+            [["p/__init__", "p/a", "q"]],
+        ),
+    ],
+)
+def test_cycles_are_seen(sources: dict[str, str], found: list[list[str]]) -> None:
+    trees: dict[str, ast.AST] = {f"gbfunc/{name}.py": ast.parse(source) for name, source in sources.items()}
+    named = [
+        [path.removeprefix("gbfunc/").removesuffix(".py") for path in group] for group in cycles(import_graph(trees))
+    ]
+    assert named == found
 
 
 def test_only_parallel_uses_torch_distributed() -> None:

@@ -79,7 +79,7 @@ def _places(data: Any) -> Any:
 
 @settings(max_examples=300)
 @given(st.sampled_from(sorted(PLANS)), st.integers(0, 2**32))
-def test_mangled_json_is_a_value_error_or_a_sound_plan(name: str, seed: int) -> None:
+def test_mangled_json_is_a_value_error_or_a_valid_plan(name: str, seed: int) -> None:
     text = mangled(PLANS[name][1], random.Random(seed))
     try:
         plan = Plan.from_json(text, FACTORIES)

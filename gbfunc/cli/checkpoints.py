@@ -99,7 +99,7 @@ class Checkpoints:
             tell(f"skipped {line}")
         if found.path is None:
             if self.needed:
-                raise FileNotFoundError(f"--resume: no sound checkpoint in {self.source}")
+                raise FileNotFoundError(f"--resume: no valid checkpoint in {self.source}")
             tell(f"no checkpoint to resume in {self.source}: training begins")
             return state, None
         position = found.extra["position"]

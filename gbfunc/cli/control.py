@@ -13,7 +13,7 @@ from rich.table import Table
 
 import gbfunc as gb
 from gbfunc.cli.job import check_seed, dense_plan, is_dense, results_folder
-from gbfunc.cli.options import DataOptions, ModelOptions, find_device, find_numbers
+from gbfunc.cli.options import DataOptions, ModelOptions, find_device, find_dtype
 from gbfunc.cli.output import write_figure, write_history, write_metrics
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks.control import (
@@ -110,7 +110,7 @@ def run_train(options: Train) -> None:
     with results_folder(options.out) as folder:
         result = train_control(*job, settings, options.seed, report)
         path = folder / GENOME_FILE
-        gb.save(path, job.plan, result.state, find_numbers(options.numbers))
+        gb.save(path, job.plan, result.state, find_dtype(options.dtype))
         metrics = _measure(options, path) | {
             "network": label,
             "env_steps": int(result.history[-1]["env_steps"]),

@@ -9,13 +9,13 @@ from typing import Annotated, Literal, get_args
 import torch
 from tyro.conf import arg
 
-from gbfunc.plan import NUMBERS
+from gbfunc.plan import STORED_DTYPES
 
 HypernetName = Literal["periodic", "gnet", "stochastic", "low_rank", "xox"]
-NumbersName = Literal["float32", "float16", "bfloat16"]
+DtypeName = Literal["float32", "float16", "bfloat16"]
 
 AUTO = "auto"
-"""The value of `--resume` that takes the newest sound checkpoint, if there is any."""
+"""The value of `--resume` that takes the newest valid checkpoint, if there is any."""
 
 RECIPE = "(default: the task's recipe)"
 
@@ -97,10 +97,10 @@ class TrainingOptions(ModelOptions):
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, ..."""
 
-    numbers: Annotated[
-        NumbersName | None, arg(metavar="|".join(get_args(NumbersName)), help_behavior_hint="(default: as in training)")
+    dtype: Annotated[
+        DtypeName | None, arg(metavar="|".join(get_args(DtypeName)), help_behavior_hint="(default: as in training)")
     ] = None
-    """What the genome's numbers are stored as, rounded after training; what is measured is what the file holds."""
+    """What the genome is stored as, rounded after training; what is measured is what the file holds."""
 
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
     """Folder for metrics.json, history.csv, genome.safetensors and figures; such files are replaced."""
@@ -117,12 +117,12 @@ class CheckpointOptions(TrainingOptions):
     """Checkpoints to keep."""
 
     resume: Annotated[str | None, arg(metavar="auto|PATH", help_behavior_hint="(default: begin afresh)")] = None
-    """Go on from the newest sound checkpoint of OUT, if there is any (auto), or from a file or folder."""
+    """Go on from the newest valid checkpoint of OUT, if there is any (auto), or from a file or folder."""
 
 
-def find_numbers(name: NumbersName | None) -> torch.dtype | None:
+def find_dtype(name: DtypeName | None) -> torch.dtype | None:
     """The dtype called so, as `gb.save` takes it."""
-    return None if name is None else NUMBERS[name]
+    return None if name is None else STORED_DTYPES[name]
 
 
 def find_device(name: str) -> torch.device:

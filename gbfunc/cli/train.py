@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from gbfunc.cli.options import RECIPE, CheckpointOptions, TrainingOptions, find_numbers
+from gbfunc.cli.options import RECIPE, CheckpointOptions, TrainingOptions, find_dtype
 from gbfunc.cli.ranks import RankOptions, open_mesh
 
 if TYPE_CHECKING:
@@ -83,14 +83,14 @@ def train_genome(
     path = folder / GENOME_FILE
     step = trainer.train_step
     genome = result.state if step is None else step.gather(result.state)
-    gb.save(path, job.plan, genome, find_numbers(options.numbers))
+    gb.save(path, job.plan, genome, find_dtype(options.dtype))
     plan, _, net = read_genome(path, options, job.task)
     planned = None if is_dense(options) else job.task.pnet.plan(plan.genome_params).hypernet.type
     net.to(options.device)
     metrics = genome_metrics(plan, path, net, job.task) | {
         "network": label,
         "hypernet": options.hypernet or planned,
-        "numbers": options.numbers or str(plan.dtype).removeprefix("torch."),
+        "dtype": options.dtype or str(plan.dtype).removeprefix("torch."),
         "train_loss": result.history[-1]["train_loss"],
         "seconds": result.seconds,
         "steps": result.steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -63,4 +64,4 @@ def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..
             options["factory"] = factories[path]
         return HYPERNETS[data["type"]](**options)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a hypernetwork: {data!r}; known types are {sorted(HYPERNETS)}") from error
+        raise ValueError(f"not a hypernetwork: {reprlib.repr(data)}; known types are {sorted(HYPERNETS)}") from error

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from gbfunc.plan.filesize import genome_file_bytes
-from gbfunc.plan.spec import Plan
+from gbfunc.plan.spec import Plan, genome_file_bytes
 
 _BYTE_ROUNDS = 16
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)

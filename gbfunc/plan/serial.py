@@ -9,20 +9,24 @@ from typing import Any
 from gbfunc.encoding import Encoding, encoding_from_json
 from gbfunc.hypernets import Hypernet, hypernet_from_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
-from gbfunc.plan.spec import Plan
 from gbfunc.tiling import TileGrid
 from gbfunc.types import JSON
 
 VERSION = 1
+
+# What is read at most: whatever a file declares, it takes no more than a second and some MB to find out.
+_MAX_TENSORS = 1 << 14
+_MAX_DIMS = 64  # torch has no tensors of more.
+_MAX_LAYERS = 256
 _MAX_TILES = 1 << 24
 
 
-def plan_to_json(plan: Plan) -> str:
+def plan_to_json(tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], target: str) -> str:
     """Compact JSON: hypernetworks and encodings once each, slots as short lists that refer to them."""
     hypernets: dict[Hypernet, int] = {}
     encodings: dict[Encoding, int] = {}
-    tensors = []
-    for tensor in plan.tensors:
+    entries = []
+    for tensor in tensors:
         entry: JSON = {"name": tensor.name, "shape": list(tensor.shape), "kind": tensor.kind}
         if tensor.dtype != "float32":
             entry["dtype"] = tensor.dtype
@@ -44,39 +48,62 @@ def plan_to_json(plan: Plan) -> str:
                 ]
                 for slot in tensor.slots
             ]
-        tensors.append(entry)
+        entries.append(entry)
     data = {
         "version": VERSION,
         "hypernets": [h.to_json() for h in hypernets],
         "encodings": [e.to_json() for e in encodings],
-        "tensors": tensors,
-        **({"buffers": [list(b) for b in plan.buffers]} if plan.buffers else {}),
-        **({"target": plan.target} if plan.target else {}),
+        "tensors": entries,
+        **({"buffers": [list(b) for b in buffers]} if buffers else {}),
+        **({"target": target} if target else {}),
     }
     return json.dumps(data, separators=(",", ":"))
 
 
-def plan_from_json(text: str, factories: Sequence[Callable[..., Any]] = ()) -> Plan:
-    """Read what `plan_to_json` wrote.
+def plan_from_json(
+    text: str, factories: Sequence[Callable[..., Any]] = ()
+) -> tuple[tuple[TensorPlan, ...], tuple[BufferPlan, ...], str]:
+    """Read what `plan_to_json` wrote: tensors, buffers and target.
 
     Raises:
-        ValueError: for anything that is not a sound plan.
+        ValueError: for anything that is not a valid plan.
     """
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = json.loads(text)
         if data["version"] != VERSION:
             raise ValueError(f"plan version {data['version']!r} is not {VERSION}, the one known here")
+        check_limits(data)
         hypernets = [hypernet_from_json(h, by_path) for h in data["hypernets"]]
         encodings = [encoding_from_json(e) for e in data["encodings"]]
         tensors = tuple(_tensor(entry, hypernets, encodings) for entry in data["tensors"])
         buffers = tuple(_buffer(*entry) for entry in data.get("buffers", []))
-        plan = Plan(tensors, buffers, _text(data.get("target", "")))
+        target = _text(data.get("target", ""))
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
-    if (tiles := sum(s.grid.n_tiles for t in plan.tensors for s in t.slots)) > _MAX_TILES:
-        raise ValueError(f"the plan declares {tiles} tiles; at most {_MAX_TILES} are read")
-    return plan
+    if (tiles := sum(s.grid.n_tiles for t in tensors for s in t.slots)) > _MAX_TILES:
+        raise ValueError(f"the plan declares {tiles} tiles; at most {_MAX_TILES:,} are read")
+    return tensors, buffers, target
+
+
+def check_limits(data: JSON) -> None:
+    """Refuse a plan, as JSON, that would take long to read.
+
+    Raises:
+        ValueError: naming the limit.
+    """
+    tensors, buffers, hypernets = data["tensors"], data.get("buffers", []), data["hypernets"]
+    shapes = [t["shape"] for t in tensors] + [b[1] for b in buffers]
+    options = [value for h in hypernets for value in h.values() if isinstance(value, list)]
+    for what, count, most in (
+        ("names of tensors", len(shapes) + sum(len(t.get("aliases", [])) for t in tensors), _MAX_TENSORS),
+        ("hypernetworks", len(hypernets), _MAX_TENSORS),
+        ("encodings", len(data["encodings"]), _MAX_TENSORS),
+        ("dimensions in a shape", max(map(len, shapes), default=0), _MAX_DIMS),
+        ("layers in a g-net", max(map(len, options), default=0), _MAX_LAYERS),
+    ):
+        if count > most:
+            raise ValueError(f"the plan has {count:,} {what}; a file holds at most {most:,}")
 
 
 def _text(value: Any) -> str:

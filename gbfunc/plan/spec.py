@@ -11,6 +11,9 @@ import torch
 
 from gbfunc.hypernets import n_params
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
+from gbfunc.plan.file_layout import file_header, stored_leaves
+from gbfunc.plan.report import tensor_table
+from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
 
 
@@ -97,11 +100,20 @@ class Plan:
         """Whether any g-net takes noise."""
         return any(e.hypernet.stochastic for e in self.ensembles)
 
+    @cached_property
+    def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of all tensors of a genome, in the order of their names.
+
+        These are `gnets/<ensemble>/<leaf>`, `direct/<name>` and `buffers/<name>`.
+        """
+        leaves = {f"gnets/{e.name}/{k}": (s, self.dtype) for e in self.ensembles for k, s in e.shapes.items()}
+        leaves |= {f"direct/{t.name}": (t.shape, DTYPES[t.dtype]) for t in self.direct}
+        leaves |= {f"buffers/{b.name}": (b.shape, DTYPES[b.dtype]) for b in self.buffers}
+        return dict(sorted(leaves.items()))
+
     def to_json(self) -> str:
         """The plan as JSON; `Plan.from_json` reads it back."""
-        from gbfunc.plan.serial import plan_to_json
-
-        return plan_to_json(self)
+        return plan_to_json(self.tensors, self.buffers, self.target)
 
     @staticmethod
     def from_json(text: str, factories: tuple = ()) -> Plan:
@@ -112,18 +124,44 @@ class Plan:
             factories: the factories of `from_module` that the plan needs.
 
         Raises:
-            ValueError: for anything that is not a sound plan.
+            ValueError: for anything that is not a valid plan.
         """
-        from gbfunc.plan.serial import plan_from_json
-
-        return plan_from_json(text, factories)
+        return Plan(*plan_from_json(text, factories))
 
     def report(self) -> str:
         """Every tensor with its role, tiles, parameters and bytes, and the whole model's sizes, as a text table."""
-        from gbfunc.plan.report import plan_report
-
-        return plan_report(self)
+        try:
+            size = genome_file_bytes(self)
+            on_disk = f"{size:,} bytes on disk (header and buffers included)"
+            in_bytes = f", {self.dense_bytes / size:.1f}x in bytes"
+        except ValueError as error:
+            # A g-net from a function that has no import path: it trains, but has no file.
+            on_disk, in_bytes = f"not to be saved: {error}", ""
+        lines = [
+            *tensor_table(self.tensors, self.ensembles, self.buffers, self.dtype),
+            "",
+            f"whole model  dense {self.pnet_params:,} parameters, {self.dense_bytes:,} bytes",
+            f"             genome {self.genome_params:,} parameters, {on_disk}",
+            f"             ratio {self.ratio_params:.1f}x in parameters{in_bytes}",
+            *([f"asked for    {self.target}"] if self.target else []),
+        ]
+        return "\n".join(lines)
 
     def digest(self) -> str:
         """SHA-256 of the JSON form."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def genome_file_bytes(plan: Plan, dtype: torch.dtype | None = None) -> int:
+    """Bytes of `genome.safetensors`, header included.
+
+    Args:
+        plan: the plan.
+        dtype: what trained leaves are stored as, as `save` has it.
+
+    Raises:
+        ValueError: if the plan cannot be saved.
+    """
+    stored = stored_leaves(plan.leaves, dtype).values()
+    header = file_header(plan.to_json(), plan.leaves, dtype)
+    return len(header) + sum(math.prod(shape) * own.itemsize for shape, own in stored)

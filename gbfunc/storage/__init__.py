@@ -5,8 +5,7 @@ together costs less than one step does. So a state saved on N ranks is resumed o
 one rename commits.
 """
 
+from gbfunc.storage.checkpoint import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.storage.genome_file import load, save
-from gbfunc.storage.load import Checkpoint, load_checkpoint
-from gbfunc.storage.save import Checkpointer
 
 __all__ = ["Checkpoint", "Checkpointer", "load", "load_checkpoint", "save"]

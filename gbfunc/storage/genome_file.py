@@ -8,70 +8,38 @@ gives a `ValueError`, and nothing is loaded.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome
-from gbfunc.plan import DTYPES, FORMAT, NUMBERS, Plan, file_layout, file_metadata, file_tensors, unpack_plan
-from gbfunc.types import Genome, GenomeLike, Params, TensorMap
+from gbfunc.hypernets import Hypernet
+from gbfunc.plan import DTYPES, STORED_DTYPES, Plan
+from gbfunc.plan.file_layout import (
+    FORMAT,
+    MAX_HEADER_BYTES,
+    MAX_LEAVES,
+    Layout,
+    file_header,
+    file_tensors,
+    stored_dtype,
+    stored_leaves,
+    unpack_plan,
+)
+from gbfunc.plan.select import dtype_name
+from gbfunc.trees import TensorSpec, compare_trees, flatten_tree
+from gbfunc.types import Genome, GenomeLike, Params, TensorMap, TileDims
 
 _MAX_PNET_BYTES = 64 << 30
 
 
-def _digest(plan_json: str, tensors: Params) -> str:
-    """SHA-256 of the plan and of every tensor's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(plan_json.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _flat(genome: GenomeLike) -> Params:
-    flat = {f"gnets/{e}/{k}": v for e, leaves in genome.gnets.items() for k, v in leaves.items()}
-    flat |= {f"direct/{k}": v for k, v in genome.direct.items()}
-    flat |= {f"buffers/{k}": v for k, v in genome.buffers.items()}
-    return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in flat.items()}
-
-
-def _joined(plan: Plan, flat: TensorMap, numbers: torch.dtype | None) -> Params:
-    """The tensors of the file [n], by dtype, out of the leaves.
-
-    Raises:
-        ValueError: if a trained leaf holds a number that is too large for the dtype in which it is stored.
-    """
-    layout = file_layout(plan, numbers)
-    stored = {name: flat[name].to(dtype).reshape(-1) for name, (_, dtype) in layout.items()}
-    for name, leaf in stored.items():
-        if leaf.dtype != flat[name].dtype and not bool(torch.isfinite(leaf).all()):
-            raise ValueError(f"{name!r} holds {float(flat[name].abs().max()):g}, too large a number for {leaf.dtype}")
-    return {
-        key: torch.cat([leaf for leaf in stored.values() if leaf.dtype == dtype])
-        for key, (_, dtype) in file_tensors(layout).items()
-    }
-
-
-def _split(plan: Plan, tensors: TensorMap, numbers: torch.dtype | None) -> Params:
-    """Undo `_joined`: leaves in their own dtypes, each with memory of its own."""
-    rest, flat, own = dict(tensors), {}, file_layout(plan)
-    for name, (shape, dtype) in file_layout(plan, numbers).items():
-        key, length = str(dtype).removeprefix("torch."), math.prod(shape)
-        flat[name] = rest[key][:length].reshape(shape).to(own[name][1], copy=True)
-        rest[key] = rest[key][length:]
-    return flat
-
-
-def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, numbers: torch.dtype | None = None) -> int:
+def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: torch.dtype | None = None) -> int:
     """Write a genome with its plan: all that is needed to build the p-net's weights again.
 
     The file appears whole or not at all (temporary file, fsync, rename).
@@ -80,36 +48,29 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, numbers: 
         path: where to; a file that is there is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        numbers: `torch.float16` or `torch.bfloat16` stores g-nets and direct parameters of a wider dtype in this one,
+        dtype: `torch.float16` or `torch.bfloat16` stores g-nets and direct parameters of a wider dtype in this one,
             each rounded to the nearest; buffers stay as they are. `load` gives the plan's own dtypes back.
 
     Returns:
         Bytes written; the same genome gives the same bytes.
 
     Raises:
-        ValueError: if the genome does not fit the plan, holds values that are not finite or too large for `numbers`,
+        ValueError: if the genome does not fit the plan, holds values that are not finite or too large for `dtype`,
             or if the plan is longer than a file may hold.
         OSError: if the file cannot be written; what was there before is intact.
     """
-    if numbers is not None and numbers not in NUMBERS.values():
-        raise ValueError(f"numbers must be None or one of {', '.join(map(str, NUMBERS.values()))}, got {numbers!r}")
+    if dtype is not None and dtype not in STORED_DTYPES.values():
+        raise ValueError(f"dtype must be None or one of {', '.join(map(str, STORED_DTYPES.values()))}, got {dtype!r}")
     check_genome(plan, genome)
-    flat = _flat(genome)
-    _check_fits(file_layout(plan), flat)
+    flat = flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers))
+    _compare(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")
-    tensors = _joined(plan, flat, numbers)
-    data = _ordered(to_bytes(tensors, file_metadata(plan, _digest(plan.to_json(), tensors), numbers)))
+    tensors = _joined(stored_leaves(plan.leaves, dtype), flat)
+    text = plan.to_json()
+    header = file_header(text, plan.leaves, dtype, _digest(text, tensors))
+    data = b"".join([header, *map(_bytes, tensors.values())])
     replace_file(Path(path), data)
     return len(data)
-
-
-def _ordered(data: bytes) -> bytes:
-    """The same file with its metadata in order: safetensors writes it in another order every time."""
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    return data[:8] + text.ljust(size) + data[8 + size :]
 
 
 def load(
@@ -130,72 +91,115 @@ def load(
 
     Raises:
         FileNotFoundError: if there is nothing at `path`.
-        ValueError: if what is there is not a sound genome, saying what is wrong.
+        ValueError: if what is there is not a valid genome, saying what is wrong.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"no genome file at {os.fspath(path)!r}")
-    if not Path(path).is_file():
-        raise ValueError(f"{os.fspath(path)!r} is not a sound genome: it is not a file")
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            if "plan" not in metadata or "format" not in metadata:
-                raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
-            if metadata["format"] != FORMAT:
-                raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
-            if (name := metadata.get("numbers")) is not None and name not in NUMBERS:
-                raise ValueError(f"its numbers are {name!r}, known here are {', '.join(NUMBERS)}")
-            numbers = None if name is None else NUMBERS[name]
-            text = unpack_plan(metadata["plan"])
-            plan = Plan.from_json(text, tuple(factories))
-            shapes = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118 (not a dict)
-            _check_size(plan, max_pnet_bytes, sum(map(math.prod, shapes.values())))
-            # Copies: what safetensors returns is the mapped file, which others may change.
-            tensors = {k: file.get_tensor(k).clone() for k in shapes}
-        _check_fits(file_tensors(file_layout(plan, numbers)), tensors)
-        if _digest(text, tensors) != metadata.get("sha256"):
-            raise ValueError("its digest does not fit its content: the file is damaged")
-        flat = _split(plan, tensors, numbers)
+        plan, flat = _read(Path(path), factories, max_pnet_bytes)
+    except (SafetensorError, ValueError, OSError, MemoryError, RuntimeError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {error}") from error
+    gnets = {e.name: {k: flat[f"gnets/{e.name}/{k}"] for k in e.leaves} for e in plan.ensembles if e.leaves}
+    direct = {t.name: flat[f"direct/{t.name}"] for t in plan.direct}
+    return plan, Genome(gnets, direct, {b.name: flat[f"buffers/{b.name}"] for b in plan.buffers})
+
+
+def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: int) -> tuple[Plan, Params]:
+    """The plan and all leaves of a file."""
+    if not path.is_file():
+        raise ValueError("it is not a file")
+    with path.open("rb") as file:
+        if (size := int.from_bytes(file.read(8), "little")) > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {size:,} bytes, over the limit of {MAX_HEADER_BYTES:,}")
+    with safe_open(path, framework="pt", device="cpu") as file:
+        metadata = file.metadata() or {}
+        if "plan" not in metadata or "format" not in metadata:
+            raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
+        # The key was called so before the argument of `save` was called dtype.
+        if (name := metadata.get("numbers")) is not None and name not in STORED_DTYPES:
+            raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
+        dtype = None if name is None else STORED_DTYPES[name]
+        text = unpack_plan(metadata["plan"])
+        plan = Plan.from_json(text, tuple(factories))
+        lengths = {k: math.prod(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118 (not a dict)
+        _check_sizes(plan, max_pnet_bytes, lengths.get(dtype_name(stored_dtype(plan.dtype, dtype)), 0))
+        # Copies: what safetensors returns is the mapped file, which others may change.
+        tensors = {k: file.get_tensor(k).clone() for k in lengths}
+    stored = stored_leaves(plan.leaves, dtype)
+    _compare(file_tensors(stored), tensors, "its tensors are not those of its plan")
+    if _digest(text, tensors) != metadata.get("sha256"):
+        raise ValueError("its digest does not fit its content: the file is damaged")
+    flat = _split(stored, plan.leaves, tensors)
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
         _check_values(flat, "it")
-    except (SafetensorError, ValueError, OSError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is not a sound genome: {error}") from error
-    gnets: dict[str, Params] = {}
-    for name, tensor in flat.items():
-        if name.startswith("gnets/"):
-            ensemble, leaf = name.removeprefix("gnets/").split("/", 1)
-            gnets.setdefault(ensemble, {})[leaf] = tensor
-    direct, buffers = (
-        {k.removeprefix(p): v for k, v in flat.items() if k.startswith(p)} for p in ("direct/", "buffers/")
-    )
-    return plan, Genome(gnets, direct, buffers)
+    return plan, flat
 
 
-def _check_size(plan: Plan, limit: int, numbers: int) -> None:
+def _joined(stored: Layout, flat: TensorMap) -> Params:
+    """The tensors of the file [n], by dtype, out of the leaves.
+
+    Raises:
+        ValueError: if a trained leaf holds a number that is too large for the dtype in which it is stored.
+    """
+    pieces: dict[torch.dtype, list[torch.Tensor]] = {}
+    for name, (_, dtype) in stored.items():
+        leaf = flat[name].detach().to("cpu", dtype).reshape(-1)
+        if dtype != flat[name].dtype and not bool(torch.isfinite(leaf).all()):
+            raise ValueError(f"{name!r} holds {float(flat[name].abs().max()):g}, too large a number for {dtype}")
+        pieces.setdefault(dtype, []).append(leaf)
+    return {key: torch.cat(pieces[dtype]) for key, (_, dtype) in file_tensors(stored).items()}
+
+
+def _split(stored: Layout, leaves: Layout, tensors: TensorMap) -> Params:
+    """Undo `_joined`: leaves in their own dtypes, each with memory of its own."""
+    flat, ends = {}, dict.fromkeys(tensors, 0)
+    for name, (shape, dtype) in stored.items():
+        key = dtype_name(dtype)
+        start, ends[key] = ends[key], ends[key] + math.prod(shape)
+        flat[name] = tensors[key][start : ends[key]].reshape(shape).to(leaves[name][1], copy=True)
+    return flat
+
+
+def _compare(layout: Layout, tensors: TensorMap, what: str) -> None:
+    compare_trees({name: TensorSpec(*spec) for name, spec in layout.items()}, tensors, what)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _digest(plan_json: str, tensors: TensorMap) -> str:
+    """SHA-256 of the plan and of every tensor's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(plan_json.encode())
+    for name in sorted(tensors):
+        digest.update(f"\n{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
+        digest.update(_bytes(tensors[name]))
+    return digest.hexdigest()
+
+
+def _check_sizes(plan: Plan, limit: int, numbers: int) -> None:
     """Refuse sizes that the file does not bear out, before anything of such a size is made."""
     size = sum(t.numel * DTYPES[t.dtype].itemsize for t in plan.tensors) + plan.buffer_bytes
     if size > limit:
         raise ValueError(
             f"it declares a p-net of {size:,} bytes, over the limit of {limit:,}: pass max_pnet_bytes if you trust it"
         )
-    slots = [slot for tensor in plan.tensors for slot in tensor.slots]
-    if (needed := sum(slot.n_params for slot in slots)) > numbers:
-        raise ValueError(f"it declares g-nets of {needed:,} parameters or more, but holds {numbers:,} numbers in all")
-    for slot in slots:
-        dims = slot.dims
-        codes = slot.grid.n_tiles * (dims.rows * dims.row_width + dims.cols * dims.col_width) * plan.dtype.itemsize
-        if codes > limit or (slot.grid.n_tiles > 1 and not slot.n_params):
-            raise ValueError(f"it declares codes of {codes:,} bytes in {slot.grid.n_tiles:,} tiles")
-
-
-def _check_fits(expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], found: TensorMap) -> None:
-    if expected.keys() != found.keys():
-        missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-        raise ValueError(f"its tensors are not those of its plan: missing {missing}, unknown {unknown}")
-    for name, (shape, dtype) in expected.items():
-        if tuple(found[name].shape) != shape:
-            raise ValueError(f"tensor {name!r} has shape {tuple(found[name].shape)}, its plan says {shape}")
-        if found[name].dtype != dtype:
-            raise ValueError(f"tensor {name!r} has dtype {found[name].dtype}, its plan says {dtype}")
+    needed, leaves, counts = 0, 0, dict[tuple[Hypernet, TileDims], int]()
+    for slot in (slot for tensor in plan.tensors for slot in tensor.slots):
+        dims, tiles = slot.dims, slot.grid.n_tiles
+        codes = tiles * (dims.rows * dims.row_width + dims.cols * dims.col_width) * plan.dtype.itemsize
+        if (key := (slot.hypernet, dims)) not in counts:
+            shapes = [math.prod(leaf.shape) for leaf in slot.hypernet.leaves(dims).values() if leaf.scope == "tile"]
+            leaves, counts[key] = leaves + len(shapes), sum(shapes)
+        needed += tiles * counts[key]
+        if codes > limit or (tiles > 1 and not counts[key]):
+            raise ValueError(f"it declares codes of {codes:,} bytes in {tiles:,} tiles")
+        if needed > numbers:
+            raise ValueError(f"it declares g-nets of more parameters than the {numbers:,} of their dtype that it holds")
+        if leaves > MAX_LEAVES:
+            raise ValueError(f"it declares {leaves:,} leaves or more; a file holds at most {MAX_LEAVES:,}")
 
 
 def _check_values(flat: TensorMap, what: str) -> None:

@@ -62,7 +62,7 @@ def kill_one(step: gb.TrainStep, folder: Path, first: int, delay: float) -> int:
 
 
 def main(folder: Path, rounds: int, seed: int) -> dict[str, object]:
-    """Kill so often; every time the newest checkpoint must be sound, and no older than the last that was told."""
+    """Kill so often; every time the newest checkpoint must be valid, and no older than the last that was told."""
     step, _ = step_of("conv_bn")
     draw = random.Random(seed)
     seen: Counter[str] = Counter()

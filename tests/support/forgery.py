@@ -1,4 +1,4 @@
-"""Files that look like genomes: a sound one, and what somebody could make of it."""
+"""Files that look like genomes: a valid one, and what somebody could make of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = 16 << 20
 
 
 class Genuine:
-    """A sound file, with the plan and the genome that are in it."""
+    """A valid file, with the plan and the genome that are in it."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path.parent
@@ -82,7 +82,7 @@ def joined(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed(plan: str | bytes) -> str:
-    """Any text, as a file's plan is packed; without the words that save a sound one some bytes."""
+    """Any text, as a file's plan is packed; without the words that spare a valid one some bytes."""
     return b85encode(zlib.compress(plan if isinstance(plan, bytes) else plan.encode(), 9)).decode()
 
 
@@ -97,19 +97,22 @@ def forged(plan: str, tensors: Mapping[str, Tensor], /, **metadata: str) -> byte
     return save({k: v.clone().contiguous() for k, v in tensors.items()}, header)
 
 
-def refused(data: bytes, folder: Path, words: str = "", **options: Any) -> None:
-    """`load` says in a ValueError that these bytes are no genome."""
+def refused(data: bytes, folder: Path, words: str = "", **options: Any) -> str:
+    """What `load` says in a ValueError of these bytes, which are no genome."""
     path = folder / "forged"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=f"(?s)is not a sound genome: .*{words}"):
+    with pytest.raises(ValueError, match=f"(?s)is not a valid genome: .*{words}") as caught:
         gb.load(path, **options)
+    return str(caught.value)
 
 
-def refused_cheaply(data: bytes, folder: Path, words: str) -> None:
+def refused_cheaply(data: bytes, folder: Path, words: str, most: int = MOST) -> str:
+    """They are few, and it takes little memory to refuse them."""
     assert len(data) < 1 << 20
     tracemalloc.start()
     try:
-        refused(data, folder, words)
-        assert tracemalloc.get_traced_memory()[1] < MOST
+        said = refused(data, folder, words)
+        assert tracemalloc.get_traced_memory()[1] < most
+        return said
     finally:
         tracemalloc.stop()

@@ -26,7 +26,7 @@ class Choice(NamedTuple):
         method: name of the method.
         size: parameters of the periodic genome that fills the budget.
         budget: most bytes of everything that is needed to run.
-        numbers: type of the numbers that are stored, where the method has no format of its own.
+        dtype: of the numbers that are stored, where the method has no format of its own.
         steps: of the training.
         settings: the choice, None where nothing fits.
         tried: every candidate with its metric on the validation split.
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
     method: str
     size: int
     budget: int
-    numbers: str
+    dtype: str
     steps: int
     settings: Settings | None
     tried: list[Settings]
@@ -52,7 +52,7 @@ class Row(NamedTuple):
         method: name of the method.
         size: parameters of the periodic genome that fills the budget.
         budget: most bytes of everything that is needed to run.
-        numbers: type of the numbers that are stored, where the method has no format of its own.
+        dtype: of the numbers that are stored, where the method has no format of its own.
         steps: of the training.
         seed: of the training.
         bytes: length of the data that the network was read back from.
@@ -67,7 +67,7 @@ class Row(NamedTuple):
     method: str
     size: int
     budget: int
-    numbers: str
+    dtype: str
     steps: int
     seed: int
     bytes: int
@@ -224,7 +224,12 @@ def read_results(path: Path) -> Results:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return Results(tuple(Choice(**c) for c in content["choices"]), tuple(Row(**r) for r in content["rows"]))
+        # A former name.
+        choices, rows = (
+            [{"dtype" if k == "numbers" else k: v for k, v in entry.items()} for entry in content[part]]
+            for part in Results._fields
+        )
+        return Results(tuple(Choice(**c) for c in choices), tuple(Row(**r) for r in rows))
     except FileNotFoundError:
         return Results()
     except (ValueError, TypeError, KeyError) as error:

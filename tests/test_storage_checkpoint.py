@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def test_a_state_is_copied_before_it_is_written(tmp_path: Path, monkeypatch: pyt
         assert go.wait(60)
         files.replace_file(path, data)
 
-    monkeypatch.setattr("gbfunc.storage.save.replace_file", late)
+    monkeypatch.setattr("gbfunc.storage.checkpoint.replace_file", late)
     with gb.Checkpointer(tmp_path, step) as checkpointer:
         checkpointer.save(state, extra)
         # The step goes on while nothing is written yet.
@@ -146,7 +147,7 @@ def skips(pair: tuple[gb.TrainStep, Path, bytes], data: bytes) -> None:
         gb.load_checkpoint(newest, step, step.init())
 
 
-def test_the_pair_is_sound(pair: tuple[gb.TrainStep, Path, bytes]) -> None:
+def test_the_pair_is_valid(pair: tuple[gb.TrainStep, Path, bytes]) -> None:
     step, folder, data = pair
     (folder / "step-00000002.safetensors").write_bytes(data)
     found = gb.load_checkpoint(folder, step, step.init())
@@ -178,7 +179,7 @@ def test_any_bytes_are_seen(pair: tuple[gb.TrainStep, Path, bytes], noise: bytes
     skips(pair, pair[2] + noise + b"\0")
 
 
-def test_nothing_sound_begins_again(tmp_path: Path) -> None:
+def test_nothing_valid_begins_again(tmp_path: Path) -> None:
     step, batch = step_of("mlp")
     state = advance(step, step.init(), batch, 1)
     save(tmp_path, step, state)
@@ -190,7 +191,7 @@ def test_nothing_sound_begins_again(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in found.skipped] == [f"step-0000000{i}.safetensors" for i in (2, 1)]
 
 
-# --- doors ---------------------------------------------------------------------------------------------------------
+# --- validation ----------------------------------------------------------------------------------------------------
 
 
 def test_another_training_is_refused(tmp_path: Path) -> None:
@@ -205,13 +206,26 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
         gb.load_checkpoint(tmp_path, step, step_of("mlp")[0].init())
     like = step.init()
     wide = like._replace(direct={k: v.double() for k, v in like.direct.items()})
-    with pytest.raises(ValueError, match="tensor 'direct/0.bias' is .*float32, expected .*float64"):
+    with pytest.raises(
+        ValueError,
+        match=r"another optimizer or p-net: wrong dtype \['direct/0.bias is torch.float32, expected torch.float64",
+    ):
         gb.load_checkpoint(tmp_path, step, wide)
+
+
+def test_another_class_of_optimizer_is_refused(tmp_path: Path) -> None:
+    """Where the state says which it is of."""
+    step, _ = step_of("mlp")
+    states = [step.init()._replace(opt={"fingerprint": torch.tensor(i), "leaves": torch.ones(3)}) for i in (1, 2)]
+    save(tmp_path, step, states[0])
+    assert same_bits(gb.load_checkpoint(tmp_path, step, states[0]).state, states[0])
+    with pytest.raises(ValueError, match="step-00000000.safetensors .* another class of optimizer"):
+        gb.load_checkpoint(tmp_path, step, states[1])
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, _ = step_of("mlp")
-    monkeypatch.setattr("gbfunc.storage.save.FORMAT", "gbfunc-checkpoint-9")
+    monkeypatch.setattr("gbfunc.storage.checkpoint._FORMAT", "gbfunc-checkpoint-9")
     save(tmp_path, step, step.init())
     monkeypatch.undo()
     with pytest.raises(
@@ -267,9 +281,66 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
             try:
                 gb.Checkpointer(tmp_path, step)
             except OSError as error:
-                os._exit(17 if "another process is keeping checkpoints there" in str(error) else 1)
+                os._exit(17 if "another training is keeping checkpoints there" in str(error) else 1)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17 and half.exists()
         checkpointer.save(step.init())
     gb.Checkpointer(tmp_path, step).close()
     assert names(tmp_path) == ["step-00000000.safetensors"]
+
+
+def held_for_others(folder: Path, step: gb.TrainStep) -> bool:
+    """Whether another process is refused the folder."""
+    child = os.fork()
+    if not child:
+        try:
+            gb.Checkpointer(folder, step)
+        except OSError:
+            os._exit(17)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_folder_is_held_by_one_training_of_a_process(tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    first = gb.Checkpointer(tmp_path, step)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for folder in (tmp_path, tmp_path / "link", tmp_path / "link" / ".." / tmp_path.name):
+        with pytest.raises(OSError, match="another training is keeping checkpoints there"):
+            gb.Checkpointer(folder, step)
+    # Neither the refusals nor a copy of all files let go of the lock of the first.
+    assert (tmp_path / ".lock").read_bytes() == b"" and held_for_others(tmp_path, step)
+    first.save(step.init())
+    first.close()
+    second = gb.Checkpointer(tmp_path, step)
+    first.close()
+    assert held_for_others(tmp_path, step)
+    # One that is forgotten is closed.
+    del second
+    gc.collect()
+    gb.Checkpointer(tmp_path, step).close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_neither_takes_nor_keeps_the_folder(tmp_path: Path) -> None:
+    step, _ = step_of("mlp")
+    with gb.Checkpointer(tmp_path, step) as checkpointer:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(writer)
+            os.read(reader, 1)  # It lives until it is told to go on.
+            checkpointer.close()
+            os._exit(0)
+        other = os.fork()
+        if not other:
+            checkpointer.close()
+            os._exit(0)
+        assert os.waitpid(other, 0)[1] == 0
+        assert held_for_others(tmp_path, step)
+    # A child that outlives its parent's training does not hold the folder.
+    gb.Checkpointer(tmp_path, step).close()
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(reader)

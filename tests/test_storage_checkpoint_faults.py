@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoint import ADAM, advance, names, save
+from test_storage_checkpoint import ADAM, advance, names, save
 
 import gbfunc as gb
 from tests.support.trees_equal import same_bits
@@ -36,7 +36,7 @@ def crash(folder: Path, rounds: int, seed: int, timeout: float) -> dict[str, Any
     return json.loads(done.stdout)
 
 
-def test_a_kill_leaves_the_newest_sound(tmp_path: Path) -> None:
+def test_a_kill_leaves_the_newest_valid(tmp_path: Path) -> None:
     found = crash(tmp_path, 25, 0, 100)
     assert found["rounds"] == 25
     # The lock, and what KEEP says: whatever the killed ones left half-written is gone.
@@ -45,7 +45,7 @@ def test_a_kill_leaves_the_newest_sound(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_many_kills_leave_the_newest_sound(tmp_path: Path) -> None:
+def test_many_kills_leave_the_newest_valid(tmp_path: Path) -> None:
     found = crash(tmp_path, 500, 1, 800)
     # Kills did fall into the middle of writing, and between a commit and its telling.
     assert found["half-written"] > 0 and found["newer than told"] > 0

@@ -1,4 +1,4 @@
-"""Genomes in numbers that are narrower than their own: what is read back is rounded, and nothing else differs."""
+"""Genomes in a dtype that is narrower than their own: what is read back is rounded, and nothing else differs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gbfunc as gb
-from gbfunc.plan import NUMBERS, genome_file_bytes
+from gbfunc.plan import STORED_DTYPES, genome_file_bytes
 from tests.support.forgery import Genuine, leaves_of
 from tests.support.plans import PLANS
 from tests.support.trees_equal import copy_tree, same_bits
@@ -22,15 +22,34 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
     return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
 
 
+FORMER = (
+    b'(\x01\x00\x00\x00\x00\x00\x00{"__metadata__":{"format":"gbfunc-genome-2","numbers":"float16",'
+    b'"plan":"c=?wkU63Opa<N9FA<h`XALtn2Vyt6?B~*|C0jK~P1jeQ&Cgw&KCT504W)>Ev7y*J79>!P#q!s`gHcP$",'
+    b'"sha256":"602ea45902f96ef18dc00abd347b19c4a688712ab4fa2fbc935728852db6261b"},'
+    b'"float16":{"dtype":"F16","shape":[8],"data_offsets":[0,16]}}      '
+    b"\x00<\x00\xc0\xcd4f.f.f.f.f."
+)
+"""What `gb.save(..., numbers=torch.float16)` wrote before that argument was called dtype."""
+
+
+def test_a_file_of_the_former_version_is_read_and_written_alike(tmp_path: Path) -> None:
+    (tmp_path / "former").write_bytes(FORMER)
+    plan, genome = gb.load(tmp_path / "former")
+    assert [t.name for t in plan.direct] == ["bias"] and plan.generated[0].slots[0].hypernet == gb.periodic(1)
+    assert same_bits(genome.direct["bias"], torch.tensor([1.0, -2.0, 0.3]).half().float())
+    assert gb.save(tmp_path / "again", plan, genome, dtype=torch.float16) == len(FORMER)
+    assert (tmp_path / "again").read_bytes() == FORMER
+
+
 def narrowed(leaf: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A leaf as it comes back from a file with such numbers."""
+    """A leaf as it comes back from a file of such a dtype."""
     wider = leaf.is_floating_point() and leaf.itemsize > dtype.itemsize and not name.startswith("buffers/")
     return leaf.to(dtype).to(leaf.dtype) if wider else leaf
 
 
-@pytest.mark.parametrize("dtype", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("dtype", STORED_DTYPES.values(), ids=STORED_DTYPES)
 @pytest.mark.parametrize("animal", ZOO.values(), ids=ZOO)
-def test_narrower_numbers_are_rounded_and_nothing_else_is(animal: Animal, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_narrower_dtype_is_rounded_to_and_nothing_else_is(animal: Animal, dtype: torch.dtype, tmp_path: Path) -> None:
     _, plan, genome = genome_of(animal)
     size = gb.save(tmp_path / "g", plan, genome, dtype)
     assert size == (tmp_path / "g").stat().st_size == genome_file_bytes(plan, dtype) <= genome_file_bytes(plan) + 24
@@ -48,7 +67,7 @@ def test_narrower_numbers_are_rounded_and_nothing_else_is(animal: Animal, dtype:
 @pytest.mark.parametrize("name", PLANS)
 def test_the_file_of_any_plan_has_the_bytes_that_it_says(name: str, tmp_path: Path) -> None:
     net, plan = PLANS[name]
-    for dtype in NUMBERS.values():
+    for dtype in STORED_DTYPES.values():
         size = gb.save(tmp_path / "g", plan, gb.init_genome(plan, net), dtype)
         assert size == (tmp_path / "g").stat().st_size == genome_file_bytes(plan, dtype)
 
@@ -70,8 +89,8 @@ def test_buffers_are_stored_as_they_are(genuine: Genuine, tmp_path: Path) -> Non
     assert same_bits(gb.load(tmp_path / "g")[1].buffers, genome.buffers)
 
 
-@pytest.mark.parametrize("numbers", [torch.int8, torch.float64, torch.complex64, torch.float8_e4m3fn, "float16", 16])
-def test_numbers_that_are_none(numbers: Any, genuine: Genuine, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="numbers must be None or one of torch.float32, torch.float16, "):
-        gb.save(tmp_path / "g", genuine.plan, genuine.genome, numbers)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.complex64, torch.float8_e4m3fn, "float16", 16])
+def test_dtypes_that_no_file_has(dtype: Any, genuine: Genuine, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype must be None or one of torch.float32, torch.float16, "):
+        gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype)
     assert os.listdir(tmp_path) == []

@@ -1,0 +1,175 @@
+"""The layout of `genome.safetensors`, so that a plan knows its file's exact size before there is one.
+
+    8 bytes    length of the header
+    header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and place of every tensor
+    data       one tensor [n] per dtype, wider ones first: its leaves in the order of their names
+
+The plan in the header is compressed JSON, in an alphabet that JSON need not escape.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+
+from gbfunc.plan.select import dtype_name
+from gbfunc.plan.serial import check_limits
+
+FORMAT = "gbfunc-genome-2"
+
+MAX_PLAN_BYTES = 4 << 20
+"""Largest JSON of a plan that a file may hold: a few kB of zeros, unpacked, fill any memory."""
+
+_MAX_PACKED = MAX_PLAN_BYTES // 2
+MAX_HEADER_BYTES = _MAX_PACKED + (1 << 12)
+"""Largest header that is read."""
+
+MAX_LEAVES = 1 << 15
+"""Most leaves of a genome that are read: each takes some 20 us, and may be of one number."""
+
+_MAX_DICTS, _MAX_LISTS = 1 << 16, 1 << 18
+"""Of a plan's JSON, where three characters of an empty one take 64 bytes of memory."""
+
+# In the order of safetensors, which writes wider types first.
+_CODES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+STORED_DTYPES = {dtype_name(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
+"""What trained leaves may be stored as, in place of their own dtype."""
+
+Layout: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype by name: of the leaves `gnets/<ensemble>/<leaf>`, `direct/<name>` and `buffers/<name>`, or of the
+file's tensors, each named by its dtype."""
+
+
+def stored_leaves(leaves: Layout, dtype: torch.dtype | None) -> Layout:
+    """The leaves as they are stored: in `dtype` where it is narrower than a trained floating-point leaf's own."""
+    return {
+        name: (shape, own if name.startswith("buffers/") else stored_dtype(own, dtype))
+        for name, (shape, own) in leaves.items()
+    }
+
+
+def stored_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """The narrower of a trained leaf's own dtype, where that is of floating point, and the one asked for."""
+    if dtype is None or not own.is_floating_point or dtype.itemsize >= own.itemsize:
+        return own
+    return dtype
+
+
+def file_tensors(stored: Layout) -> Layout:
+    """The file's tensors [n], in the order of the file."""
+    lengths: dict[torch.dtype, int] = {}
+    for shape, dtype in stored.values():
+        lengths[dtype] = lengths.get(dtype, 0) + math.prod(shape)
+    return {dtype_name(d): ((lengths[d],), d) for d in _CODES if d in lengths}
+
+
+def file_header(plan_json: str, leaves: Layout, dtype: torch.dtype | None = None, digest: str = "0" * 64) -> bytes:
+    """All that stands before the data; it names the dtype only where some leaf is not stored in its own.
+
+    Args:
+        plan_json: the plan.
+        leaves: its leaves, in their own dtypes.
+        dtype: what trained floating-point leaves of a wider dtype are stored as; None is their own dtype.
+        digest: SHA-256 of the content.
+
+    Raises:
+        ValueError: if the plan is larger than what is read.
+    """
+    check_limits(json.loads(plan_json))
+    if len(leaves) > MAX_LEAVES:
+        raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
+    stored = stored_leaves(leaves, dtype)
+    # Called "numbers" in the files.
+    about = {} if stored == leaves else {"numbers": str(dtype).removeprefix("torch.")}
+    metadata = {"format": FORMAT, **about, "plan": pack_plan(plan_json), "sha256": digest}
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, (shape, own) in file_tensors(stored).items():
+        start, end = end, end + math.prod(shape) * own.itemsize
+        header[name] = {"dtype": _CODES[own], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# What plans are made of, the most frequent last, so that a small plan's own text need not spell it out. It is part of
+# the format: with other words, older files cannot be read.
+_WORDS = (
+    b'{"type":"module","factory":"{"type":"xox","genes":{"type":"low_rank","rank":{"type":"stochastic","hidden":['
+    b'{"type":"gnet","hidden":[32],"activation":"relu","share":"kind"{"type":"one_hot"},{"type":"gray"}'
+    b'{"type":"per_axis","channels":,"positions":,"n_positions":"dtype":"bfloat16","aliases":["'
+    b']],"buffers":[["running_mean",[],"float32",true],["running_var",["num_batches_tracked",[],"int64",true],["'
+    b'"note":"generated: direct vectors would take over a quarter of the target""note":"included"'
+    b'{"name":".weight","shape":[,"kind":"embedding","kind":"attention_in","kind":"conv",at most 00 bytes'
+    b'{"version":1,"hypernets":[{"type":"constant"},{"type":"periodic","features":00,"frequency":[1.0,0.5]}],'
+    b'"encodings":[{"type":"grid","dims":[,"code":"coordinate","bandwidth":6.0},{"type":"binary"}],"tensors":['
+    b'{"name":".bias","shape":[],"kind":"vector","note":"by rule","slots":[[1,00,1,0,0,1.0,0.0]]},'
+    b'{"name":".weight","shape":[00,00],"kind":"linear","note":"by rule","slots":[[0,00,00,0,0,0.0,0.0]]},'
+    b'{"name":".bias","shape":[],"kind":"vector"}],"target":"at most 00 parameters"}'
+)
+
+
+def pack_plan(text: str) -> str:
+    """Base85 (the alphabet of `base64.b85encode`) of zlib of a plan's JSON; about a fifth as long.
+
+    The same text gives the same result wherever the same zlib is in use; any result is read everywhere.
+
+    Raises:
+        ValueError: if it is longer than what is read.
+    """
+    data = text.encode()
+    _check_size(data)
+    packer = zlib.compressobj(level=9, zdict=_WORDS)
+    packed = base64.b85encode(packer.compress(data) + packer.flush()).decode()
+    if len(packed) > _MAX_PACKED:
+        raise ValueError(f"the plan has {len(packed):,} characters when packed; a file holds at most {_MAX_PACKED:,}")
+    return packed
+
+
+def unpack_plan(packed: str) -> str:
+    """Undo `pack_plan`.
+
+    Raises:
+        ValueError: for anything that it did not write, before more than `MAX_PLAN_BYTES` are unpacked.
+    """
+    unpacker = zlib.decompressobj(zdict=_WORDS)
+    try:
+        data = base64.b85decode(packed)
+        # An incomplete last group decodes to less than it says.
+        if base64.b85encode(data).decode() != packed:
+            raise ValueError("its last characters are none that base85 ends with")
+        text = unpacker.decompress(data, MAX_PLAN_BYTES + 1)
+        _check_size(text)
+        if not unpacker.eof:
+            raise ValueError("it is cut short")
+        if unpacker.unused_data:
+            raise ValueError(f"{len(unpacker.unused_data):,} bytes follow it")
+        return text.decode()
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"its plan cannot be unpacked: {error}") from error
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_PLAN_BYTES:
+        raise ValueError(f"the plan is longer than {MAX_PLAN_BYTES:,} bytes as JSON, the most that a file holds")
+    if data.count(b"{") > _MAX_DICTS or data.count(b"[") > _MAX_LISTS:
+        raise ValueError(f"the plan has over {_MAX_DICTS:,} dicts or {_MAX_LISTS:,} lists as JSON")

@@ -1,0 +1,372 @@
+"""Checkpoints of a training: written in the background while it goes on, and the newest valid one to go on from.
+
+A checkpoint is one safetensors file: every tensor of the state by its name, such as `opt/leaves/direct/0.bias/exp_avg`,
+the plan's digest, what else the loop must know, and a SHA-256 over all of it. It appears by one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
+
+from gbfunc.files import replace_file
+from gbfunc.parallel import Mesh, from_rank_0
+from gbfunc.plan import Plan
+from gbfunc.train import TrainStep
+from gbfunc.trees import flatten_tree, tree_difference, unflatten_tree
+from gbfunc.types import JSON, Params
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks: there, leftovers of killed processes stay.
+    fcntl = None
+
+_FORMAT = "gbfunc-checkpoint-1"
+_DIGEST_PLACEHOLDER = "0" * 64
+_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.safetensors\.[0-9a-f]{16}")
+_LOCK = ".lock"
+
+
+class Checkpointer:
+    """Writes checkpoints of a training into a folder, in the background, and keeps the newest.
+
+    One training at a time can hold a folder. What a killed one left half-written there is removed. On many ranks, all
+    of them make one and call `save`; rank 0 alone needs the folder and writes.
+
+    Args:
+        folder: where to; made if need be.
+        train_step: the step that trains.
+        keep: how many to keep. Older ones are removed once a new one is on disk, later ones never.
+
+    Raises:
+        ValueError: for `keep` below 1.
+        OSError: if the folder cannot be made or written, or another training holds it, in this process or another.
+
+    >>> import tempfile, torch, gbfunc as gb
+    >>> pnet = torch.nn.Linear(30, 20)
+    >>> plan = gb.make_plan(pnet, gb.periodic(features=2))
+    >>> sgd = gb.torch_optimizer(torch.optim.SGD, lr=0.1)
+    >>> train_step = gb.make_train_step(plan, pnet, lambda net, x: net(x).square().mean(), sgd)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state, _ = train_step(train_step.init(seed=0), torch.ones(4, 30))
+    ...     with gb.Checkpointer(folder, train_step) as checkpointer:
+    ...         checkpointer.save(state, {"epoch": 1})
+    ...     found = gb.load_checkpoint(folder, train_step, train_step.init(seed=0))
+    >>> found.path.name, found.extra, int(found.state.step)
+    ('step-00000001.safetensors', {'epoch': 1}, 1)
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], train_step: TrainStep, *, keep: int = 3) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep must be an int >= 1, got {keep!r}")
+        self._folder, self._keep = Path(folder), keep
+        self._train_step = train_step
+        self._plan = json.dumps(_plan_summary(train_step.plan))
+        self._unlock: Callable[[], object] = lambda: None
+
+        def lock() -> None:
+            # Once: when it is closed, forgotten, or in the child of a fork, which would keep it after a kill.
+            self._unlock = weakref.finalize(self, os.close, _lock(self._folder))
+            if fcntl is not None:
+                os.register_at_fork(after_in_child=self._unlock)
+
+        _on_rank_0(train_step.mesh, lock)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Path] | None = None
+
+    def save(self, state: Any, extra: Mapping[str, Any] | None = None) -> None:
+        """Copy a state and write it in the background; waits only for the write before, if that is still going on.
+
+        Args:
+            state: a `TrainState`; on many ranks, each gives its own part.
+            extra: what else the loop must know to go on, as JSON: position in the data, states of generators, history.
+
+        Raises:
+            TypeError: if the state holds anything but tensors, or `extra` anything but JSON.
+            OSError: if the write before failed, on rank 0; this one is tried nevertheless.
+            CollectiveError: if a rank is missing.
+        """
+        state = self._train_step.gather(state)
+        if self._train_step.mesh.rank:
+            return
+        # A donated state is overwritten by the next step, and `extra` may be changed by the caller.
+        tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
+        about = {"plan": self._plan, "extra": json.dumps(dict(extra or {}))}
+        before = self._pending
+        failure = None if before is None else before.exception()
+        self._pending = self._writer.submit(self._write, int(state.step), tensors, about)
+        if failure is not None:
+            raise failure
+
+    def wait(self) -> Path | None:
+        """Wait until the last checkpoint is on disk.
+
+        Returns:
+            Its file; None where nothing was saved since the last call, and on all ranks but 0.
+
+        Raises:
+            OSError: if it could not be written; those before are intact.
+        """
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
+
+    def close(self) -> None:
+        """Wait for what is being written, and let go of the folder.
+
+        Raises:
+            OSError: if the last checkpoint could not be written; those before are intact.
+        """
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+            self._unlock()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The error that ends the block matters more than one in writing.
+        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+            self.close()
+
+    def _write(self, step: int, tensors: Params, about: dict[str, str]) -> Path:
+        path = self._folder / f"step-{step:08d}.safetensors"
+        try:
+            replace_file(path, _encode(tensors, about))
+        except OSError as error:
+            why = error.strerror or str(error)
+            message = f"the checkpoint of step {step} could not be written ({why}); those before it are intact"
+            raise OSError(error.errno, message, str(path)) from error
+        for old in _list_steps(self._folder, up_to=step)[self._keep :]:
+            # It costs only its space.
+            with contextlib.suppress(OSError):
+                old.unlink()
+        return path
+
+
+class Checkpoint(NamedTuple):
+    """What `load_checkpoint` found.
+
+    Attributes:
+        state: the state, in the structure and on the devices of `like`.
+        extra: what was saved with it; {} where nothing was found.
+        path: the file; None where nothing was found.
+        skipped: a line for each newer checkpoint that is damaged, saying why; newest first.
+    """
+
+    state: Any
+    extra: JSON
+    path: Path | None
+    skipped: tuple[str, ...]
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    train_step: TrainStep,
+    like: Any,
+    *,
+    check: Callable[[JSON], None] = lambda extra: None,
+) -> Checkpoint:
+    """Read the newest valid checkpoint of a folder, or the one of a file; everything is checked.
+
+    On many ranks all of them call, rank 0 alone reads, and each gets its part of the state, whatever the number of
+    ranks was that saved it.
+
+    Args:
+        path: a folder that a `Checkpointer` writes to, or one of its files. A folder in which there is no valid
+            checkpoint, or that does not exist, gives `like` back with `path=None`.
+        train_step: the step that trains.
+        like: a state with the structure, shapes, dtypes and devices to restore, such as a fresh one.
+        check: gets the `extra` of the checkpoint before all else is compared; raises ValueError to refuse it.
+
+    Raises:
+        FileNotFoundError: for a file that does not exist.
+        CollectiveError: if a rank is missing.
+        ValueError: for a file that is damaged; for a valid checkpoint of another plan or optimizer.
+    """
+    mesh, whole = train_step.mesh, train_step.gather(like)
+    flat = flatten_tree(whole)
+
+    def find() -> JSON:
+        tensors, extra, file, skipped = _find(Path(path), train_step.plan, flat, check)
+        flat.update(tensors)
+        return {"extra": extra, "path": file and str(file), "skipped": skipped}
+
+    found = _on_rank_0(mesh, find)
+    skipped = tuple(found["skipped"])
+    if found["path"] is None:
+        return Checkpoint(like, {}, None, skipped)
+    restored = dict(zip(flat, from_rank_0(mesh, list(flat.values())), strict=True))
+    state: Any = train_step.shard(unflatten_tree(restored, whole))
+    return Checkpoint(state, found["extra"], Path(found["path"]), skipped)
+
+
+def _find(
+    path: Path, plan: Plan, like: Params, check: Callable[[JSON], None]
+) -> tuple[Params, JSON, Path | None, list[str]]:
+    """Tensors and extra of the newest valid checkpoint, its file, and why others were skipped."""
+    skipped: list[str] = []
+    named = path.is_file() or _NAME.fullmatch(path.name)
+    for file in [path] if named else _list_steps(path):
+        try:
+            metadata, tensors = _decode(file.read_bytes())
+        except (ValueError, OSError) as error:
+            if not named:
+                skipped.append(f"{file.name}: {error}")
+                continue
+            if isinstance(error, OSError):
+                raise
+            raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
+        # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
+        try:
+            return *_restore(metadata, tensors, plan, like, check), file, skipped
+        except ValueError as error:
+            raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
+    return {}, {}, None, skipped
+
+
+def _restore(
+    metadata: dict[str, str], tensors: Params, plan: Plan, like: Params, check: Callable[[JSON], None]
+) -> tuple[Params, JSON]:
+    """Tensors of an intact file, on the devices of `like`, and extra.
+
+    Raises:
+        ValueError: for one of another format, plan, p-net or optimizer, or one that `check` refuses.
+    """
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
+    extra = json.loads(metadata["extra"])
+    check(extra)
+    saved, expected = json.loads(metadata["plan"]), _plan_summary(plan)
+    if saved["sha256"] != expected.pop("sha256"):
+        differing = [f"{k} {saved.get(k)} instead of {v}" for k, v in expected.items() if saved.get(k) != v]
+        same_size = "of the same size; make the p-net after the same torch.manual_seed, for its scales are in the plan"
+        raise ValueError(f"it was saved with another plan ({', '.join(differing) or same_size})")
+    if difference := tree_difference(like, tensors):
+        raise ValueError(f"it was saved with another optimizer or p-net: {difference}")
+    for name, leaf in like.items():
+        # What an optimizer's state is of, not a value that carries over.
+        if name.endswith("/fingerprint") and not torch.equal(tensors[name], leaf.cpu()):
+            raise ValueError("it was saved with another class of optimizer")
+    # In the layout of `like`: sums may depend on it in the last bit.
+    return {k: torch.empty_like(v, requires_grad=False).copy_(tensors[k]) for k, v in like.items()}, extra
+
+
+def _plan_summary(plan: Plan) -> JSON:
+    """What tells two plans apart, for the machine and for the reader."""
+    return {
+        "genome_params": plan.genome_params,
+        "pnet_params": plan.pnet_params,
+        "ensembles": [e.name for e in plan.ensembles],
+        "sha256": plan.digest(),
+    }
+
+
+def _encode(tensors: Params, about: dict[str, str]) -> bytes:
+    """A safetensors file with the SHA-256 of itself, as it is with a placeholder in the place of the digest."""
+    data = to_bytes(tensors, {"format": _FORMAT, "sha256": _DIGEST_PLACEHOLDER, **about})
+    # Quotes within metadata are escaped, so that nothing else in a header reads like this.
+    return data.replace(_entry(_DIGEST_PLACEHOLDER), _entry(hashlib.sha256(data).hexdigest()), 1)
+
+
+def _decode(data: bytes) -> tuple[dict[str, str], Params]:
+    """Metadata and tensors of a file that is as it was written.
+
+    Raises:
+        ValueError: if it is not, saying how.
+    """
+    try:
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        digest = metadata["sha256"]
+        intact = hashlib.sha256(data.replace(_entry(digest), _entry(_DIGEST_PLACEHOLDER), 1)).hexdigest() == digest
+        tensors = from_bytes(data) if intact else {}
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"it is damaged: no header can be read in its {len(data):,} bytes") from error
+    if not intact:
+        raise ValueError("it is damaged: its digest does not fit its content")
+    return metadata, tensors
+
+
+def _entry(digest: str) -> bytes:
+    return f'"sha256":"{digest}"'.encode()
+
+
+def _list_steps(folder: Path, up_to: int | None = None) -> list[Path]:
+    """The checkpoints of a folder, newest first."""
+    steps = []
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            if (match := _NAME.fullmatch(path.name)) and (up_to is None or int(match[1]) <= up_to):
+                steps.append((int(match[1]), path))
+    return [path for _, path in sorted(steps, reverse=True)]
+
+
+def _lock(folder: Path) -> int:
+    """Make and lock a folder, and remove what killed processes left in it; closing the result unlocks it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot keep checkpoints there ({error.strerror})", str(folder)) from error
+    if fcntl is None:
+        return lock
+    try:
+        # Unlike lockf's, this lock is of the open file: another one in this process is refused, and closing that
+        # does not release this.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            os.close(lock)
+            raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
+        return lock  # A file system without locks: what looks left over may be in the making.
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    return lock
+
+
+def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
+    """What `do` returns on rank 0 (JSON), on every rank: all go on, or all raise the same; all ranks must call.
+
+    Raises:
+        ValueError: if it raises one on rank 0.
+        OSError: likewise.
+        CollectiveError: if a rank is missing.
+    """
+    answer: dict[str, Any] = {}
+    failure = None
+    if mesh.rank == 0:
+        try:
+            answer = {"value": do()}
+        except (ValueError, OSError) as error:
+            failure = error
+            answer = {"error": str(error), "errno": error.errno if isinstance(error, OSError) else None}
+    data = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8)
+    (size,) = from_rank_0(mesh, [torch.tensor(len(data))])
+    (data,) = from_rank_0(mesh, [data if mesh.rank == 0 else data.new_zeros(int(size))])
+    if failure is not None:
+        raise failure
+    answer = json.loads(data.numpy().tobytes())
+    if "error" in answer:
+        message = f"on rank 0: {answer['error']}"
+        raise ValueError(message) if answer["errno"] is None else OSError(answer["errno"], message)
+    return answer["value"]
