@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.func import grad, jvp, vmap
 from torch.nn.parallel import DistributedDataParallel
 
 import gbfunc as gb
+from gbfunc.lab.bench.dense_parallel import fully_shard
 from gbfunc.parallel import Mesh, all_gather, reduce_scatter
 from tests.support.rank_cases import ADAMW, SGD, batches, pnet_of, squared
 from tests.support.ranks import PATIENCE
