@@ -19,6 +19,7 @@ form: Any = pytest.importorskip("gbfunc.hypernets.kernels.triton")
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.skipif(triton.__version__.startswith("3.1."), reason="the interpreter of Triton 3.1 reads wrong memory")
 def test_numbers_under_the_interpreter() -> None:
     """Runs `tests/support/interpreted_triton.py` in a process that imports Triton as its interpreter."""
     command = [

@@ -23,8 +23,12 @@ from tests.support.kernel_cases import (
     with_gradients,
 )
 
-# Forward mode imports parts of torch that torch itself deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = [
+    # Forward mode imports parts of torch that torch itself deprecates.
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    # Triton 3.1 came before numpy 2.
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 7), st.integers(1, 7), st.integers(1, 5))
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-5} | {

@@ -60,8 +60,10 @@ def _accelerator_form(device_type: str) -> ModuleType:
     try:
         from gbfunc.hypernets.kernels import triton
 
-        one = torch.zeros(1, 1, 1, dtype=torch.float32, device=device_type)
-        triton.tiles(one, one, one[0], one[0, 0], TileGrid(1, 1, 1, 1))
+        one = torch.ones(1, 1, 1, dtype=torch.float32, device=device_type)
+        weight = triton.tiles(one, one, one[0], one[0, 0], TileGrid(1, 1, 1, 1)).item()
+        if weight != 3:
+            raise RuntimeError(f"it makes a weight of {weight} where 3 is right")
         return triton
     except Exception as error:  # no Triton, no driver or no C compiler for it: each shows in another way
         warnings.warn(

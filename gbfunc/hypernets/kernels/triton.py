@@ -8,8 +8,6 @@ results are the same each time. Sums are in float32, or float64 for float64.
 Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units; P its parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +22,9 @@ from gbfunc.tiling import TileGrid
 _ROWS, _COLS, _HIDDEN = 32, 64, 16
 """Block of a program: rows and columns forward; `_COLS` rows (or columns) and hidden units backward. Its sums take 8 or
 16 registers of each thread."""
+
+
+# No `from __future__ import annotations`: the interpreter of Triton 3.1 does not read annotations that are strings.
 
 
 @triton.jit
