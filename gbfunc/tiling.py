@@ -142,16 +142,23 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
     return tuple(_joined(own, grid) for own, grid in zip(tiles_Trc.split(counts), grids, strict=True))
 
 
-def join_stack(tiles: Tensor, grid: TileGrid | None) -> Tensor:
-    """Rebuild matrices, or leave the tiles as they are without a grid: [..., T, r, c] -> [..., R, C]."""
-    if grid is None:
-        return tiles
+def _is_stack(grid: TileGrid) -> bool:
+    """Whether the tiles lie one below the other without a gap, as in memory."""
+    return grid.n_cols == 1 and grid.rows % grid.tile_rows == 0
+
+
+def join_stack(tiles: Tensor, grid: TileGrid) -> Tensor:
+    """Rebuild matrices from their tiles: [..., T, r, c] -> [..., R, C]."""
+    if _is_stack(grid):
+        return tiles.reshape(*tiles.shape[:-3], grid.rows, grid.cols)
     return _joined(tiles, grid) if torch.compiler.is_compiling() else _Join.apply(tiles, (grid,))[0]  # pyright: ignore[reportOptionalSubscript]
 
 
-def split_stack(matrices: Tensor, grid: TileGrid | None) -> Tensor:
+def split_stack(matrices: Tensor, grid: TileGrid) -> Tensor:
     """The transpose of `join_stack`: [..., R, C] -> [..., T, r, c], zero beyond the edges."""
-    return matrices if grid is None else _Cut.apply((grid,), matrices)  # pyright: ignore[reportReturnType]
+    if _is_stack(grid):
+        return matrices.reshape(*matrices.shape[:-2], -1, grid.tile_rows, grid.cols)
+    return _Cut.apply((grid,), matrices)  # pyright: ignore[reportReturnType]
 
 
 def _joined(tiles: Tensor, grid: TileGrid) -> Tensor:

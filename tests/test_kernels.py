@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gbfunc.hypernets.kernels import relu_tile, relu_tiles
-from gbfunc.hypernets.kernels.eager import block_size, eager_sums, eager_tiles
+from gbfunc.hypernets.kernels import eager, native, relu_tile, relu_tiles
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Kernel
 from tests.support.kernel_cases import (
@@ -57,12 +57,10 @@ def test_half_precisions_round_once(kernel: Kernel, shape: Shape, seed: int, dty
 
 
 @given(SHAPES, SEEDS, st.integers(1, 30))
-def test_blocks_of_any_size_give_the_same_tiles_and_sums(shape: Shape, seed: int, block: int) -> None:
-    g, A, B, v, b = case = draw(shape, seed, torch.float32)
-    SA, SB = eager_sums(g, A, B, block)
-    dv = (A * SA).sum(1) + (B * SB).sum(1)
-    gradients = [SA * v.unsqueeze(1), SB * v.unsqueeze(1), dv, g.sum((1, 2))]
-    check([eager_tiles(A, B, v, b, block), *gradients], case, 1e-5)
+def test_blocks_of_any_size_give_the_same_tiles_and_gradients(shape: Shape, seed: int, block: int) -> None:
+    case = draw(shape, seed, torch.float32)
+    with patch.object(eager, "block_size", lambda _: block):
+        check(with_gradients(case, "eager"), case, 1e-5)
 
 
 @pytest.mark.parametrize("kernel", FAST)
@@ -81,9 +79,27 @@ def test_non_contiguous_inputs(kernel: Kernel) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("kernel", ["reference", *FAST])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_defaults_of_the_process_change_nothing(kernel: Kernel, dtype: torch.dtype) -> None:
+    for shape in ((2, 3, 4, 5), (11, 60, 70, 30)):
+        case = draw(shape, dtype=dtype)
+        expected, before = with_gradients(case, kernel), torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.device("meta"):
+                found = with_gradients(case, kernel)
+        finally:
+            torch.set_default_dtype(before)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
 # --- derivatives of every order and mode, and transforms -----------------------------------------------------------
 
 
+# torch 2.5 uses there what it deprecates itself.
+@pytest.mark.filterwarnings("ignore:.*torch._vmap_internals:FutureWarning")
 @pytest.mark.parametrize("kernel", FAST)
 def test_derivatives_equal_finite_differences(kernel: Kernel) -> None:
     leaves = tuple(x.requires_grad_() for x in draw((2, 3, 4, 3))[1:])
@@ -119,15 +135,15 @@ def _of_grid(grid: TileGrid, dtype: torch.dtype = torch.float64) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(
-    ("kernel", "strip"),
-    [("eager", 1), ("eager", 2**22), pytest.param("compiled", 0, marks=NEEDS_COMPILER)],
-    ids=["eager strips", "eager whole", "compiled"],
+    ("kernel", "block"),
+    [("eager", 1), ("eager", 20), ("eager", 2**20), pytest.param("compiled", 0, marks=NEEDS_COMPILER)],
+    ids=["eager rows", "eager rows of tiles", "eager whole", "compiled"],
 )
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_matrix_and_its_derivatives_equal_the_joined_tiles(
-    grid: TileGrid, strip: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    grid: TileGrid, block: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relu_tile, "_STRIP_BYTES", strip)
+    monkeypatch.setattr(eager, "block_size", lambda _: block)
     leaves = tuple(x.requires_grad_() for x in _of_grid(grid))
 
     def matrix(*x: Tensor) -> Tensor:
@@ -141,8 +157,7 @@ def test_matrix_and_its_derivatives_equal_the_joined_tiles(
 
 def test_a_matrix_is_compiled_where_the_whole_of_it_repays_that(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(relu_tile, "_STRIP_BYTES", 1)
-    monkeypatch.setattr(relu_tile, "working_library", lambda: asked.append(1))
+    monkeypatch.setattr(native, "is_available", lambda: asked.append(1))
     grid = GRIDS[0]
     leaves = [x.requires_grad_() for x in _of_grid(grid)]
     work = leaves[0].numel() * grid.tile_cols
@@ -180,7 +195,7 @@ def test_a_matrix_takes_the_memory_of_its_weights(kernel: Kernel) -> None:
 
 def test_memory_of_the_relu_tile_is_that_of_its_weights() -> None:
     case = draw((110, 100, 100, 8), dtype=torch.float32)
-    buffers, weights = 2 * block_size(case[0].device) * 4, case[0].nbytes
+    buffers, weights = 2 * eager.block_size(case[0].device) * 4, case[0].nbytes
     assert peak_of(lambda: with_gradients(case, "eager")) <= 2 * weights + buffers
     assert peak_of(lambda: with_gradients(case, "reference")) > 15 * weights
 

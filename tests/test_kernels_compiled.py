@@ -1,10 +1,9 @@
-"""What compiles the ReLU tile: C++ on a CPU, `torch.compile` elsewhere, and what happens where there is no compiler."""
+"""The compiled ReLU tile: its C++ loop, and what happens where nothing can be compiled."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from gbfunc.hypernets.kernels import compiled as compiled_module
-from gbfunc.hypernets.kernels import native, relu_tile, relu_tiles
+from gbfunc.hypernets import kernels
+from gbfunc.hypernets.kernels import eager, native, relu_tile, relu_tiles
 from gbfunc.hypernets.kernels.relu_tile import COMPILE_WORK
 from gbfunc.tiling import TileGrid
-from tests.support.kernel_cases import NEEDS_COMPILER, Shape, check, draw, with_gradients
-
-# Inductor imports parts of torch that torch itself deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-
+from tests.support.kernel_cases import NEEDS_COMPILER, check, draw, with_gradients
 
 # --- C++ -----------------------------------------------------------------------------------------------------------
 
@@ -64,10 +59,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of compiled kernels, and a process that has loaded none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.library.cache_clear()
-    native.working_library.cache_clear()
+    native.is_available.cache_clear()
     yield tmp_path / "gbfunc"
     native.library.cache_clear()
-    native.working_library.cache_clear()
+    native.is_available.cache_clear()
 
 
 @NEEDS_COMPILER
@@ -126,48 +121,27 @@ def test_tensors_without_memory_stay_out_of_compiled_programs(without_memory: An
     assert [x.shape for x in gradients] == [x.shape for x in leaves]
 
 
-# --- torch.compile, on a CPU as it is elsewhere -----------------------------------------------------------------------
+# --- what is no CPU --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice that is made for a device that is no CPU."""
-    monkeypatch.setattr(relu_tile, "_settled", lambda kernel, *_: kernel)
+def test_a_device_without_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The meta device stands for one whose tensors have memory and that Triton does not know.
+    monkeypatch.setattr(relu_tile, "_has_memory", lambda _: True)
+    relu_tile._accelerator_form.cache_clear()
+    leaves = [x.to("meta").requires_grad_() for x in draw((2, 80, 70, 100), dtype=torch.float32)[1:]]
+    with pytest.warns(RuntimeWarning, match="Triton does not work on 'meta'.*install triton") as caught:
+        for kernel in ("auto", "compiled"):
+            gradients = torch.autograd.grad(relu_tiles(*leaves, kernel=kernel).sum(), leaves)
+    assert [x.shape for x in gradients] == [x.shape for x in leaves]
+    assert sum(w.category is RuntimeWarning for w in caught) == 1
+    relu_tile._accelerator_form.cache_clear()
 
 
-@NEEDS_COMPILER
-@pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize(
-    ("shape", "dtype", "relative"),
-    [
-        ((1, 1, 1, 1), torch.float32, 1e-5),
-        ((3, 19, 17, 5), torch.float32, 1e-5),
-        ((3, 18, 5, 4), torch.bfloat16, torch.finfo(torch.bfloat16).eps),
-    ],
-)
-def test_fused_form_equals_the_oracle(shape: Shape, dtype: torch.dtype, relative: float) -> None:
-    case = draw(shape, 1, dtype)
-    check(with_gradients(case, "compiled"), case, relative)
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_the_fused_form_falls_back_with_one_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import torch._inductor.compile_fx  # noqa: F401
-    from torch._inductor import config
-
-    caches = (compiled_module.working_forms, compiled_module._has_compiler)
-    for cached in caches:
-        cached.cache_clear()
-    _, A, B, v, b = draw((2, 6, 5, 4), dtype=torch.float32)
-    with config.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}):
-        with pytest.warns(RuntimeWarning, match="torch.compile does not work on 'cpu'") as caught:
-            found = relu_tiles(A, B, v, b)
-            relu_tiles(A[:, 1:], B, v, b)
-        assert sum(w.category is RuntimeWarning for w in caught) == 1
-        torch.testing.assert_close(found, relu_tiles(A, B, v, b, kernel="eager"), rtol=0, atol=0)
-        with pytest.raises(Exception, match="no-such-compiler|InvalidCxxCompiler|C\\+\\+ compiler"):
-            relu_tiles(A[:, 2:], B, v, b, kernel="compiled")
-    for cached in caches:
-        cached.cache_clear()
+def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "gbfunc.hypernets.kernels.triton", raising=False)
+    monkeypatch.delattr(kernels, "triton", raising=False)
+    relu_tile._accelerator_form.cache_clear()
+    with pytest.warns(RuntimeWarning, match="on 'cuda' \\(ModuleNotFoundError: .*triton"):
+        assert relu_tile._accelerator_form("cuda") is eager
+    relu_tile._accelerator_form.cache_clear()

@@ -25,9 +25,10 @@ OPTIMIZERS = {
     "adam": gb.torch_optimizer(torch.optim.Adam, lr=0.01, amsgrad=True),
     "nadam": gb.torch_optimizer(torch.optim.NAdam, lr=0.01, direct={"lr": 0.1}),
     "rprop": gb.torch_optimizer(torch.optim.Rprop, lr=0.01),
-    "muon": gb.torch_optimizer(torch.optim.Muon, lr=0.01),
     "adafactor": gb.torch_optimizer(torch.optim.Adafactor, lr=0.01),
 }
+if hasattr(torch.optim, "Muon"):  # Younger than the oldest torch that is supported.
+    OPTIMIZERS["muon"] = gb.torch_optimizer(torch.optim.Muon, lr=0.01)
 
 
 def advance(step: gb.TrainStep, state: Any, batch: Any, steps: int) -> Any:

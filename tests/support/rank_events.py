@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.func import grad, jvp, vmap
 from torch.nn.parallel import DistributedDataParallel
 
 import gbfunc as gb
 from gbfunc.hypernets.ensemble import dense_tiles
+from gbfunc.lab.bench.dense_parallel import fully_shard
 from gbfunc.parallel import Gather, Layout, Mesh, all_gather, check_equal, reduce_scatter, text_of
 from tests.support.rank_cases import ADAMW, SGD, batches, pnet_of, squared
 from tests.support.ranks import PATIENCE

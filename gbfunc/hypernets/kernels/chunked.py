@@ -30,53 +30,46 @@ class RowMap(NamedTuple):
 
     Attributes:
         fn: `(row inputs [r, ...], shared inputs) -> (row outputs [r, ...], outputs to sum over the rows)`.
-        row_inputs: number of row inputs.
-        shared_inputs: number of shared inputs.
-        row_outputs: number of row outputs.
-        summed_outputs: number of outputs to sum over the rows.
+        inputs: numbers of row inputs and of shared inputs.
+        outputs: numbers of row outputs and of outputs to sum over the rows.
         row_bytes: estimated memory that one row of one tile takes while it is evaluated.
         max_bytes: memory that one block may take.
     """
 
     fn: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
-    row_inputs: int
-    shared_inputs: int
-    row_outputs: int
-    summed_outputs: int
+    inputs: tuple[int, int]
+    outputs: tuple[int, int]
     row_bytes: int
     max_bytes: int
+
+
+def _cut(x: Tensors, n: int) -> tuple[Tensors, Tensors]:
+    return x[:n], x[n:]
 
 
 def row_vjp(m: RowMap) -> RowMap:
     """Reverse derivative: `(row inputs + row cotangents, shared inputs + sum cotangents) -> gradients of inputs`."""
 
     def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        pull = torch.func.vjp(m.fn, rows[: m.row_inputs], shared[: m.shared_inputs])[1]
-        return pull((rows[m.row_inputs :], shared[m.shared_inputs :]))
+        (rows, row_cotangents), (shared, sum_cotangents) = map(_cut, (rows, shared), m.inputs)
+        return torch.func.vjp(m.fn, rows, shared)[1]((row_cotangents, sum_cotangents))
 
-    return m._replace(
-        fn=fn,
-        row_inputs=m.row_inputs + m.row_outputs,
-        shared_inputs=m.shared_inputs + m.summed_outputs,
-        row_outputs=m.row_inputs,
-        summed_outputs=m.shared_inputs,
-        row_bytes=2 * m.row_bytes,
-    )
+    n, k = (i + o for i, o in zip(m.inputs, m.outputs, strict=True))
+    return m._replace(fn=fn, inputs=(n, k), outputs=m.inputs, row_bytes=2 * m.row_bytes)
 
 
 def row_jvp(m: RowMap) -> RowMap:
     """Forward derivative: `(row inputs + row tangents, shared inputs + shared tangents) -> tangents of the outputs`."""
 
     def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        primals = (rows[: m.row_inputs], shared[: m.shared_inputs])
-        tangents = (rows[m.row_inputs :], shared[m.shared_inputs :])
+        (rows, row_tangents), (shared, shared_tangents) = map(_cut, (rows, shared), m.inputs)
         # The gradient is linear in the cotangents, and its own gradient in them is the forward derivative.
         # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
-        outputs, pull = torch.func.vjp(m.fn, *primals)[:2]
+        outputs, pull = torch.func.vjp(m.fn, rows, shared)[:2]
         push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))[1]
-        return push(tangents)[0]
+        return push((row_tangents, shared_tangents))[0]
 
-    return m._replace(fn=fn, row_inputs=2 * m.row_inputs, shared_inputs=2 * m.shared_inputs, row_bytes=2 * m.row_bytes)
+    return m._replace(fn=fn, inputs=(2 * m.inputs[0], 2 * m.inputs[1]), row_bytes=2 * m.row_bytes)
 
 
 def _pieces(length: int, longest: int) -> Iterator[slice]:
@@ -100,9 +93,9 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
                 if not outputs:
                     outputs += [x.new_empty(tiles, length, *x.shape[2:]) for x in block[0]]
                     outputs += [x.new_zeros(tiles, *x.shape[1:]) for x in block[1]]
-                for whole, part in zip(outputs[: m.row_outputs], block[0], strict=True):
+                for whole, part in zip(outputs, block[0], strict=False):
                     whole[t, i] = part
-                for whole, part in zip(outputs[m.row_outputs :], block[1], strict=True):
+                for whole, part in zip(outputs[m.outputs[0] :], block[1], strict=True):
                     whole[t] += part
     return tuple(outputs)
 
@@ -115,12 +108,17 @@ def batch_tiles(size: int, in_dims: tuple[int | None, ...], tensors: Tensors) ->
     return tuple(x.flatten(0, 1) for x in batched)
 
 
+def filled_tangents(primals: Tensors, tangents: tuple[Tensor | None, ...]) -> Tensors:
+    """Tangents with zeros in the place of those that are None."""
+    return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True))
+
+
 class _RowMapFunction(torch.autograd.Function):
     """Evaluates a `RowMap` and keeps nothing but its inputs: row inputs [T, r, ...], then shared inputs [T, ...]."""
 
     @staticmethod
     def forward(m: RowMap, *inputs: Tensor) -> Tensors:
-        return _evaluate(m, inputs[: m.row_inputs], inputs[m.row_inputs :])
+        return _evaluate(m, *_cut(inputs, m.inputs[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -130,34 +128,24 @@ class _RowMapFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        m: RowMap = ctx.map
-        inputs = ctx.saved_tensors
-        rows = inputs[: m.row_inputs] + cotangents[: m.row_outputs]
-        shared = inputs[m.row_inputs :] + cotangents[m.row_outputs :]
-        return (None, *apply_row_map(row_vjp(m), rows, shared))
+        rows, shared = _cut(ctx.saved_tensors, ctx.map.inputs[0])
+        row_cotangents, sum_cotangents = _cut(cotangents, ctx.map.outputs[0])
+        return (None, *apply_row_map(row_vjp(ctx.map), rows + row_cotangents, shared + sum_cotangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], m: RowMap, *inputs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
-        flat = batch_tiles(info.batch_size, in_dims[1:], inputs)
-        outputs = apply_row_map(m, flat[: m.row_inputs], flat[m.row_inputs :])
+        outputs = apply_row_map(m, *_cut(batch_tiles(info.batch_size, in_dims[1:], inputs), m.inputs[0]))
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
-        m: RowMap = ctx.map
-        inputs = ctx.saved_tensors
-        filled = tuple(torch.zeros_like(x) if d is None else d for x, d in zip(inputs, tangents, strict=True))
-        rows = inputs[: m.row_inputs] + filled[: m.row_inputs]
-        shared = inputs[m.row_inputs :] + filled[m.row_inputs :]
-        return apply_row_map(row_jvp(m), rows, shared)
+        rows, shared = _cut(ctx.saved_tensors, ctx.map.inputs[0])
+        row_tangents, shared_tangents = _cut(filled_tangents(ctx.saved_tensors, tangents), ctx.map.inputs[0])
+        return apply_row_map(row_jvp(ctx.map), rows + row_tangents, shared + shared_tangents)
 
 
 def apply_row_map(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
     """Evaluate a row map for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> outputs [T, ...]."""
-    if torch.compiler.is_compiling():
-        # Dynamo refuses a Function with a `jvp`, and has no batching rule for the gradient of any other Function.
-        row_outputs, sums = torch.vmap(m.fn)(rows, shared)
-        return row_outputs + sums
     return _RowMapFunction.apply(m, *rows, *shared)
 
 
@@ -205,9 +193,13 @@ def chunked_apply(
             raise ValueError(f"fn must return weights {[A_rH.shape[0], cols]}, got {list(W_rc.shape)}")
         return (W_rc,), ()
 
+    leaves = tuple(params.values())
+    if torch.compiler.is_compiling():
+        # Dynamo refuses a Function with a `jvp`, and has no batching rule for the gradient of any other Function.
+        return row_fn((A,), (B, *leaves))[0][0]
     # A layer's weight and bias both reach its width, so this counts each activation about twice: before and after its
     # nonlinearity, which is what a forward pass keeps for backward.
-    floats = 2 * hidden + sum(max(p.shape, default=1) for p in params.values())
-    m = RowMap(row_fn, 1, 1 + len(names), 1, 0, cols * floats * A.element_size(), max_bytes)
-    (W_1rc,) = apply_row_map(m, (A[None],), (B[None], *(params[n][None] for n in names)))
+    floats = 2 * hidden + sum(max(p.shape, default=1) for p in leaves)
+    m = RowMap(row_fn, (1, 1 + len(leaves)), (1, 0), cols * floats * A.element_size(), max_bytes)
+    (W_1rc,) = apply_row_map(m, (A[None],), (B[None], *(p[None] for p in leaves)))
     return W_1rc[0]

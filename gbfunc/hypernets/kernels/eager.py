@@ -1,6 +1,8 @@
-"""The tile of a ReLU g-net in eager PyTorch: blocks of rows that stay in cache, one hidden unit at a time.
+"""The ReLU tile in eager PyTorch: for few weights, and for many where there is no C++ compiler and no Triton.
 
-Suffixes: T tiles; r, c rows and columns of a tile; H hidden units; b rows of a block. Memory is O(T r c).
+Few are one broadcast expression; many are made in blocks that stay in cache, one hidden unit after the other.
+
+Suffixes: R, C rows and columns of a matrix; T tiles; r, c of a tile, b rows of it in a block; H hidden units.
 """
 
 from __future__ import annotations
@@ -10,85 +12,104 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.kernels.reference import compute_dtype, reference_sums, reference_tiles
-
-# Elements of the one buffer that every pass rewrites. On a CPU core with 1 MiB of second-level cache a forward pass
-# over 4.2 M weights took 117, 70, 50 and 41 ms with 2^15, 2^16, 2^18 and 2^20: dispatch costs more than cache saves.
-_CPU_BLOCK = 2**20
-# A launch must be repaid by a larger block; at 16 MiB the buffer is small beside the weights that need it.
-_ACCELERATOR_BLOCK = 2**22
+from gbfunc.hypernets.kernels.reference import compute_dtype, reference_tiles
+from gbfunc.tiling import TileGrid, copy_from_tiles, join_stack, split_stack
 
 
 def block_size(device: torch.device) -> int:
-    """Weights in one block that suit the device."""
-    return _CPU_BLOCK if device.type == "cpu" else _ACCELERATOR_BLOCK
+    """Weights in one block that suit the device.
+
+    On a CPU core with 1 MiB of second-level cache a forward pass over 4.2 M weights took 117, 70, 50 and 41 ms with
+    2^15, 2^16, 2^18 and 2^20: dispatch costs more than cache saves. Elsewhere a larger block must repay a launch.
+    """
+    return 2**20 if device.type == "cpu" else 2**22
 
 
-def _blocks(tiles: int, rows: int, cols: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Cover [tiles, rows] by blocks of about `size` weights: several whole tiles, or some rows of one."""
-    rows_at_once = max(1, min(rows, size // cols))
-    tiles_at_once = max(1, min(tiles, size // (rows * cols)))
-    for first_tile in range(0, tiles, tiles_at_once):
-        for first_row in range(0, rows, rows_at_once):
-            yield (
-                slice(first_tile, min(tiles, first_tile + tiles_at_once)),
-                slice(first_row, min(rows, first_row + rows_at_once)),
-            )
+def _is_small(A: Tensor, B: Tensor) -> bool:
+    return A.numel() * B.shape[1] <= block_size(A.device)
 
 
-def _by_hidden(A_TbH: Tensor, B_TcH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _blocks(grid: TileGrid, device: torch.device) -> Iterator[tuple[slice, slice, slice, TileGrid]]:
+    """Cut a matrix into blocks: several rows of tiles, or some rows of one row of tiles.
+
+    Yields:
+        The block's tiles, its rows in them, its rows in the matrix, and its grid.
+    """
+    size, per_row = block_size(device), grid.n_cols * grid.tile_cols
+    height = min(grid.tile_rows, max(1, size // per_row))
+    count = max(1, size // (per_row * grid.tile_rows))
+    for first in range(0, grid.n_rows, count):
+        top, last = first * grid.tile_rows, min(grid.n_rows, first + count)
+        for start in range(0, min(grid.tile_rows, grid.rows - top), height):
+            stop = min(start + height, grid.tile_rows, grid.rows - top)
+            rows = slice(top + start, min(grid.rows, (last - 1) * grid.tile_rows + stop))
+            block = TileGrid(rows.stop - rows.start, grid.cols, stop - start, grid.tile_cols)
+            yield slice(first * grid.n_cols, last * grid.n_cols), slice(start, stop), rows, block
+
+
+def _by_hidden(A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
     """One hidden unit after the other: [T, b, H], [T, c, H] -> [H, T, b, 1], [H, T, 1, c] with whole rows of c."""
+    dtype = compute_dtype(A_TbH.dtype)
     B_HTc = B_TcH.permute(2, 0, 1).to(dtype).contiguous()
     return A_TbH.permute(2, 0, 1).unsqueeze(-1).to(dtype), B_HTc.unsqueeze(-2)
 
 
-def eager_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, block: int) -> Tensor:
-    """Generate tiles in blocks of about `block` weights: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c]."""
-    (tiles, rows, hidden), cols = A.shape, B.shape[1]
-    if tiles * rows * cols * hidden <= block:
-        return reference_tiles(A, B, v, b)
-    dtype = compute_dtype(A.dtype)
-    W_Trc = A.new_empty(tiles, rows, cols)
-    for t, i in _blocks(tiles, rows, cols, block):
-        A_HTb1, B_HT1c = _by_hidden(A[t, i], B[t], dtype)
+def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
+    """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
+    if _is_small(A, B):
+        return join_stack(reference_tiles(A, B, v, b), grid)
+    W_RC, dtype = A.new_empty(grid.rows, grid.cols), compute_dtype(A.dtype)
+    for t, i, rows, block in _blocks(grid, A.device):
+        A_HTb1, B_HT1c = _by_hidden(A[t, i], B[t])
         v_HT11 = v[t].T[..., None, None].to(dtype)
-        W_Tbc = torch.empty_like(W_Trc[t, i], dtype=dtype).copy_(b[t, None, None])
+        W_Tbc = b[t, None, None].to(dtype).repeat(1, block.tile_rows, block.tile_cols)
         hidden_Tbc = torch.empty_like(W_Tbc)
-        for h in range(hidden):
+        for h in range(A.shape[2]):
             torch.add(A_HTb1[h], B_HT1c[h], out=hidden_Tbc).clamp_min_(0)
             W_Tbc.addcmul_(hidden_Tbc, v_HT11[h])
-        W_Trc[t, i] = W_Tbc
-    return W_Trc
+        copy_from_tiles(W_RC[rows], W_Tbc, block)
+    return W_RC
 
 
-def eager_sums(g: Tensor, A: Tensor, B: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Sum the cotangent over active columns and over active rows, as `reference_sums` does, block by block.
+def _active_sums(g: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """Sum over active columns, `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`: [T, r, c] ... -> [T, r, H]."""
+    active_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) > 0
+    return torch.where(active_TrcH, g.unsqueeze(-1), 0).sum(-2)
 
-    Args:
-        g: cotangent of the tiles [T, r, c].
-        A: pre-activations of the rows [T, r, H].
-        B: pre-activations of the columns [T, c, H].
-        block: weights in one block, about.
 
-    Returns:
-        The sums [T, r, H] and [T, c, H], in the precision of the sums.
-    """
-    (tiles, rows, hidden), cols = A.shape, B.shape[1]
-    if tiles * rows * cols * hidden <= block:
-        return reference_sums(g, A, B), reference_sums(g.mT, B, A)
+def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sums of a block, over active columns and over active rows: [T, b, H] and [T, c, H]."""
+    A_HTb1, B_HT1c = _by_hidden(A_TbH, B_TcH)
+    SA_HTb, SB_HTc = torch.empty_like(A_HTb1[..., 0]), torch.empty_like(B_HT1c[..., 0, :])
+    active_Tbc = torch.empty_like(g_Tbc)
+    for h in range(len(A_HTb1)):
+        torch.add(A_HTb1[h], B_HT1c[h], out=active_Tbc)
+        # One pass for `g * (x > 0)`; through a mask it would be two, the second over mixed types.
+        torch.ops.aten.threshold_backward.grad_input(g_Tbc, active_Tbc, 0, grad_input=active_Tbc)
+        torch.sum(active_Tbc, -1, out=SA_HTb[h])
+        torch.sum(active_Tbc, -2, out=SB_HTc[h])
+    return SA_HTb.permute(1, 2, 0), SB_HTc.permute(1, 2, 0)
+
+
+def _sums(g: Tensor, A: Tensor, B: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of the cotangent over active columns, active rows and whole tiles: [T, r, H], [T, c, H], [T]."""
     dtype = compute_dtype(A.dtype)
-    SA_TrH, SB_TcH = torch.empty_like(A, dtype=dtype), torch.zeros_like(B, dtype=dtype)
-    for t, i in _blocks(tiles, rows, cols, block):
-        A_HTb1, B_HT1c = _by_hidden(A[t, i], B[t], dtype)
-        SA_HTb, SB_HTc = A_HTb1.new_empty(A_HTb1.shape[:-1]), B_HT1c.new_empty(hidden, len(B[t]), cols)
-        g_Tbc = g[t, i].to(dtype)
-        active_Tbc = torch.empty_like(g_Tbc, memory_format=torch.contiguous_format)
-        for h in range(hidden):
-            torch.add(A_HTb1[h], B_HT1c[h], out=active_Tbc)
-            # One pass for `g * (x > 0)`; through a mask it would be two, the second over mixed types.
-            torch.ops.aten.threshold_backward.grad_input(g_Tbc, active_Tbc, 0, grad_input=active_Tbc)
-            torch.sum(active_Tbc, -1, out=SA_HTb[h])
-            torch.sum(active_Tbc, -2, out=SB_HTc[h])
-        SA_TrH[t, i] = SA_HTb.permute(1, 2, 0)
-        SB_TcH[t] += SB_HTc.permute(1, 2, 0)
-    return SA_TrH, SB_TcH
+    if _is_small(A, B):
+        g_Trc, A, B = (x.to(dtype) for x in (split_stack(g, grid), A, B))
+        return _active_sums(g_Trc, A, B), _active_sums(g_Trc.mT, B, A), g_Trc.sum((1, 2))
+    SA_TrH, SB_TcH = torch.zeros_like(A, dtype=dtype), torch.zeros_like(B, dtype=dtype)
+    db_T = SA_TrH.new_zeros(grid.n_tiles)
+    for t, i, rows, block in _blocks(grid, A.device):
+        g_Tbc = split_stack(g[rows], block).to(dtype)
+        SA_TrH[t, i], part_TcH = _block_sums(g_Tbc, A[t, i], B[t])
+        SB_TcH[t] += part_TcH
+        db_T[t] += g_Tbc.sum((1, 2))
+    return SA_TrH, SB_TcH, db_T
+
+
+def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
+    """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
+    SA_TrH, SB_TcH, db_T = _sums(g, A, B, grid)
+    dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1).to(SA_TrH.dtype)
+    # In place: the sums are fresh, and as large as the inputs.
+    return tuple(x.to(A.dtype) for x in (SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, db_T))

@@ -79,8 +79,8 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def working_library() -> bool:
-    """Whether the compiled kernel is to be had here; after one warning if it is not."""
+def is_available() -> bool:
+    """Whether the compiled kernel can be had here; after one warning if it cannot."""
     try:
         library()
     except (OSError, RuntimeError) as error:
@@ -109,11 +109,11 @@ def _call(direction: str, grid: TileGrid, hidden: int, parts: int, *arrays: Tens
 
 
 def _parts(grid: TileGrid) -> int:
-    """Parts of a tile that are work items of their own: enough items for threads of uneven speed."""
+    """Parts of a tile that are work items: enough items for threads of uneven speed."""
     return max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
 
-def native_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
+def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
     """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
     inputs = [x.detach().to(compute_dtype(x.dtype)).contiguous() for x in (A, B, v, b)]
     W_RC = inputs[0].new_empty(grid.rows, grid.cols)
@@ -121,11 +121,11 @@ def native_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> 
     return W_RC.to(A.dtype)
 
 
-def native_gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
+def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
     """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
     inputs = [x.detach().to(compute_dtype(x.dtype)).contiguous() for x in (g, A, B, v)]
-    parts, (tiles, _, hidden) = _parts(grid), A.shape
+    parts, hidden = _parts(grid), A.shape[2]
     dA = torch.zeros_like(inputs[1])
-    shared = [dA.new_zeros(parts, *shape) for shape in (B.shape, (tiles, hidden), (tiles,))]
+    shared = [dA.new_zeros(parts, *shape) for shape in (B.shape, v.shape, v.shape[:1])]
     _call("backward", grid, hidden, parts, *inputs, dA, *shared)
     return tuple(x.to(A.dtype) for x in (dA, *(x.sum(0) if parts > 1 else x[0] for x in shared)))

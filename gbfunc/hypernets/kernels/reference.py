@@ -33,21 +33,3 @@ def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     active_rcH = A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3) > 0
     terms_rcH = (A_rH * v_1H).unsqueeze(-2) + (B_cH * v_1H).unsqueeze(-3)
     return (torch.where(active_rcH, terms_rcH, 0).sum(-1) + b[..., None, None].to(terms_rcH.dtype)).to(A.dtype)
-
-
-def reference_sums(g: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """Sum the cotangent over the active columns, `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`.
-
-    The same sum over the rows is `reference_sums(g.mT, B, A)`. The result keeps the precision of the sums.
-
-    Args:
-        g: cotangent of the tiles [..., r, c].
-        A: pre-activations of the rows [..., r, H].
-        B: pre-activations of the columns [..., c, H].
-
-    Returns:
-        The sums [..., r, H].
-    """
-    g_rc, A_rH, B_cH = (x.to(compute_dtype(A.dtype)) for x in (g, A, B))
-    active_rcH = A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3) > 0
-    return torch.where(active_rcH, g_rc.unsqueeze(-1), 0).sum(-2)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +24,11 @@ from gbfunc.generate import Generator
 from gbfunc.lab.bench.cases import Genes
 from gbfunc.lab.bench.variants import Batch, Step, loss_fn
 from gbfunc.types import Params
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # torch 2.5
+    from torch.distributed._composable.fsdp import fully_shard  # pyright: ignore[reportPrivateImportUsage]
 
 # Public, although torch does not list them among its exports.
 _FileStore: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,123 @@
+"""The ReLU tile on a GPU, by Triton (Tillet et al., 2019): tiles are written into their matrix and read from it.
+
+Forward, a program makes one block of a tile, a hidden unit at a time. Backward, a program takes some rows of a tile and
+some hidden units, sums the cotangent over the active columns, and so has its part of the gradients of A, v and b; the
+same program with rows and columns exchanged gives those of B and v. Nothing is added to by two programs, so the
+results are the same each time. Sums are in float32, or float64 for float64.
+
+Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units; P its parts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gbfunc.hypernets.kernels.reference import compute_dtype
+from gbfunc.tiling import TileGrid
+
+_ROWS, _COLS, _HIDDEN = 32, 64, 16
+"""Block of a program: rows and columns forward; `_COLS` rows (or columns) and hidden units backward. Its sums take 8 or
+16 registers of each thread."""
+
+
+# No `from __future__ import annotations`: the interpreter of Triton 3.1 does not read annotations that are strings.
+
+
+@triton.jit
+def forward_kernel(
+    A, B, v, b, W, R, C, r, c, H, ROWS: tl.constexpr, COLS: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """`W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])` for ROWS x COLS weights of a tile; S is the type of sums."""
+    parts, across = tl.cdiv(r, ROWS), tl.cdiv(C, c)
+    tile, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    i, j = part * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
+    top, left = tile // across * r, tile % across * c
+    inside_i, inside_j = (i < r) & (top + i < R), (j < c) & (left + j < C)
+    A_i, B_j = A + (tile * r + i) * H, B + (tile * c + j) * H
+    sums = tl.zeros([ROWS, COLS], S) + tl.load(b + tile).to(S)
+    for h in range(H):
+        row = tl.load(A_i + h, mask=inside_i, other=0).to(S)
+        column = tl.load(B_j + h, mask=inside_j, other=0).to(S)
+        x = row[:, None] + column[None, :]
+        # Not `tl.maximum`, which hides NaN.
+        sums += tl.where(x < 0, 0.0, x) * tl.load(v + tile * H + h).to(S)
+    to = W + (top + i)[:, None] * C + (left + j)[None, :]
+    tl.store(to, sums.to(W.dtype.element_ty), mask=inside_i[:, None] & inside_j[None, :])
+
+
+@triton.jit
+def backward_kernel(
+    g, A, B, v, dA, dv, db, R, C, r, c, H,
+    BY_ROWS: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """`dA = SA v` with `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, and parts of `sum_i A SA` and of `db`.
+
+    BY_ROWS says that i are rows of the tile; otherwise they are its columns, and A and B stand for B and A.
+    """
+    across = tl.cdiv(C, c)
+    parts = tl.cdiv(r if BY_ROWS else c, ROWS)
+    tile, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    top, left = tile // across * r, tile % across * c
+    rows, cols = tl.minimum(R - top, r), tl.minimum(C - left, c)
+    if BY_ROWS:
+        n, m, end_i, end_j, stride_i, stride_j = r, c, rows, cols, C, 1
+    else:
+        n, m, end_i, end_j, stride_i, stride_j = c, r, cols, rows, 1, C
+    i, h = part * ROWS + tl.arange(0, ROWS), tl.program_id(1) * HIDDEN + tl.arange(0, HIDDEN)
+    at_ih = (tile * n + i)[:, None] * H + h[None, :]
+    inside_ih = (i < n)[:, None] & (h < H)[None, :]
+    A_ih = tl.load(A + at_ih, mask=inside_ih, other=0).to(S)
+    sums, total = tl.zeros([ROWS, HIDDEN], S), tl.zeros([ROWS], S)
+    g_i, B_h = g + top * C + left + i.to(tl.int64) * stride_i, B + tile * m * H + h
+    for _ in range(end_j):
+        B_jh = tl.load(B_h, mask=h < H, other=0).to(S)
+        g_ij = tl.load(g_i, mask=i < end_i, other=0).to(S)
+        sums += tl.where(A_ih + B_jh[None, :] > 0, g_ij[:, None], 0.0)
+        total += g_ij
+        g_i, B_h = g_i + stride_j, B_h + H
+    v_h = tl.load(v + tile * H + h, mask=h < H, other=0).to(S)
+    tl.store(dA + at_ih, (sums * v_h[None, :]).to(dA.dtype.element_ty), mask=inside_ih)
+    at_part = tile * parts + part
+    tl.store(dv + at_part * H + h, tl.sum(A_ih * sums, axis=0), mask=h < H)
+    if tl.program_id(1) == 0:
+        tl.store(db + at_part, tl.sum(total, axis=0))
+
+
+def _parts(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def _launch(kernel: Any, programs: tuple[int, int], tensors: Sequence[Tensor], grid: TileGrid, *blocks: int) -> None:
+    """Run a kernel on the device of its tensors [..., H], which say the type of its sums."""
+    hidden, is_double = tensors[1].shape[-1], tensors[1].dtype == torch.float64
+    sizes = (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden)
+    with torch.cuda.device_of(tensors[1]):
+        kernel[programs](*tensors, *sizes, *blocks, tl.float64 if is_double else tl.float32)
+
+
+def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
+    """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
+    W_RC = A.new_empty(grid.rows, grid.cols)
+    tensors = [x.detach().contiguous() for x in (A, B, v, b, W_RC)]
+    programs = (grid.n_tiles * _parts(grid.tile_rows, _ROWS), _parts(grid.tile_cols, _COLS))
+    _launch(forward_kernel, programs, tensors, grid, _ROWS, _COLS)
+    return W_RC
+
+
+def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
+    """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
+    g, A, B, v = (x.detach().contiguous() for x in (g, A, B, v))
+    hidden, results = A.shape[2], []
+    for by_rows, x, y in ((True, A, B), (False, B, A)):
+        parts, dx = _parts(x.shape[1], _COLS), torch.empty_like(x)
+        dv_TPH = x.new_empty(grid.n_tiles, parts, hidden, dtype=compute_dtype(x.dtype))
+        db_TP = torch.empty_like(dv_TPH[..., 0])
+        programs = (grid.n_tiles * parts, _parts(hidden, _HIDDEN))
+        _launch(backward_kernel, programs, (g, x, y, v, dx, dv_TPH, db_TP), grid, by_rows, _COLS, _HIDDEN)
+        results.append((dx, dv_TPH.sum(1), db_TP.sum(1)))
+    (dA, dv_rows, db), (dB, dv_cols, _) = results
+    return dA, dB, (dv_rows + dv_cols).to(A.dtype), db.to(A.dtype)

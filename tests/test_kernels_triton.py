@@ -1,0 +1,101 @@
+"""The Triton form of the ReLU tile, without a GPU: its numbers by the interpreter, and that it compiles for GPUs."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton: Any = pytest.importorskip("triton", reason="triton is not installed (extra `triton`, Linux only)")
+form: Any = pytest.importorskip("gbfunc.hypernets.kernels.triton")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.skipif(triton.__version__.startswith("3.1."), reason="the interpreter of Triton 3.1 reads wrong memory")
+def test_numbers_under_the_interpreter() -> None:
+    """Runs `tests/support/interpreted_triton.py` in a process that imports Triton as its interpreter."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "tests/support/interpreted_triton.py",
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout and "skipped" not in run.stdout
+
+
+def _compiled(kernel: Any, element: str, by_rows: bool, ones: tuple[str, ...], target: Any) -> Any:
+    """A kernel as it is compiled where the sizes in `ones` are 1, which Triton then takes for constants."""
+    from triton import language as tl
+    from triton.compiler import ASTSource
+
+    if type(kernel).__name__ != "JITFunction" or "constexprs" not in inspect.signature(ASTSource).parameters:
+        pytest.skip("Triton interprets here, or is older than its present interface for compilation (3.3)")
+    sums = "fp64" if element == "fp64" else "fp32"
+    blocks = {
+        "BY_ROWS": by_rows,
+        "ROWS": 32,
+        "COLS": 64,
+        "HIDDEN": 16,
+        "S": tl.float64 if sums == "fp64" else tl.float32,
+    }
+    blocks |= dict.fromkeys(ones, 1)
+    fixed = {name: blocks[name] for name in kernel.arg_names if name in blocks}
+    types = dict.fromkeys(kernel.arg_names, f"*{element}") | dict.fromkeys(("dv", "db"), f"*{sums}")
+    types |= dict.fromkeys("RCrcH", "i32") | dict.fromkeys(fixed, "constexpr")
+    signature = {name: types[name] for name in kernel.arg_names}
+    return triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=target)
+
+
+@pytest.mark.parametrize("element", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize(
+    ("backend", "architecture", "warp", "binary"), [("cuda", 90, 32, "cubin"), ("hip", "gfx942", 64, "hsaco")]
+)
+def test_kernels_compile_without_a_gpu(
+    backend: str, architecture: Any, warp: int, binary: str, element: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = GPUTarget(backend, architecture, warp)
+    for kernel, directions in ((form.forward_kernel, (True,)), (form.backward_kernel, (True, False))):
+        for by_rows, ones in product(directions, ((), ("H",), ("c", "C"), ("R", "C", "r", "c", "H"))):
+            made = _compiled(kernel, element, by_rows, ones, target)
+            assert made.asm[binary], (kernel, by_rows, ones)
+            assert made.metadata.shared <= 4096  # All sums stay in registers.
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_on_a_gpu(dtype: torch.dtype) -> None:
+    from gbfunc.hypernets.kernels import relu_tiles
+    from gbfunc.tiling import TileGrid
+
+    grid = TileGrid(300, 500, 70, 90)
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((grid.n_tiles, 70, 33), (grid.n_tiles, 90, 33), (grid.n_tiles, 33), (grid.n_tiles,))
+    leaves = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    g = torch.randn(grid.rows, grid.cols, generator=generator).to(dtype)
+    found, expected = [], []
+    kernel: Any
+    for results, kernel, place in ((found, "compiled", "cuda"), (expected, "reference", "cpu")):
+        inputs = [x.to(place, dtype if place == "cuda" else torch.float64).requires_grad_() for x in leaves]
+        W = relu_tiles(*inputs, kernel=kernel, grid=grid)
+        results += [W, *torch.autograd.grad(W, inputs, g.to(W))]
+    for x, y in zip(found, expected, strict=True):
+        error = (x.cpu().double() - y).abs().max() / y.abs().max()
+        assert error <= (1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps)
