@@ -94,7 +94,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         if not e.leaves:
             continue
         row, col = codes_of(e, plan.dtype, torch.device("cpu"))
-        slots = [(p.first, p.slot.grid) for p in e.placements]
+        slots = [(p.first, p.slot.grid) for p in e.spans]
         leaves = init_leaves(e.hypernet, e.dims, e.groups, slots, row, col, generator)
         gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.encoding import Encoding
-from gbfunc.hypernets import HYPERNETS, Hypernet, hypernet_from_json, n_params
+from gbfunc.hypernets import HYPERNETS, Hypernet, ensemble_params, hypernet_from_json
 from gbfunc.hypernets.ensemble import dense_tiles
 from gbfunc.types import Factors, Params, TileDims
 from tests.support import oracles
@@ -71,7 +71,7 @@ def test_init_draws_what_leaves_announce(hypernet: Hypernet, n: int, m: int, n_t
         k: (count[leaf.scope], *leaf.shape) for k, leaf in leaves.items()
     }
     assert all(v.dtype == torch.float32 and bool(torch.isfinite(v).all()) for v in drawn.values())
-    assert sum(v.numel() for v in drawn.values()) == n_params(hypernet, dims, n_tiles, n_groups)
+    assert sum(v.numel() for v in drawn.values()) == ensemble_params(hypernet, dims, n_tiles, n_groups)
 
 
 @contract
@@ -158,7 +158,7 @@ def test_size_and_with_size(hypernet: Hypernet) -> None:
     assert bigger.size == hypernet.size + 3
     assert hypernet.size < (hypernet.size + 3)
     dims = tile_dims(6, 5, gb.binary(), gb.binary())
-    sizes = [n_params(hypernet.with_size(s), dims, 2, 1) for s in range(1, 12)]
+    sizes = [ensemble_params(hypernet.with_size(s), dims, 2, 1) for s in range(1, 12)]
     assert sizes == sorted(set(sizes))
 
 
@@ -197,8 +197,8 @@ def test_stochastic_spread_starts_at_five_per_cent() -> None:
 def test_shared_periodic_tiles_own_two_coefficients_a_feature() -> None:
     dims = TileDims(128, 128, 7, 7)
     own, shared = gb.periodic(10), gb.periodic(10, "kind")
-    assert n_params(own, dims, 3, 3) == 3 * 10 * (7 + 7 + 2)
-    assert n_params(shared, dims, 12, 2) == 2 * 10 * (7 + 7) + 12 * 10 * 2
+    assert ensemble_params(own, dims, 3, 3) == 3 * 10 * (7 + 7 + 2)
+    assert ensemble_params(shared, dims, 12, 2) == 2 * 10 * (7 + 7) + 12 * 10 * 2
     assert shared.shares and not own.shares
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.hypernets import Hypernet, n_params
+from gbfunc.hypernets import Hypernet, ensemble_params
 from gbfunc.plan import Plan, genome_file_bytes
 from gbfunc.plan.slots import Slot
 from tests.support.strategies import Conv1D, pnets
@@ -48,8 +48,8 @@ def a_finer_step(plan: Plan, left: int) -> str | None:
         for slot in tensor.slots:
             net, dims, limit = slot.hypernet, slot.dims, slot.hypernet.max_size(slot.dims)
             assert net.size is not None
-            cost = n_params(net.with_size(net.size + 1), dims, slot.grid.n_tiles, 0)
-            if (limit is None or net.size < limit) and cost <= slot.grid.numel and cost - slot.n_params <= left:
+            cost = ensemble_params(net.with_size(net.size + 1), dims, slot.grid.n_tiles, 0)
+            if (limit is None or net.size < limit) and cost <= slot.grid.numel and cost - slot.tile_params <= left:
                 return tensor.name
     return None
 
@@ -228,7 +228,7 @@ def test_defaults_without_a_size() -> None:
 @pytest.mark.parametrize("pnet", [nn.Linear(40, 30), nn.Conv1d(8, 9, 3), Conv1D(20, 30), nn.Linear(2, 1)])
 def test_nets_of_one_layer(pnet: nn.Module) -> None:
     plan = gb.make_plan(pnet, gb.periodic(1))
-    assert plan.genome_params == slots(plan)["weight"].n_params + pnet.get_parameter("bias").numel()
+    assert plan.genome_params == slots(plan)["weight"].tile_params + pnet.get_parameter("bias").numel()
     if plan.pnet_params > 100:
         assert gb.make_plan(pnet, compression=4.0).ratio_params >= 4
 

@@ -36,5 +36,5 @@ class Constants(NamedTuple):
 def make_constants(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> Constants:
     """The constants of all tiles of an ensemble."""
     groups = torch.tensor(ensemble.groups, device=device) if ensemble.hypernet.shares else None
-    scales = [p.slot.scale for p in ensemble.placements for _ in range(p.slot.grid.n_tiles)]
+    scales = [p.slot.scale for p in ensemble.spans for _ in range(p.slot.grid.n_tiles)]
     return Constants(*codes_of(ensemble, dtype, device), groups, torch.tensor(scales, dtype=dtype, device=device))

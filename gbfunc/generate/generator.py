@@ -104,7 +104,7 @@ class Generator:
                     made[e.name] = self._own_tiles(self.layout, e, leaves, own_noise, constants[e.name])
                 elif leaves and not (e.hypernet.factorised and any(name in lazy for name in self._names(e))):
                     matrices = self._matrices(e, leaves, own_noise, constants[e.name])
-                    parts |= {(p.tensor, p.part): m for p, m in zip(e.placements, matrices, strict=True)}
+                    parts |= {(p.tensor, p.part): m for p, m in zip(e.spans, matrices, strict=True)}
                 else:
                     parts |= self._parts(e, self.tiles(e, leaves, own_noise, constants[e.name]), lazy)
             if self.layout:
@@ -134,7 +134,7 @@ class Generator:
 
     def _matrices(self, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants) -> tuple[Tensor, ...]:
         """The matrix of every slot; large ones one after the other, which spares memory and the time to get it."""
-        grids = [p.slot.grid for p in e.placements]
+        grids = [p.slot.grid for p in e.spans]
         runs = _runs([grid.n_tiles * e.dims.rows * e.dims.cols * constants.row.itemsize for grid in grids])
         if len(runs) == 1 and len(grids) > 1:
             return join_all(dense_tiles(self.tiles(e, leaves, noise, constants)), grids)
@@ -143,7 +143,7 @@ class Generator:
         drawn = {k: _split(v, counts) for k, v in (noise or {}).items()}
         matrices: tuple[Tensor, ...] = ()
         for i, run in enumerate(runs):
-            first = e.placements[run.start].first
+            first = e.spans[run.start].first
             # Leaves of groups are there tile by tile.
             some_constants = constants.of(slice(first, first + counts[i]))._replace(groups=None)
             some, eps = {k: v[i] for k, v in own.items()}, {k: v[i] for k, v in drawn.items()} or None
@@ -164,18 +164,18 @@ class Generator:
 
     def _names(self, e: Ensemble) -> list[str]:
         """The tensor that each slot of an ensemble is part of."""
-        return [self.plan.tensors[p.tensor].name for p in e.placements]
+        return [self.plan.tensors[p.tensor].name for p in e.spans]
 
     def _recipes(
         self, e: Ensemble, leaves: Params, noise: Params | None, constants: Constants, lazy: Collection[str]
     ) -> dict[tuple[int, int], Part]:
         """How each slot of an ensemble is made, by (tensor, part); factors where the tensor is lazy."""
-        counts = [p.slot.grid.n_tiles for p in e.placements]
+        counts = [p.slot.grid.n_tiles for p in e.spans]
         own = tile_leaves(leaves, e.leaves, constants.groups)
         split = {k: v.split(counts) for k, v in own.items()}
         drawn = {k: v.split(counts) for k, v in (noise or {}).items()}
         parts: dict[tuple[int, int], Part] = {}
-        for i, (placement, name) in enumerate(zip(e.placements, self._names(e), strict=True)):
+        for i, (placement, name) in enumerate(zip(e.spans, self._names(e), strict=True)):
             span = slice(placement.first, placement.first + counts[i])
             some, eps = {k: v[i] for k, v in split.items()}, {k: v[i] for k, v in drawn.items()} or None
             # Leaves of groups are there tile by tile.
@@ -195,7 +195,7 @@ class Generator:
         own = tile_leaves(leaves, e.leaves, constants.groups)
         parts: dict[tuple[int, int], Part] = {}
         first = 0
-        for i, placement in enumerate(e.placements):
+        for i, placement in enumerate(e.spans):
             sizes = layout.sizes_of(e, i)
             rows = slice(first, first + sizes[index])
             first = rows.stop
@@ -215,9 +215,9 @@ class Generator:
 
     def _parts(self, e: Ensemble, tiles: Tensor | Factors, lazy: Collection[str]) -> dict[tuple[int, int], Part]:
         """The matrix or the factors of each slot of an ensemble, by (tensor, part), from all its tiles."""
-        grids = [p.slot.grid for p in e.placements]
+        grids = [p.slot.grid for p in e.spans]
         counts = [grid.n_tiles for grid in grids]
-        places = [(p.tensor, p.part) for p in e.placements]
+        places = [(p.tensor, p.part) for p in e.spans]
         names = self._names(e)
         if not e.leaves:
             # All tiles are the same; there is one for all.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gbfunc.hypernets.base import Hypernet, Leaf, n_params
+from gbfunc.hypernets.base import Hypernet, Leaf, ensemble_params
 from gbfunc.hypernets.constant import constant
 from gbfunc.hypernets.low_rank import low_rank
 from gbfunc.hypernets.mlp import gnet
@@ -24,7 +24,7 @@ __all__ = [
     "gnet",
     "hypernet_from_json",
     "low_rank",
-    "n_params",
+    "ensemble_params",
     "periodic",
     "stochastic",
     "xox",

@@ -127,7 +127,7 @@ class Hypernet:
         return {"type": self.type, **fields}
 
 
-def n_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
+def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
     """Parameters of `n_tiles` g-nets in `n_groups` groups, everything counted."""
     total = 0
     for leaf in hypernet.leaves(dims).values():

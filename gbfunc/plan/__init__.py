@@ -8,7 +8,7 @@ large; `build` does all of it.
 """
 
 from gbfunc.plan.build import make_plan
-from gbfunc.plan.ensembles import Ensemble, Placement
+from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.filesize import FORMAT, NUMBERS, file_layout, file_metadata, file_tensors, genome_file_bytes
 from gbfunc.plan.packing import unpack_plan
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
@@ -20,7 +20,7 @@ __all__ = [
     "NUMBERS",
     "BufferPlan",
     "Ensemble",
-    "Placement",
+    "TileSpan",
     "Plan",
     "Slot",
     "TensorPlan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gbfunc.hypernets import n_params
+from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.filesize import genome_file_bytes
 from gbfunc.plan.slots import DTYPES, TensorPlan
 from gbfunc.plan.spec import Plan
@@ -18,7 +18,7 @@ def _row(tensor: TensorPlan, shared: int, itemsize: int) -> tuple[str, ...]:
     by = {f"{s.hypernet.type}({s.hypernet.size})" if s.hypernet.size else s.hypernet.type for s in tensor.slots}
     grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in tensor.slots}
     parts = f"{len(tensor.slots)} x " if len(tensor.slots) > 1 else ""
-    own = sum(s.n_params for s in tensor.slots) + shared
+    own = sum(s.tile_params for s in tensor.slots) + shared
     return (
         *(tensor.name, shape, "generated", ", ".join(sorted(by)), parts + ", ".join(sorted(grids))),
         *(f"{own:,}", f"{own * itemsize:,}", tensor.note),
@@ -34,7 +34,7 @@ def plan_report(plan: Plan) -> str:
         rows += [(a, "", "tied", f"to {tensor.name}", "", "0", "0", "") for a in tensor.aliases]
     for e in plan.ensembles:
         if e.hypernet.shares:
-            count = n_params(e.hypernet, e.dims, 0, e.n_groups)
+            count = ensemble_params(e.hypernet, e.dims, 0, e.n_groups)
             rows.append((f"({e.name})", "", "shared", "code weights", "", f"{count:,}", f"{count * itemsize:,}", ""))
     for b in plan.buffers:
         size = DTYPES[b.dtype].itemsize

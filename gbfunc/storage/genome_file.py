@@ -178,12 +178,12 @@ def _check_size(plan: Plan, limit: int, numbers: int) -> None:
             f"it declares a p-net of {size:,} bytes, over the limit of {limit:,}: pass max_pnet_bytes if you trust it"
         )
     slots = [slot for tensor in plan.tensors for slot in tensor.slots]
-    if (needed := sum(slot.n_params for slot in slots)) > numbers:
+    if (needed := sum(slot.tile_params for slot in slots)) > numbers:
         raise ValueError(f"it declares g-nets of {needed:,} parameters or more, but holds {numbers:,} numbers in all")
     for slot in slots:
         dims = slot.dims
         codes = slot.grid.n_tiles * (dims.rows * dims.row_width + dims.cols * dims.col_width) * plan.dtype.itemsize
-        if codes > limit or (slot.grid.n_tiles > 1 and not slot.n_params):
+        if codes > limit or (slot.grid.n_tiles > 1 and not slot.tile_params):
             raise ValueError(f"it declares codes of {codes:,} bytes in {slot.grid.n_tiles:,} tiles")
 
 
