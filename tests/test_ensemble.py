@@ -75,7 +75,7 @@ def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, se
         full = np.expand_dims(codes, axis)
         full = np.broadcast_to(full, (grid.n_rows, grid.n_cols, *codes.shape[1:]))
         ensemble_codes.append(torch.from_numpy(full.reshape(grid.n_tiles, *codes.shape[1:]).copy()).float())
-    groups = range(grid.n_tiles)
+    groups = torch.arange(grid.n_tiles)
     generator = torch.Generator().manual_seed(seed)
     row_codes, col_codes = ensemble_codes
     leaves = init_leaves(hypernet, dims, groups, [(0, grid)], row_codes, col_codes, generator)

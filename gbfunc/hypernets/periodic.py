@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized, check_size, draw
+from gbfunc.hypernets.base import Hypernet, Leaf, Sized, check_size, draw, uniform
 from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
@@ -61,7 +61,7 @@ class Periodic(Sized):
         stds = {k: scale if leaf.role == "linear" else cols for k, leaf in leaves.items()} | {"row_weight": rows}
         drawn = draw(leaves, n_tiles, n_groups, generator, stds)
         if "phase" in drawn:
-            drawn["phase"] = torch.rand(drawn["phase"].shape, generator=generator) * (2 * math.pi)
+            drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
 
     def apply(
