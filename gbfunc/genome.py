@@ -24,7 +24,11 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 
 
 def check_genome(
-    plan: Plan, genome: GenomeLike, shapes: Mapping[tuple[str, str], tuple[int, ...]] | None = None
+    plan: Plan,
+    genome: GenomeLike,
+    shapes: Mapping[tuple[str, str], tuple[int, ...]] | None = None,
+    *,
+    buffers: bool = True,
 ) -> None:
     """Compare names and shapes of a genome with its plan's.
 
@@ -32,13 +36,21 @@ def check_genome(
         plan: the plan.
         genome: the genome.
         shapes: shapes by (ensemble, leaf) and ("direct", name), where they are those of one rank's part.
+        buffers: whether they count; generating weights needs none.
 
     Raises:
+        TypeError: if it is no genome.
         ValueError: naming what is missing, unknown or of a wrong shape.
     """
-    expected = plan.leaf_shapes if shapes is None else shapes
+    if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
+        raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {type(genome).__name__}")
+    expected = dict(plan.leaf_shapes if shapes is None else shapes)
     found = {(e, k): tuple(leaf.shape) for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
     found |= {("direct", name): tuple(leaf.shape) for name, leaf in genome.direct.items()}
+    leaves = dict(found)
+    if buffers:
+        expected |= {("buffers", b.name): b.shape for b in plan.buffers}
+        found |= {("buffers", name): tuple(buffer.shape) for name, buffer in genome.buffers.items()}
     if expected != found:
         missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         wrong = [f"{k} is {found[k]}, expected {s}" for k, s in expected.items() if k in found and found[k] != s]
@@ -47,7 +59,7 @@ def check_genome(
             both = [(found[k], s) for k, s in expected.items() if found[k] != s]
             if all(f[1:] == s[1:] and f[:1] < s[:1] for f, s in both):
                 hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
-            elif shapes is not None and found == plan.leaf_shapes:
+            elif shapes is not None and leaves == plan.leaf_shapes:
                 hint = "; a whole state becomes this rank's part by train_step.shard(state)"
         raise ValueError(
             f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {wrong}{hint}"

@@ -85,6 +85,41 @@ def test_init_depends_on_its_generator_alone(hypernet: Hypernet) -> None:
 
 
 @contract
+def test_a_seed_gives_the_same_genome_whatever_torchs_defaults(hypernet: Hypernet) -> None:
+    pnet = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 3)).float()
+    plan = gb.make_plan(pnet, hypernet, max_tile=4)
+    expected = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        in_float64 = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
+    finally:
+        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        on_meta = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
+    for found in (in_float64, on_meta):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_direct_parameters_of_a_pnet_without_values_are_drawn_in_float32() -> None:
+    pnet = nn.Embedding(5, 4, device="meta")
+    plan = gb.make_plan(pnet)
+    expected = gb.init_genome(plan, pnet, 1).direct["weight"]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(gb.init_genome(plan, pnet, 1).direct["weight"], expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_shared_layers_are_read_from_older_files() -> None:
+    old = {"type": "periodic", "features": 3, "share": "kind"}
+    assert hypernet_from_json(old, {}) == gb.periodic(3, "layers")
+    assert gb.periodic(3, "layers").to_json() == old | {"share": "layers"}
+
+
+@contract
 @pytest.mark.parametrize("axes", [(gb.binary(), gb.gray()), (gb.grid(3, 2), gb.one_hot())], ids=["bits", "grid"])
 def test_a_tile_equals_a_loop_over_weights(hypernet: Hypernet, axes: tuple[Encoding, Encoding]) -> None:
     dims, (row, col) = tile_dims(6, 5, *axes), codes(6, 5, *axes)
@@ -196,7 +231,7 @@ def test_stochastic_spread_starts_at_five_per_cent() -> None:
 
 def test_shared_periodic_tiles_own_two_coefficients_a_feature() -> None:
     dims = TileDims(128, 128, 7, 7)
-    own, shared = gb.periodic(10), gb.periodic(10, "kind")
+    own, shared = gb.periodic(10), gb.periodic(10, "layers")
     assert ensemble_params(own, dims, 3, 3) == 3 * 10 * (7 + 7 + 2)
     assert ensemble_params(shared, dims, 12, 2) == 2 * 10 * (7 + 7) + 12 * 10 * 2
     assert shared.shares and not own.shares
@@ -253,7 +288,7 @@ def no_module(width: int) -> Any:
         (lambda: api.periodic(0), ValueError, "features must be an int >= 1"),
         (lambda: api.periodic(2.5), ValueError, "features must be an int >= 1"),
         (lambda: api.periodic(True), ValueError, "features must be an int >= 1"),
-        (lambda: api.periodic(3, "all"), ValueError, "share must be 'none' or 'kind', got 'all'"),
+        (lambda: api.periodic(3, "all"), ValueError, "share must be 'none' or 'layers', got 'all'"),
         (lambda: api.periodic(3, frequency=0.0), ValueError, "frequency must be a positive number"),
         (lambda: api.periodic(3, frequency=(1.0, -1.0)), ValueError, "two of them or None, got"),
         (lambda: api.periodic(3, frequency=(1.0, 1.0, 1.0)), ValueError, "two of them or None, got"),

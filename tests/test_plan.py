@@ -134,7 +134,7 @@ def test_gpt2_at_128_is_one_ensemble() -> None:
 
 def test_tiles_of_a_kind_share_their_code_weights() -> None:
     net = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)))
-    plan = gb.make_plan(net, gb.periodic(2, "kind"), max_tile=8)
+    plan = gb.make_plan(net, gb.periodic(2, "layers"), max_tile=8)
     groups: dict[str, set[int]] = {}
     for e in plan.ensembles:
         for p in e.spans:
@@ -144,6 +144,6 @@ def test_tiles_of_a_kind_share_their_code_weights() -> None:
     assert len(groups) == 3 + 1 + 1 + 1  # q, k, v; output; two feed-forward layers: each the same in all three blocks.
     assert sorted(len(g) for g in groups.values()) == [1, 1, 1, 1, 2, 2]
     assert sum(e.n_groups for e in plan.ensembles) == 8
-    alone = gb.make_plan(net[0], gb.periodic(2, "kind"), max_tile=8)
+    alone = gb.make_plan(net[0], gb.periodic(2, "layers"), max_tile=8)
     shared = 8 * 2 * (3 + 3)
     assert plan.genome_params - shared == 3 * (alone.genome_params - shared)

@@ -283,6 +283,6 @@ def generate(
     Raises:
         ValueError: if the genome's leaves are not those of the plan.
     """
-    check_genome(plan, genome)
+    check_genome(plan, genome, buffers=False)
     generator = Generator(plan, kernel=kernel)
     return generator(genome.gnets, genome.direct, noise, lazy=generator.lazy_names if lazy else ())
