@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import init_leaves
 from gbfunc.plan import Ensemble, Plan
-from gbfunc.pnet import buffers_of, check_pnet, parameter_infos
+from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.types import Genome, GenomeLike, GNets, Params
 
 Noise = Mapping[str, Params]
@@ -23,7 +24,11 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 
 
 def check_genome(
-    plan: Plan, genome: GenomeLike, shapes: Mapping[tuple[str, str], tuple[int, ...]] | None = None
+    plan: Plan,
+    genome: GenomeLike,
+    shapes: Mapping[tuple[str, str], tuple[int, ...]] | None = None,
+    *,
+    buffers: bool = True,
 ) -> None:
     """Compare names and shapes of a genome with its plan's.
 
@@ -31,13 +36,21 @@ def check_genome(
         plan: the plan.
         genome: the genome.
         shapes: shapes by (ensemble, leaf) and ("direct", name), where they are those of one rank's part.
+        buffers: whether they count; generating weights needs none.
 
     Raises:
+        TypeError: if it is no genome.
         ValueError: naming what is missing, unknown or of a wrong shape.
     """
-    expected = plan.leaf_shapes if shapes is None else shapes
+    if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
+        raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {type(genome).__name__}")
+    expected = dict(plan.leaf_shapes if shapes is None else shapes)
     found = {(e, k): tuple(leaf.shape) for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
     found |= {("direct", name): tuple(leaf.shape) for name, leaf in genome.direct.items()}
+    leaves = dict(found)
+    if buffers:
+        expected |= {("buffers", b.name): b.shape for b in plan.buffers}
+        found |= {("buffers", name): tuple(buffer.shape) for name, buffer in genome.buffers.items()}
     if expected != found:
         missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         wrong = [f"{k} is {found[k]}, expected {s}" for k, s in expected.items() if k in found and found[k] != s]
@@ -46,7 +59,7 @@ def check_genome(
             both = [(found[k], s) for k, s in expected.items() if found[k] != s]
             if all(f[1:] == s[1:] and f[:1] < s[:1] for f, s in both):
                 hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
-            elif shapes is not None and found == plan.leaf_shapes:
+            elif shapes is not None and leaves == plan.leaf_shapes:
                 hint = "; a whole state becomes this rank's part by train_step.shard(state)"
         raise ValueError(
             f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {wrong}{hint}"
@@ -68,7 +81,14 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
         raise ValueError(f"the plan was made for another p-net: this one differs in {other}")
 
 
-def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.device | str | None = None) -> Genome:
+def init_genome(
+    plan: Plan,
+    pnet: nn.Module,
+    seed: int = 0,
+    *,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Genome:
     """A fresh genome: g-nets drawn from `seed`, direct parameters and buffers as the p-net has them now.
 
     Direct parameters of a meta-device p-net, which has no values, start at 0 (vectors), 1 (weights of norms) or normal
@@ -79,37 +99,48 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         pnet: the p-net that it was made for.
         seed: seed of the g-nets, 0 <= seed < 2**63.
         device: where the genome lives; None is the p-net's own device (the CPU for a meta-device p-net).
+        progress: called with the generated weights that have their g-nets, and all of them, time and again.
 
     Raises:
-        ValueError: if the p-net is not the one of the plan.
+        ValueError: if the p-net is not the one of the plan, or has a buffer without values.
     """
     check_plan(plan, pnet)
-    owned = {o.name: o for o in parameter_infos(pnet)}
+    buffers = {name: buffer.detach() for name, (buffer, _) in buffers_of(pnet).items()}
+    if empty := [name for name, buffer in buffers.items() if buffer.is_meta]:
+        raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: give them some")
+    infos = {info.name: info for info in parameter_infos(pnet)}
     if device is None:
-        first = next((o.tensor.device for o in owned.values()), torch.device("cpu"))
+        first = next((info.tensor.device for info in infos.values()), torch.device("cpu"))
         device = torch.device("cpu") if first.type == "meta" else first
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    done, total = 0, sum(t.numel for t in plan.generated)
+
+    def count(weights: int) -> None:
+        nonlocal done
+        done += weights
+        if progress is not None:
+            progress(done, total)
+
     gnets: GNets = {}
     for e in plan.ensembles:
         if not e.leaves:
             continue
-        row, col = codes_of(e, plan.dtype, torch.device("cpu"))
-        slots = [(p.first, p.slot.grid) for p in e.placements]
-        leaves = init_leaves(e.hypernet, e.dims, e.groups, slots, row, col, generator)
+        codes = codes_of(e, plan.dtype, torch.device("cpu"))
+        slots = [(span.first, span.slot.grid) for span in e.spans]
+        leaves = init_leaves(e.hypernet, e.dims, torch.from_numpy(e.groups), slots, *codes, generator, count)
         gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
-    direct = {}
-    for t in plan.direct:
-        tensor = owned[t.name].tensor.detach()
-        if tensor.is_meta:
-            std = 0.0 if len(t.shape) < 2 else (t.numel // t.shape[0]) ** -0.5
-            value = torch.randn(t.shape, generator=generator) * std
-            norm = "Norm" in type(owned[t.name].module).__name__ and owned[t.name].attribute == "weight"
-            tensor = (value + float(norm)).to(tensor.dtype)
-        direct[t.name] = tensor.to(device, copy=True)
-    buffers = {name: buffer.detach() for name, (buffer, _) in buffers_of(pnet).items()}
-    if empty := [name for name, buffer in buffers.items() if buffer.is_meta]:
-        raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: give them some")
+    direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
+
+
+def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:
+    """A direct parameter's value: the p-net's, or a usual one where that is on the meta device."""
+    tensor = info.tensor.detach()
+    if not tensor.is_meta:
+        return tensor
+    std = 0.0 if tensor.ndim < 2 else (tensor.numel() // len(tensor)) ** -0.5
+    norm = "Norm" in type(info.module).__name__ and info.attribute == "weight"
+    return (normal(tensor.shape, generator) * std + float(norm)).to(tensor.dtype)
 
 
 def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = None) -> dict[str, Params]:
@@ -123,7 +154,7 @@ def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = N
     noise: dict[str, Params] = {}
     for e in plan.ensembles:
         shapes = e.hypernet.noise_shapes(e.dims)
-        drawn = {k: torch.randn((e.n_tiles, *shape), generator=generator) for k, shape in shapes.items()}
+        drawn = {k: normal((e.n_tiles, *shape), generator) for k, shape in shapes.items()}
         if drawn:
             noise[e.name] = drawn if like is None else {k: v.to(like) for k, v in drawn.items()}
     return noise

@@ -42,7 +42,7 @@ print(task.decode(task.val.tokens[300:520].tolist()))
 # ## The plan
 #
 # Blocks of a Transformer are alike, so tiles of the same kind and place share their *code weights*, the frequencies
-# and phases of the sines, and keep only coefficients of their own (`gb.periodic(share="kind")`). The table of
+# and phases of the sines, and keep only coefficients of their own (`gb.periodic(share="layers")`). The table of
 # positions is generated too. Characters have no geometry: their embedding stays as it is, and is half of this genome.
 
 # %%

@@ -17,7 +17,7 @@ from tests.support.strategies import bounded_end
 from tests.support.trees_equal import copy_tree
 from tests.support.zoo import ZOO, dtype_of, genome_of, loss_fn, noise_of, small
 
-VARIETY = (gb.periodic(5), gb.periodic(3, "kind"), gb.constant(-0.25), gb.gnet((7,)), gb.gnet((4, 3)))
+VARIETY = (gb.periodic(5), gb.periodic(3, "layers"), gb.constant(-0.25), gb.gnet((7,)), gb.gnet((4, 3)))
 VARIETY += (
     gb.gnet((3,), "tanh"),
     gb.stochastic((5,)),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.encoding import Encoding
+from gbfunc.genome import check_genome
 from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.ensemble import apply_tiles, dense_tiles, init_leaves, tile_leaves
 from gbfunc.tiling import TileGrid, join_tiles, tile_grid
@@ -75,7 +79,7 @@ def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, se
         full = np.expand_dims(codes, axis)
         full = np.broadcast_to(full, (grid.n_rows, grid.n_cols, *codes.shape[1:]))
         ensemble_codes.append(torch.from_numpy(full.reshape(grid.n_tiles, *codes.shape[1:]).copy()).float())
-    groups = range(grid.n_tiles)
+    groups = torch.arange(grid.n_tiles)
     generator = torch.Generator().manual_seed(seed)
     row_codes, col_codes = ensemble_codes
     leaves = init_leaves(hypernet, dims, groups, [(0, grid)], row_codes, col_codes, generator)
@@ -176,7 +180,9 @@ def test_any_codes_and_tiles(data: st.DataObject) -> None:
     pnet = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6), nn.Linear(6, 4)).double()
     codes = {f"{i}.weight": (data.draw(encodings(n)), data.draw(encodings(m))) for i, n, m in ((0, 4, 6), (1, 6, 4))}
     max_tile = data.draw(st.sampled_from([None, 2, 3, (2, 6), (4, 3)]))
-    hypernet = data.draw(st.sampled_from([gb.periodic(2), gb.periodic(2, "kind"), gb.gnet((2,)), gb.stochastic((2,))]))
+    hypernet = data.draw(
+        st.sampled_from([gb.periodic(2), gb.periodic(2, "layers"), gb.gnet((2,)), gb.stochastic((2,))])
+    )
     try:
         plan = gb.make_plan(pnet, hypernet, max_tile=max_tile, encodings=codes)
     except ValueError as error:
@@ -186,3 +192,66 @@ def test_any_codes_and_tiles(data: st.DataObject) -> None:
     found, expected = gb.generate(plan, genome), oracles.weights(plan, genome)
     for name in expected:
         np.testing.assert_allclose(found[name].detach().numpy(), expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("hypernet", [gb.periodic(8), gb.periodic(8, "layers"), gb.low_rank(3), gb.xox(4)], ids=repr)
+def test_a_large_slot_is_measured_by_its_factors_as_by_its_weights(
+    hypernet: Hypernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles cut at both edges, measured a few at a time."""
+    pnet = nn.Linear(203, 150)
+    plan = gb.make_plan(pnet, hypernet, max_tile=20)
+    by_weight = gb.init_genome(plan, pnet, 2)
+    monkeypatch.setattr("gbfunc.hypernets.ensemble._LARGE", 0)
+    monkeypatch.setattr("gbfunc.hypernets.ensemble._CACHED", 3_000)
+    monkeypatch.setattr("gbfunc.hypernets.ensemble._zeroed", None)  # What measures by weights.
+    torch.testing.assert_close(gb.init_genome(plan, pnet, 2), by_weight, rtol=1e-5, atol=1e-6)
+
+
+def test_progress_tells_the_weights_that_are_done() -> None:
+    pnet = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Conv2d(2, 3, 3))
+    calls: list[tuple[int, int]] = []
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    gb.init_genome(plan, pnet, progress=lambda done, total: calls.append((done, total)))
+    assert [total for _, total in calls] == [30 + 20 + 54] * 3
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1][0] == 104
+
+
+def test_buffers_without_values_are_refused_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        pnet = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    monkeypatch.setattr("gbfunc.genome.init_leaves", None)
+    with pytest.raises(ValueError, match="buffers .*running_mean.* are on the meta device"):
+        gb.init_genome(plan, pnet)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda b: {}, "missing .*'buffers', '1.num_batches_tracked'"),
+        (lambda b: b | {"other": torch.zeros(1)}, "unknown .*'buffers', 'other'"),
+        (
+            lambda b: b | {"1.running_mean": torch.zeros(4)},
+            r"\('buffers', '1.running_mean'\) is \(4,\), expected \(5,\)",
+        ),
+    ],
+)
+def test_buffers_of_a_genome_are_those_of_its_plan(spoil: Callable[[Params], Params], words: str) -> None:
+    pnet = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    genome = gb.init_genome(plan, pnet)
+    with pytest.raises(ValueError, match=words):
+        check_genome(plan, genome._replace(buffers=spoil(genome.buffers)))
+
+
+@pytest.mark.parametrize("genome", [None, {}, {"gnets": {}}, (1, 2, 3)])
+def test_what_is_no_genome_is_refused_in_one_line(genome: Any) -> None:
+    pnet = nn.Linear(6, 5)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    words = rf"expected a Genome or a TrainState \(gnets, direct, buffers\), got {type(genome).__name__}"
+    with pytest.raises(TypeError, match=words):
+        check_genome(plan, genome)
+    with pytest.raises(TypeError, match=words):
+        gb.materialize(plan, genome, pnet)

@@ -256,7 +256,7 @@ def test_a_parametrised_pnet_stays_parametrised() -> None:
 
 def test_a_genome_without_the_buffers_is_refused() -> None:
     pnet, plan, genome = genome_of(ZOO["conv_bn"])
-    with pytest.raises(ValueError, match="buffers do not fit the p-net: missing .*running_var"):
+    with pytest.raises(ValueError, match="the genome does not fit the plan: missing .*running_var"):
         gb.materialize(plan, genome._replace(buffers={}), pnet)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.encoding import Encoding
-from gbfunc.hypernets import HYPERNETS, Hypernet, hypernet_from_json, n_params
+from gbfunc.hypernets import HYPERNETS, Hypernet, ensemble_params, hypernet_from_json
 from gbfunc.hypernets.ensemble import dense_tiles
 from gbfunc.types import Factors, Params, TileDims
 from tests.support import oracles
@@ -71,7 +71,7 @@ def test_init_draws_what_leaves_announce(hypernet: Hypernet, n: int, m: int, n_t
         k: (count[leaf.scope], *leaf.shape) for k, leaf in leaves.items()
     }
     assert all(v.dtype == torch.float32 and bool(torch.isfinite(v).all()) for v in drawn.values())
-    assert sum(v.numel() for v in drawn.values()) == n_params(hypernet, dims, n_tiles, n_groups)
+    assert sum(v.numel() for v in drawn.values()) == ensemble_params(hypernet, dims, n_tiles, n_groups)
 
 
 @contract
@@ -82,6 +82,41 @@ def test_init_depends_on_its_generator_alone(hypernet: Hypernet) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(first[k], again[k]) for k in first)
     assert not first or any(not torch.equal(first[k], other[k]) for k in first)
+
+
+@contract
+def test_a_seed_gives_the_same_genome_whatever_torchs_defaults(hypernet: Hypernet) -> None:
+    pnet = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 3)).float()
+    plan = gb.make_plan(pnet, hypernet, max_tile=4)
+    expected = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        in_float64 = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
+    finally:
+        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        on_meta = gb.init_genome(plan, pnet, 1), gb.sample_noise(plan, seeded())
+    for found in (in_float64, on_meta):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_direct_parameters_of_a_pnet_without_values_are_drawn_in_float32() -> None:
+    pnet = nn.Embedding(5, 4, device="meta")
+    plan = gb.make_plan(pnet)
+    expected = gb.init_genome(plan, pnet, 1).direct["weight"]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(gb.init_genome(plan, pnet, 1).direct["weight"], expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_shared_layers_are_read_from_older_files() -> None:
+    old = {"type": "periodic", "features": 3, "share": "kind"}
+    assert hypernet_from_json(old, {}) == gb.periodic(3, "layers")
+    assert gb.periodic(3, "layers").to_json() == old | {"share": "layers"}
 
 
 @contract
@@ -158,7 +193,7 @@ def test_size_and_with_size(hypernet: Hypernet) -> None:
     assert bigger.size == hypernet.size + 3
     assert hypernet.size < (hypernet.size + 3)
     dims = tile_dims(6, 5, gb.binary(), gb.binary())
-    sizes = [n_params(hypernet.with_size(s), dims, 2, 1) for s in range(1, 12)]
+    sizes = [ensemble_params(hypernet.with_size(s), dims, 2, 1) for s in range(1, 12)]
     assert sizes == sorted(set(sizes))
 
 
@@ -196,9 +231,9 @@ def test_stochastic_spread_starts_at_five_per_cent() -> None:
 
 def test_shared_periodic_tiles_own_two_coefficients_a_feature() -> None:
     dims = TileDims(128, 128, 7, 7)
-    own, shared = gb.periodic(10), gb.periodic(10, "kind")
-    assert n_params(own, dims, 3, 3) == 3 * 10 * (7 + 7 + 2)
-    assert n_params(shared, dims, 12, 2) == 2 * 10 * (7 + 7) + 12 * 10 * 2
+    own, shared = gb.periodic(10), gb.periodic(10, "layers")
+    assert ensemble_params(own, dims, 3, 3) == 3 * 10 * (7 + 7 + 2)
+    assert ensemble_params(shared, dims, 12, 2) == 2 * 10 * (7 + 7) + 12 * 10 * 2
     assert shared.shares and not own.shares
 
 
@@ -253,7 +288,7 @@ def no_module(width: int) -> Any:
         (lambda: api.periodic(0), ValueError, "features must be an int >= 1"),
         (lambda: api.periodic(2.5), ValueError, "features must be an int >= 1"),
         (lambda: api.periodic(True), ValueError, "features must be an int >= 1"),
-        (lambda: api.periodic(3, "all"), ValueError, "share must be 'none' or 'kind', got 'all'"),
+        (lambda: api.periodic(3, "all"), ValueError, "share must be 'none' or 'layers', got 'all'"),
         (lambda: api.periodic(3, frequency=0.0), ValueError, "frequency must be a positive number"),
         (lambda: api.periodic(3, frequency=(1.0, -1.0)), ValueError, "two of them or None, got"),
         (lambda: api.periodic(3, frequency=(1.0, 1.0, 1.0)), ValueError, "two of them or None, got"),

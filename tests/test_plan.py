@@ -61,11 +61,11 @@ def test_counts_are_those_of_the_tensors(name: str) -> None:
 def test_ensembles_hold_every_slot_once(name: str) -> None:
     _, plan = PLANS[name]
     slots = [(i, p) for i, t in enumerate(plan.tensors) for p in range(len(t.slots))]
-    placed = [(p.tensor, p.part) for e in plan.ensembles for p in e.placements]
+    placed = [(p.tensor, p.part) for e in plan.ensembles for p in e.spans]
     assert sorted(placed) == slots
     assert len({e.name for e in plan.ensembles}) == len({(e.hypernet, e.dims) for e in plan.ensembles})
     for e in plan.ensembles:
-        covered = [t for p in e.placements for t in range(p.first, p.first + p.slot.grid.n_tiles)]
+        covered = [t for p in e.spans for t in range(p.first, p.first + p.slot.grid.n_tiles)]
         assert covered == list(range(e.n_tiles))
         assert sorted(set(e.groups)) == list(range(e.n_groups))
 
@@ -115,7 +115,7 @@ def test_shared_code_weights_stand_apart_in_the_report() -> None:
     _, plan = PLANS["shared"]
     columns = [line.split() for line in plan.report().splitlines() if " shared " in line]
     assert columns
-    total = sum(s.n_params for t in plan.generated for s in t.slots) + sum(t.numel for t in plan.direct)
+    total = sum(s.tile_params for t in plan.generated for s in t.slots) + sum(t.numel for t in plan.direct)
     assert total + sum(int(c[4].replace(",", "")) for c in columns) == plan.genome_params
 
 
@@ -134,16 +134,16 @@ def test_gpt2_at_128_is_one_ensemble() -> None:
 
 def test_tiles_of_a_kind_share_their_code_weights() -> None:
     net = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)))
-    plan = gb.make_plan(net, gb.periodic(2, "kind"), max_tile=8)
+    plan = gb.make_plan(net, gb.periodic(2, "layers"), max_tile=8)
     groups: dict[str, set[int]] = {}
     for e in plan.ensembles:
-        for p in e.placements:
+        for p in e.spans:
             own = e.groups[p.first : p.first + p.slot.grid.n_tiles]
             assert len(set(own)) == len(own)
             groups.setdefault(p.slot.group, set()).update(own)
     assert len(groups) == 3 + 1 + 1 + 1  # q, k, v; output; two feed-forward layers: each the same in all three blocks.
     assert sorted(len(g) for g in groups.values()) == [1, 1, 1, 1, 2, 2]
     assert sum(e.n_groups for e in plan.ensembles) == 8
-    alone = gb.make_plan(net[0], gb.periodic(2, "kind"), max_tile=8)
+    alone = gb.make_plan(net[0], gb.periodic(2, "layers"), max_tile=8)
     shared = 8 * 2 * (3 + 3)
     assert plan.genome_params - shared == 3 * (alone.genome_params - shared)

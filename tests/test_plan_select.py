@@ -80,7 +80,7 @@ def test_the_first_rule_that_matches_counts() -> None:
 def test_a_constant_is_the_weight_as_it_stands_and_costs_nothing() -> None:
     plan = gb.make_plan(net(), gb.periodic(2), rules=[(r"2\.weight", gb.constant(1.0))], max_tile=2)
     assert (slot(plan, "2.weight").scale, slot(plan, "2.weight").offset) == (1.0, 0.0)
-    assert slot(plan, "2.weight").n_params == 0
+    assert slot(plan, "2.weight").tile_params == 0
     assert torch.equal(gb.generate(plan, gb.init_genome(plan, net()))["2.weight"], torch.ones(8))
 
 

@@ -75,7 +75,7 @@ class Generator:
         self._places = {
             (p.tensor, p.part): (number, i)
             for number, e in enumerate(plan.ensembles)
-            for i, p in enumerate(e.placements)
+            for i, p in enumerate(e.spans)
         }
         self.forms: dict[str, WeightForm] = {}
         modes = {}
@@ -90,7 +90,7 @@ class Generator:
         gathered = self._layout is not None and not remat
         self._made: list[Callable[[Run], list[Part]] | None] = []
         for stack in self._stacks:
-            kinds = {modes.get(p.tensor) for p in stack.ensemble.placements}
+            kinds = {modes.get(p.tensor) for p in stack.ensemble.spans}
             if stack.layout is not None:
                 self._made.append(None if gathered else stack.runs)
             elif RecomputedWeight in kinds:
@@ -260,7 +260,7 @@ def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kern
     >>> {name: tuple(weight.shape) for name, weight in gb.generate(plan, gb.init_genome(plan, pnet)).items()}
     {'weight': (20, 30), 'bias': (20,)}
     """
-    check_genome(plan, genome)
+    check_genome(plan, genome, buffers=False)
     return Generator(plan, kernel=kernel)(genome.gnets, genome.direct, noise)
 
 
@@ -270,12 +270,12 @@ def generate_piece(plan: Plan, genome: GenomeLike, name: str, rows: slice, cols:
     Raises:
         ValueError: if the genome's leaves are not those of the plan, or the weight is not made of one matrix.
     """
-    check_genome(plan, genome)
+    check_genome(plan, genome, buffers=False)
     tensor = next((t for t in plan.generated if t.name == name), None)
     if tensor is None or len(tensor.slots) != 1:
         raise ValueError(f"{name!r} is not a generated parameter of one matrix")
     index = plan.tensors.index(tensor)
-    e, slot = next((e, i) for e in plan.ensembles for i, p in enumerate(e.placements) if p.tensor == index)
+    e, slot = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.tensor == index)
     stack = Stack(e, "auto", None, lambda: None)
     leaves = genome.gnets.get(e.name, {})
     like = next(iter(leaves.values()), torch.zeros((), dtype=plan.dtype))

@@ -175,7 +175,7 @@ class Stack:
     ) -> None:
         self.ensemble, self.layout, self.gather = ensemble, layout, gather
         self._kernel: Kernel = kernel
-        self.grids = [p.slot.grid for p in ensemble.placements]
+        self.grids = [p.slot.grid for p in ensemble.spans]
         self._counts = [grid.n_tiles for grid in self.grids]
         hypernet, specs = ensemble.hypernet, ensemble.leaves
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
@@ -191,9 +191,9 @@ class Stack:
             e = self.ensemble
             row, col = codes_of(e, dtype, device)
             counts = torch.tensor(self._counts)
-            scales = torch.tensor([p.slot.scale for p in e.placements], dtype=dtype, device="cpu")
+            scales = torch.tensor([p.slot.scale for p in e.spans], dtype=dtype, device="cpu")
             scale = scales.repeat_interleave(counts).to(device)
-            groups = torch.tensor(e.groups, device=device)[self._span] if self._shared else None
+            groups = torch.from_numpy(e.groups).to(device)[self._span] if self._shared else None
             left = scale if e.hypernet.standardised and not self._linear else None
             whole = Run(e.hypernet, e.dims, self._kernel, row, col, left, {}, None)
             self._built[key] = (whole.of(self._span), scale[self._span], groups)

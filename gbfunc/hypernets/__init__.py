@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gbfunc.hypernets.base import Hypernet, Leaf, n_params
+from gbfunc.hypernets.base import Hypernet, Leaf, ensemble_params
 from gbfunc.hypernets.constant import constant
 from gbfunc.hypernets.low_rank import low_rank
 from gbfunc.hypernets.mlp import gnet
@@ -25,7 +25,7 @@ __all__ = [
     "gnet",
     "hypernet_from_json",
     "low_rank",
-    "n_params",
+    "ensemble_params",
     "periodic",
     "stochastic",
     "xox",
@@ -57,6 +57,8 @@ def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..
     """
     try:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
+        if options.get("share") == "kind":
+            options["share"] = "layers"  # Its name in older files.
         if data["type"] == "module":
             path: Any = options.pop("factory")
             if path not in factories:

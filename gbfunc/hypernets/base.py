@@ -5,7 +5,7 @@ Suffixes: T tiles, G groups of tiles, r rows and c columns of a tile, p and q wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -127,7 +127,7 @@ class Hypernet:
         return {"type": self.type, **fields}
 
 
-def n_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
+def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
     """Parameters of `n_tiles` g-nets in `n_groups` groups, everything counted."""
     total = 0
     for leaf in hypernet.leaves(dims).values():
@@ -138,6 +138,16 @@ def n_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) ->
     return total
 
 
+def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Standard normal numbers, in float32 on the CPU whatever torch's defaults: a seed's genome depends on them."""
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+
+
+def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Uniform numbers in [0, 1), likewise."""
+    return torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+
+
 def draw(
     leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float]
 ) -> Params:
@@ -146,7 +156,7 @@ def draw(
     for name, leaf in leaves.items():
         shape = (n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape)
         # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
-        drawn[name] = torch.randn(shape, generator=generator) * stds[name]
+        drawn[name] = normal(shape, generator) * stds[name]
     return drawn
 
 

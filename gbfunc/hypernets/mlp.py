@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, check_size, draw
+from gbfunc.hypernets.base import Hypernet, Leaf, check_size, draw, uniform
 from gbfunc.hypernets.kernels import chunked_apply, relu_tiles
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims
@@ -82,7 +82,7 @@ class GNet(Hypernet):
                 stds[name] = 1.0 if name == "bias" else 0.0
         drawn = draw(leaves, n_tiles, n_groups, generator, stds)
         if sine:
-            drawn["bias"] = torch.rand(drawn["bias"].shape, generator=generator) * (2 * math.pi)
+            drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
         return drawn
 
     def _mean(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, head: str, kernel: Kernel) -> Tensor:

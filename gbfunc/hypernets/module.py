@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import get_ident
@@ -23,20 +24,30 @@ Factory = Callable[[int], nn.Module]
 _GAIN, _SHIFT = "gain", "shift"
 
 
-def _build(factory: Factory, width: int, seed: int) -> nn.Module:
-    """A module of its own, drawn from a seed; the global generator is left as it was."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.Module:
+    """A module drawn from a seed, in float32; torch's generator and defaults are left as they were."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device(device), _float32():
         # A tile of one weight has codes of width 0, which torch warns of for good reason elsewhere.
         warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op", UserWarning)
         torch.manual_seed(seed)
         return factory(width)
 
 
+@contextmanager
+def _float32() -> Iterator[None]:
+    """Float32 as torch's default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 @lru_cache(maxsize=64)
 def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
     """The module without its weights; one a thread, because `functional_call` swaps weights in and out of it."""
-    with torch.device("meta"):
-        return _build(factory, width, 0)
+    return _build(factory, width, 0, "meta")
 
 
 @lru_cache(maxsize=64)
@@ -46,15 +57,15 @@ def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
     if not isinstance(module, nn.Module):
         return frozenset()
     weights = {name: p.detach().double() for name, p in module.named_parameters()}
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8, width, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(8, width, generator=generator, dtype=torch.float64, device="cpu")
     heads = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and m.out_features == 1]
     for head in reversed(heads):
         names = [
             n for n in weights if n in (f"{head}.weight", f"{head}.bias") or (not head and n in ("weight", "bias"))
         ]
         u, v = (
-            {n: torch.randn(weights[n].shape, generator=generator, dtype=torch.float64) for n in names}
+            {n: torch.randn(weights[n].shape, generator=generator, dtype=torch.float64, device="cpu") for n in names}
             for _ in range(2)
         )
 
@@ -99,11 +110,12 @@ class FromModule(Hypernet):
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """The module's own initialisation, one seed a tile."""
         width = dims.row_width + dims.col_width
-        seeds = torch.randint(0, 2**62, (n_tiles,), generator=generator).tolist()
+        seeds = torch.randint(0, 2**62, (n_tiles,), generator=generator, dtype=torch.int64, device="cpu").tolist()
         drawn, _ = stack_module_state([_build(self._factory(), width, seed) for seed in seeds])
         drawn = {name: leaf.detach().float() for name, leaf in drawn.items()}
         if not _linear_leaves(self._factory(), width):
-            drawn |= {_GAIN: torch.ones(n_tiles), _SHIFT: torch.zeros(n_tiles)}
+            gains = torch.ones(n_tiles, dtype=torch.float32, device="cpu")
+            drawn |= {_GAIN: gains, _SHIFT: torch.zeros_like(gains)}
         return drawn
 
     def apply(
@@ -136,11 +148,6 @@ class FromModule(Hypernet):
         if "<" in path or path.startswith(":") or path.endswith(":"):
             raise ValueError(f"from_module's factory must be importable by name to be saved, got {factory!r}")
         return {"type": self.type, "factory": path}
-
-
-def factory_path(hypernet: Hypernet) -> str | None:
-    """Import path of the hypernetwork's factory, or None where it has none."""
-    return hypernet.to_json()["factory"] if isinstance(hypernet, FromModule) else None
 
 
 def from_module(factory: Factory) -> Hypernet:

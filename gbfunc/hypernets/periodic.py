@@ -1,7 +1,7 @@
 r"""Periodic g-nets: a sum of sines over the codes, which is exactly a product of two thin matrices.
 
 Own code weights (`share="none"`): $g_{ij} = \sum_h v_h \sin(A_{ih} + B_{jh})$ with $A = X_r W_r + \phi$, $B = X_c W_c$.
-Shared code weights (`share="kind"`): $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$, where
+Shared code weights (`share="layers"`): $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$, where
 $W_r, W_c$ belong to the group and $s, t$ to the tile. The addition theorem gives the factors, of 2 H columns each.
 """
 
@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized, check_size, draw
+from gbfunc.hypernets.base import Hypernet, Leaf, Sized, check_size, draw, uniform
 from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
@@ -23,7 +23,7 @@ class Periodic(Sized):
     """See `periodic`."""
 
     features: int | None = None
-    share: Literal["none", "kind"] = "none"
+    share: Literal["none", "layers"] = "none"
     frequency: float | tuple[float, float] | None = None
     type: ClassVar[str] = "periodic"
     size_field: ClassVar[str] = "features"
@@ -38,7 +38,7 @@ class Periodic(Sized):
     @property
     def shares(self) -> bool:
         """Whether the tiles of a kind share code weights."""
-        return self.share == "kind"
+        return self.share == "layers"
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Code weights [p, H] and [q, H] with phase and amplitude, or shared ones with two coefficients a feature."""
@@ -61,7 +61,7 @@ class Periodic(Sized):
         stds = {k: scale if leaf.role == "linear" else cols for k, leaf in leaves.items()} | {"row_weight": rows}
         drawn = draw(leaves, n_tiles, n_groups, generator, stds)
         if "phase" in drawn:
-            drawn["phase"] = torch.rand(drawn["phase"].shape, generator=generator) * (2 * math.pi)
+            drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
 
     def apply(
@@ -89,7 +89,7 @@ class Periodic(Sized):
 
 def periodic(
     features: int | None = None,
-    share: Literal["none", "kind"] = "none",
+    share: Literal["none", "layers"] = "none",
     *,
     frequency: float | tuple[float, float] | None = None,
 ) -> Hypernet:
@@ -97,7 +97,7 @@ def periodic(
 
     Args:
         features: sines a tile; None lets the plan choose (32 without a size target).
-        share: `"kind"`: tiles of the same kind and position in other layers share their code weights.
+        share: `"layers"`: tiles of the same kind and position in other layers share their code weights.
         frequency: standard deviation of the initial code weights, or that of the rows' and that of the columns';
             None is 1.0, or 2.5 for shared ones.
 
@@ -105,8 +105,8 @@ def periodic(
         ValueError: for options out of range.
     """
     check_size("features", features)
-    if share not in ("none", "kind"):
-        raise ValueError(f"share must be 'none' or 'kind', got {share!r}")
+    if share not in ("none", "layers"):
+        raise ValueError(f"share must be 'none' or 'layers', got {share!r}")
     pair = frequency if isinstance(frequency, tuple) else (1.0 if frequency is None else frequency,) * 2
     if len(pair) != 2 or not all(math.isfinite(f) and f > 0 for f in pair):
         raise ValueError(f"frequency must be a positive number, two of them or None, got {frequency!r}")

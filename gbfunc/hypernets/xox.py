@@ -45,7 +45,7 @@ class XOX(Sized):
         """Normal genes and rules, unit scale."""
         stds = {"row_genes": 1.0, "col_genes": 1.0, "rules": 1 / self.known_size, "scale": 0.0}
         drawn = draw(self.leaves(dims), n_tiles, n_groups, generator, stds)
-        return drawn | {"scale": torch.ones(n_tiles)}
+        return drawn | {"scale": torch.ones_like(drawn["scale"])}
 
     def apply(
         self,

@@ -78,7 +78,7 @@ class Layout:
 
     def sizes_of(self, e: Ensemble, slot: int) -> Sizes:
         """Tiles of one slot of an ensemble that every rank along the g-net axis holds."""
-        p = e.placements[slot]
+        p = e.spans[slot]
         ends = [0, *accumulate(self.sizes[e.name])]
         return tuple(max(0, min(b, p.first + p.slot.grid.n_tiles) - max(a, p.first)) for a, b in pairwise(ends))
 
@@ -147,8 +147,8 @@ def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
 
     Rounded before they are gathered tiles make the same tensors as after it, unless something is added in between.
     """
-    narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.placements}
-    added = any(p.slot.offset for p in e.placements)
+    narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
+    added = any(p.slot.offset for p in e.spans)
     if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:
         return None
     return narrow.pop()

@@ -8,7 +8,7 @@ size of that file, `report` is the table for a person.
 """
 
 from gbfunc.plan.build import make_plan
-from gbfunc.plan.ensembles import Ensemble, Placement
+from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.file_layout import STORED_DTYPES
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan, genome_file_bytes
@@ -18,7 +18,7 @@ __all__ = [
     "STORED_DTYPES",
     "BufferPlan",
     "Ensemble",
-    "Placement",
+    "TileSpan",
     "Plan",
     "Slot",
     "TensorPlan",

@@ -6,12 +6,15 @@ deficit; the fewest tiles with `2 * features <= min(r, c)`, halving the longer s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import product
 
 from gbfunc.encoding import Encoding
-from gbfunc.hypernets import Hypernet, n_params
+from gbfunc.hypernets import Hypernet, ensemble_params
+from gbfunc.plan.slots import tile_dims
 from gbfunc.tiling import MaxTile, TileGrid, tile_grid
 from gbfunc.types import MatrixDims, TileDims
 
@@ -44,6 +47,7 @@ class Unit:
     cut: tuple[int, int] = (1, 1)
     size: int = 1
     fixed: bool = field(init=False)
+    _tilings: dict[tuple[int, int], tuple[int, TileDims]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fixed = self.hypernet.size is not None
@@ -51,10 +55,15 @@ class Unit:
             # The whole matrix: smaller tiles only shorten min(r, c), so no cut helps a size that is given.
             self.size = self.hypernet.size or 0
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Weights of one slot."""
         return self.matrix.rows * self.matrix.cols
+
+    @cached_property
+    def _channels(self) -> int:
+        """Groups of columns that tiles may not cut."""
+        return self.matrix.cols // math.prod(self.matrix.kernel)
 
     @property
     def cost(self) -> int:
@@ -65,38 +74,30 @@ class Unit:
         """Its tiles."""
         if self.max_tile is not None:
             return tile_grid(self.matrix, self.max_tile)
-        unit = self.numel // self.matrix.rows // max(1, self._channels)
         n_rows, n_cols = cut or self.cut
-        rows, cols = -(-self.matrix.rows // n_rows), unit * -(-self._channels // n_cols)
+        rows, cols = -(-self.matrix.rows // n_rows), math.prod(self.matrix.kernel) * -(-self._channels // n_cols)
         return TileGrid(self.matrix.rows, self.matrix.cols, rows, cols)
-
-    @property
-    def _channels(self) -> int:
-        unit = 1
-        for k in self.matrix.kernel:
-            unit *= k
-        return self.matrix.cols // unit
 
     def sized(self, size: int | None = None) -> Hypernet:
         """Its hypernetwork with a size."""
         return self.hypernet if self.fixed else self.hypernet.with_size(self.size if size is None else size)
 
-    def dims(self, cut: tuple[int, int] | None = None) -> TileDims:
-        """Its tile as a g-net sees it."""
-        g = self.grid(cut)
-        row, col = self.codes
-        widths = row.tile_width(g.rows, g.tile_rows), col.tile_width(g.cols, g.tile_cols)
-        return TileDims(g.tile_rows, g.tile_cols, *widths)
+    def tiling(self, cut: tuple[int, int] | None = None) -> tuple[int, TileDims]:
+        """How many tiles a slot has, and one of them as a g-net sees it."""
+        cut = cut or self.cut
+        if cut not in self._tilings:
+            self._tilings[cut] = self.grid(cut).n_tiles, tile_dims(self.grid(cut), *self.codes)
+        return self._tilings[cut]
 
     def cost_of(self, cut: tuple[int, int], size: int) -> int:
         """Parameters of all its slots at a size and cut."""
-        hypernet, tiles = self.sized(size), self.grid(cut).n_tiles
-        groups = tiles if hypernet.shares else tiles * self.count
-        return _cost(hypernet, self.dims(cut), tiles * self.count, groups)
+        tiles, dims = self.tiling(cut)
+        a_tile, a_group = _costs(self.hypernet, None if self.fixed else size, dims)
+        return tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
         """The largest size within the budget, the weights' own number and the type's limit; at least 1."""
-        limit = self.hypernet.max_size(self.dims(cut)) or self.numel
+        limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
         budget = min(budget, self.numel * self.count)
         low, high = 1, 2
         while high <= limit and self.cost_of(cut, high) <= budget:
@@ -109,19 +110,19 @@ class Unit:
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
         """The rule for the number of tiles."""
-        dims = self.dims(cut)
+        dims = self.tiling(cut)[1]
         thin = min(self.matrix.rows, self.matrix.cols) < _THIN and 2 * size <= _THIN
         return thin or 2 * size <= min(dims.rows, dims.cols)
 
     def _halved(self, cut: tuple[int, int]) -> tuple[int, int] | None:
         """The longer side of the tile cut in two, or None where nothing is left to cut."""
-        grid = self.grid(cut)
-        channels = grid.tile_cols // max(1, self.matrix.cols // max(1, self._channels))
-        if grid.tile_rows >= grid.tile_cols and grid.tile_rows > 1:
-            return min(2 * cut[0], self.matrix.rows), cut[1]
-        if channels > 1:
+        dims = self.tiling(cut)[1]
+        taller = min(2 * cut[0], self.matrix.rows), cut[1]
+        if dims.rows >= dims.cols and dims.rows > 1:
+            return taller
+        if dims.cols > math.prod(self.matrix.kernel):
             return cut[0], min(2 * cut[1], self._channels)
-        return (min(2 * cut[0], self.matrix.rows), cut[1]) if grid.tile_rows > 1 else None
+        return taller if dims.rows > 1 else None
 
     def set_budget(self, budget: float) -> None:
         """Choose the cut (fewest tiles that the rule allows) and the size for a number of parameters."""
@@ -142,21 +143,29 @@ class Unit:
         if self.fixed or self.max_tile is not None or self.cut == (1, 1):
             return
         found = [(self.cost, self.cut, self.size)]
-        for n_rows in range(self.cut[0], min(2 * self.cut[0], self.matrix.rows) + 1):
-            for n_cols in range(self.cut[1], min(2 * self.cut[1], self._channels) + 1):
-                cut = (n_rows, n_cols)
-                size = self.largest(cut, budget)
-                cost = self.cost_of(cut, size)
-                if cost <= budget and self.fits(cut, size):
-                    found.append((cost, cut, size))
+        for cut in product(_cuts(self.matrix.rows, self.cut[0]), _cuts(self._channels, self.cut[1])):
+            size = self.largest(cut, budget)
+            cost = self.cost_of(cut, size)
+            if cost <= budget and self.fits(cut, size):
+                found.append((cost, cut, size))
         enough = min((1 - _TOLERANCE / 2) * budget, max(cost for cost, _, _ in found))
         near = [f for f in found if f[0] >= enough]
         _, self.cut, self.size = min(near, key=lambda f: (f[1][0] * f[1][1], -f[0]))
 
 
-@lru_cache(maxsize=65536)
-def _cost(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
-    return n_params(hypernet, dims, n_tiles, n_groups)
+def _cuts(length: int, n: int) -> list[int]:
+    """From `n` pieces to twice as many: the fewest for each length that pieces can have."""
+    fewest: dict[int, int] = {}
+    for pieces in range(n, min(2 * n, length) + 1):
+        fewest.setdefault(-(-length // pieces), pieces)
+    return list(fewest.values())
+
+
+@lru_cache(maxsize=1 << 16)
+def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, int]:
+    """Parameters of one tile and of one group of tiles."""
+    sized = hypernet if size is None else hypernet.with_size(size)
+    return ensemble_params(sized, dims, 1, 0), ensemble_params(sized, dims, 0, 1)
 
 
 def allocate(units: list[Unit], budget: int, impossible: Callable[[int], Exception]) -> list[tuple[Unit, int]]:
@@ -220,7 +229,7 @@ def _fill(units: list[Unit], level: float, left: int) -> int:
     while True:
         steps = []
         for unit in units:
-            limit = unit.hypernet.max_size(unit.dims())
+            limit = unit.hypernet.max_size(unit.tiling()[1])
             if unit.fixed or (limit is not None and unit.size >= limit):
                 continue
             cost = unit.cost_of(unit.cut, unit.size + 1)
@@ -237,7 +246,7 @@ def _fill(units: list[Unit], level: float, left: int) -> int:
 
 def _extra(unit: Unit, left: int) -> tuple[int, int]:
     """How many slots of a unit can have one size more for what is left, and what each costs."""
-    limit = unit.hypernet.max_size(unit.dims())
+    limit = unit.hypernet.max_size(unit.tiling()[1])
     if unit.fixed or unit.count == 1 or unit.sized().shares or (limit is not None and unit.size >= limit):
         return 0, 0
     step = (unit.cost_of(unit.cut, unit.size + 1) - unit.cost) // unit.count

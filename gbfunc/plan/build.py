@@ -13,7 +13,7 @@ from gbfunc.encoding import PerAxis
 from gbfunc.hypernets import Hypernet, periodic
 from gbfunc.plan.budget import Unit, allocate
 from gbfunc.plan.byte_target import TargetTooSmall, bytes_in_words, plan_for_bytes
-from gbfunc.plan.select import Choice, Codes, Rule, check_encodings, choose, default_codes, dtype_name, initial_scale
+from gbfunc.plan.select import Candidate, Codes, Rule, check_encodings, choose, default_codes, dtype_name, initial_scale
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan
 from gbfunc.pnet import buffers_of, check_pnet
@@ -24,7 +24,7 @@ _DIRECT_SHARE = 0.25
 
 
 class _Part(NamedTuple):
-    choice: Choice
+    choice: Candidate
     part: int
     unit_key: tuple[Any, ...]
 
@@ -78,16 +78,17 @@ def make_plan(
     buffers = tuple(
         BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved) for name, (b, saved) in buffers_of(pnet).items()
     )
-    total = sum(c.owned.tensor.numel() for c in choices)
+    total = sum(c.numel for c in choices)
     target = _target(total, genome_params, genome_bytes, compression, hypernet)
-    codes = check_encodings(encodings or {}, choices, spills=target is not None)
+    asked = None if compression is None else f"a compression of {compression:,.10g}x"
+    codes = check_encodings(encodings or {}, choices, promotes=target is not None)
 
     def build(params: int | None, words: str) -> Plan:
         def attempt(direct_share: float) -> Plan:
             fresh = [replace(c) for c in choices]
             if params is not None:
-                _spill(fresh, params, hypernet, max_tile, direct_share)
-            return _build(fresh, params, codes, max_tile, buffers, words)
+                _promote_vectors(fresh, params, hypernet, max_tile, direct_share)
+            return _build(fresh, params, codes, max_tile, buffers, words, asked)
 
         try:
             return attempt(_DIRECT_SHARE)
@@ -125,12 +126,14 @@ def _target(
     return int(value), bytes_in_words(int(value))
 
 
-def _spill(choices: list[Choice], target: int, hypernet: Hypernet, max_tile: MaxTile, direct_share: float) -> None:
+def _promote_vectors(
+    choices: list[Candidate], target: int, hypernet: Hypernet, max_tile: MaxTile, direct_share: float
+) -> None:
     """Generate the longest vectors where direct ones would take more than a share of the target."""
-    movable = sorted((c for c in choices if c.movable), key=lambda c: -c.owned.tensor.numel())
-    direct = sum(c.owned.tensor.numel() for c in choices if c.hypernet is None and c.kind.name == "vector")
+    movable = sorted((c for c in choices if c.movable), key=lambda c: -c.numel)
+    direct = sum(c.numel for c in choices if c.hypernet is None and c.kind.name == "vector")
     for choice in movable:
-        n = choice.owned.tensor.numel()
+        n = choice.numel
         codes = default_codes(choice.matrices[0], (None, None))
         unit = Unit(choice.matrices[0], hypernet, codes, max_tile, 1)
         if direct <= direct_share * target or unit.cost_of((1, 1), 1) >= n:
@@ -141,12 +144,13 @@ def _spill(choices: list[Choice], target: int, hypernet: Hypernet, max_tile: Max
 
 
 def _build(
-    choices: list[Choice],
+    choices: list[Candidate],
     target: int | None,
     codes: Mapping[str, Codes],
     max_tile: MaxTile,
     buffers: tuple[BufferPlan, ...],
     words: str,
+    asked: str | None,
 ) -> Plan:
     parts: list[_Part] = []
     units: dict[tuple[Any, ...], Unit] = {}
@@ -170,9 +174,9 @@ def _build(
                 units[key] = Unit(matrix, own, pair, tile, 1)
     extras = {key: 0 for key in units}
     if target is not None:
-        direct = sum(c.owned.tensor.numel() for c in choices if c.hypernet is None)
+        direct = sum(c.numel for c in choices if c.hypernet is None)
         left = target - direct
-        found = allocate(list(units.values()), left, lambda least: _too_small(choices, target, direct, least))
+        found = allocate(list(units.values()), left, lambda least: _too_small(choices, target, direct, least, asked))
         extras = {key: extra for key, (_, extra) in zip(units, found, strict=True)}
     slots: dict[str, list[Slot]] = {}
     for choice, part, key in parts:
@@ -188,9 +192,9 @@ def _build(
     return Plan(
         tuple(
             TensorPlan(
-                *(c.name, c.shape, dtype_name(c.owned.tensor.dtype), c.kind.name),
+                *(c.name, c.shape, dtype_name(c.info.tensor.dtype), c.kind.name),
                 slots=tuple(slots.get(c.name, ())),
-                aliases=c.owned.aliases,
+                aliases=c.info.aliases,
                 note=c.note,
             )
             for c in choices
@@ -200,23 +204,22 @@ def _build(
     )
 
 
-def _group(choice: Choice, part: int) -> str:
+def _group(choice: Candidate, part: int) -> str:
     """What slots have in common that share code weights: kind, name without numbers, part and shape."""
     matrix = choice.matrices[part]
     return f"{re.sub(r'[0-9]+', '*', choice.name)}:{part}:{matrix.rows}x{matrix.cols}"
 
 
-def _too_small(choices: list[Choice], target: int, direct: int, least: int) -> TargetTooSmall:
-    kept = sorted((c for c in choices if c.hypernet is None), key=lambda c: -c.owned.tensor.numel())
-    total = sum(c.owned.tensor.numel() for c in choices)
+def _too_small(choices: list[Candidate], target: int, direct: int, least: int, asked: str | None) -> TargetTooSmall:
+    kept = sorted((c for c in choices if c.hypernet is None), key=lambda c: -c.numel)
+    total = sum(c.numel for c in choices)
     smallest = direct + least
-    big = [c for c in kept if len(c.shape) > 1 and c.owned.tensor.numel() > 0.05 * target]
-    words = f"a genome of {target:,} parameters cannot be reached: the smallest possible one here has {smallest:,} "
-    words += f"({total / smallest:.1f}x): {direct:,} direct parameters and {least:,} of g-nets at their smallest size"
+    big = [c for c in kept if len(c.shape) > 1 and c.numel > 0.05 * target]
+    words = f"{asked or f'a genome of {target:,} parameters'} cannot be reached: the smallest possible genome here has "
+    words += f"{smallest:,} parameters ({total / smallest:.1f}x): {direct:,} direct ones "
+    words += f"and {least:,} of g-nets at their smallest size"
     if kept:
-        words += "; the largest direct tensors are " + ", ".join(
-            f"{c.name} ({c.owned.tensor.numel():,})" for c in kept[:3]
-        )
+        words += "; the largest direct tensors are " + ", ".join(f"{c.name} ({c.numel:,})" for c in kept[:3])
     if big:
         words += "; generate them too: include=[" + ", ".join(repr(re.escape(c.name)) for c in big[:3]) + "]"
     error = TargetTooSmall(words)

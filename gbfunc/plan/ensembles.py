@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gbfunc.encoding import Array
 from gbfunc.hypernets import Hypernet, Leaf
@@ -16,7 +17,7 @@ from gbfunc.plan.slots import Slot, TensorPlan
 from gbfunc.types import TileDims
 
 
-class Placement(NamedTuple):
+class TileSpan(NamedTuple):
     """Where the tiles of one slot stand in their ensemble: tiles `first .. first + grid.n_tiles - 1`."""
 
     tensor: int
@@ -33,25 +34,44 @@ class Ensemble:
         name: its name in the genome.
         hypernet: their type, with its size.
         dims: their tile.
-        placements: the slots they fill, in order of their tiles.
-        groups: group of every tile.
+        spans: the slots they fill, in order of their tiles.
     """
 
     name: str
     hypernet: Hypernet
     dims: TileDims
-    placements: tuple[Placement, ...]
-    groups: tuple[int, ...]
+    spans: tuple[TileSpan, ...]
 
     @property
     def n_tiles(self) -> int:
         """Tiles."""
-        return len(self.groups)
+        return self.spans[-1].first + self.spans[-1].slot.grid.n_tiles
 
-    @property
+    @cached_property
     def n_groups(self) -> int:
         """Groups that share leaves."""
-        return max(self.groups) + 1
+        if not self.hypernet.shares:
+            return self.n_tiles
+        sizes: dict[str, int] = {}
+        for span in self.spans:
+            sizes[span.slot.group] = max(sizes.get(span.slot.group, 0), span.slot.grid.n_tiles)
+        return sum(sizes.values())
+
+    @cached_property
+    def groups(self) -> NDArray[np.int64]:
+        """Group of every tile [T]: its own, or one for each place within slots of the same group."""
+        if not self.hypernet.shares:
+            return np.arange(self.n_tiles)
+        numbers: dict[str, NDArray[np.int64]] = {}
+        taken, groups_T = 0, np.empty(self.n_tiles, dtype=np.int64)
+        for span in self.spans:
+            known = numbers.get(span.slot.group, np.empty(0, dtype=np.int64))
+            n_tiles = span.slot.grid.n_tiles
+            new = max(0, n_tiles - len(known))
+            numbers[span.slot.group] = known = np.append(known, np.arange(taken, taken + new))
+            groups_T[span.first : span.first + n_tiles] = known[:n_tiles]
+            taken += new
+        return groups_T
 
     @property
     def leaves(self) -> dict[str, Leaf]:
@@ -68,8 +88,8 @@ class Ensemble:
     def codes(self) -> tuple[Array, Array]:
         """Row codes [U, r, p] and column codes [U, c, q]: U is 1 where all tiles share them, else the tiles."""
         rows, cols = [], []
-        for placement in self.placements:
-            slot, grid = placement.slot, placement.slot.grid
+        for span in self.spans:
+            slot, grid = span.slot, span.slot.grid
             shape = (grid.n_rows, grid.n_cols)
             rows.append(_spread(slot.row_code.tile_codes(grid.rows, grid.tile_rows), 1, shape))
             cols.append(_spread(slot.col_code.tile_codes(grid.cols, grid.tile_cols), 0, shape))
@@ -96,30 +116,16 @@ def _shared(codes: list[Array]) -> Array:
 
 def ensembles_of(tensors: Sequence[TensorPlan]) -> tuple[Ensemble, ...]:
     """The ensembles of all slots, in the order of their first tiles."""
-    found: dict[tuple[Hypernet, TileDims], list[Placement]] = {}
-    counts: dict[tuple[Hypernet, TileDims], int] = {}
+    found: dict[tuple[Hypernet, TileDims], list[TileSpan]] = {}
     for index, tensor in enumerate(tensors):
         for part, slot in enumerate(tensor.slots):
-            key = (slot.hypernet, slot.dims)
-            first = counts.get(key, 0)
-            found.setdefault(key, []).append(Placement(index, part, first, slot))
-            counts[key] = first + slot.grid.n_tiles
-    ensembles, taken = [], set()
-    for (hypernet, dims), placements in found.items():
+            spans = found.setdefault((slot.hypernet, slot.dims), [])
+            first = spans[-1].first + spans[-1].slot.grid.n_tiles if spans else 0
+            spans.append(TileSpan(index, part, first, slot))
+    ensembles: dict[str, Ensemble] = {}
+    for (hypernet, dims), spans in found.items():
         name = base = f"{hypernet.type}{hypernet.size or ''}_{dims.rows}x{dims.cols}"
-        while name in taken:
-            name = f"{base}_{len(taken)}"
-        taken.add(name)
-        ensembles.append(Ensemble(name, hypernet, dims, tuple(placements), _groups(placements, hypernet)))
-    return tuple(ensembles)
-
-
-def _groups(placements: list[Placement], hypernet: Hypernet) -> tuple[int, ...]:
-    """Group of every tile: its own, or one for each place within slots of the same group."""
-    numbers: dict[tuple[str, int], int] = {}
-    groups = []
-    for placement in placements:
-        for tile in range(placement.slot.grid.n_tiles):
-            key = (placement.slot.group, tile) if hypernet.shares else ("", placement.first + tile)
-            groups.append(numbers.setdefault(key, len(numbers)))
-    return tuple(groups)
+        while name in ensembles:
+            name = f"{base}_{len(ensembles)}"
+        ensembles[name] = Ensemble(name, hypernet, dims, tuple(spans))
+    return tuple(ensembles.values())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gbfunc.hypernets import n_params
+from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.ensembles import Ensemble
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
 
@@ -23,7 +23,7 @@ def _row(tensor: TensorPlan, itemsize: int) -> tuple[str, ...]:
     by = {f"{s.hypernet.type}({s.hypernet.size})" if s.hypernet.size else s.hypernet.type for s in tensor.slots}
     grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in tensor.slots}
     parts = f"{len(tensor.slots)} x " if len(tensor.slots) > 1 else ""
-    count = sum(s.n_params for s in tensor.slots)
+    count = sum(s.tile_params for s in tensor.slots)
     return (
         *(tensor.name, shape, "generated", ", ".join(sorted(by)), parts + ", ".join(sorted(grids))),
         *(f"{count:,}", f"{count * itemsize:,}", tensor.note),
@@ -47,7 +47,7 @@ def tensor_table(
         rows += [(a, "", "tied", f"to {tensor.name}", "", "0", "0", "") for a in tensor.aliases]
     for e in ensembles:
         if e.hypernet.shares:
-            count = n_params(e.hypernet, e.dims, 0, e.n_groups)
+            count = ensemble_params(e.hypernet, e.dims, 0, e.n_groups)
             rows.append(
                 (f"({e.name})", "", "shared", "code weights", "", f"{count:,}", f"{count * dtype.itemsize:,}", "")
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -22,32 +22,38 @@ _KERNEL_BANDWIDTH = 2.0
 
 
 @dataclass
-class Choice:
+class Candidate:
     """One parameter and what is to become of it.
 
     Attributes:
-        owned: the parameter.
+        info: the parameter.
         kind: its layer kind.
         hypernet: what generates it, or None where it is direct.
         movable: whether a size target may turn it from direct into generated.
         note: why.
     """
 
-    owned: ParameterInfo
+    info: ParameterInfo
     kind: LayerKind
     hypernet: Hypernet | None
     movable: bool = False
     note: str = ""
+    _scales: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Its entries."""
+        return self.info.tensor.numel()
 
     @property
     def name(self) -> str:
         """Its name."""
-        return self.owned.name
+        return self.info.name
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        return tuple(self.owned.tensor.shape)
+        return tuple(self.info.tensor.shape)
 
     @property
     def matrices(self) -> tuple[MatrixDims, ...]:
@@ -76,7 +82,7 @@ def choose(
     include: Sequence[str],
     exclude: Sequence[str],
     rules: Sequence[Rule],
-) -> list[Choice]:
+) -> list[Candidate]:
     """Every parameter with its kind and hypernetwork: exclude beats rules, which beat include and the default.
 
     Raises:
@@ -84,7 +90,7 @@ def choose(
         TypeError: for rules that are no pairs of a pattern and a hypernetwork or None.
     """
     parameters = parameter_infos(pnet)
-    names = [n for o in parameters for n in (o.name, *o.aliases)]
+    names = [n for p in parameters for n in (p.name, *p.aliases)]
     included, excluded = _patterns("include", include, names), _patterns("exclude", exclude, names)
     for rule in rules:
         pair = isinstance(rule, tuple | list) and len(rule) == 2
@@ -92,15 +98,15 @@ def choose(
             raise TypeError(f"a rule must be (pattern, hypernetwork or None), got {rule!r}")
     ruled = list(zip(_patterns("rules", [r[0] for r in rules], names), [r[1] for r in rules], strict=True))
     choices = []
-    for owned in parameters:
-        own = (owned.name, *owned.aliases)
+    for info in parameters:
+        own = (info.name, *info.aliases)
 
         def hit(regex: re.Pattern[str], own: tuple[str, ...] = own) -> bool:
             return any(regex.search(n) for n in own)
 
-        tensor = owned.tensor
-        kind = layer_kind(owned.module, owned.attribute, tuple(tensor.shape))
-        choice = Choice(owned, kind, None)
+        tensor = info.tensor
+        kind = layer_kind(info.module, info.attribute, tuple(tensor.shape))
+        choice = Candidate(info, kind, None)
         rule = next((r for r in ruled if hit(r[0])), None)
         if any(hit(r) for r in excluded):
             choice.note = "excluded"
@@ -117,8 +123,8 @@ def choose(
     return choices
 
 
-def _check_dtype(choice: Choice) -> None:
-    tensor = choice.owned.tensor
+def _check_dtype(choice: Candidate) -> None:
+    tensor = choice.info.tensor
     if tensor.numel() and tensor.dtype.is_floating_point:
         return
     if choice.hypernet is not None and choice.note:
@@ -126,18 +132,18 @@ def _check_dtype(choice: Choice) -> None:
     choice.hypernet, choice.movable = None, False
 
 
-def check_encodings(encodings: Mapping[str, Codes], choices: list[Choice], spills: bool) -> dict[str, Codes]:
+def check_encodings(encodings: Mapping[str, Codes], choices: list[Candidate], promotes: bool) -> dict[str, Codes]:
     """The user's codes by parameter name.
 
     Args:
         encodings: what the user gave.
         choices: every parameter.
-        spills: whether a size target may turn direct vectors into generated ones.
+        promotes: whether a size target may turn direct vectors into generated ones.
 
     Raises:
         ValueError: for an unknown or direct parameter, or anything but a pair of encodings.
     """
-    by_name = {n: c for c in choices for n in (c.name, *c.owned.aliases)}
+    by_name = {n: c for c in choices for n in (c.name, *c.info.aliases)}
     found: dict[str, Codes] = {}
     for name, pair in encodings.items():
         if name not in by_name:
@@ -146,7 +152,7 @@ def check_encodings(encodings: Mapping[str, Codes], choices: list[Choice], spill
         if not good or not all(e is None or isinstance(e, Encoding) for e in pair):
             raise ValueError(f"encodings[{name!r}] must be a pair of encodings (rows, columns), got {pair!r}")
         choice = by_name[name]
-        if choice.hypernet is None and not (spills and choice.movable):
+        if choice.hypernet is None and not (promotes and choice.movable):
             raise ValueError(f"encodings names {name!r}, which is direct: add it to include or rules")
         for matrix in choice.matrices:
             for axis, encoding, n in (("rows", pair[0], matrix.rows), ("columns", pair[1], matrix.cols)):
@@ -167,24 +173,33 @@ def default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding]
     return given[0] or binary(), given[1] or columns
 
 
-def initial_scale(choice: Choice, matrix: MatrixDims, part: int) -> tuple[float, float]:
+def initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
     """Standard deviation and offset of a slot: the p-net's own initial ones.
 
     A vector keeps its mean as the offset. Where the deviation is zero or undefined (one entry, a meta-device p-net) it
     is 1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector.
     """
-    tensor = choice.owned.tensor.detach()
+    # Kept: a target in bytes is met by many plans, and all of them have the same.
+    if part not in choice._scales:
+        choice._scales[part] = _initial_scale(choice, matrix, part)
+    return choice._scales[part]
+
+
+def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
+    tensor = choice.info.tensor.detach()
     vector = choice.kind.name == "vector"
     fallback = 1 / math.sqrt(matrix.rows if vector else matrix.cols)
     if tensor.is_meta:
-        norm = "Norm" in type(choice.owned.module).__name__ and choice.owned.attribute == "weight"
+        norm = "Norm" in type(choice.info.module).__name__ and choice.info.attribute == "weight"
         return fallback, float(vector and norm)
-    values = choice.kind.unfold(tensor)[part].double()
-    std, mean = float(values.std(correction=0)), float(values.mean())
-    if not (math.isfinite(std) and math.isfinite(mean)):
+    values = choice.kind.unfold(tensor)[part]
+    least, most = (float(x) for x in values.aminmax())
+    if not (math.isfinite(least) and math.isfinite(most)):
         raise ValueError(f"parameter {choice.name!r} of the p-net holds values that are not finite")
-    tiny = std <= 1e-8 * max(1.0, float(values.abs().max()))
-    return (fallback if tiny else std), (mean if vector else 0.0)
+    values = values.double()
+    std, mean = float(values.std(correction=0)), float(values.mean()) if vector else 0.0
+    tiny = std <= 1e-8 * max(1.0, abs(least), abs(most))
+    return (fallback if tiny else std), mean
 
 
 def dtype_name(dtype: torch.dtype) -> str:

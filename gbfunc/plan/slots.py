@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from gbfunc.encoding import Encoding
-from gbfunc.hypernets import Hypernet, n_params
+from gbfunc.hypernets import Hypernet, ensemble_params
 from gbfunc.layers import KINDS
 from gbfunc.tiling import TileGrid
 from gbfunc.types import MatrixDims, TileDims
@@ -21,6 +21,12 @@ DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
+
+
+def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDims:
+    """A tile of a grid as its g-net sees it."""
+    p, q = row_code.tile_width(grid.rows, grid.tile_rows), col_code.tile_width(grid.cols, grid.tile_cols)
+    return TileDims(grid.tile_rows, grid.tile_cols, p, q)
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,12 @@ class Slot:
     @property
     def dims(self) -> TileDims:
         """The tile as its g-net sees it."""
-        g = self.grid
-        p = self.row_code.tile_width(g.rows, g.tile_rows)
-        return TileDims(g.tile_rows, g.tile_cols, p, self.col_code.tile_width(g.cols, g.tile_cols))
+        return tile_dims(self.grid, self.row_code, self.col_code)
 
     @property
-    def n_params(self) -> int:
+    def tile_params(self) -> int:
         """Parameters of the slot's tiles, shared leaves not counted."""
-        return n_params(self.hypernet, self.dims, self.grid.n_tiles, 0)
+        return ensemble_params(self.hypernet, self.dims, self.grid.n_tiles, 0)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from gbfunc.hypernets import n_params
+from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.file_layout import file_header, stored_leaves
 from gbfunc.plan.report import tensor_table
@@ -64,7 +64,7 @@ class Plan:
     @cached_property
     def genome_params(self) -> int:
         """Trained parameters: all g-nets and all direct parameters."""
-        gnets = sum(n_params(e.hypernet, e.dims, e.n_tiles, e.n_groups) for e in self.ensembles)
+        gnets = sum(ensemble_params(e.hypernet, e.dims, e.n_tiles, e.n_groups) for e in self.ensembles)
         return gnets + sum(t.numel for t in self.direct)
 
     @property

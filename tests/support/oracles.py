@@ -94,7 +94,7 @@ def _periodic(net: Any, leaves: Leaves, row: list[float], col: list[float], i: i
     total = 0.0
     for h in range(net.features):
         angle = dot(row, leaves.get("row_weight"), h) + dot(col, leaves.get("col_weight"), h)
-        if net.share == "kind":
+        if net.share == "layers":
             total += float(leaves["sine"][h]) * math.sin(angle) + float(leaves["cosine"][h]) * math.cos(angle)
         else:
             total += float(leaves["amplitude"][h]) * math.sin(angle + float(leaves["phase"][h]))

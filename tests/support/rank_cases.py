@@ -34,7 +34,7 @@ TYPES: Mapping[str, Hypernet] = MappingProxyType(
         "low_rank": gb.low_rank(2),
         "xox": gb.xox(2),
         "module": gb.from_module(three_tanh),
-        "shared": gb.periodic(2, share="kind"),
+        "shared": gb.periodic(2, share="layers"),
     }
 )
 """One of each type, and one whose tiles share leaves."""

@@ -48,8 +48,8 @@ EXAMPLES: Mapping[str, tuple[Hypernet, ...]] = MappingProxyType(
         "periodic": (
             gb.periodic(1),
             gb.periodic(5),
-            gb.periodic(3, "kind"),
-            gb.periodic(4, "kind", frequency=1.5),
+            gb.periodic(3, "layers"),
+            gb.periodic(4, "layers", frequency=1.5),
             gb.periodic(2, frequency=(0.5, 2.0)),
         ),
         "constant": (gb.constant(), gb.constant(-0.25)),

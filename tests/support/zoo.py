@@ -157,7 +157,7 @@ ZOO: Mapping[str, Animal] = MappingProxyType(
         "gnet": Animal(mlp, options={"hypernet": gb.gnet((3,))}),
         "shared": Animal(
             lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)),
-            options={"hypernet": gb.periodic(2, share="kind")},
+            options={"hypernet": gb.periodic(2, share="layers")},
         ),
         "mixed": Animal(mlp, options={"rules": [(r"2\.", gb.low_rank(1)), (r"0\.bias", gb.constant(0.1))]}),
         "conv1d": Animal(lambda: nn.Sequential(Conv1D(7, 6), nn.Tanh(), Conv1D(3, 7))),

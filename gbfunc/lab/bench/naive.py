@@ -49,7 +49,7 @@ class NaiveGenerator:
             codes_Tnb, scale_T = self._codes[e.name]
             tiles_Tn = vmap(_weights)(gnets[e.name], codes_Tnb) * scale_T[:, None]
             tiles_Trc = tiles_Tn.unflatten(1, (e.dims.rows, e.dims.cols))
-            for p in e.placements:
+            for p in e.spans:
                 grid = p.slot.grid
                 parts[p.tensor, p.part] = join_tiles(tiles_Trc[p.first : p.first + grid.n_tiles], grid) + p.slot.offset
         weights: Params = {}
@@ -69,7 +69,7 @@ def _codes(e: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
     shape = (e.n_tiles, e.dims.rows, e.dims.cols)
     rows = row_Urp.unsqueeze(2).expand(*shape, e.dims.row_width)
     cols = col_Ucq.unsqueeze(1).expand(*shape, e.dims.col_width)
-    scales = [p.slot.scale for p in e.placements for _ in range(p.slot.grid.n_tiles)]
+    scales = [p.slot.scale for p in e.spans for _ in range(p.slot.grid.n_tiles)]
     return torch.cat([rows, cols], -1).flatten(1, 2), torch.tensor(scales, dtype=dtype, device=device)
 
 

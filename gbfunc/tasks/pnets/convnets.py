@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gbfunc.hypernets import periodic
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
 
-_PLAN = PlanOptions(hypernet=periodic(share="kind"))
+_PLAN = PlanOptions(hypernet=periodic(share="layers"))
 """Convolutions of equal shape share their code weights: a genome of the same size has more sines."""
 
 

@@ -150,7 +150,7 @@ def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOpti
     """Blocks share code weights; positions are generated too, tokens and norms stay direct."""
     (context,) = interface.inputs
     return PlanOptions(
-        hypernet=periodic(share="kind"),
+        hypernet=periodic(share="layers"),
         rules=((r"^positions\.weight$", periodic(min(context, width), frequency=2.5)),),
         max_tile=128 if genome_params < 40_000 else 64,
     )
