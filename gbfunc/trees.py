@@ -219,4 +219,3 @@ def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> A
         return (stacked * stacked.new_tensor(weights).reshape(-1, *(1,) * (stacked.ndim - 1))).sum(0)
 
     return tree_map(mean, *trees)
-

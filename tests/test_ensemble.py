@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.encoding import Encoding
-from gbfunc.genome import check_genome
+from gbfunc.genome import check_genome, init_leaves
 from gbfunc.hypernets import Hypernet
-from gbfunc.hypernets.ensemble import apply_tiles, dense_tiles, init_leaves, tile_leaves
+from gbfunc.hypernets.ensemble import Run, dense_tiles
 from gbfunc.tiling import TileGrid, join_tiles, tile_grid
 from gbfunc.types import Params, TileDims
 from tests.support import oracles
@@ -32,6 +32,12 @@ def stacked(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> 
     return {k: v.double() + 0.1 * torch.randn(v.shape, generator=generator) for k, v in drawn.items()}
 
 
+def tiles_of(
+    hypernet: Hypernet, dims: TileDims, leaves: Params, row: Tensor, col: Tensor, noise: Params | None = None
+) -> Tensor:
+    return dense_tiles(Run.bare(hypernet, dims, "auto", row, col).filled(leaves, noise).tiles())
+
+
 @contract
 @pytest.mark.parametrize("row_blocks", [1, 3])
 @pytest.mark.parametrize("col_blocks", [1, 3])
@@ -44,9 +50,10 @@ def test_an_ensemble_equals_a_loop_over_gnets(hypernet: Hypernet, row_blocks: in
     leaves = stacked(hypernet, dims, 3, 2)
     shapes = hypernet.noise_shapes(dims)
     noise = {k: torch.randn(3, *s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}
-    own = tile_leaves(leaves, hypernet.leaves(dims), groups)
+    specs = hypernet.leaves(dims)
+    own = {k: v[groups] if specs[k].scope == "group" else v for k, v in leaves.items()}
     for drawn in (None, noise or None):
-        tiles = dense_tiles(apply_tiles(hypernet, dims, own, row, col, noise=drawn))
+        tiles = tiles_of(hypernet, dims, own, row, col, drawn)
         if not leaves:
             tiles = tiles.expand(3, -1, -1)
         for t in range(3):
@@ -66,8 +73,8 @@ def test_leaves_of_no_numbers_may_be_left_out(hypernet: Hypernet) -> None:
     col = torch.zeros(1, 1, 0, dtype=torch.float64)
     leaves = stacked(hypernet, dims, 2, 2)
     kept = {k: v for k, v in leaves.items() if v.numel()}
-    found = dense_tiles(apply_tiles(hypernet, dims, kept, row, col))
-    assert torch.equal(found, dense_tiles(apply_tiles(hypernet, dims, leaves, row, col)))
+    found = tiles_of(hypernet, dims, kept, row, col)
+    assert torch.equal(found, tiles_of(hypernet, dims, leaves, row, col))
 
 
 def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, seed: int = 0) -> Tensor:
@@ -83,7 +90,7 @@ def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, se
     generator = torch.Generator().manual_seed(seed)
     row_codes, col_codes = ensemble_codes
     leaves = init_leaves(hypernet, dims, groups, [(0, grid)], row_codes, col_codes, generator)
-    tiles = dense_tiles(apply_tiles(hypernet, dims, leaves, row_codes, col_codes))
+    tiles = tiles_of(hypernet, dims, leaves, row_codes, col_codes)
     return join_tiles(tiles, grid)
 
 
@@ -202,9 +209,9 @@ def test_a_large_slot_is_measured_by_its_factors_as_by_its_weights(
     pnet = nn.Linear(203, 150)
     plan = gb.make_plan(pnet, hypernet, max_tile=20)
     by_weight = gb.init_genome(plan, pnet, 2)
-    monkeypatch.setattr("gbfunc.hypernets.ensemble._LARGE", 0)
-    monkeypatch.setattr("gbfunc.hypernets.ensemble._CACHED", 3_000)
-    monkeypatch.setattr("gbfunc.hypernets.ensemble._zeroed", None)  # What measures by weights.
+    monkeypatch.setattr("gbfunc.genome._LARGE", 0)
+    monkeypatch.setattr("gbfunc.genome._CACHED", 3_000)
+    monkeypatch.setattr("gbfunc.genome._zeroed", None)  # What measures by weights.
     torch.testing.assert_close(gb.init_genome(plan, pnet, 2), by_weight, rtol=1e-5, atol=1e-6)
 
 

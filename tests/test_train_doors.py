@@ -53,7 +53,7 @@ def test_what_does_not_fit_together_is_refused_at_once() -> None:
 
 def test_a_state_without_its_buffers_is_refused() -> None:
     step, batch = step_of("conv_bn")
-    with pytest.raises(ValueError, match="buffers do not fit the p-net: missing .*running_mean"):
+    with pytest.raises(ValueError, match="the genome does not fit the plan: missing .*running_mean"):
         step(step.init()._replace(buffers={}), batch)
 
 

@@ -101,8 +101,11 @@ class TrainStep:
         self._roles |= {f"direct/{t.name}": "direct" for t in plan.direct}
         # Running statistics; caches, which are not persistent, are each rank's own.
         self._averaged = [b.name for b in plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
-        direct = {t.name for t in plan.direct}
-        self._frozen = {p.name for p in parameter_infos(pnet) if p.name in direct and not p.tensor.requires_grad}
+        still = {f"direct/{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
+        self._frozen = still & self._roles.keys()
+        shapes = plan.leaf_shapes if self._shapes is None else self._shapes
+        leaves = {f"{e}/{k}" if e == "direct" else f"gnets/{e}/{k}": shape for (e, k), shape in shapes.items()}
+        self._expected = leaves | {f"buffers/{b.name}": b.shape for b in plan.buffers}
 
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
         """A fresh state; the same seed gives the same genome, whatever the mesh and the placement.
@@ -132,7 +135,8 @@ class TrainStep:
             equal = dict(zip(named, from_rank_0(self.mesh, list(named.values())), strict=True))
             buffers = {k: equal[f"buffers/{k}"] for k in genome.buffers}
             genome = Genome(*like_genome(equal, genome.gnets, genome.direct), buffers)
-        flat = self._trained(genome.gnets, genome.direct)
+        named = flat_genome(genome.gnets, genome.direct)
+        flat = {k: v for k, v in named.items() if k not in self._frozen}
         opt = self._optimizer.init(flat, {k: self._roles[k] for k in flat})
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
         return self.shard(TrainState(*genome, opt, step, number))
@@ -164,9 +168,6 @@ class TrainStep:
         """
         return gather_state(self._layout, gnet_params)
 
-    def _trained(self, gnets: GNets, direct: Params) -> Params:
-        return flat_genome(gnets, {k: v for k, v in direct.items() if k not in self._frozen})
-
     @property
     def dense_reads(self) -> dict[str, int]:
         """How often the p-net has read weights as dense tensors, of those that are not kept so: by name."""
@@ -189,8 +190,11 @@ class TrainStep:
                 is no scalar or does not depend on what is trained.
         """
         state = _checked_state(gnet_params)
-        check_genome(self.plan, state, self._shapes)
-        flat = {k: v.detach().requires_grad_() for k, v in self._trained(state.gnets, state.direct).items()}
+        named = flat_genome(state.gnets, state.direct)
+        both = named | {f"buffers/{k}": v for k, v in state.buffers.items()}
+        if {k: tuple(v.shape) for k, v in both.items()} != self._expected:
+            check_genome(self.plan, state, self._shapes)
+        flat = {k: v.detach().requires_grad_() for k, v in named.items() if k not in self._frozen}
         if not flat:
             words = "no parameter is generated, and no direct one requires grad"
             raise ValueError(f"the loss does not depend on any trained leaf: there is none ({words})")
@@ -198,7 +202,7 @@ class TrainStep:
             self._check_ranks(state, flat)
         buffers = {k: v.clone() for k, v in state.buffers.items()}
         seed = (int(state.seed) + _MIX * (int(state.step) + 1)) % 2**63
-        frozen = {f"direct/{k}": state.direct[k] for k in self._frozen}
+        frozen = {k: named[k] for k in self._frozen}
         gnets, direct = like_genome(flat | frozen, state.gnets, state.direct)
         loss, aux, gradients, rows = self._objective(gnets, direct, flat, buffers, batch, seed)
         # A module may change a buffer with a graph attached, which must not live from step to step.
