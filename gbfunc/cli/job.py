@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import gbfunc as gb
 from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions, find_device
 from gbfunc.cli.output import make_folder
 from gbfunc.tasks import Recipe, Task, find_task
-from gbfunc.tasks.pnets import find_pnet
+from gbfunc.tasks.pnets import PNet, brief, find_pnet
 
 _COMPRESSION = 20.0
 """Where neither the user nor the task names a size."""
@@ -96,7 +96,7 @@ def make_job(options: ModelOptions) -> Job:
         genome_params, compression = task.genome_params, None if task.genome_params else _COMPRESSION
     # Both given is for the plan to refuse.
     size = {"genome_params": genome_params, "compression": compression}
-    plan = dense_plan(pnet, options) if is_dense(options) else task.plan(pnet, options.hypernet, **size)
+    plan = dense_plan(pnet, options) if is_dense(options) else _sized_plan(task, pnet, options.hypernet, size)
     recipe = task.recipe(plan.genome_params)
     if is_dense(options):
         recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None)
@@ -110,6 +110,17 @@ def make_job(options: ModelOptions) -> Job:
         recipe = replace(recipe, **own)
         check_recipe(recipe)
     return Job(task, recipe, pnet, plan)
+
+
+def _sized_plan(task: Task, pnet: nn.Module, hypernet: str | None, size: Mapping[str, Any]) -> gb.Plan:
+    """The task's plan; a ratio that cannot be reached is refused in its own terms."""
+    try:
+        return task.plan(pnet, hypernet, **size)
+    except ValueError as error:
+        if (ratio := size["compression"]) is None or size["genome_params"] is not None or not hasattr(error, "least"):
+            raise
+        reason = str(error).partition("cannot be reached: ")[2] or str(error)
+        raise ValueError(f"a genome {ratio:,.15g} times smaller cannot be reached: {reason}") from error
 
 
 def is_dense(options: ModelOptions) -> bool:
@@ -174,9 +185,31 @@ def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> t
     plan, genome = gb.load(path)
     if task is None:
         task = load_task(options)
-        if task.pnet.fitted is not None:
-            task = task.with_pnet(task.pnet.fitted({t.name: t.shape for t in plan.tensors}))
+        task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", options.pnet_config)))
     return plan, task, gb.materialize(plan, genome, task.build(0)).eval()
+
+
+def _fitted(task: Task, plan: gb.Plan, path: Path, config: Mapping[str, Any]) -> PNet:
+    """The task's p-net with the widths that a genome's file holds.
+
+    Raises:
+        ValueError: if the file is another p-net's, or if `config`, what the user says of the p-net, contradicts it.
+    """
+    pnet = task.pnet
+    if pnet.fitted is None:
+        return pnet
+    shapes = {t.name: t.shape for t in plan.tensors}
+    try:
+        found = pnet.fitted(shapes)
+    except ValueError as error:
+        holds = f"{path} holds the genome of a p-net of {plan.pnet_params:,} parameters ({brief(shapes)})"
+        raise ValueError(f"{holds}, which is no {pnet.name} for the task {task.name}: {error}") from error
+    asked = find_pnet(pnet.name, task.interface, {**found.config, **config}).config
+    if wrong := [name for name in asked if asked[name] != found.config[name]]:
+        says = ", ".join(f"{name} {asked[name]}" for name in wrong)
+        holds = ", ".join(f"{name} {found.config[name]}" for name in wrong)
+        raise ValueError(f"--pnet-config says {says}, but {path} holds {holds}")
+    return found
 
 
 def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, n_params, narrowed, seeded
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, brief, n_params, narrowed, seeded
 from gbfunc.tasks.pnets.convnets import all_conv, resnet18
 from gbfunc.tasks.pnets.gpt import gpt
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
@@ -21,6 +21,7 @@ __all__ = [
     "Interface",
     "PNet",
     "PlanOptions",
+    "brief",
     "check_options",
     "find_pnet",
     "import_object",

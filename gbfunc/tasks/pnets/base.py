@@ -127,6 +127,16 @@ def narrowed(pnet: PNet, params: int) -> PNet:
     return pnet.scaled(high)
 
 
+def brief(shapes: Shapes, most: int = 2) -> str:
+    """Names and shapes of the first parameters, in a few words.
+
+    >>> brief({"0.weight": (48, 64), "0.bias": (48,), "2.weight": (10, 48)})
+    '0.weight (48, 64), 0.bias (48,) and 1 more'
+    """
+    words = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:most])
+    return words + (f" and {len(shapes) - most} more" if len(shapes) > most else "")
+
+
 def scaled_width(width: int, factor: float, multiple: int = 1) -> int:
     """A width times a factor, as the nearest multiple above 0."""
     return max(1, math.floor(width * factor / multiple + 0.5)) * multiple

@@ -128,9 +128,7 @@ def gpt(
         try:
             own = {"width": shapes["norm.weight"][0], "hidden": shapes["blocks.0.up.weight"][0]}
         except (KeyError, IndexError):
-            raise ValueError(
-                f"expected the parameters of a GPT (blocks.0.up.weight, ...), got {dict(shapes)}"
-            ) from None
+            raise ValueError("a gpt has the parameters blocks.0.up.weight, norm.weight, ...") from None
         depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
         return gpt(interface, layers=depth, heads=heads, dropout=dropout, **own)
 

@@ -105,7 +105,7 @@ def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         wanted |= {f"{2 * i}.bias": (b,) for i, b in enumerate(sizes[1:])}
         if dict(shapes) == wanted:
             return sizes
-    raise ValueError(f"expected the parameters of an MLP (0.weight, 0.bias, 2.weight, ...), got {dict(shapes)}")
+    raise ValueError("an mlp has the parameters 0.weight, 0.bias, 2.weight, ...")
 
 
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
