@@ -77,7 +77,7 @@ def return_curve(
     """Mean return against environment steps, one line a run, with a band of one standard deviation over episodes.
 
     Args:
-        runs: history of each run by its label: rows of `env_steps`, `mean_return` and `std_return`.
+        runs: history of each run by its label: rows of `env_steps`, `val_mean_return` and `val_std_return`.
         title: names the environment.
         threshold: mean return at which it counts as solved, drawn as a thin line.
 
@@ -89,7 +89,9 @@ def return_curve(
     figure = Figure(figsize=(5.6, 3.6), layout="constrained")
     axes = figure.subplots()
     for i, (label, rows) in enumerate(runs.items()):
-        steps, mean, std = (np.array([row[k] for row in rows]) for k in ("env_steps", "mean_return", "std_return"))
+        steps, mean, std = (
+            np.array([row[k] for row in rows]) for k in ("env_steps", "val_mean_return", "val_std_return")
+        )
         color = PALETTE[i % len(PALETTE)]
         axes.plot(steps, mean, color=color, linestyle=LINES[i % len(LINES)], marker="o", markersize=3, label=label)
         axes.fill_between(steps, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)

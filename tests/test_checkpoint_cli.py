@@ -125,7 +125,7 @@ def test_damaged_ones_are_passed_over_and_told(
     assert lines[2].endswith("step-00000008.safetensors")
     assert course(tmp_path) == straight
     capsys.readouterr()
-    # One that the user names must be sound.
+    # One that the user names must be valid.
     (folder / "step-00000012.safetensors").write_bytes(data)
     assert main([*ARGS, "--resume", str(folder / "step-00000012.safetensors")]) == 2
     assert "is not a checkpoint to go on from: it is damaged" in capsys.readouterr().err
@@ -171,9 +171,8 @@ def test_a_full_disk_does_not_end_training(
         (["--resume", "auto"], "need --out"),
         (["--checkpoint-every", "0", "--out", "{out}"], "--checkpoint-every must be at least 1, got 0"),
         (["--checkpoint-every", "1", "--keep", "0", "--out", "{out}"], "--keep must be at least 1, got 0"),
-        (["--checkpoint-every", "1", "--task", "control"], "are for tasks with examples, got --task control"),
         (["--resume", "{out}/nowhere"], "--resume: no such file or folder: "),
-        (["--resume", "{out}"], "--resume: no sound checkpoint in "),
+        (["--resume", "{out}"], "--resume: no valid checkpoint in "),
         (["--checkpoint-every", "1", "--out", "{out}/blocked"], "cannot keep checkpoints there"),
     ],
 )

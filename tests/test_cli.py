@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.fit import dense_trainer, fit, total_steps
 from gbfunc.cli.options import HypernetName
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks import TASKS, accuracy
 from gbfunc.tasks.pnets import PNETS, mlp
+from gbfunc.tasks.training import dense_trainer, fit
 
 SMALL = ["--sizes", "64", "48", "10", "--genome-params", "300"]
 QUICK = [*SMALL, "--epochs", "2", "--batch-size", "100"]
@@ -95,8 +95,7 @@ def test_dense_trains_the_net_itself(tmp_path: Path, capsys: pytest.CaptureFixtu
     # The same as training without gbfunc, on the same schedule and data.
     task = TASKS["digits"]().with_pnet(PNETS["mlp"](TASKS["digits"]().interface, sizes=(64, 24, 10)))
     recipe = replace(task.recipe(metrics["genome_params"]), epochs=2)
-    trainer = dense_trainer(task.build(1), task, recipe, total_steps(task, recipe))
-    again = fit(trainer, task, recipe, label="dense", seed=1).history
+    again = fit(dense_trainer(task.build(1), task, recipe), task, recipe, 1).history
     assert again[-1]["train_loss"] == pytest.approx(metrics["train_loss"], rel=1e-4)
     capsys.readouterr()
     assert main(["eval", "--genome", str(tmp_path / "genome.safetensors")]) == 0
@@ -255,7 +254,10 @@ def test_a_genome_of_another_task_or_p_net_is_named(
     mnist = ["--task", "mnist", "--data-dir", str(shared_data / "mnist")]
     for argv, message in (
         (["eval", *mnist, *genome], f"{holds}, which is no mlp for the task mnist: sizes must start with 784"),
-        (["sample", *genome], f"{holds}, which is no gpt for the task text: a gpt has the parameters blocks.0.up"),
+        (
+            ["sample", *genome],
+            f"{holds}, which is no gpt for the task text: expected the parameters of a GPT (blocks.0.up",
+        ),
         (["eval", *genome, "--pnet-config", '{"hidden": [47]}'], "--pnet-config says hidden [47], but"),
         (["eval", *genome, "--pnet-config", '{"sizes": [64, 47, 10]}'], "--pnet-config says hidden [47], but"),
     ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from gbfunc.startup import interrupts_raise
 
@@ -30,17 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from gbfunc.cli.parser import parse
 
         interrupts_raise()
-        return _run(parse(sys.argv[1:] if argv is None else argv))
+        parse(sys.argv[1:] if argv is None else argv).run()
     except KeyboardInterrupt:
         print("gbfunc: interrupted", file=sys.stderr)
         return 130
-
-
-def _run(command: Any) -> int:
-    from gbfunc.cli.checkpoints import Stopped
-
-    try:
-        command.run()
     except BrokenPipeError:
         # The reader (`| head`) has had enough; what is still buffered must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -52,3 +44,15 @@ def _run(command: Any) -> int:
         print(f"gbfunc: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+class Stopped(Exception):
+    """A signal has ended training, after a checkpoint.
+
+    Attributes:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.signum = signum

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from tyro.conf import FlagCreatePairsOff, arg
 
-from gbfunc.cli.options import find_device
+from gbfunc.cli.job import find_device
 
 if TYPE_CHECKING:
     from gbfunc import bench

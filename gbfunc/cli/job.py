@@ -1,4 +1,4 @@
-"""From options to a task, a recipe, a p-net and a plan; from a genome file to a network and its metrics."""
+"""From options to a plan, from a plan to a genome's file, from a file to a network and its metrics."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions, find_device
-from gbfunc.cli.output import make_folder
+from gbfunc.cli.checkpoints import Kept, checkpoints
+from gbfunc.cli.options import DataOptions, ModelOptions, RankOptions, TrainingOptions
+from gbfunc.cli.output import make_folder, reporter
+from gbfunc.lab.bench.memory import peak_resident
+from gbfunc.parallel import Placement
+from gbfunc.plan import NUMBERS
 from gbfunc.tasks import Recipe, Task, find_task
+from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import PNet, brief, find_pnet
+from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
 
-_COMPRESSION = 20.0
-"""Where neither the user nor the task names a size."""
+GENOME_FILE = "genome.safetensors"
 
 
 class Job(NamedTuple):
@@ -50,7 +56,13 @@ def load_task(options: DataOptions, sizes: tuple[int, ...] | None = None) -> Tas
         FileNotFoundError: if its data is missing.
         ImportError: if a package is missing.
     """
-    task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config))
+    task_config = read_json("--task-config", options.task_config)
+    given = {name: getattr(options, name, None) for name in ("env", "env_steps")}
+    if options.task != "control" and (foreign := [name for name in given if given[name] is not None]):
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in foreign)
+        raise ValueError(f"{names} is for the control task, got --task {options.task}")
+    task_config |= {name: value for name, value in given.items() if value is not None}
+    task = find_task(options.task, options.data_dir, task_config)
     config = read_json("--pnet-config", options.pnet_config)
     if sizes is not None:
         config |= {"sizes": sizes}
@@ -93,7 +105,7 @@ def make_job(options: ModelOptions) -> Job:
     if compression is not None and not 0 < compression < float("inf"):
         raise ValueError(f"--compression must be a positive number, got {compression}")
     if genome_params is None and compression is None:
-        genome_params, compression = task.genome_params, None if task.genome_params else _COMPRESSION
+        genome_params, compression = task.genome_params, None if task.genome_params else task.compression
     # Both given is for the plan to refuse.
     size = {"genome_params": genome_params, "compression": compression}
     plan = dense_plan(pnet, options) if is_dense(options) else _sized_plan(task, pnet, options.hypernet, size)
@@ -212,8 +224,8 @@ def _fitted(task: Task, plan: gb.Plan, path: Path, config: Mapping[str, Any]) ->
     return found
 
 
-def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task) -> dict[str, object]:
-    """Sizes of the whole model, and figures of merit of what a genome file holds."""
+def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, history: History = ()) -> dict[str, object]:
+    """Sizes of the whole model, metrics of what a genome file holds, and what the task says of its training."""
     genome_bytes = path.stat().st_size
     return {
         "task": task.name,
@@ -227,6 +239,7 @@ def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task) -> dic
         "genome_bytes": genome_bytes,
         "ratio_bytes": plan.dense_bytes / genome_bytes,
         **measure(task, net),
+        **task.facts(history),
     }
 
 
@@ -236,3 +249,108 @@ def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
     for split, data in (("val", task.val), ("test", task.test)):
         found |= {f"{prefix}{split}_{name}": value for name, value in task.evaluate(net, data).items()}
     return found
+
+
+def run_fit(trainer: Trainer, job: Job, seed: int, label: str, kept: Kept | None = None) -> Fit:
+    """Train by a job's recipe, with progress on standard error; of many ranks, one speaks."""
+    task, recipe = job.task, job.recipe
+    silent = trainer.train_step is not None and trainer.train_step.mesh.rank > 0
+    with reporter(label, total_steps(task, recipe), silent=silent) as report:
+        return fit(trainer, task, recipe, seed, checkpoints=kept, report=report)
+
+
+def train_genome(
+    job: Job,
+    options: TrainingOptions,
+    folder: Path,
+    mesh: gb.Mesh | None = None,
+    placement: Placement | Literal["auto"] = "auto",
+) -> tuple[Fit, nn.Module, dict[str, object]]:
+    """Train a job's genome, save it, read the file back and measure what it holds.
+
+    Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of its own.
+
+    Returns:
+        The training, the network read back, and its metrics.
+    """
+    label = "dense" if is_dense(options) else "genome"
+    trainer = genome_trainer(job.plan, job.pnet, job.task, job.recipe, options.seed, mesh, placement)
+    with checkpoints(options, job.task, job.recipe, trainer.train_step) as kept:
+        result = run_fit(trainer, job, options.seed, label, kept)
+    path = folder / GENOME_FILE
+    step = trainer.train_step
+    genome = result.state if step is None else step.gather(result.state)
+    gb.save(path, job.plan, genome, NUMBERS[options.numbers] if options.numbers else None)
+    plan, _, net = read_genome(path, options, job.task)
+    planned = None if is_dense(options) else job.task.pnet.plan(plan.genome_params).hypernet.type
+    net.to(options.device)
+    metrics = genome_metrics(plan, path, net, job.task, result.history) | {
+        "network": label,
+        "hypernet": options.hypernet or planned,
+        "numbers": options.numbers or str(plan.dtype).removeprefix("torch."),
+        "train_loss": result.history[-1]["train_loss"],
+        "seconds": result.seconds,
+        "steps": result.steps,
+        "seed": options.seed,
+    }
+    if step is not None:
+        metrics |= rank_metrics(step, result.steps, job.recipe.batch_size, result.seconds)
+    return result, net, metrics
+
+
+def open_mesh(options: RankOptions, device: str) -> gb.Mesh:
+    """The ranks that the command was started on; one where nothing else is said.
+
+    Raises:
+        ValueError: for a mesh that is no grid of all ranks, or a device that cannot be used.
+    """
+    find_device(device)
+    axes = parse_mesh(options.mesh)
+    return gb.mesh(axes.get("data", 1), axes.get("gnets"), device)
+
+
+def parse_mesh(text: str | None) -> dict[str, int]:
+    """`"data=2,gnets=4"` as numbers; an axis that is not named is chosen by `gb.mesh`.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found: dict[str, int] = {}
+    for part in (text or "").split(",") if text is not None else ():
+        name, _, value = part.partition("=")
+        if name.strip() not in ("data", "gnets") or name.strip() in found or not value.strip().isdecimal():
+            raise ValueError(f"--mesh must name ranks along its axes, such as data=2,gnets=4, got {text!r}")
+        found[name.strip()] = int(value)
+    if "gnets" in found and "data" not in found:
+        raise ValueError(f"--mesh must name data too, such as data=1,{text}, got {text!r}")
+    return found
+
+
+def rank_metrics(train_step: gb.TrainStep, steps: int, batch_size: int, seconds: float) -> dict[str, object]:
+    """How a training ran: its ranks, speed, and for this rank bytes sent per step and peak memory in bytes."""
+    mesh = train_step.mesh
+    cuda = mesh.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else peak_resident()
+    return {
+        "ranks": mesh.world,
+        "mesh": {"data": mesh.data, "gnets": mesh.gnets},
+        "placement": train_step.placement,
+        "samples_per_second": steps * batch_size / max(seconds, 1e-9),
+        "bytes_sent_per_step": mesh.traffic.total / max(1, steps),
+        "peak_memory_bytes": peak,
+    }
+
+
+def find_device(name: str) -> torch.device:
+    """The device called `name`.
+
+    Raises:
+        ValueError: if there is none, or if it cannot be used here.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name!r} cannot be used: {reason}") from error
+    return device

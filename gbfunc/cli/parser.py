@@ -20,12 +20,8 @@ except ImportError as _error:
 
 import gbfunc as gb
 from gbfunc.cli.bench import Bench
+from gbfunc.cli.commands import Demo, Eval, Plan, Sample, Train
 from gbfunc.cli.compare import Compare
-from gbfunc.cli.demo import Demo
-from gbfunc.cli.eval import Eval
-from gbfunc.cli.plan import Plan
-from gbfunc.cli.sample import Sample
-from gbfunc.cli.train import Train
 
 COMMANDS: dict[str, Any] = {
     "demo": Demo,

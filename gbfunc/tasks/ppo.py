@@ -57,6 +57,11 @@ class Settings:
     dense_lr: float = 2.5e-4
     eval_every: int = 4
 
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a rollout that its minibatches do not divide."""
+        if (size := self.n_envs * self.horizon) % self.minibatches:
+            raise ValueError(f"{self.minibatches} minibatches do not divide a rollout of {size} transitions")
+
     @property
     def updates(self) -> int:
         """Rollouts in all, at least one."""

@@ -114,7 +114,7 @@ def _image(name: str, interface: Interface, smallest: int) -> int:
 def _width(name: str, shapes: Shapes) -> int:
     """Output channels of a convolution."""
     if len(shapes.get(name, ())) != 4:
-        raise ValueError(f"a convolutional net has a kernel {name}")
+        raise ValueError(f"expected the parameters of a convolutional net with {name}")
     return shapes[name][0]
 
 
