@@ -45,11 +45,11 @@ def parse(argv: Sequence[str]) -> Any:
         print(f"gbfunc {gb.__version__}")
         raise SystemExit(0)
     told = io.StringIO()
-    commands = [Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()]
+    commands: Any = reduce(or_, (Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()))
     try:
         with contextlib.redirect_stderr(told):
             return tyro.cli(
-                reduce(or_, commands),
+                commands,
                 prog="gbfunc",
                 description="Train neural networks through a genomic bottleneck.",
                 args=argv,

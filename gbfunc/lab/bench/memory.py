@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gbfunc.lab.bench.cases import Case
+from gbfunc.lab.bench.cases import Case, features
 from gbfunc.lab.bench.live import LiveBytes
-from gbfunc.lab.bench.nets import features
 from gbfunc.lab.bench.variants import Setting, build
 from gbfunc.tasks.pnets.mlp import mlp
 

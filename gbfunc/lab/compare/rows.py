@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gbfunc.lab.compare.base import Method, Problem, Settings, Unfit
-from gbfunc.lab.compare.training import total_steps
+from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings
 from gbfunc.tasks import Net
 
 SEARCH_PART = 1 / 3
@@ -95,7 +94,7 @@ def of_problem(results: Results, problem: Problem, method: str) -> Results:
 
 
 def _of(problem: Problem) -> tuple[int, int, str, int]:
-    return problem.size, problem.budget, str(problem.dtype).removeprefix("torch."), total_steps(problem)
+    return problem.size, problem.budget, str(problem.dtype).removeprefix("torch."), problem.steps
 
 
 def metric_of(problem: Problem, net: Net, split: Any) -> float:
@@ -115,9 +114,9 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
     head = (problem.task.name, name, *_of(problem))
     try:
         candidates = method.candidates(problem)[:most]
-    except Unfit as error:
+    except BudgetTooSmall as error:
         return Choice(*head, settings=None, tried=[], reason=str(error))
-    steps = max(1, math.ceil(SEARCH_PART * total_steps(problem)))
+    steps = max(1, math.ceil(SEARCH_PART * problem.steps))
     brief = problem._replace(recipe=replace(problem.recipe, steps=steps))
     sign = 1 if problem.task.metric.higher_is_better else -1
     tried, best, least = [], candidates[0], -math.inf
