@@ -187,7 +187,7 @@ def test_train_writes_what_eval_reads(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_numbers_of_the_file(tmp_path: Path) -> None:
-    command = ["train", "--task", "control", "--env-steps", "1024", "--numbers", "bfloat16", "--out", str(tmp_path)]
+    command = ["train", "--task", "control", "--env-steps", "1024", "--dtype", "bfloat16", "--out", str(tmp_path)]
     assert main(command) == 0
     _, genome = gb.load(tmp_path / "genome.safetensors")
     leaves = [leaf for leaves in genome.gnets.values() for leaf in leaves.values()] + list(genome.direct.values())

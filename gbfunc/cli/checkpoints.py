@@ -78,9 +78,9 @@ class Kept:
     def _check(self, extra: JSON) -> None:
         if "position" not in extra or "settings" not in extra:
             raise ValueError("it was not saved by gbfunc train")
-        saved, own = extra["settings"], self.settings
-        if differing := sorted(k for k in saved.keys() | own.keys() if saved.get(k) != own.get(k)):
-            changes = ", ".join(f"{k} {saved.get(k)}, now {own.get(k)}" for k in differing)
+        saved, now = extra["settings"], self.settings
+        if differing := sorted(k for k in saved.keys() | now.keys() if saved.get(k) != now.get(k)):
+            changes = ", ".join(f"{k} {saved.get(k)}, now {now.get(k)}" for k in differing)
             raise ValueError(f"it was trained with other settings: {changes}")
 
     def due(self, steps: int) -> bool:

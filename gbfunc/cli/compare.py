@@ -46,8 +46,8 @@ class Compare(DataOptions):
     epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the task's recipe)")] = None
     """Passes over the training examples, for all alike; the choice among candidates takes a third of them each."""
 
-    numbers: Literal["float32", "float16"] = "float32"
-    """What numbers are stored as, by every method that has no format of its own; training is in float32."""
+    dtype: Literal["float32", "float16"] = "float32"
+    """dtype that every method stores which has no other format; training is in float32."""
 
     quick: FlagCreatePairsOff[bool] = False
     """One epoch, one seed, two candidates: shows that all of it runs, and nothing else."""
@@ -111,7 +111,7 @@ class Compare(DataOptions):
             epochs = 1 if self.quick else self.epochs
             if epochs is not None:
                 recipe = replace(recipe, epochs=epochs, steps=None)
-            problems.append(Problem(task, size, budget, getattr(torch, self.numbers), recipe))
+            problems.append(Problem(task, size, budget, getattr(torch, self.dtype), recipe))
         return problems
 
     def _method_names(self, table: Mapping[str, Method]) -> Sequence[str]:

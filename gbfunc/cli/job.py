@@ -19,7 +19,6 @@ from gbfunc.cli.options import DataOptions, ModelOptions, RankOptions, TrainingO
 from gbfunc.cli.output import make_folder, reporter
 from gbfunc.lab.bench.memory import peak_resident
 from gbfunc.parallel import Placement
-from gbfunc.plan import NUMBERS
 from gbfunc.tasks import Recipe, Task, find_task
 from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import PNet, brief, find_pnet
@@ -33,7 +32,7 @@ class Job(NamedTuple):
 
     Attributes:
         task: data and p-net, on the device to train on.
-        recipe: settings, with the user's own in place.
+        recipe: settings, with the user's in place.
         pnet: the p-net with its initial weights.
         plan: which of its tensors are generated, and how.
     """
@@ -116,16 +115,16 @@ def make_job(options: ModelOptions) -> Job:
         if options.epochs is not None and options.steps is not None:
             raise ValueError(f"give at most one of --epochs and --steps, got {options.epochs} and {options.steps}")
         names = ("epochs", "steps", "batch_size", "lr")
-        own = {name: value for name in names if (value := getattr(options, name)) is not None}
-        if "epochs" in own:
-            own |= {"steps": None, "measure_every": None}
-        recipe = replace(recipe, **own)
+        given = {name: value for name in names if (value := getattr(options, name)) is not None}
+        if "epochs" in given:
+            given |= {"steps": None, "measure_every": None}
+        recipe = replace(recipe, **given)
         check_recipe(recipe)
     return Job(task, recipe, pnet, plan)
 
 
 def _sized_plan(task: Task, pnet: nn.Module, hypernet: str | None, size: Mapping[str, Any]) -> gb.Plan:
-    """The task's plan; a ratio that cannot be reached is refused in its own terms."""
+    """The task's plan; a ratio that cannot be reached is refused in its terms."""
     try:
         return task.plan(pnet, hypernet, **size)
     except ValueError as error:
@@ -136,7 +135,7 @@ def _sized_plan(task: Task, pnet: nn.Module, hypernet: str | None, size: Mapping
 
 
 def is_dense(options: ModelOptions) -> bool:
-    """Whether the p-net's own weights are asked for, in place of a genome."""
+    """Whether the p-net's weights themselves are asked for, in place of a genome."""
     return bool(getattr(options, "dense", False))
 
 
@@ -268,7 +267,7 @@ def train_genome(
 ) -> tuple[Fit, nn.Module, dict[str, object]]:
     """Train a job's genome, save it, read the file back and measure what it holds.
 
-    Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of its own.
+    Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of another name.
 
     Returns:
         The training, the network read back, and its metrics.
@@ -280,14 +279,14 @@ def train_genome(
     path = folder / GENOME_FILE
     step = trainer.train_step
     genome = result.state if step is None else step.gather(result.state)
-    gb.save(path, job.plan, genome, NUMBERS[options.numbers] if options.numbers else None)
+    gb.save(path, job.plan, genome, getattr(torch, options.dtype) if options.dtype else None)
     plan, _, net = read_genome(path, options, job.task)
     planned = None if is_dense(options) else job.task.pnet.plan(plan.genome_params).hypernet.type
     net.to(options.device)
     metrics = genome_metrics(plan, path, net, job.task, result.history) | {
         "network": label,
         "hypernet": options.hypernet or planned,
-        "numbers": options.numbers or str(plan.dtype).removeprefix("torch."),
+        "dtype": options.dtype or str(plan.dtype).removeprefix("torch."),
         "train_loss": result.history[-1]["train_loss"],
         "seconds": result.seconds,
         "steps": result.steps,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 from tyro.conf import arg
 
 HypernetName = Literal["periodic", "gnet", "stochastic", "low_rank", "xox"]
-NumbersName = Literal["float32", "float16", "bfloat16"]
+DtypeName = Literal["float32", "float16", "bfloat16"]
 
 AUTO = "auto"
 """The value of `--resume` that takes the newest valid checkpoint, if there is any."""
@@ -95,10 +95,10 @@ class TrainingOptions(ModelOptions):
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, ..."""
 
-    numbers: Annotated[
-        NumbersName | None, arg(metavar="|".join(get_args(NumbersName)), help_behavior_hint="(default: as in training)")
+    dtype: Annotated[
+        DtypeName | None, arg(metavar="|".join(get_args(DtypeName)), help_behavior_hint="(default: as in training)")
     ] = None
-    """What the genome's numbers are stored as, rounded after training; what is measured is what the file holds."""
+    """dtype of the genome in its file, rounded after training; what is measured is what the file holds."""
 
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
     """Folder for metrics.json, history.csv, genome.safetensors and figures; such files are replaced."""

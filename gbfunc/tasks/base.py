@@ -204,7 +204,7 @@ class Task:
 
     name: str
     interface: Interface
-    # Each a `Data`; not typed so, as every kind has attributes of its own.
+    # Each a `Data`; not typed so, as every kind has other attributes.
     train: Any
     val: Any
     test: Any
@@ -248,7 +248,7 @@ class Task:
 
         Args:
             module: what `build` gave.
-            hypernet: type of the g-nets, a key of `HYPERNETS`; the p-net's own options stand where it is theirs.
+            hypernet: type of the g-nets, a key of `HYPERNETS`; the p-net's options stand where it is theirs.
             size: `genome_params`, `genome_bytes` or `compression` of `make_plan`, which raises for a bad one.
         """
         total = sum(p.numel() for p in module.parameters())

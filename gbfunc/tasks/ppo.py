@@ -35,7 +35,7 @@ class Settings:
         entropy: coefficient of the entropy bonus.
         value: coefficient of the value loss.
         clip_norm: largest Euclidean norm of the gradient.
-        reward_scale: what rewards are multiplied with for training; reported returns are the environment's own.
+        reward_scale: what rewards are multiplied with for training; reported returns are the environment's.
         lr: learning rate of the genome at the start.
         dense_lr: learning rate of a dense net at the start.
         eval_every: updates from one evaluation to the next.

@@ -112,9 +112,9 @@ class CollectiveBytes(TorchDispatchMode):
         if name == "recv_":
             return 0.0
         if name == "alltoall_base_":
-            own, splits = args[1], args[4]
-            kept = splits[self._rank] / len(own) if splits and len(own) else 1 / self._ranks
-            return own.nbytes * (1 - kept)
+            given, splits = args[1], args[4]
+            kept = splits[self._rank] / len(given) if splits and len(given) else 1 / self._ranks
+            return given.nbytes * (1 - kept)
         passes, whole = _whole(name, args)
         return passes * (self._ranks - 1) / self._ranks * sum(t.nbytes for t in whole)
 

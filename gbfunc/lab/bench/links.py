@@ -73,7 +73,7 @@ def can_make_links() -> bool:
 
 @contextlib.contextmanager
 def open_loopback(ranks: int) -> Iterator[tuple[Port, ...]]:
-    """The loopback for some ranks, where possible in a namespace of its own, in which nothing else is counted."""
+    """The loopback for some ranks, where possible in a new namespace, in which nothing else is counted."""
     if not can_make_links():
         yield (Port((), "lo", ranks),) * ranks
         return
@@ -184,7 +184,7 @@ def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float, env: Mapping
         deadline = time.monotonic() + timeout
         for rank, command in enumerate(commands):
             with (folder / f"{rank}.err").open("wb") as errors:
-                # A group of its own, so that all that a rank starts ends with it.
+                # A new group, so that all that a rank starts ends with it.
                 processes.append(
                     subprocess.Popen(
                         command,

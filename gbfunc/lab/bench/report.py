@@ -135,7 +135,7 @@ class Row(NamedTuple):
         step_ms: median time of a step (of one generation, forward and backward).
         ratio_to_dense: that time over the dense p-net's, None where it was not measured.
         ratio_to_naive: that time over the naive implementation's.
-        peak_mb: peak memory of the steps in a process of its own, in 10^6 bytes, None where the process was ended.
+        peak_mb: peak memory of the steps in another process, in 10^6 bytes, None where the process was ended.
         counted_mb: most memory of weight-sized tensors alive at once in a step, counted, where the case asks for it.
         weights: weights of the matrices that are generated, or trained themselves.
         weights_mb: their memory as float32.

@@ -189,7 +189,7 @@ def _generation(plan: Plan, variant: str, device: torch.device) -> Step:
     else:
         kernel: Any = VARIANTS[variant].options.get("kernel", "auto")
         make = Generator(plan, kernel=kernel)
-    leaves = [leaf for own in gnets.values() for leaf in own.values()]
+    leaves = [leaf for leaves in gnets.values() for leaf in leaves.values()]
     cotangents = [torch.ones(t.shape, dtype=plan.dtype, device=device) for t in plan.generated]
 
     def step() -> object:

@@ -32,7 +32,7 @@ class Problem(NamedTuple):
         task: data and p-net.
         size: parameters of the periodic genome that fills the budget.
         budget: most bytes of everything that is needed to run.
-        dtype: of the numbers that are stored, where a method has no format of its own.
+        dtype: of what is stored, where a method has no other format.
         recipe: batch size, augmentation, warm-up and length of every training; its rates are the genome's.
     """
 
@@ -53,7 +53,7 @@ class Trained(NamedTuple):
 
     Attributes:
         data: everything that is needed to run, beside the code.
-        params: trained numbers in it.
+        params: trained parameters in it.
     """
 
     data: bytes

@@ -22,7 +22,7 @@ def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
 
     Args:
         task: its p-net and recipe.
-        hypernet: the type of g-net, a key of `HYPERNETS`; the p-net's own options stand where its type is that.
+        hypernet: the type of g-net, a key of `HYPERNETS`; the p-net's options stand where its type is that.
         target: the size target of `make_plan`.
 
     Raises:

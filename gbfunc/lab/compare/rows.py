@@ -25,7 +25,7 @@ class Choice(NamedTuple):
         method: name of the method.
         size: parameters of the periodic genome that fills the budget.
         budget: most bytes of everything that is needed to run.
-        numbers: type of the numbers that are stored, where the method has no format of its own.
+        dtype: of what is stored, where the method has no other format.
         steps: of the training.
         settings: the choice, None where nothing fits.
         tried: every candidate with its metric on the validation split.
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
     method: str
     size: int
     budget: int
-    numbers: str
+    dtype: str
     steps: int
     settings: Settings | None
     tried: list[Settings]
@@ -51,11 +51,11 @@ class Row(NamedTuple):
         method: name of the method.
         size: parameters of the periodic genome that fills the budget.
         budget: most bytes of everything that is needed to run.
-        numbers: type of the numbers that are stored, where the method has no format of its own.
+        dtype: of what is stored, where the method has no other format.
         steps: of the training.
         seed: of the training.
         bytes: length of the data that the network was read back from.
-        params: trained numbers in them.
+        params: trained parameters in them.
         val: metric on the validation split.
         test: metric on the test split.
         seconds: of the training.
@@ -66,7 +66,7 @@ class Row(NamedTuple):
     method: str
     size: int
     budget: int
-    numbers: str
+    dtype: str
     steps: int
     seed: int
     bytes: int
@@ -222,7 +222,8 @@ def read_results(path: Path) -> Results:
         ValueError: if the file is damaged or something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        # Earlier versions say `numbers` for `dtype`.
+        content = json.loads(path.read_text(encoding="utf-8").replace('"numbers":', '"dtype":'))
         return Results(tuple(Choice(**c) for c in content["choices"]), tuple(Row(**r) for r in content["rows"]))
     except FileNotFoundError:
         return Results()

@@ -94,7 +94,7 @@ def subspace_weights(task: Task, d: int, seed: int) -> Callable[[Tensor], Params
     first = {o.name: o.tensor.detach() for o in parameter_infos(pnet)}
     sizes = [t.numel() for t in first.values()]
     projection = Projection(d, sum(sizes), seed)
-    # So that z of unit deviation moves every weight by about its own first deviation.
+    # So that z of unit deviation moves every weight by about its first deviation.
     scales = {name: float(t.std()) if t.numel() > 1 else 1.0 for name, t in first.items()}
 
     def weights(z_d: Tensor) -> Params:

@@ -50,7 +50,7 @@ class AllConv(nn.Sequential):
         super().__init__(*layers)
         for layer in self:
             if isinstance(layer, nn.Conv2d):
-                # Torch's own initial weights are too small for nine layers without normalisation.
+                # Torch's initial weights are too small for nine layers without normalisation.
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                 if layer.bias is not None:
                     nn.init.zeros_(layer.bias)

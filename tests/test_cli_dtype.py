@@ -1,4 +1,4 @@
-"""`gbfunc train --numbers`: what is written, measured and told is the rounded genome."""
+"""`gbfunc train --dtype`: what is written, measured and told is the rounded genome."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.support.trees_equal import same_bits
 BRIEF = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "1", "--batch-size", "400"]
 
 
-def test_numbers_round_the_genome_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for numbers in ("own", "float32", "float16", "bfloat16"):
-        option = [] if numbers == "own" else ["--numbers", numbers]
-        assert main(["train", *BRIEF, *option, "--out", str(tmp_path / numbers)]) == 0
-    plan, genome = gb.load(tmp_path / "own" / "genome.safetensors")
-    own = json.loads((tmp_path / "own" / "metrics.json").read_text())
-    assert own["numbers"] == "float32"
+def test_dtype_rounds_the_genome_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype in ("default", "float32", "float16", "bfloat16"):
+        option = [] if dtype == "default" else ["--dtype", dtype]
+        assert main(["train", *BRIEF, *option, "--out", str(tmp_path / dtype)]) == 0
+    plan, genome = gb.load(tmp_path / "default" / "genome.safetensors")
+    own = json.loads((tmp_path / "default" / "metrics.json").read_text())
+    assert own["dtype"] == "float32"
     assert (tmp_path / "float32" / "genome.safetensors").read_bytes() == (
-        tmp_path / "own" / "genome.safetensors"
+        tmp_path / "default" / "genome.safetensors"
     ).read_bytes()
     told, task = capsys.readouterr().out, TASKS["digits"]()
     for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
@@ -35,7 +35,7 @@ def test_numbers_round_the_genome_that_is_measured(tmp_path: Path, capsys: pytes
         metrics = json.loads((tmp_path / name / "metrics.json").read_text())
         assert read_plan == plan and same_bits(read_genome, rounded)
         net = gb.materialize(plan, rounded, mlp((64, 48, 10), 0))
-        assert accuracy(net, task.test) == metrics["test_accuracy"] and metrics["numbers"] == name
+        assert accuracy(net, task.test) == metrics["test_accuracy"] and metrics["dtype"] == name
         size = (tmp_path / name / "genome.safetensors").stat().st_size
         assert metrics["genome_bytes"] == size < own["genome_bytes"] - 500
         assert f"{size:,}" in told
