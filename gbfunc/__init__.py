@@ -4,6 +4,7 @@ The weights of a p-net (any `nn.Module`) are generated, tile by tile, by tiny g-
 weight; only the genome, which is the g-nets' parameters and the few direct ones, is trained, saved and shipped.
 """
 
+import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.generate import generate
 from gbfunc.genome import init_genome, sample_noise

@@ -29,7 +29,7 @@ _MAX_FIELDS = 64
 def learning_curve(
     runs: Mapping[str, Sequence[Mapping[str, float]]], metric: str = "accuracy", unit: str = "%"
 ) -> Figure:
-    """Training loss and a validation metric against training, one line a run.
+    """Training loss and a validation metric against training, one line per run.
 
     Args:
         runs: history of each run by its label: rows of `epoch`, `step`, `train_loss` (nats), `val_<metric>`.
@@ -74,10 +74,10 @@ def learning_curve(
 def return_curve(
     runs: Mapping[str, Sequence[Mapping[str, float]]], title: str, threshold: float | None = None
 ) -> Figure:
-    """Mean return against environment steps, one line a run, with a band of one standard deviation over episodes.
+    """Mean return against environment steps, one line per run, with a band of one standard deviation over episodes.
 
     Args:
-        runs: history of each run by its label: rows of `env_steps`, `mean_return` and `std_return`.
+        runs: history of each run by its label: rows of `env_steps`, `val_mean_return` and `val_std_return`.
         title: names the environment.
         threshold: mean return at which it counts as solved, drawn as a thin line.
 
@@ -89,7 +89,9 @@ def return_curve(
     figure = Figure(figsize=(5.6, 3.6), layout="constrained")
     axes = figure.subplots()
     for i, (label, rows) in enumerate(runs.items()):
-        steps, mean, std = (np.array([row[k] for row in rows]) for k in ("env_steps", "mean_return", "std_return"))
+        steps, mean, std = (
+            np.array([row[k] for row in rows]) for k in ("env_steps", "val_mean_return", "val_std_return")
+        )
         color = PALETTE[i % len(PALETTE)]
         axes.plot(steps, mean, color=color, linestyle=LINES[i % len(LINES)], marker="o", markersize=3, label=label)
         axes.fill_between(steps, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)
@@ -104,7 +106,7 @@ def return_curve(
 
 
 def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str) -> Figure:
-    """Time of a step against a size, both logarithmic, one line a variant with its exponent in the legend.
+    """Time per step against a size, both logarithmic, one line per variant with its exponent in the legend.
 
     Args:
         curves: points (size, milliseconds) of each variant by its label.
@@ -134,7 +136,7 @@ def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str
 def tradeoff_curves(
     curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], ylabel: str, *, yscale: str = "linear"
 ) -> Figure:
-    """A metric against bytes (logarithmic): a line a method through the means, a bar from least to largest seed.
+    """A metric against bytes (logarithmic): a line per method through the means, a bar from least to largest seed.
 
     Args:
         curves: points (bytes, metric of each seed) of each method by its label.
@@ -217,7 +219,7 @@ def grouped_bars(panels: Mapping[str, tuple[str, Mapping[str, Mapping[str, float
 
 
 def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None) -> Figure:
-    """Weight matrices of several nets of the same shapes side by side, as images: a row of images a net.
+    """Weight matrices of several nets of the same shapes side by side, as images: a row of images per net.
 
     Args:
         nets: the 2-d weights [R, C] of each net by label, then by parameter name; other tensors are left out.

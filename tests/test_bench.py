@@ -32,10 +32,9 @@ from gbfunc.lab.bench import (
     log_slope,
     run_bench,
 )
-from gbfunc.lab.bench.cases import generation_case
-from gbfunc.lab.bench.measure import time_together
+from gbfunc.lab.bench.cases import features, generation_case
 from gbfunc.lab.bench.naive import NaiveGenerator
-from gbfunc.lab.bench.nets import features
+from gbfunc.lab.bench.report import time_together
 from gbfunc.lab.bench.variants import build
 from gbfunc.plots import cost_curves
 from gbfunc.tasks.pnets.mlp import mlp
@@ -66,7 +65,7 @@ class Mixed(nn.Module):
         self.head = nn.Linear(20, 7)
 
 
-# The yardstick.
+# The naive baseline.
 
 
 @pytest.mark.parametrize("include", [(), (r"bias",)])

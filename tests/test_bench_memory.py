@@ -12,11 +12,12 @@ from hypothesis import given, settings
 
 import gbfunc as gb
 from gbfunc.lab.bench import Case, Genes, Setting
+from gbfunc.lab.bench.cases import features, sequences
 from gbfunc.lab.bench.live import LiveBytes
 from gbfunc.lab.bench.memory import measure_memory, peak_resident
-from gbfunc.lab.bench.nets import GPT, features, sequences
 from gbfunc.lab.bench.variants import build, loss_fn
 from gbfunc.tasks.pnets.convnets import ResNet18
+from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.tasks.pnets.mlp import mlp
 
 CPU = Setting(torch.device("cpu"), None, 1)
@@ -29,7 +30,7 @@ def deep(layers: int, width: int, counted: int = 0) -> Case:
 
 
 def test_gpt_is_causal_and_its_words_are_tied() -> None:
-    net = GPT(vocabulary=11, length=6, layers=2, width=8, hidden=16, heads=2).double()
+    net = GPT(vocabulary=11, context=6, layers=2, width=8, hidden=16, heads=2, bias=True).double()
     words, target = sequences(2, 6, 11)
     assert torch.equal(words[:, 1:], target[:, :-1])
     scores, later = net(words), words.clone()
@@ -37,12 +38,12 @@ def test_gpt_is_causal_and_its_words_are_tied() -> None:
     torch.testing.assert_close(net(later)[:, :4], scores[:, :4])
     assert not torch.allclose(net(later)[:, 4:], scores[:, 4:])
     assert loss_fn(net, (words, target)).item() == pytest.approx(math.log(11), rel=0.1)
-    assert [t.name for t in gb.make_plan(net).tensors if t.aliases] == ["words.weight"]
+    assert [t.name for t in gb.make_plan(net).tensors if t.aliases] == ["tokens.weight"]
 
 
 def test_published_sizes() -> None:
     with torch.device("meta"):
-        resnet, gpt = ResNet18(3, 64, 10), GPT(30_000, 512, 4, 512, 2048, 8)
+        resnet, gpt = ResNet18(3, 64, 10), GPT(30_000, 512, 4, 512, 8, 2048, bias=True)
     # torchvision's ResNet-18 has 11,689,512 parameters: a stem of 7 x 7 there, and 1,000 classes.
     assert sum(p.numel() for p in resnet.parameters()) == 11_689_512 - 64 * 3 * (49 - 9) - 513 * 990
     block = 4 * 512 * 512 + 2 * 512 * 2048 + 4 * 512 + 2048 + 512 + 4 * 512

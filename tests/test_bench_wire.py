@@ -18,16 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.bench_wire import print_wire
+from gbfunc.cli.bench import print_wire
 from gbfunc.lab.bench.dense_parallel import CollectiveBytes
-from gbfunc.lab.bench.launch import RankError, run_ranks
-from gbfunc.lab.bench.links import can_make_links, open_loopback, open_switch
+from gbfunc.lab.bench.links import RankError, can_make_links, open_loopback, open_switch, run_ranks
 from gbfunc.lab.bench.variants import loss_fn
 from gbfunc.lab.bench.wire import (
     CASES,
     PLACEMENTS,
     VARIANTS,
-    LossAndGrads,
+    ByVariant,
     Measured,
     Pace,
     Row,
@@ -42,19 +41,19 @@ LR = 1e-2
 needs_links = pytest.mark.skipif(not can_make_links(), reason="network namespaces need root, ip and tc")
 
 
-def measure_loopback() -> LossAndGrads:
+def measure_loopback() -> ByVariant:
     """All variants on two ranks, on the loopback."""
     return measure_ranks([("quick", "mlp")], 2, ["loopback"], Pace(0.05, 3, 100.0), LR)
 
 
 @pytest.fixture(scope="module")
-def found() -> LossAndGrads:
+def found() -> ByVariant:
     if not hasattr(torch.distributed.fsdp, "fully_shard"):
         pytest.skip("FSDP2 of torch 2.5 needs a GPU")
     return measure_loopback()
 
 
-def ranks_of(found: LossAndGrads, variant: str) -> list[Measured]:
+def ranks_of(found: ByVariant, variant: str) -> list[Measured]:
     return found[CASE.name, "loopback"][variant]
 
 
@@ -74,7 +73,7 @@ def generated_bytes() -> int:
     return 4 * sum(t.numel for t in gb.make_plan(CASE.net(), CASE.periodic.hypernet).generated)
 
 
-def test_the_dense_schemes_count_what_their_formulas_say(found: LossAndGrads) -> None:
+def test_the_dense_schemes_count_what_their_formulas_say(found: ByVariant) -> None:
     # On two ranks half of everything leaves a rank in each pass, and an all-reduce is two passes.
     assert mean(ranks_of(found, "ddp"), "counted_bytes") == dense_bytes()
     # FSDP2 gathers for forward and for backward, and reduce-scatters.
@@ -85,7 +84,7 @@ def test_the_dense_schemes_count_what_their_formulas_say(found: LossAndGrads) ->
 
 @needs_links
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_interface_sends_what_is_counted(variant: str, found: LossAndGrads) -> None:
+def test_the_interface_sends_what_is_counted(variant: str, found: ByVariant) -> None:
     measured = ranks_of(found, variant)
     counted = mean(measured, "counted_bytes")
     if variant == "fsdp2":
@@ -101,7 +100,7 @@ def test_the_interface_sends_what_is_counted(variant: str, found: LossAndGrads) 
     assert counted < wire < most
 
 
-def test_placements_send_less_than_ddp(found: LossAndGrads) -> None:
+def test_placements_send_less_than_ddp(found: ByVariant) -> None:
     ddp = mean(ranks_of(found, "ddp"), "counted_bytes")
     sent = {p: mean(ranks_of(found, p), "counted_bytes") for p in PLACEMENTS}
     ratio = ranks_of(found, "replicated")[0].ratio_params
@@ -111,7 +110,7 @@ def test_placements_send_less_than_ddp(found: LossAndGrads) -> None:
 
 
 @pytest.mark.parametrize("variant", ["ddp", "fsdp2", *PLACEMENTS])
-def test_ranks_learn_what_one_process_does(variant: str, found: LossAndGrads) -> None:
+def test_ranks_learn_what_one_process_does(variant: str, found: ByVariant) -> None:
     batch, net = CASE.batch(), CASE.net()
     if variant in PLACEMENTS:
         assert CASE.periodic is not None
@@ -135,7 +134,7 @@ def test_ranks_learn_what_one_process_does(variant: str, found: LossAndGrads) ->
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-4, atol=2e-4)
 
 
-def test_torchgb_s_scheme_learns(found: LossAndGrads) -> None:
+def test_torchgb_s_scheme_learns(found: ByVariant) -> None:
     losses = [m.losses for m in ranks_of(found, "torchgb")]
     assert sum(own[-1] for own in losses) < sum(own[0] for own in losses)
 
@@ -158,7 +157,7 @@ def made_up(seconds: float, wire: float, counted: float, busiest: float | None =
 
 def test_the_expected_time_is_that_of_the_steps() -> None:
     # 1 MB at 10 Mbit/s takes 0.84 s, headers included, so 1 + 2 steps fit a pace of two seconds; at 100 Mbit/s 1 + 20.
-    loopback: LossAndGrads = {("c", "loopback"): {"ddp": made_up(0.0, 1e6, 1e6)}}
+    loopback: ByVariant = {("c", "loopback"): {"ddp": made_up(0.0, 1e6, 1e6)}}
     slow, fast = 1e6 * 8 / 1e7 * 1514 / 1448, 1e6 * 8 / 1e8 * 1514 / 1448
     found = expected_seconds(loopback, ["10mbit", "100mbit"], Pace(2.0, 20, 1.0))
     assert found == pytest.approx(3 * slow + 21 * fast)

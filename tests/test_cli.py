@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.fit import dense_trainer, fit, total_steps
 from gbfunc.cli.options import HypernetName
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks import TASKS, accuracy
 from gbfunc.tasks.pnets import PNETS, mlp
+from gbfunc.tasks.training import dense_trainer, fit
 
 SMALL = ["--sizes", "64", "48", "10", "--genome-params", "300"]
 QUICK = [*SMALL, "--epochs", "2", "--batch-size", "100"]
@@ -95,8 +95,7 @@ def test_dense_trains_the_net_itself(tmp_path: Path, capsys: pytest.CaptureFixtu
     # The same as training without gbfunc, on the same schedule and data.
     task = TASKS["digits"]().with_pnet(PNETS["mlp"](TASKS["digits"]().interface, sizes=(64, 24, 10)))
     recipe = replace(task.recipe(metrics["genome_params"]), epochs=2)
-    trainer = dense_trainer(task.build(1), task, recipe, total_steps(task, recipe))
-    again = fit(trainer, task, recipe, label="dense", seed=1).history
+    again = fit(dense_trainer(task.build(1), task, recipe), task, recipe, 1).history
     assert again[-1]["train_loss"] == pytest.approx(metrics["train_loss"], rel=1e-4)
     capsys.readouterr()
     assert main(["eval", "--genome", str(tmp_path / "genome.safetensors")]) == 0
@@ -209,6 +208,7 @@ def test_mnist_from_the_command_line(shared_data: Path, tmp_path: Path, capsys: 
         (["train", "--device", "abacus"], "--device 'abacus' cannot be used"),
         (["train", "--genome-params", "500", "--compression", "40"], "at most one"),
         (["plan", "--genome-params", "3"], "3"),
+        (["plan", "--compression", "1000000"], "a genome 1,000,000 times smaller cannot be reached: the smallest"),
         (["plan", "--compression", "nan"], "--compression must be a positive number, got nan"),
         (["demo", "--compression", "-1"], "--compression must be a positive number, got -1.0"),
         (["eval", "--genome", "/no/such/genome"], "no such genome file: /no/such/genome"),
@@ -244,6 +244,29 @@ def test_eval_refuses_what_is_no_genome(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_genome_of_another_task_or_p_net_is_named(
+    tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *BRIEF, "--out", str(tmp_path)]) == 0
+    genome = ["--genome", str(tmp_path / "genome.safetensors")]
+    capsys.readouterr()
+    holds = "holds the genome of a p-net of 3,610 parameters (0.weight (48, 64), 0.bias (48,) and 2 more)"
+    mnist = ["--task", "mnist", "--data-dir", str(shared_data / "mnist")]
+    for argv, message in (
+        (["eval", *mnist, *genome], f"{holds}, which is no mlp for the task mnist: sizes must start with 784"),
+        (
+            ["sample", *genome],
+            f"{holds}, which is no gpt for the task text: expected the parameters of a GPT (blocks.0.up",
+        ),
+        (["eval", *genome, "--pnet-config", '{"hidden": [47]}'], "--pnet-config says hidden [47], but"),
+        (["eval", *genome, "--pnet-config", '{"sizes": [64, 47, 10]}'], "--pnet-config says hidden [47], but"),
+    ):
+        assert main(argv) == 2
+        told = capsys.readouterr()
+        assert message in told.err and told.err.count("\n") == 1 and told.out == ""
+    assert main(["eval", *genome, "--pnet-config", '{"hidden": [48]}']) == 0
+
+
 def test_eval_refuses_a_genome_of_another_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pnet = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 10))
     plan = gb.make_plan(pnet, gb.periodic(features=2))
@@ -255,12 +278,36 @@ def test_eval_refuses_a_genome_of_another_task(tmp_path: Path, capsys: pytest.Ca
     assert "must start with 64" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["train", "--nope", "3"], ["train", "--epochs", "many"], ["dance"], [], ["eval"]])
-def test_the_parser_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train", "--epoch", "3"], "train has no option --epoch (did you mean --epochs?): see gbfunc train --help"),
+        (["train", "--zzz", "3"], "train has no option --zzz: see"),
+        (["train", "--compresion=3"], "train has no option --compresion (did you mean --compression?)"),
+        (["train", "--epochs", "many"], "--epochs must be INT, got 'many'"),
+        (["train", "--sizes", "3", "x"], "--sizes must be INT INT ..., got '3', 'x'"),
+        (["train", "--seed", "x"], "--seed: invalid literal for int() with base 10: 'x'"),
+        (["train", "--hypernet", "foo"], "invalid choice 'foo' for argument '--hypernet'"),
+        (["plan", "extra"], "Unrecognized options: extra"),
+        (["trian"], "no command 'trian' (did you mean train?): choose one of demo, plan, train"),
+        (["dance"], "no command 'dance': choose one of demo, plan, train"),
+        ([], "a command is missing: choose one of demo, plan"),
+        (["eval"], "Missing from gbfunc eval: --genome FILE: see gbfunc eval --help"),
+    ],
+)
+def test_the_parser_refuses_in_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1
+    assert told.err.startswith("gbfunc: error: ") and message in told.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"gbfunc {gb.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["demo", "plan", "train", "eval"])

@@ -18,15 +18,15 @@ from tests.support.trees_equal import same_bits
 BRIEF = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "1", "--batch-size", "400"]
 
 
-def test_a_dtype_rounds_the_genome_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for dtype in ("own", "float32", "float16", "bfloat16"):
-        option = [] if dtype == "own" else ["--dtype", dtype]
+def test_dtype_rounds_the_genome_that_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype in ("default", "float32", "float16", "bfloat16"):
+        option = [] if dtype == "default" else ["--dtype", dtype]
         assert main(["train", *BRIEF, *option, "--out", str(tmp_path / dtype)]) == 0
-    plan, genome = gb.load(tmp_path / "own" / "genome.safetensors")
-    own = json.loads((tmp_path / "own" / "metrics.json").read_text())
+    plan, genome = gb.load(tmp_path / "default" / "genome.safetensors")
+    own = json.loads((tmp_path / "default" / "metrics.json").read_text())
     assert own["dtype"] == "float32"
     assert (tmp_path / "float32" / "genome.safetensors").read_bytes() == (
-        tmp_path / "own" / "genome.safetensors"
+        tmp_path / "default" / "genome.safetensors"
     ).read_bytes()
     told, task = capsys.readouterr().out, TASKS["digits"]()
     for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gbfunc.cli.ranks import parse_mesh
+from gbfunc.cli.job import parse_mesh
 from tests.support.ranks import PATIENCE, ROOT
 
 TRAIN = ("-m", "gbfunc", "train", "--epochs", "1", "--sizes", "64", "40", "10", "--genome-params", "300")

@@ -11,11 +11,11 @@ import torch
 
 from gbfunc.lab.compare import (
     METHODS,
+    BudgetTooSmall,
     Problem,
     Results,
     Settings,
     Trained,
-    Unfit,
     choose,
     measure,
     of_problem,
@@ -24,11 +24,8 @@ from gbfunc.lab.compare import (
     run_missing,
     size_within,
     to_json,
-    total_steps,
 )
-from gbfunc.lab.compare.base import grid
-from gbfunc.lab.compare.family import largest, narrow_sizes
-from gbfunc.lab.compare.store import pack, packed_size, unpack
+from gbfunc.lab.compare.base import grid, largest, narrow_sizes, pack, packed_size, unpack
 from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import TASKS, Net, Task, accuracy
 from gbfunc.tasks.pnets import find_pnet
@@ -88,7 +85,7 @@ def test_every_candidate_is_within_the_budget(name: str, problem: Problem) -> No
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_cannot_be_so_small_says_so(name: str, problem: Problem) -> None:
-    with pytest.raises(Unfit):
+    with pytest.raises(BudgetTooSmall):
         METHODS[name].candidates(problem._replace(budget=60, size=20))
 
 
@@ -147,11 +144,11 @@ class _Steps:
 
     def candidates(self, problem: Problem) -> list[Settings]:
         if problem.size < 100:
-            raise Unfit("too small")
+            raise BudgetTooSmall("too small")
         return grid(answer=(1, 2, 3))
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        self.trained.append((settings, total_steps(problem), seed))
+        self.trained.append((settings, problem.steps, seed))
         return Trained(bytes([settings["answer"]]), 1)
 
     def load(self, data: bytes, task: Task) -> Net:
@@ -222,7 +219,7 @@ def test_nets_fill_the_budget(task: Task) -> None:
     found = narrow_sizes(task, lambda s: n_params(s) <= 1_000)
     assert found == [(64, 13, 10), (64, 11, 11, 10), (64, 10)]
     assert narrow_sizes(task, lambda s: n_params(s) <= 100) == [(64, 1, 10), (64, 1, 1, 10)]
-    with pytest.raises(Unfit):
+    with pytest.raises(BudgetTooSmall):
         narrow_sizes(task, lambda s: False)
 
 

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gbfunc.lab.compare.coding import decode_sparse, encode_sparse
-from gbfunc.lab.compare.pruned import most_entries
-from gbfunc.lab.compare.quantised import dequantise, pack_levels, quantise, unpack_levels
+from gbfunc.lab.compare.dense import dequantise, pack_levels, quantise, unpack_levels
+from gbfunc.lab.compare.pruned import decode_sparse, encode_sparse, most_entries
 
 MATRICES = st.tuples(st.integers(1, 9), st.integers(1, 9), st.floats(0, 1), st.integers(0, 2**31))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import hadamard as scipy_hadamard
 
-from gbfunc.lab.compare.projection import Projection, hadamard
+from gbfunc.lab.compare.subspace import Projection, hadamard
 
 
 def matrix(projection: Projection) -> torch.Tensor:

@@ -16,18 +16,19 @@ from torch import Tensor
 
 import gbfunc as gb
 from gbfunc.cli import main
+from gbfunc.tasks import Task
 from gbfunc.tasks.control import (
     SETTINGS,
-    ActorCritic,
-    Training,
-    control_rules,
+    Environment,
+    Episodes,
     control_settings,
-    final_returns,
-    grow,
-    train_control,
+    control_task,
+    evaluate,
+    find_environment,
 )
-from gbfunc.tasks.environments import Environment, evaluate, find_environment
+from gbfunc.tasks.pnets.mlp import ActorCritic
 from gbfunc.tasks.ppo import Settings
+from gbfunc.tasks.training import Fit, fit, genome_trainer
 from gbfunc.trees import flat_genome
 
 TINY = replace(SETTINGS["CartPole-v1"], env_steps=512, n_envs=4, horizon=64, epochs=1, minibatches=2, eval_every=1)
@@ -45,14 +46,12 @@ def pendulum() -> Environment:
 
 def train(
     env: Environment, seed: int, settings: Settings = TINY, dense: bool = False
-) -> tuple[ActorCritic, gb.Plan, Training]:
-    pnet = ActorCritic(env, seed=seed)
-    plan = gb.make_plan(pnet, rules=[(".", None)]) if dense else genome_plan(env, pnet)
-    return pnet, plan, train_control(env, pnet, plan, settings, seed)
-
-
-def genome_plan(env: Environment, pnet: ActorCritic) -> gb.Plan:
-    return gb.make_plan(pnet, compression=10.0, rules=control_rules(env, pnet))
+) -> tuple[Task, torch.nn.Module, gb.Plan, Fit]:
+    task = control_task(env, settings)
+    pnet = task.build(seed)
+    plan = gb.make_plan(pnet, rules=[(".", None)]) if dense else task.plan(pnet, compression=10.0)
+    recipe = task.recipe(plan.genome_params)
+    return task, pnet, plan, fit(genome_trainer(plan, pnet, task, recipe, seed), task, recipe, seed)
 
 
 def test_environments(cartpole: Environment, pendulum: Environment) -> None:
@@ -74,23 +73,22 @@ def test_other_environments_are_refused(env_id: str, message: str) -> None:
         find_environment(env_id)
 
 
-def test_networks_start_orthogonal_with_their_gains(cartpole: Environment, pendulum: Environment) -> None:
-    before = torch.get_rng_state()
-    net = ActorCritic(cartpole, (32, 48), seed=3)
-    assert torch.equal(before, torch.get_rng_state())
+def test_networks_start_orthogonal_with_their_gains() -> None:
+    torch.manual_seed(3)
+    net = ActorCritic((4, 32, 48, 2))
     for half, gains in ((net.actor, (2**0.5, 2**0.5, 0.01)), (net.critic, (2**0.5, 2**0.5, 1.0))):
         for layer, gain in zip(list(half)[::2], gains, strict=True):
             assert isinstance(layer, torch.nn.Linear)
             weight = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
             torch.testing.assert_close(weight @ weight.T, gain**2 * torch.eye(len(weight)), atol=1e-5, rtol=0)
             assert not layer.bias.any()
-    numbers, values = ActorCritic(pendulum)(torch.randn(7, 3))
+    numbers, values = ActorCritic((3, 64, 64, 1), vectors=True)(torch.randn(7, 3))
     assert numbers.shape == (7, 2) and values.shape == (7,) and not numbers[:, 1].any()
-    assert sum(p.numel() for p in ActorCritic(cartpole).parameters()) == 9_155
+    assert sum(p.numel() for p in ActorCritic((4, 64, 64, 2)).parameters()) == 9_155
 
 
 def test_evaluation_is_a_loop_over_single_environments(pendulum: Environment) -> None:
-    net = ActorCritic(pendulum, seed=1)
+    net = ActorCritic((3, 64, 64, 1), vectors=True)
     with torch.no_grad():
         net.get_parameter("actor.4.weight").mul_(100)
     expected = []
@@ -103,30 +101,28 @@ def test_evaluation_is_a_loop_over_single_environments(pendulum: Environment) ->
             obs, reward, terminated, truncated, _ = env.step(action)
             total, over = total + float(reward), terminated or truncated
         expected.append(total)
-    np.testing.assert_allclose(evaluate(net.act, pendulum, seed=5, episodes=3), expected, rtol=1e-5)
+    np.testing.assert_allclose(evaluate(net, Episodes(pendulum, 5, 3)), expected, rtol=1e-5)
 
 
-class Reflex(ActorCritic):
+def reflex(obs_BO: Tensor) -> tuple[Tensor, Tensor]:
     """Pushes the cart under the falling pole, a little also back to the middle: solves CartPole by hand."""
-
-    def act(self, obs_BO: Tensor) -> Tensor:
-        falls_B = obs_BO @ torch.tensor([0.1, 0.2, 1.0, 1.0])
-        return torch.stack([-falls_B, falls_B], 1)
+    falls_B = obs_BO @ torch.tensor([0.1, 0.2, 1.0, 1.0])
+    return torch.stack([-falls_B, falls_B], 1), falls_B
 
 
 def test_evaluation_knows_good_from_bad(cartpole: Environment) -> None:
-    good = evaluate(Reflex(cartpole).act, cartpole, seed=0, episodes=20)
+    good = evaluate(reflex, Episodes(cartpole, 0, 20))
     assert good.tolist() == [500.0] * 20
-    bad = ActorCritic(cartpole)
+    bad = ActorCritic((4, 64, 64, 2))
     with torch.no_grad():
         bad.get_parameter("actor.4.bias").copy_(torch.tensor([9.0, 0.0]))
-    assert evaluate(bad.act, cartpole, seed=0, episodes=20).max() < 15
+    assert evaluate(bad, Episodes(cartpole, 0, 20)).max() < 15
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_seed_decides_everything(cartpole: Environment, dense: bool) -> None:
     before = torch.get_rng_state()
-    (_, _, first), (_, _, again), (_, _, other) = (train(cartpole, seed, dense=dense) for seed in (0, 0, 1))
+    (*_, first), (*_, again), (*_, other) = (train(cartpole, seed, dense=dense) for seed in (0, 0, 1))
     assert torch.equal(before, torch.get_rng_state())
     rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in run.history] for run in (first, again, other)]
     assert rows[0] == rows[1] != rows[2]
@@ -136,18 +132,19 @@ def test_a_seed_decides_everything(cartpole: Environment, dense: bool) -> None:
 
 
 def test_continuous_actions_train(pendulum: Environment) -> None:
-    pnet, plan, result = train(pendulum, 0)
-    net = grow(plan, result.state, pnet)
-    assert not torch.equal(net.log_std, pnet.log_std) and result.solved is None
-    returns = final_returns(net, pendulum, 0)
+    task, pnet, plan, result = train(pendulum, 0)
+    net = gb.materialize(plan, result.state, pnet)
+    assert not torch.equal(net.get_parameter("log_std"), pnet.get_parameter("log_std"))
+    assert task.facts(result.history)["env_steps_to_solve"] is None
+    returns = evaluate(net, task.test)
     assert returns.shape == (100,) and -2000 < returns.mean() < -100
 
 
 def test_a_few_seconds_teach_cartpole(cartpole: Environment) -> None:
     settings = replace(SETTINGS["CartPole-v1"], env_steps=12_288, eval_every=12)
-    pnet, plan, result = train(cartpole, 0, settings)
-    untrained = grow(plan, gb.init_genome(plan, pnet, 0), pnet)
-    before, after = (final_returns(net, cartpole, 0).mean() for net in (untrained, grow(plan, result.state, pnet)))
+    task, pnet, plan, result = train(cartpole, 0, settings)
+    nets = (gb.materialize(plan, genome, pnet) for genome in (gb.init_genome(plan, pnet, 0), result.state))
+    before, after = (evaluate(net, task.test).mean() for net in nets)
     assert plan.ratio_params >= 10 and before < 100 and after > 3 * before and after > 200
 
 
@@ -172,17 +169,21 @@ def test_train_writes_what_eval_reads(tmp_path: Path, capsys: pytest.CaptureFixt
     command = ["train", "--task", "control", "--compression", "12", "--env-steps", "2048", "--out", str(out)]
     assert main(command) == 0
     told = capsys.readouterr()
-    assert told.err.startswith("genome: 2,048/2,048 steps, mean return ")
+    assert told.err.startswith("genome: step 32/32, loss ") and "validation mean return" in told.err
     metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["env"] == "CartPole-v1" and metrics["hidden"] == [64, 64] and metrics["env_steps"] == 2_048
+    assert (
+        metrics["env"] == "CartPole-v1"
+        and metrics["pnet_config"]["hidden"] == [64, 64]
+        and metrics["env_steps"] == 2_048
+    )
     assert metrics["ratio_params"] == metrics["pnet_params"] / metrics["genome_params"] >= 12
     assert metrics["genome_bytes"] == (out / "genome.safetensors").stat().st_size
     with (out / "history.csv").open(newline="") as file:
-        assert [(row["run"], row["env_steps"]) for row in csv.DictReader(file)] == [("genome", "2048.0")]
+        assert [(row["run"], row["env_steps"]) for row in csv.DictReader(file)] == [("genome", "2048")]
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     # What is reported is what the file holds, in the same episodes.
     assert main(["eval", "--task", "control", "--genome", str(out / "genome.safetensors")]) == 0
-    assert f"{metrics['mean_return']:.1f} +- {metrics['std_return']:.1f}" in capsys.readouterr().out
+    assert f"{metrics['test_mean_return']:.1f}" in capsys.readouterr().out
 
 
 def test_numbers_of_the_file(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_dense_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     command = ["train", "--task", "control", "--dense", "--sizes", "4", "8", "2", "--env-steps", "1024"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["network"] == "dense" and metrics["hidden"] == [8]
+    assert metrics["network"] == "dense" and metrics["pnet_config"]["hidden"] == [8]
     assert metrics["genome_params"] == metrics["pnet_params"] == 5 * 8 + 9 * 2 + 5 * 8 + 9
     capsys.readouterr()
     assert main(["plan", "--task", "control", "--compression", "20"]) == 0
@@ -208,17 +209,19 @@ def test_dense_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "message"),
     [
         (["train", "--task", "control", "--env", "Nowhere-v0"], "no environment 'Nowhere-v0'"),
-        (["train", "--task", "control", "--sizes", "3", "8", "2"], "--sizes must start with the 4 numbers"),
-        (["train", "--task", "control", "--sizes", "4", "2"], "--sizes must start with"),
+        (["train", "--task", "control", "--sizes", "3", "8", "2"], "sizes must start with the 4 numbers"),
+        (["train", "--task", "control", "--sizes", "4", "2"], "sizes must start with"),
         (["train", "--task", "control", "--env-steps", "100"], "at least one rollout, 1,024 steps, got 100"),
-        (["train", "--task", "control", "--epochs", "3"], "--epochs: the control task learns from an environment"),
+        (["train", "--task", "control", "--pnet", "mlp"], "take actor_critic for a task of control"),
+        (["train", "--pnet", "actor_critic"], "take it for a task of control"),
         (["train", "--task", "control", "--dense", "--compression", "3"], "drop --compression"),
+        (["train", "--task", "control", "--resume", "auto"], "are for tasks with examples, got --task control"),
         (["train", "--task", "control", "--lr", "0"], "--lr must be a positive number"),
         (["train", "--task", "control", "--seed", "-1"], "--seed must be at least 0"),
         (["train", "--task", "control", "--compression", "5000"], "cannot be reached"),
         (["train", "--task", "control", "--device", "meta"], "runs on the CPU"),
-        (["train", "--env-steps", "9"], "--env-steps is for the control task"),
-        (["demo", "--task", "control"], "control task has no examples"),
+        (["train", "--env-steps", "9"], "--env-steps is for the control task, got --task digits"),
+        (["sample", "--task", "control", "--genome", "nowhere"], "no such genome file: nowhere"),
         (["eval", "--task", "control", "--genome", "nowhere"], "no such genome file: nowhere"),
     ],
 )
@@ -231,12 +234,19 @@ def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.
 def test_a_genome_of_another_environment_is_refused(
     tmp_path: Path, pendulum: Environment, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pnet = ActorCritic(pendulum)
-    plan = genome_plan(pendulum, pnet)
+    task = control_task(pendulum, TINY)
+    plan = task.plan(pnet := task.build(0))
     path = tmp_path / "genome.safetensors"
     gb.save(path, plan, gb.init_genome(plan, pnet))
     assert main(["eval", "--task", "control", "--genome", str(path)]) == 2
     assert "the plan was made for another p-net" in capsys.readouterr().err
+
+
+def test_demo_compares_dense_actors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--task", "control", "--task-config", '{"env_steps": 1024}', "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["small_dense_params"] >= metrics["genome_params"]
+    assert f"{metrics['dense_test_mean_return']:.1f}" in capsys.readouterr().out
 
 
 def test_without_gymnasium_the_extra_is_named(

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "gbfunc"
 
 # Lowest first; a room (a module or a subpackage) imports only from itself and from the rows above its own.
 LEVELS = (
-    {"types"},
+    {"startup", "types"},
     {"trees", "tiling", "encoding", "files"},
     {"hypernets", "layers", "factored", "pnet"},
     {"plan"},

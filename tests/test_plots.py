@@ -51,7 +51,7 @@ def test_other_metrics_keep_their_unit() -> None:
 
 
 def test_return_curve_draws_means_in_bands() -> None:
-    rows = [{"env_steps": 100.0 * i, "mean_return": 10.0 * i, "std_return": 2.0} for i in (1, 2)]
+    rows = [{"env_steps": 100.0 * i, "val_mean_return": 10.0 * i, "val_std_return": 2.0} for i in (1, 2)]
     axes = return_curve({"genome": rows, "dense": rows}, "CartPole-v1", 475.0).axes[0]
     assert axes.get_xlabel() == "environment steps" and axes.get_title() == "CartPole-v1"
     assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[100.0, 10.0], [200.0, 20.0]]

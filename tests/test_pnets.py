@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import gbfunc as gb
-from gbfunc.tasks.pnets import PNETS, Interface, find_pnet, n_params, narrowed
-from gbfunc.tasks.pnets.own import is_import_path
+from gbfunc.tasks.pnets import PNETS, Interface, find_pnet, is_import_path, n_params, narrowed
 
 IMAGE = Interface((3, 32, 32), 10)
 TEXT = Interface((16,), 30, tokens=True)
@@ -18,7 +17,13 @@ SMALL = {
     "allconv": (IMAGE, {"width": 6}),
     "resnet18": (IMAGE, {"width": 4}),
     "gpt": (TEXT, {"layers": 2, "width": 16, "heads": 2}),
+    "actor_critic": (Interface((5,), 3, actions="choice"), {"hidden": [12, 8], "odd": True}),
 }
+
+
+def logits(output):
+    """A policy's logits stand beside its values."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def inputs(interface: Interface) -> torch.Tensor:
@@ -51,14 +56,14 @@ def test_a_family_builds_plans_and_trains(name: str) -> None:
     assert all(torch.equal(v, again[k]) for k, v in net.state_dict().items())
     assert not all(torch.equal(v, other[k]) for k, v in net.state_dict().items())
     x = inputs(interface)
-    assert net(x).shape == outputs(interface)
+    assert logits(net(x)).shape == outputs(interface)
     size = int(n_params(net) / 2)
     plan = gb.make_plan(net, **pnet.plan(size)._asdict(), genome_params=size)
     assert plan.genome_params <= size
     y = torch.zeros(outputs(interface)[:-1], dtype=torch.int64)
 
     def loss_fn(net, batch):
-        return torch.nn.functional.cross_entropy(net(batch[0]).flatten(0, -2), batch[1].flatten())
+        return torch.nn.functional.cross_entropy(logits(net(batch[0])).flatten(0, -2), batch[1].flatten())
 
     step = gb.make_train_step(plan, net, loss_fn, gb.torch_optimizer(torch.optim.Adam, lr=1e-2))
     state, first = step(step.init(seed=0), (x, y))

@@ -232,7 +232,7 @@ def test_fashion_mnist_is_read_as_mnist_is(shared_data: Path, mnist: Task) -> No
     ("name", "config", "message"),
     [
         ("nope", {}, "no task 'nope': choose one of digits, mnist.*, control, or package"),
-        ("control", {}, "the control task has no examples: it knows the commands plan, train and eval"),
+        ("control", {"nope": 1}, "the task control has no option nope: its options are env, env_steps"),
         ("digits", {"colour": 1}, "the task digits has no option colour: its options are none"),
         ("text", {"colour": 1}, "its options are context, vocabulary"),
         ("gbfunc.tasks:nope", {}, "gbfunc.tasks has no 'nope'"),

@@ -13,8 +13,7 @@ import torch
 
 from gbfunc.cli import main
 from gbfunc.tasks import Task, find_task
-from gbfunc.tasks.batches import read_batch
-from gbfunc.tasks.cifar10 import load_cifar10, read_packed
+from gbfunc.tasks.cifar10 import load_cifar10, read_batch, read_packed
 
 Images = tuple[np.ndarray, np.ndarray]
 
@@ -98,7 +97,7 @@ def test_a_batch_runs_nothing(tmp_path: Path, protocol: int) -> None:
         read_batch(tmp_path / "b")
     assert not (tmp_path / "harm").exists()
     (tmp_path / "b").write_bytes(pickle.dumps({"data": Codec()}, protocol))
-    with pytest.raises(ValueError, match="is not a sound CIFAR-10 batch"):
+    with pytest.raises(ValueError, match="is not a valid CIFAR-10 batch"):
         read_batch(tmp_path / "b")
 
 
@@ -169,13 +168,13 @@ def test_damaged_npz(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", b"PK", whole[:500], whole[:-20], whole[:200] + b"\0" * 50 + whole[250:]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="a.npz is not a sound CIFAR-10 .npz"):
+        with pytest.raises(ValueError, match="a.npz is not a valid CIFAR-10 .npz"):
             read_packed(path)
     np.savez(path, labels=labels)
     with pytest.raises(ValueError, match="delta"):
         read_packed(path)
     np.savez(path, labels=labels, delta=np.array([object()], object))
-    with pytest.raises(ValueError, match="not a sound CIFAR-10 .npz"):
+    with pytest.raises(ValueError, match="not a valid CIFAR-10 .npz"):
         read_packed(path)
     for own, more, message in (
         (labels + 9, {}, "labels 0 to 9, got 9 to 12"),

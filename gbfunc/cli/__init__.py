@@ -5,34 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
-try:
-    import tyro
-except ImportError as _error:
-    raise ImportError("the command line needs its extra packages: pip install 'gbfunc[cli]'") from _error
-
-from gbfunc.cli.bench import Bench
-from gbfunc.cli.checkpoints import Stopped
-from gbfunc.cli.compare import Compare
-from gbfunc.cli.demo import Demo
-from gbfunc.cli.eval import Eval
-from gbfunc.cli.plan import Plan
-from gbfunc.cli.sample import Sample
-from gbfunc.cli.train import Train
+from gbfunc.startup import interrupts_raise
 
 __all__ = ["main"]
-
-Command = (
-    Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Eval, tyro.conf.subcommand("eval")]
-    | Annotated[Sample, tyro.conf.subcommand("sample")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-)
-"""A new command is one file and one entry here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,17 +22,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         of the signal that ended it.
 
     Raises:
-        SystemExit: from the parser, for `--help` (0) and for options that it refuses (2).
+        SystemExit: from the parser, for `--help` and `--version` (0), and for options that it refuses (2).
     """
-    command = tyro.cli(
-        Command,  # pyright: ignore[reportArgumentType]
-        prog="gbfunc",
-        description="Train neural networks through a genomic bottleneck.",
-        args=argv,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-    )
     try:
-        command.run()
+        # What is imported from here on may take seconds, and be interrupted.
+        from gbfunc.cli.parser import parse
+
+        interrupts_raise()
+        parse(sys.argv[1:] if argv is None else argv).run()
+    except KeyboardInterrupt:
+        print("gbfunc: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader (`| head`) has had enough; what is still buffered must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -67,7 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # One line, whatever the message holds.
         print(f"gbfunc: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("gbfunc: interrupted", file=sys.stderr)
-        return 130
     return 0
+
+
+class Stopped(Exception):
+    """A signal has ended training, after a checkpoint.
+
+    Attributes:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.signum = signum

@@ -11,58 +11,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 import gbfunc as gb
+from gbfunc.cli import Stopped
 from gbfunc.cli.options import AUTO, CheckpointOptions, TrainingOptions
 from gbfunc.parallel import sum_ranks
+from gbfunc.tasks import Recipe, Task
+from gbfunc.tasks.training import Position, total_steps
 from gbfunc.types import JSON
-
-if TYPE_CHECKING:
-    from gbfunc.cli.job import Job
 
 FOLDER = "checkpoints"
 
 _STEPS_BETWEEN_AGREEMENTS = 10
 
 
-class Position(NamedTuple):
-    """How far a training has come, beside its state.
-
-    Attributes:
-        done: steps up to the last row of the history.
-        more: steps since.
-        order: state of the generator of the data's order and noise before the pass over the data in hand.
-        sums: of the figures of the steps since.
-        history: rows.
-        seconds: of training.
-    """
-
-    done: int
-    more: int
-    order: torch.Tensor
-    sums: dict[str, float]
-    history: list[dict[str, float]]
-    seconds: float
-
-
-class Stopped(Exception):
-    """A signal has ended training, after a checkpoint.
-
-    Attributes:
-        signum: the signal.
-    """
-
-    def __init__(self, signum: int, message: str) -> None:
-        super().__init__(message)
-        self.signum = signum
-
-
 @dataclass
-class Checkpoints:
-    """What a training loop asks of its checkpoints.
+class Kept:
+    """The checkpoints of one training, as its loop asks for them (`gbfunc.tasks.training.Checkpoints`).
 
     Attributes:
         train_step: the step that trains.
@@ -111,9 +78,9 @@ class Checkpoints:
     def _check(self, extra: JSON) -> None:
         if "position" not in extra or "settings" not in extra:
             raise ValueError("it was not saved by gbfunc train")
-        saved, own = extra["settings"], self.settings
-        if differing := sorted(k for k in saved.keys() | own.keys() if saved.get(k) != own.get(k)):
-            changes = ", ".join(f"{k} {saved.get(k)}, now {own.get(k)}" for k in differing)
+        saved, now = extra["settings"], self.settings
+        if differing := sorted(k for k in saved.keys() | now.keys() if saved.get(k) != now.get(k)):
+            changes = ", ".join(f"{k} {saved.get(k)}, now {now.get(k)}" for k in differing)
             raise ValueError(f"it was trained with other settings: {changes}")
 
     def due(self, steps: int) -> bool:
@@ -166,15 +133,15 @@ class Checkpoints:
 
 @contextmanager
 def checkpoints(
-    options: TrainingOptions, job: Job, train_step: gb.TrainStep | None, steps: int
-) -> Iterator[Checkpoints | None]:
+    options: TrainingOptions, task: Task, recipe: Recipe, train_step: gb.TrainStep | None
+) -> Iterator[Kept | None]:
     """The checkpoints that the options ask for; while they are open, SIGINT and SIGTERM save before they stop.
 
     Args:
         options: what the user asks for; with plain ones there are no checkpoints.
-        job: what is trained.
-        train_step: the step that trains it.
-        steps: of the whole training.
+        task: what is trained on.
+        recipe: settings of the training.
+        train_step: the step that trains.
 
     Raises:
         ValueError: for options that do not fit each other, or old checkpoints in the way of a new training.
@@ -187,6 +154,8 @@ def checkpoints(
     if every is None and resume is None:
         yield None
         return
+    if not task.resumable:
+        raise ValueError(f"--checkpoint-every and --resume are for tasks with examples, got --task {task.name}")
     if every is not None and every < 1:
         raise ValueError(f"--checkpoint-every must be at least 1, got {every}")
     if options.keep < 1:
@@ -197,23 +166,22 @@ def checkpoints(
     source = None if resume is None else folder if resume == AUTO else Path(resume)
     if source is None and any(folder.glob("step-*")):
         raise ValueError(f"{folder} holds checkpoints: go on from them with --resume auto, or choose another --out")
-    settings = _settings(options, job, steps)
+    settings = _settings(options, task, recipe)
     needed = resume != AUTO
     if every is None:
-        yield Checkpoints(train_step, settings, source, needed, None, 0)
+        yield Kept(train_step, settings, source, needed, None, 0)
         return
     with gb.Checkpointer(folder, train_step, keep=options.keep) as writer:
-        made = Checkpoints(train_step, settings, source, needed, writer, every)
+        made = Kept(train_step, settings, source, needed, writer, every)
         with _listening(made.signals):
             yield made
 
 
-def _settings(options: CheckpointOptions, job: Job, steps: int) -> JSON:
+def _settings(options: CheckpointOptions, task: Task, recipe: Recipe) -> JSON:
     """What decides the course of a training beside the plan, as JSON."""
-    recipe = {f.name: getattr(job.recipe, f.name) for f in fields(job.recipe)}
-    plain = {k: v for k, v in recipe.items() if isinstance(v, int | float | str)}
-    known = {"task": options.task, "seed": options.seed, "steps": steps}
-    return json.loads(json.dumps(plain | known | {"betas": recipe["betas"]}))
+    plain = {f.name: v for f in fields(recipe) if isinstance(v := getattr(recipe, f.name), int | float | str | tuple)}
+    known = {"task": options.task, "seed": options.seed, "steps": total_steps(task, recipe)}
+    return json.loads(json.dumps(plain | known))
 
 
 @contextmanager

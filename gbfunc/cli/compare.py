@@ -13,6 +13,7 @@ import torch
 from tyro.conf import FlagCreatePairsOff, arg
 
 from gbfunc.cli.options import DataOptions
+from gbfunc.cli.output import wide_console
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,13 +21,12 @@ if TYPE_CHECKING:
     from gbfunc.lab.compare import Method, Problem, Results, Row
     from gbfunc.tasks import Metric
 
-_WIDTH = 150
 _SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 
 
 @dataclass(frozen=True)
 class Compare(DataOptions):
-    """Genomes and what else one would do, within the same bytes; settings by validation, a row a seed."""
+    """Genomes and what else one would do, within the same bytes; settings by validation, a row per seed."""
 
     sizes: Annotated[
         tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint=f"(default: {' '.join(map(str, _SIZES))})")
@@ -47,7 +47,7 @@ class Compare(DataOptions):
     """Passes over the training examples, for all alike; the choice among candidates takes a third of them each."""
 
     dtype: Literal["float32", "float16"] = "float32"
-    """What every method that has no format of its own stores; training is in float32."""
+    """dtype that every method stores which has no other format; training is in float32."""
 
     quick: FlagCreatePairsOff[bool] = False
     """One epoch, one seed, two candidates: shows that all of it runs, and nothing else."""
@@ -157,10 +157,7 @@ def shown_values(problem: Problem, rows: Sequence[Row]) -> list[float]:
 
 def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mapping[str, Method]) -> None:
     """The metric on the test split as one table on standard output: a row a method, a column a budget."""
-    from rich.console import Console
     from rich.table import Table
-
-    from gbfunc.lab.compare import total_steps
 
     table = Table("method")
     for problem in problems:
@@ -172,14 +169,12 @@ def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mappi
     for name, found in cells.items():
         cells_of = zip(problems, found, best, strict=True)
         table.add_row(name, *(_cell(results, problem, name, tests, top) for problem, tests, top in cells_of))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = wide_console()
     console.print(table)
     first = problems[0]
     console.print(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
-        f"{total_steps(first):,} steps; -: nothing is as small as that.",
+        f"{first.steps:,} steps; -: nothing is as small as that.",
         style="dim",
     )
 

@@ -1,25 +1,30 @@
-"""From options to a task, a recipe, a p-net and a plan; from a genome file to a network and its metrics."""
+"""From options to a plan, from a plan to a genome's file, from a file to a network and its metrics."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions, find_device
-from gbfunc.cli.output import make_folder
+from gbfunc.cli.checkpoints import Kept, checkpoints
+from gbfunc.cli.options import DataOptions, ModelOptions, RankOptions, TrainingOptions
+from gbfunc.cli.output import make_folder, reporter
+from gbfunc.lab.bench.memory import peak_resident
+from gbfunc.parallel import Placement
 from gbfunc.tasks import Recipe, Task, find_task
-from gbfunc.tasks.pnets import find_pnet
+from gbfunc.tasks.base import History
+from gbfunc.tasks.pnets import PNet, brief, find_pnet
+from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
 
-_COMPRESSION = 20.0
-"""Where neither the user nor the task names a size."""
+GENOME_FILE = "genome.safetensors"
 
 
 class Job(NamedTuple):
@@ -27,7 +32,7 @@ class Job(NamedTuple):
 
     Attributes:
         task: data and p-net, on the device to train on.
-        recipe: settings, with the user's own in place.
+        recipe: settings, with the user's in place.
         pnet: the p-net with its initial weights.
         plan: which of its tensors are generated, and how.
     """
@@ -50,7 +55,13 @@ def load_task(options: DataOptions, sizes: tuple[int, ...] | None = None) -> Tas
         FileNotFoundError: if its data is missing.
         ImportError: if a package is missing.
     """
-    task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config))
+    task_config = read_json("--task-config", options.task_config)
+    given = {name: getattr(options, name, None) for name in ("env", "env_steps")}
+    if options.task != "control" and (foreign := [name for name in given if given[name] is not None]):
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in foreign)
+        raise ValueError(f"{names} is for the control task, got --task {options.task}")
+    task_config |= {name: value for name, value in given.items() if value is not None}
+    task = find_task(options.task, options.data_dir, task_config)
     config = read_json("--pnet-config", options.pnet_config)
     if sizes is not None:
         config |= {"sizes": sizes}
@@ -93,10 +104,10 @@ def make_job(options: ModelOptions) -> Job:
     if compression is not None and not 0 < compression < float("inf"):
         raise ValueError(f"--compression must be a positive number, got {compression}")
     if genome_params is None and compression is None:
-        genome_params, compression = task.genome_params, None if task.genome_params else _COMPRESSION
+        genome_params, compression = task.genome_params, None if task.genome_params else task.compression
     # Both given is for the plan to refuse.
     size = {"genome_params": genome_params, "compression": compression}
-    plan = dense_plan(pnet, options) if is_dense(options) else task.plan(pnet, options.hypernet, **size)
+    plan = dense_plan(pnet, options) if is_dense(options) else _sized_plan(task, pnet, options.hypernet, size)
     recipe = task.recipe(plan.genome_params)
     if is_dense(options):
         recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None)
@@ -104,16 +115,27 @@ def make_job(options: ModelOptions) -> Job:
         if options.epochs is not None and options.steps is not None:
             raise ValueError(f"give at most one of --epochs and --steps, got {options.epochs} and {options.steps}")
         names = ("epochs", "steps", "batch_size", "lr")
-        own = {name: value for name in names if (value := getattr(options, name)) is not None}
-        if "epochs" in own:
-            own |= {"steps": None, "measure_every": None}
-        recipe = replace(recipe, **own)
+        given = {name: value for name in names if (value := getattr(options, name)) is not None}
+        if "epochs" in given:
+            given |= {"steps": None, "measure_every": None}
+        recipe = replace(recipe, **given)
         check_recipe(recipe)
     return Job(task, recipe, pnet, plan)
 
 
+def _sized_plan(task: Task, pnet: nn.Module, hypernet: str | None, size: Mapping[str, Any]) -> gb.Plan:
+    """The task's plan; a ratio that cannot be reached is refused in its terms."""
+    try:
+        return task.plan(pnet, hypernet, **size)
+    except ValueError as error:
+        if (ratio := size["compression"]) is None or size["genome_params"] is not None or not hasattr(error, "least"):
+            raise
+        reason = str(error).partition("cannot be reached: ")[2] or str(error)
+        raise ValueError(f"a genome {ratio:,.15g} times smaller cannot be reached: {reason}") from error
+
+
 def is_dense(options: ModelOptions) -> bool:
-    """Whether the p-net's own weights are asked for, in place of a genome."""
+    """Whether the p-net's weights themselves are asked for, in place of a genome."""
     return bool(getattr(options, "dense", False))
 
 
@@ -174,13 +196,35 @@ def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> t
     plan, genome = gb.load(path)
     if task is None:
         task = load_task(options)
-        if task.pnet.fitted is not None:
-            task = task.with_pnet(task.pnet.fitted({t.name: t.shape for t in plan.tensors}))
+        task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", options.pnet_config)))
     return plan, task, gb.materialize(plan, genome, task.build(0)).eval()
 
 
-def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task) -> dict[str, object]:
-    """Sizes of the whole model, and figures of merit of what a genome file holds."""
+def _fitted(task: Task, plan: gb.Plan, path: Path, config: Mapping[str, Any]) -> PNet:
+    """The task's p-net with the widths that a genome's file holds.
+
+    Raises:
+        ValueError: if the file is another p-net's, or if `config`, what the user says of the p-net, contradicts it.
+    """
+    pnet = task.pnet
+    if pnet.fitted is None:
+        return pnet
+    shapes = {t.name: t.shape for t in plan.tensors}
+    try:
+        found = pnet.fitted(shapes)
+    except ValueError as error:
+        holds = f"{path} holds the genome of a p-net of {plan.pnet_params:,} parameters ({brief(shapes)})"
+        raise ValueError(f"{holds}, which is no {pnet.name} for the task {task.name}: {error}") from error
+    asked = find_pnet(pnet.name, task.interface, {**found.config, **config}).config
+    if wrong := [name for name in asked if asked[name] != found.config[name]]:
+        says = ", ".join(f"{name} {asked[name]}" for name in wrong)
+        holds = ", ".join(f"{name} {found.config[name]}" for name in wrong)
+        raise ValueError(f"--pnet-config says {says}, but {path} holds {holds}")
+    return found
+
+
+def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, history: History = ()) -> dict[str, object]:
+    """Sizes of the whole model, metrics of what a genome file holds, and what the task says of its training."""
     genome_bytes = path.stat().st_size
     return {
         "task": task.name,
@@ -194,6 +238,7 @@ def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task) -> dic
         "genome_bytes": genome_bytes,
         "ratio_bytes": plan.dense_bytes / genome_bytes,
         **measure(task, net),
+        **task.facts(history),
     }
 
 
@@ -203,3 +248,108 @@ def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
     for split, data in (("val", task.val), ("test", task.test)):
         found |= {f"{prefix}{split}_{name}": value for name, value in task.evaluate(net, data).items()}
     return found
+
+
+def run_fit(trainer: Trainer, job: Job, seed: int, label: str, kept: Kept | None = None) -> Fit:
+    """Train by a job's recipe, with progress on standard error; of many ranks, one speaks."""
+    task, recipe = job.task, job.recipe
+    silent = trainer.train_step is not None and trainer.train_step.mesh.rank > 0
+    with reporter(label, total_steps(task, recipe), silent=silent) as report:
+        return fit(trainer, task, recipe, seed, checkpoints=kept, report=report)
+
+
+def train_genome(
+    job: Job,
+    options: TrainingOptions,
+    folder: Path,
+    mesh: gb.Mesh | None = None,
+    placement: Placement | Literal["auto"] = "auto",
+) -> tuple[Fit, nn.Module, dict[str, object]]:
+    """Train a job's genome, save it, read the file back and measure what it holds.
+
+    Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of another name.
+
+    Returns:
+        The training, the network read back, and its metrics.
+    """
+    label = "dense" if is_dense(options) else "genome"
+    trainer = genome_trainer(job.plan, job.pnet, job.task, job.recipe, options.seed, mesh, placement)
+    with checkpoints(options, job.task, job.recipe, trainer.train_step) as kept:
+        result = run_fit(trainer, job, options.seed, label, kept)
+    path = folder / GENOME_FILE
+    step = trainer.train_step
+    genome = result.state if step is None else step.gather(result.state)
+    gb.save(path, job.plan, genome, getattr(torch, options.dtype) if options.dtype else None)
+    plan, _, net = read_genome(path, options, job.task)
+    planned = None if is_dense(options) else job.task.pnet.plan(plan.genome_params).hypernet.type
+    net.to(options.device)
+    metrics = genome_metrics(plan, path, net, job.task, result.history) | {
+        "network": label,
+        "hypernet": options.hypernet or planned,
+        "dtype": options.dtype or str(plan.dtype).removeprefix("torch."),
+        "train_loss": result.history[-1]["train_loss"],
+        "seconds": result.seconds,
+        "steps": result.steps,
+        "seed": options.seed,
+    }
+    if step is not None:
+        metrics |= rank_metrics(step, result.steps, job.recipe.batch_size, result.seconds)
+    return result, net, metrics
+
+
+def open_mesh(options: RankOptions, device: str) -> gb.Mesh:
+    """The ranks that the command was started on; one where nothing else is said.
+
+    Raises:
+        ValueError: for a mesh that is no grid of all ranks, or a device that cannot be used.
+    """
+    find_device(device)
+    axes = parse_mesh(options.mesh)
+    return gb.mesh(axes.get("data", 1), axes.get("gnets"), device)
+
+
+def parse_mesh(text: str | None) -> dict[str, int]:
+    """`"data=2,gnets=4"` as numbers; an axis that is not named is chosen by `gb.mesh`.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found: dict[str, int] = {}
+    for part in (text or "").split(",") if text is not None else ():
+        name, _, value = part.partition("=")
+        if name.strip() not in ("data", "gnets") or name.strip() in found or not value.strip().isdecimal():
+            raise ValueError(f"--mesh must name ranks along its axes, such as data=2,gnets=4, got {text!r}")
+        found[name.strip()] = int(value)
+    if "gnets" in found and "data" not in found:
+        raise ValueError(f"--mesh must name data too, such as data=1,{text}, got {text!r}")
+    return found
+
+
+def rank_metrics(train_step: gb.TrainStep, steps: int, batch_size: int, seconds: float) -> dict[str, object]:
+    """How a training ran: its ranks, speed, and for this rank bytes sent per step and peak memory in bytes."""
+    mesh = train_step.mesh
+    cuda = mesh.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else peak_resident()
+    return {
+        "ranks": mesh.world,
+        "mesh": {"data": mesh.data, "gnets": mesh.gnets},
+        "placement": train_step.placement,
+        "samples_per_second": steps * batch_size / max(seconds, 1e-9),
+        "bytes_sent_per_step": mesh.traffic.total / max(1, steps),
+        "peak_memory_bytes": peak,
+    }
+
+
+def find_device(name: str) -> torch.device:
+    """The device called `name`.
+
+    Raises:
+        ValueError: if there is none, or if it cannot be used here.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name!r} cannot be used: {reason}") from error
+    return device

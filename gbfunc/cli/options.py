@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-import torch
 from tyro.conf import arg
-
-from gbfunc.plan import STORED_DTYPES
 
 HypernetName = Literal["periodic", "gnet", "stochastic", "low_rank", "xox"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -34,12 +31,13 @@ class DataOptions:
     """Options of the task, for text '{"context": 128, "vocabulary": 1024}'."""
 
     pnet: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the task's)")] = None
-    """The network: mlp, allconv, resnet18, gpt, hf:TYPE (Hugging Face), or package.module:function of your own."""
+    """The network: mlp, allconv, resnet18, gpt, actor_critic, hf:TYPE (Hugging Face), or package.module:function of
+    your own."""
 
     pnet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
     """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""
 
-    env: str = "CartPole-v1"
+    env: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: CartPole-v1)")] = None
     """Gymnasium environment of the control task."""
 
 
@@ -54,7 +52,7 @@ class ModelOptions(DataOptions):
             help_behavior_hint="(default: 64 1100 10 for digits, 784 800 10 for mnist)",
         ),
     ] = None
-    """Layer sizes of an mlp, inputs first."""
+    """Layer sizes of an mlp (or of an actor), inputs first."""
 
     hypernet: Annotated[
         HypernetName | None,
@@ -66,7 +64,7 @@ class ModelOptions(DataOptions):
         int | None,
         arg(
             metavar="INT",
-            help_behavior_hint="(default without --compression: the task's, or 20 times fewer than the p-net)",
+            help_behavior_hint="(default without --compression: the task's)",
         ),
     ] = None
     """Largest genome, in parameters, everything counted."""
@@ -89,7 +87,7 @@ class TrainingOptions(ModelOptions):
     """Training steps, in place of --epochs."""
 
     batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
-    """Examples a step."""
+    """Examples per step."""
 
     lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=RECIPE)] = None
     """Peak learning rate of the g-nets; with --dense, of all weights."""
@@ -100,7 +98,7 @@ class TrainingOptions(ModelOptions):
     dtype: Annotated[
         DtypeName | None, arg(metavar="|".join(get_args(DtypeName)), help_behavior_hint="(default: as in training)")
     ] = None
-    """What the genome is stored as, rounded after training; what is measured is what the file holds."""
+    """dtype of the genome in its file, rounded after training; what is measured is what the file holds."""
 
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
     """Folder for metrics.json, history.csv, genome.safetensors and figures; such files are replaced."""
@@ -120,21 +118,12 @@ class CheckpointOptions(TrainingOptions):
     """Go on from the newest valid checkpoint of OUT, if there is any (auto), or from a file or folder."""
 
 
-def find_dtype(name: DtypeName | None) -> torch.dtype | None:
-    """The dtype called so, as `gb.save` takes it."""
-    return None if name is None else STORED_DTYPES[name]
+@dataclass(frozen=True)
+class RankOptions:
+    """Where the genome lives, where `torchrun` starts the command on many ranks. Batch sizes are global."""
 
+    placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
+    """With many ranks: all of the genome on each, or shares of its tiles, whose weights or factors are gathered."""
 
-def find_device(name: str) -> torch.device:
-    """The device called `name`.
-
-    Raises:
-        ValueError: if there is none, or if it cannot be used here.
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name!r} cannot be used: {reason}") from error
-    return device
+    mesh: Annotated[str | None, arg(metavar="data=INT,gnets=INT", help_behavior_hint="(default: data=1)")] = None
+    """With many ranks: those along which the genome is replicated x those along which it can be sharded."""

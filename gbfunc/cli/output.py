@@ -1,23 +1,30 @@
-"""Files that commands write, each replaced in one step, and the tables they print."""
+"""What a command shows: progress on standard error, files (each replaced in one step), tables on standard output."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from gbfunc.files import replace_file
+from gbfunc.tasks import Metric, Task
+from gbfunc.tasks.training import Reporter
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gbfunc.tasks import Metric
+_PLAIN_LINES = 5
+_WIDTH = 150
+"""Of a table that is written to a file."""
 
 
 def make_folder(path: Path) -> Path:
@@ -39,7 +46,7 @@ def write_metrics(path: Path, metrics: Mapping[str, object]) -> None:
 
 
 def write_history(path: Path, runs: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    """A row an epoch as CSV; the first column names the run."""
+    """A row per validation as CSV; the first column names the run."""
     text = io.StringIO()
     fields = ["run", *next(iter(runs.values()))[0]]
     writer = csv.DictWriter(text, fields, lineterminator="\n")
@@ -57,26 +64,33 @@ def write_figure(path: Path, figure: Figure) -> None:
 
 
 def write_run(
-    folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Mapping[str, float]]], metric: Metric
+    folder: Path, metrics: Mapping[str, object], runs: Mapping[str, Sequence[Mapping[str, float]]], task: Task
 ) -> None:
-    """`metrics.json`, `history.csv` and `learning_curve.png`, which shows one metric."""
-    from gbfunc.plots import learning_curve
+    """`metrics.json`, `history.csv` and `learning_curve.png`, which shows the task's metric."""
+    from gbfunc.plots import learning_curve, return_curve
 
     write_history(folder / "history.csv", runs)
-    write_figure(folder / "learning_curve.png", learning_curve(runs, metric.name, metric.unit))
+    if task.metric.name == "mean_return":
+        figure = return_curve(runs, str(metrics["env"]), task.facts(())["threshold"])
+    else:
+        figure = learning_curve(runs, task.metric.name, task.metric.unit)
+    write_figure(folder / "learning_curve.png", figure)
     # Last: where it stands, the others do too.
     write_metrics(folder / "metrics.json", metrics)
 
 
-def print_metrics(metrics: Mapping[str, Any], measured: Sequence[Metric]) -> None:
-    """One genome's figures of merit on standard output."""
+def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
+    """One genome's sizes and metrics on standard output."""
     m = metrics
     table = _table("", f"{m['task']}: {m.get('network', 'genome')}", "dense p-net", "ratio")
     table.add_row("parameters", f"{m['genome_params']:,}", f"{m['pnet_params']:,}", f"{m['ratio_params']:.1f}")
     table.add_row("bytes", f"{m['genome_bytes']:,}", f"{m['dense_bytes']:,}", f"{m['ratio_bytes']:.1f}")
     for split, name in (("val", "validation"), ("test", "test")):
-        for metric in measured:
+        for metric in task.metrics:
             table.add_row(f"{name} {metric.label}", metric.show(m[f"{split}_{metric.name}"]))
+    for name in task.facts(()):
+        if m[name] is not None or "seconds" in m:
+            table.add_row(name.replace("_", " "), _plain(m[name]))
     if "seconds" in m:
         table.add_row("training", f"{m['steps']:,} steps", f"{m['seconds']:.1f} s")
     if "ranks" in m:
@@ -86,6 +100,10 @@ def print_metrics(metrics: Mapping[str, Any], measured: Sequence[Metric]) -> Non
         sent = f"{m['bytes_sent_per_step']:,.0f} bytes/step sent"
         table.add_row(f"{m['ranks']} ranks", m["placement"], sent)
     Console().print(table)
+
+
+def _plain(value: object) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
 def print_comparison(metrics: Mapping[str, Any], metric: Metric) -> None:
@@ -112,3 +130,65 @@ def _table(first: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
+
+
+def wide_console() -> Console:
+    """A console of the terminal's width, or wide enough for all columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+class _Bar(Reporter):
+    """A line that is redrawn."""
+
+    def __init__(self, progress: Progress, label: str, total_steps: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(label, total=total_steps, status="", val="")
+
+    def step(self, steps: int, status: str) -> None:
+        self._progress.update(self._task, completed=steps, status=status)
+
+    def row(self, steps: int, status: str, validation: str) -> None:
+        self._progress.update(self._task, completed=steps, status=status, val=f"val {validation}")
+
+
+class _Lines(Reporter):
+    """A plain line now and then."""
+
+    def __init__(self, label: str, total_steps: int) -> None:
+        self._label = label
+        self._total = total_steps
+        self._next = 0
+
+    def row(self, steps: int, status: str, validation: str) -> None:
+        if steps < self._next and steps < self._total:
+            return
+        self._next = steps + self._total // _PLAIN_LINES
+        line = f"{self._label}: step {steps:,}/{self._total:,}, {status}, validation {validation}"
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def reporter(label: str, total_steps: int, *, silent: bool = False) -> Iterator[Reporter]:
+    """A reporter for one training run.
+
+    Args:
+        label: names the run.
+        total_steps: of the run.
+        silent: tell nothing.
+    """
+    if silent:
+        yield Reporter()
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(label, total_steps)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("step {task.completed:,.0f}/{task.total:,.0f}  {task.fields[status]}  {task.fields[val]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield _Bar(progress, label, total_steps)

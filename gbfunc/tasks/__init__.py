@@ -19,6 +19,7 @@ from gbfunc.tasks.base import (
     token_loss,
 )
 from gbfunc.tasks.cifar10 import cifar10
+from gbfunc.tasks.control import control
 from gbfunc.tasks.data import Batch, Data, Split, Windows, endless_batches, epoch_batches, hold_out, steps_per_epoch
 from gbfunc.tasks.digits import digits
 from gbfunc.tasks.mnist import fashion_mnist, mnist
@@ -26,7 +27,6 @@ from gbfunc.tasks.pnets import check_options, import_object, is_import_path
 from gbfunc.tasks.text import continue_text, text
 
 __all__ = [
-    "CONTROL",
     "TASKS",
     "Batch",
     "Data",
@@ -49,12 +49,16 @@ __all__ = [
 ]
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "cifar10": cifar10, "text": text}
+    {
+        "digits": digits,
+        "mnist": mnist,
+        "fashion-mnist": fashion_mnist,
+        "cifar10": cifar10,
+        "text": text,
+        "control": control,
+    }
 )
-"""Every task with examples by its name, as its factory `(data_dir=None, **options) -> Task`."""
-
-CONTROL = "control"
-"""The task that has an environment in the place of examples: see `gbfunc.tasks.control`."""
+"""Every task by its name, as its factory `(**options) -> Task`, `data_dir` among them where it reads files."""
 
 
 def find_task(name: str, data_dir: Path | None, config: Mapping[str, Any]) -> Task:
@@ -68,7 +72,7 @@ def find_task(name: str, data_dir: Path | None, config: Mapping[str, Any]) -> Ta
         config: options of the task.
 
     Raises:
-        ValueError: for an unknown name, a task without examples, options that do not fit, or damaged data.
+        ValueError: for an unknown name, options that do not fit, or damaged data.
         FileNotFoundError: if data is missing.
         ImportError: if a package is missing.
     """
@@ -76,11 +80,8 @@ def find_task(name: str, data_dir: Path | None, config: Mapping[str, Any]) -> Ta
         factory = import_object(name)
     elif name in TASKS:
         factory = TASKS[name]
-    elif name == CONTROL:
-        raise ValueError(f"the {name} task has no examples: it knows the commands plan, train and eval")
     else:
-        names = ", ".join((*TASKS, CONTROL))
-        raise ValueError(f"no task {name!r}: choose one of {names}, or package.module:function")
+        raise ValueError(f"no task {name!r}: choose one of {', '.join(TASKS)}, or package.module:function")
     if not callable(factory):
         raise ValueError(f"{name} must be a function that returns a Task, got {type(factory).__name__}")
     check_options(f"the task {name}", factory, config, given=("data_dir", "name"))

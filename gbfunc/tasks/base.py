@@ -1,4 +1,7 @@
-"""What a task is: real data in three splits, a p-net, a loss, metrics, and a recipe that trains its genome well.
+"""What a task is: data in three splits, a p-net, a loss, metrics, and a recipe that trains its genome well.
+
+Commands know this alone. What a task learns from may be examples (`Split`, `Windows`), or an environment in which the
+network in training acts (`gbfunc.tasks.control`): its `batches` say how a training split is gone through.
 
 Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of the vocabulary.
 """
@@ -6,7 +9,7 @@ Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gbfunc import Plan, make_plan, torch_schedule
 from gbfunc.hypernets import HYPERNETS
-from gbfunc.plan import Plan, make_plan
-from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows
+from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows, endless_batches
 from gbfunc.tasks.pnets import Interface, PNet
 
 Net = Callable[[Tensor], Any]
@@ -27,17 +30,19 @@ _TEXT_CHUNK = 256
 
 
 class Metric(NamedTuple):
-    """A figure of merit.
+    """What networks are judged by.
 
     Attributes:
         name: its key in metrics: `val_<name>`, `test_<name>`.
         unit: `"%"` for parts of one shown in percent, else what stands behind the number.
         higher_is_better: whether a larger one is better.
+        digits: decimals that are shown, but for percents.
     """
 
     name: str
     unit: str = "%"
     higher_is_better: bool = True
+    digits: int = 4
 
     @property
     def label(self) -> str:
@@ -46,7 +51,12 @@ class Metric(NamedTuple):
 
     def show(self, value: float) -> str:
         """The value for a person."""
-        return f"{value:.2%}" if self.unit == "%" else f"{value:.4f} {self.unit}"
+        return f"{value:.2%}" if self.unit == "%" else f"{value:.{self.digits}f} {self.unit}".rstrip()
+
+
+def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
+    """Learning rate by step: up to `lr` in the recipe's warm-up, then down to nearly nothing."""
+    return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=recipe.warmup)
 
 
 @dataclass(frozen=True)
@@ -58,19 +68,22 @@ class Recipe:
         direct_lr: peak learning rate of direct parameters; None for the same.
         dense_lr: peak learning rate of a dense net of the same task.
         betas: of Adam.
-        batch_size: examples a step.
+        eps: of Adam.
+        batch_size: examples per step.
         epochs: passes over the training split.
         steps: steps in all, in place of `epochs`; None for whole passes.
         measure_every: steps from one validation to the next; None for a pass.
         augment: changes the inputs of a training batch.
         clip_norm: largest norm of the gradient.
         warmup: part of the steps in which the learning rate rises (one-cycle schedule).
+        schedule: from the recipe, a peak rate and the number of steps to the learning rate by step.
     """
 
     lr: float = 2e-2
     direct_lr: float | None = None
     dense_lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
     batch_size: int = 128
     epochs: int = 10
     steps: int | None = None
@@ -78,10 +91,18 @@ class Recipe:
     augment: Augment | None = None
     clip_norm: float | None = None
     warmup: float = 0.1
+    schedule: Callable[[Recipe, float, int], Callable[[int], float]] = one_cycle
 
 
-LossFn = Callable[[Net, Batch], tuple[Tensor, dict[str, Tensor]]]
+LossFn = Callable[[Net, Any], tuple[Tensor, dict[str, Tensor]]]
 Evaluate = Callable[[Net, Any], dict[str, float]]
+Batches = Callable[[Any, Recipe, torch.Generator, Callable[[], Net]], Iterator[Any]]
+History = Sequence[Mapping[str, float]]
+
+
+def example_batches(data: Data, recipe: Recipe, generator: torch.Generator, net: Callable[[], Net]) -> Iterator[Batch]:
+    """Pass after pass over a split of examples, augmented; what the network is does not matter."""
+    return endless_batches(data, recipe.batch_size, generator, recipe.augment)
 
 
 def loss_fn(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -157,7 +178,7 @@ LOSS = (Metric("loss", "nats", higher_is_better=False), Metric("bits_per_char", 
 
 @dataclass(frozen=True)
 class Task:
-    """Real data, a p-net and how to train it.
+    """Data, a p-net and how to train it.
 
     Attributes:
         name: its key in `TASKS`, or where it comes from.
@@ -167,28 +188,39 @@ class Task:
         test: held-out examples, to report.
         pnet: the p-net.
         settings: recipe from the p-net and the size of the genome, in parameters.
-        genome_params: size target where the user gives none; None for 20 times fewer than the p-net.
-        loss: `(net, batch) -> (loss, figures of the batch)`.
+        genome_params: size target where the user gives none; None for `compression`.
+        compression: the same as a ratio.
+        loss: `(net, batch) -> (loss, metrics of the batch)`.
         evaluate: `(net, split) -> {metric: value}`.
         metrics: what `evaluate` measures, the one to judge by first.
         encode: text to tokens [N], for a task of texts; `ValueError` for what it has no tokens for.
         decode: tokens to text, for a task of texts.
+        batches: `(train, recipe, generator, net) -> batches` without end; `generator` decides their order, and `net()`
+            is the network as it is at that moment.
+        resumable: whether batches can be drawn again, so that a training can go on from a checkpoint.
+        counts: what else to count after so many steps, for a row of the history.
+        facts: what else to say of the task and of a training, from its history (which may be empty).
     """
 
     name: str
     interface: Interface
-    # Each a `Data`; not typed so, as every kind has attributes of its own.
+    # Each a `Data`; not typed so, as every kind has other attributes.
     train: Any
     val: Any
     test: Any
     pnet: PNet
     settings: Callable[[PNet, float], Recipe] = lambda pnet, genome_params: Recipe()
     genome_params: int | None = None
+    compression: float = 20.0
     loss: LossFn = loss_fn
     evaluate: Evaluate = classification_metrics
     metrics: tuple[Metric, ...] = ACCURACY
     encode: Callable[[str], Tensor] | None = None
     decode: Callable[[list[int]], str] | None = None
+    batches: Batches = example_batches
+    resumable: bool = True
+    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}
+    facts: Callable[[History], Mapping[str, Any]] = lambda history: {}
 
     @property
     def metric(self) -> Metric:
@@ -216,7 +248,7 @@ class Task:
 
         Args:
             module: what `build` gave.
-            hypernet: type of the g-nets, a key of `HYPERNETS`; the p-net's own options stand where it is theirs.
+            hypernet: type of the g-nets, a key of `HYPERNETS`; the p-net's options stand where it is theirs.
             size: `genome_params`, `genome_bytes` or `compression` of `make_plan`, which raises for a bad one.
         """
         total = sum(p.numel() for p in module.parameters())

@@ -1,32 +1,107 @@
 """Control: policy and value networks of gymnasium's environments through the bottleneck, learnt by PPO.
 
-Suffixes: T steps of a rollout, N environments, B observations, O numbers of an observation, P numbers that describe a
+A pass over what it learns from is one rollout: the network acts as it is then, and its transitions are gone through a
+few times. The validation and test splits are fixed episodes, in which the greedy policy acts.
+
+Suffixes: T steps of a rollout, N environments, B transitions, O numbers of an observation, P numbers that describe a
 policy.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from gbfunc import Plan, TrainState, make_train_step, materialize, torch_optimizer
-from gbfunc.hypernets import Hypernet, constant
-from gbfunc.tasks.environments import Environment, evaluate, make_envs, step_envs
-from gbfunc.tasks.ppo import Settings, Transitions, gae, policy, ppo_loss
-from gbfunc.train import seeded
-from gbfunc.types import GenomeLike
+from gbfunc.tasks.base import History, Metric, Recipe, Task
+from gbfunc.tasks.pnets import PNETS, Interface
+from gbfunc.tasks.pnets.base import seeded
+from gbfunc.tasks.ppo import PolicyValue, Settings, Transitions, gae, policy, ppo_loss
 
-_CPU = torch.device("cpu")
+EPISODES = 100
+"""Episodes of an evaluation: what gymnasium's "solved" is a mean over."""
+
 # Streams of random numbers that one seed gives, so that evaluations never see an episode of training.
 _RESETS, _ORDER, _ACTIONS, _CHECKS, _FINAL = range(5)
+
+
+class Environment(NamedTuple):
+    """What a network must know of an environment.
+
+    Attributes:
+        id: its name in gymnasium's registry.
+        n_obs: numbers of an observation, O.
+        n_actions: choices, or numbers of an action.
+        discrete: whether an action is one of so many choices.
+        threshold: mean return at which gymnasium calls it solved; None where it does not say.
+    """
+
+    id: str
+    n_obs: int
+    n_actions: int
+    discrete: bool
+    threshold: float | None
+
+
+def find_environment(env_id: str) -> Environment:
+    """Look up an environment with observations that are vectors, and actions that are choices or vectors.
+
+    Raises:
+        ImportError: if gymnasium, or what it needs for this environment, is missing.
+        ValueError: if there is no such environment, or if its spaces are others.
+    """
+    envs = make_envs(env_id, 1)
+    from gymnasium.spaces import Box, Discrete
+
+    seen, done, spec = envs.single_observation_space, envs.single_action_space, envs.spec
+    envs.close()
+    threshold = spec.reward_threshold if spec else None
+    if isinstance(seen, Box) and len(seen.shape) == 1:
+        if isinstance(done, Discrete) and int(done.start) == 0:
+            return Environment(env_id, seen.shape[0], int(done.n), True, threshold)
+        if isinstance(done, Box) and len(done.shape) == 1:
+            return Environment(env_id, seen.shape[0], done.shape[0], False, threshold)
+    raise ValueError(f"environment {env_id!r} must have vectors as observations, and choices from 0 or vectors as "
+                     f"actions, got {seen} and {done}")  # fmt: skip
+
+
+def make_envs(env_id: str, n: int) -> Any:
+    """`n` environments as one `gymnasium.vector.VectorEnv`, each started anew by the step after its last one.
+
+    Raises:
+        ImportError: if gymnasium, or what it needs for this environment, is missing.
+        ValueError: if there is no such environment, or it starts anew in another way.
+    """
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ImportError("the control task needs gymnasium: pip install 'gbfunc[control]'") from error
+    try:
+        envs = gymnasium.make_vec(env_id, num_envs=n)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ImportError(f"environment {env_id!r} needs more packages: {error}") from error
+    except gymnasium.error.Error as error:
+        raise ValueError(f"no environment {env_id!r}: {error}") from error
+    mode = envs.metadata.get("autoreset_mode")
+    if mode != gymnasium.vector.AutoresetMode.NEXT_STEP:
+        raise ValueError(f"environment {env_id!r} must start anew at the next step, its mode is {mode}")
+    return envs
+
+
+def step_envs(envs: Any, actions: Tensor) -> tuple[NDArray[Any], ...]:
+    """Observations, rewards, and whether episodes terminated or were truncated; vectors are clipped to their box."""
+    array = actions.numpy()
+    if actions.is_floating_point():
+        array = np.clip(array, envs.action_space.low, envs.action_space.high)
+    return envs.step(array)[:4]
+
 
 SETTINGS: Mapping[str, Settings] = MappingProxyType(
     {
@@ -53,79 +128,129 @@ def control_settings(env_id: str) -> Settings:
     return SETTINGS.get(env_id, Settings())
 
 
-class Training(NamedTuple):
-    """What training gave.
+@dataclass(frozen=True)
+class Rollouts:
+    """What is learned from: where the network acts, and how."""
 
-    Attributes:
-        state: the last state.
-        history: a row an evaluation: `env_steps` so far, `mean_return` and `std_return` over its episodes; `loss`,
-            `value_loss`, `entropy` (nats) and `kl` of the last minibatch; `seconds` since the start.
-        solved: environment steps at the first evaluation whose mean return reached the threshold, or None.
-        steps: gradient steps.
-        seconds: evaluations included.
-    """
+    env: Environment
+    settings: Settings
 
-    state: TrainState
-    history: list[dict[str, float]]
-    solved: int | None
-    steps: int
-    seconds: float
+    def __len__(self) -> int:
+        """Transitions of a pass: those of one rollout, each as often as PPO looks at it."""
+        return self.settings.n_envs * self.settings.horizon * self.settings.epochs
+
+    def to(self, device: torch.device | str) -> Rollouts:
+        """The same; `ValueError` for a device that environments are not on."""
+        if torch.device(device).type != "cpu":
+            raise ValueError(f"the control task runs on the CPU, where its environments are; got --device {device}")
+        return self
 
 
-class ActorCritic(nn.Module):
-    """Two tanh networks, `actor` and `critic`: observations [B, O] -> the policy's numbers [B, P] and values [B].
+@dataclass(frozen=True)
+class Episodes:
+    """What is measured on: so many episodes, of which a seed decides the starts."""
 
-    Weights start orthogonal with gain sqrt(2), the policy's last layer with 0.01, the value's with 1; biases start at
-    zero. Where actions are continuous, their log deviation `log_std` does not depend on the observation.
+    env: Environment
+    seed: int
+    number: int = EPISODES
+
+    def to(self, device: torch.device | str) -> Episodes:
+        """The same: environments are on the CPU."""
+        return self
+
+
+def control(env: str = "CartPole-v1", env_steps: int | None = None) -> Task:
+    """The task of acting well in an environment of gymnasium's.
 
     Args:
-        env: gives O and P.
-        hidden: units of the hidden layers of each network.
-        seed: of the initial weights; torch's global generator is left as it was.
+        env: its name.
+        env_steps: length of the training, in steps of all environments together; None for what is known to be good.
+
+    Raises:
+        ImportError: if gymnasium, or what it needs for this environment, is missing.
+        ValueError: if there is no such environment, or it has other spaces, or for less than one rollout.
     """
-
-    actor: nn.Sequential
-    critic: nn.Sequential
-    log_std: nn.Parameter
-
-    def __init__(self, env: Environment, hidden: Sequence[int] = (64, 64), seed: int = 0) -> None:
-        super().__init__()
-        self.discrete = env.discrete
-        with seeded(seed, _CPU):
-            self.actor = _tanh_mlp((env.n_obs, *hidden, env.n_actions), 0.01)
-            self.critic = _tanh_mlp((env.n_obs, *hidden, 1), 1.0)
-        if not env.discrete:
-            self.log_std = nn.Parameter(torch.zeros(env.n_actions))
-
-    def act(self, obs_BO: Tensor) -> Tensor:
-        """The policy's numbers [B, P]: see `policy`."""
-        out = self.actor(obs_BO)
-        return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
-
-    def forward(self, obs_BO: Tensor) -> tuple[Tensor, Tensor]:
-        """The policy's numbers [B, P] and values [B]."""
-        return self.act(obs_BO), self.critic(obs_BO).squeeze(-1)
+    settings = control_settings(env)
+    if env_steps is not None:
+        size = settings.n_envs * settings.horizon
+        if type(env_steps) is not int or env_steps < size:
+            raise ValueError(f"env_steps must be at least one rollout, {size:,} steps, got {env_steps!r}")
+        settings = replace(settings, env_steps=env_steps)
+    return control_task(find_environment(env), settings)
 
 
-def _tanh_mlp(sizes: Sequence[int], head_gain: float) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for i, (n_in, n_out) in enumerate(pairwise(sizes), 2):
-        layer = nn.Linear(n_in, n_out)
-        nn.init.orthogonal_(layer.weight, head_gain if i == len(sizes) else 2**0.5)
-        nn.init.zeros_(layer.bias)
-        layers += [layer, nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
+def control_task(env: Environment, settings: Settings) -> Task:
+    """The task of an environment, with such settings of PPO.
 
-
-def control_rules(env: Environment, pnet: ActorCritic) -> tuple[tuple[str, Hypernet | None], ...]:
-    """Rules for `make_plan`: where left and right are alike, the policy's hidden biases stay at zero.
-
-    Without them its outputs are odd functions of the observation, up to a constant: what CartPole's symmetry asks for.
+    The learning rate falls linearly to zero, from rollout to rollout. A seed decides the environments, the actions and
+    the order of transitions; the same one gives the same training on the same machine.
     """
-    if env.id != "CartPole-v1":
-        return ()
-    hidden = "|".join(str(i) for i in range(0, len(pnet.actor) - 1, 2))
-    return ((rf"^actor\.({hidden})\.bias$", constant(0.0)),)
+    interface = Interface((env.n_obs,), env.n_actions, actions="choice" if env.discrete else "vector")
+    size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
+    recipe = Recipe(
+        lr=settings.lr,
+        dense_lr=settings.dense_lr,
+        betas=(0.9, 0.999),
+        eps=1e-5,
+        batch_size=size // settings.minibatches,
+        epochs=settings.updates,
+        measure_every=settings.eval_every * per_rollout,
+        clip_norm=settings.clip_norm,
+        schedule=lambda recipe, lr, steps: lambda step: lr * (1 - step // per_rollout * per_rollout / steps),
+    )
+
+    def counts(steps: int) -> dict[str, float]:
+        return {"env_steps": -(-steps // per_rollout) * size}
+
+    def facts(history: History) -> dict[str, Any]:
+        limit = env.threshold
+        solved = (row["env_steps"] for row in history if limit is not None and row["val_mean_return"] >= limit)
+        return {
+            "env": env.id,
+            "episodes": EPISODES,
+            "threshold": limit,
+            "env_steps": history[-1]["env_steps"] if history else None,
+            "env_steps_to_solve": next(solved, None),
+        }
+
+    return Task(
+        name="control",
+        interface=interface,
+        train=Rollouts(env, settings),
+        val=Episodes(env, stream(0, _CHECKS)),
+        test=Episodes(env, stream(0, _FINAL)),
+        # Left and right are alike in CartPole.
+        pnet=PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1"),
+        settings=lambda pnet, genome_params: recipe,
+        compression=10.0,
+        loss=lambda net, batch: ppo_loss(net, batch, settings, env.discrete),
+        evaluate=return_metrics,
+        metrics=(Metric("mean_return", "", digits=1), Metric("std_return", "", higher_is_better=False, digits=1)),
+        batches=rollout_batches,
+        resumable=False,
+        counts=counts,
+        facts=facts,
+    )
+
+
+def rollout_batches(
+    place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
+) -> Iterator[Transitions]:
+    """Minibatches of one rollout after the other; the seed of the generator names the streams of random numbers."""
+    settings, seed = place.settings, generator.initial_seed()
+    size, used = settings.n_envs * settings.horizon, len(place) // recipe.batch_size * recipe.batch_size
+    envs = make_envs(place.env.id, settings.n_envs)
+    try:
+        front = _Front(envs.reset(seed=stream(seed, _RESETS))[0], np.zeros(settings.n_envs, dtype=bool))
+        order = torch.Generator().manual_seed(stream(seed, _ORDER))
+        for rollout in count(1):
+            with seeded(stream(seed, _ACTIONS, rollout)):
+                data, front = _rollout(envs, net(), front, settings, place.env.discrete)
+            index = torch.cat([torch.randperm(size, generator=order) for _ in range(settings.epochs)])
+            for index_B in index[:used].split(recipe.batch_size):
+                yield Transitions(*(x[index_B] for x in data))
+    finally:
+        envs.close()
 
 
 class _Front(NamedTuple):
@@ -136,12 +261,14 @@ class _Front(NamedTuple):
 
 
 @torch.no_grad()
-def _rollout(envs: Any, net: ActorCritic, front: _Front, settings: Settings) -> tuple[Transitions, _Front]:
+def _rollout(
+    envs: Any, net: PolicyValue, front: _Front, settings: Settings, discrete: bool
+) -> tuple[Transitions, _Front]:
     """Act for T steps in N environments: T * N transitions, and where the environments stand then."""
     obs, restarts, rows = [front.obs], [front.restarts], []
     for _ in range(settings.horizon):
-        numbers_NP = net.act(torch.as_tensor(obs[-1], dtype=torch.float32))
-        actions = policy(numbers_NP, net.discrete).sample()
+        numbers_NP = net(torch.as_tensor(obs[-1], dtype=torch.float32))[0]
+        actions = policy(numbers_NP, discrete).sample()
         obs_NO, *row = step_envs(envs, actions)
         obs.append(obs_NO)
         restarts.append(row[1] | row[2])
@@ -157,7 +284,7 @@ def _rollout(envs: Any, net: ActorCritic, front: _Front, settings: Settings) -> 
     data = Transitions(
         obs=obs_TNO[:-1].flatten(0, 1),
         actions=actions_B,
-        log_probs=policy(numbers[: len(actions_B)], net.discrete).log_prob(actions_B),
+        log_probs=policy(numbers[: len(actions_B)], discrete).log_prob(actions_B),
         advantages=advantages_TN.flatten(),
         returns=(advantages_TN + values_TN[:-1]).flatten(),
         values=values_TN[:-1].flatten(),
@@ -166,75 +293,26 @@ def _rollout(envs: Any, net: ActorCritic, front: _Front, settings: Settings) -> 
     return data, _Front(obs[-1], restarts[-1])
 
 
-def train_control(
-    env: Environment,
-    pnet: ActorCritic,
-    plan: Plan,
-    settings: Settings,
-    seed: int,
-    report: Callable[[dict[str, float]], None] = lambda row: None,
-) -> Training:
-    """Train the genome of `plan` by PPO; a plan whose tensors are all direct is PPO on the dense networks.
-
-    The learning rate falls linearly to zero. The same seed gives the same training on the same machine.
-
-    Args:
-        env: where.
-        pnet: the p-net that the plan was made for.
-        plan: which of its tensors are generated, and how.
-        settings: of PPO.
-        seed: of the g-nets, the environments, the actions and the order of transitions.
-        report: is told every row of the history.
-
-    Raises:
-        ValueError: for a rollout that its minibatches do not divide.
-        FloatingPointError: for a loss or gradient that is not finite.
-    """
-    start, size = time.perf_counter(), settings.n_envs * settings.horizon
-    if size % settings.minibatches:
-        raise ValueError(f"{settings.minibatches} minibatches do not divide a rollout of {size} transitions")
-    per_update = settings.epochs * settings.minibatches
-    optimizer = torch_optimizer(
-        torch.optim.Adam, lr=lambda step: settings.lr * (1 - step // per_update / settings.updates), eps=1e-5
-    )
-    train_step = make_train_step(
-        *(plan, pnet, lambda net, batch: ppo_loss(net, batch, settings, env.discrete), optimizer),
-        donate=True,
-        clip_norm=settings.clip_norm,
-        on_nonfinite="raise",
-    )
-    state, history, solved = train_step.init(seed), [], None
-    envs = make_envs(env.id, settings.n_envs)
-    front = _Front(envs.reset(seed=stream(seed, _RESETS))[0], np.zeros(settings.n_envs, dtype=bool))
-    order = torch.Generator().manual_seed(stream(seed, _ORDER))
-    net = grow(plan, state, pnet)
-    for update in range(1, settings.updates + 1):
-        with seeded(stream(seed, _ACTIONS, update), _CPU):
-            data, front = _rollout(envs, net, front, settings)
-        for _ in range(settings.epochs):
-            for index_B in torch.randperm(size, generator=order).chunk(settings.minibatches):
-                state, info = train_step(state, Transitions(*(x[index_B] for x in data)))
-        net = grow(plan, state, pnet)
-        if update % settings.eval_every == 0 or update == settings.updates:
-            returns = evaluate(net.act, env, stream(seed, _CHECKS, update))
-            row = {"env_steps": update * size, "mean_return": returns.mean(), "std_return": returns.std()}
-            row |= {k: info.aux[k].item() for k in ("value_loss", "entropy", "kl")} | {"loss": info.loss.item()}
-            history.append({k: float(v) for k, v in row.items()} | {"seconds": time.perf_counter() - start})
-            report(history[-1])
-            if solved is None and env.threshold is not None and returns.mean() >= env.threshold:
-                solved = update * size
+@torch.no_grad()
+def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
+    """Undiscounted returns of the greedy policy (the likeliest choice, the mean action), one per episode."""
+    envs = make_envs(episodes.env.id, episodes.number)
+    obs_NO, _ = envs.reset(seed=episodes.seed)
+    returns_N, running_N = np.zeros(episodes.number), np.ones(episodes.number, dtype=bool)
+    while running_N.any():
+        numbers_NP, _ = net(torch.as_tensor(obs_NO, dtype=torch.float32))
+        best = policy(numbers_NP, episodes.env.discrete).mode
+        obs_NO, rewards_N, terminated_N, truncated_N = step_envs(envs, best)
+        returns_N += rewards_N * running_N
+        running_N &= ~(terminated_N | truncated_N)
     envs.close()
-    return Training(state, history, solved, per_update * settings.updates, time.perf_counter() - start)
+    return returns_N
 
 
-def grow(plan: Plan, genome: GenomeLike, pnet: ActorCritic) -> ActorCritic:
-    """`materialize`, known to be what it was made from."""
-    return cast(ActorCritic, materialize(plan, genome, pnet))
-
-
-def final_returns(net: ActorCritic, env: Environment, seed: int) -> NDArray[np.float64]:
-    """Returns of `evaluate` over episodes that training with this seed never saw."""
-    return evaluate(net.act, env, stream(seed, _FINAL))
+def return_metrics(net: PolicyValue, episodes: Episodes) -> dict[str, float]:
+    """Mean and deviation of the returns of `evaluate`."""
+    returns = evaluate(net, episodes)
+    return {"mean_return": float(returns.mean()), "std_return": float(returns.std())}
 
 
 def stream(seed: int, *path: int) -> int:

@@ -35,7 +35,7 @@ class Settings:
         entropy: coefficient of the entropy bonus.
         value: coefficient of the value loss.
         clip_norm: largest Euclidean norm of the gradient.
-        reward_scale: what rewards are multiplied with for training; reported returns are the environment's own.
+        reward_scale: what rewards are multiplied with for training; reported returns are the environment's.
         lr: learning rate of the genome at the start.
         dense_lr: learning rate of a dense net at the start.
         eval_every: updates from one evaluation to the next.
@@ -56,6 +56,11 @@ class Settings:
     lr: float = 2.5e-3
     dense_lr: float = 2.5e-4
     eval_every: int = 4
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a rollout that its minibatches do not divide."""
+        if (size := self.n_envs * self.horizon) % self.minibatches:
+            raise ValueError(f"{self.minibatches} minibatches do not divide a rollout of {size} transitions")
 
     @property
     def updates(self) -> int:

@@ -38,7 +38,7 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
     """Language model of a text: the first 5 % test, the last 10 % validate, what is between them trains.
 
     Args:
-        data_dir: a text file in UTF-8, or a folder with one `.txt` file; None for the English of Python's own help
+        data_dir: a text file in UTF-8, or a folder with one `.txt` file; None for the English of Python's help
             (`pydoc_data.topics`).
         context: tokens that the model sees.
         vocabulary: byte-pair tokens, made from the training part; None for characters.
@@ -95,7 +95,7 @@ def _recipe(pnet: PNet, genome_params: float) -> Recipe:
 
 
 def python_help() -> str:
-    """The English of Python's own help: some hundred topics of its reference."""
+    """The English of Python's help: some hundred topics of its reference."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))

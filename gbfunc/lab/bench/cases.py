@@ -8,11 +8,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gbfunc.hypernets import Hypernet, gnet, periodic
-from gbfunc.lab.bench.nets import GPT, features, sequences
 from gbfunc.tasks.pnets.convnets import ResNet18
+from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.tasks.pnets.mlp import mlp
 
 Scale = Literal["quick", "full", "cuda"]
@@ -77,6 +78,19 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
 """Every variant by name. "naive" is `gbfunc.lab.bench.naive`, the others' generation is the library's; "periodic saved"
 begins to write a checkpoint before every step."""
 
+
+def features(shape: tuple[int, ...], classes: int) -> tuple[Tensor, Tensor]:
+    """A batch of normal inputs [B, ...] with random classes [B]."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=draw), torch.randint(classes, shape[:1], generator=draw)
+
+
+def sequences(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """A batch of random tokens [B, L] and the tokens after them [B, L]."""
+    tokens = torch.randint(vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
 _RELU = ("relu eager", "relu compiled")
 # Tiles of 10,000 weights, the published implementations' default.
@@ -118,11 +132,11 @@ def generation_case(width: int, variants: tuple[str, ...]) -> Case:
 
 
 def gpt_case(batch: int, length: int, vocabulary: int, layers: int, width: int, hidden: int, *more: str) -> Case:
-    """Training steps of a GPT, its tied words generated too."""
-    include = (r"^(words|positions)\.weight$",)
+    """Training steps of a GPT with biases, as torchGB's, its tied embedding generated too."""
+    include = (r"^(tokens|positions)\.weight$",)
     return Case(
         f"gpt {layers}x{width}",
-        partial(GPT, vocabulary, length, layers, width, hidden, width // 64),
+        partial(GPT, vocabulary, length, layers, width, width // 64, hidden, bias=True),
         partial(sequences, batch, length, vocabulary),
         (*_PERIODIC, *more),
         Genes(periodic(32), include=include),
@@ -245,6 +259,3 @@ def choose_benches(scale: Scale, names: tuple[str, ...] | None) -> Mapping[str, 
     if unknown:
         raise ValueError(f"--cases {' '.join(unknown)}: unknown; expected some of {' '.join(benches)}")
     return {name: bench for name, bench in benches.items() if not names or name in names}
-
-
-__all__ = ["BENCHES", "VARIANTS", "Bench", "Case", "Genes", "Scale", "Variant", "choose_benches"]

@@ -1,6 +1,6 @@
 """What others send: DDP, FSDP2 and torchGB's scheme on dense weights, and the bytes that any collective must move.
 
-Outside `gbfunc.parallel` this is the only file that uses `torch.distributed`: for the yardsticks, not the library.
+Outside `gbfunc.parallel` this is the only file that uses `torch.distributed`: for the dense baselines, not the library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gbfunc as gb
 from gbfunc.generate import Generator
 from gbfunc.lab.bench.cases import Genes
-from gbfunc.lab.bench.variants import Batch, Step, loss_fn
+from gbfunc.lab.bench.variants import Batch, Step, loss_fn, plain_step
 from gbfunc.types import Params
 
 try:
@@ -82,7 +82,7 @@ class CollectiveBytes(TorchDispatchMode):
 
     A ring moves no more (Patarasuk and Yuan, 2009): of a tensor of n bytes on N ranks, each rank sends (N - 1) / N n
     to gather or to reduce-scatter it and 2 (N - 1) / N n to all-reduce it. A broadcast is (N - 1) n in all, the mean
-    over ranks (N - 1) / N n. In an exchange (all-to-all) a rank sends all but its own share;
+    over ranks (N - 1) / N n. In an exchange (all-to-all) a rank sends all but its share;
     what ranks send each other by themselves counts as it is.
 
     Attributes:
@@ -116,9 +116,9 @@ class CollectiveBytes(TorchDispatchMode):
         if name == "recv_":
             return 0.0
         if name == "alltoall_base_":
-            own, splits = args[1], args[4]
-            kept = splits[self._rank] / len(own) if splits and len(own) else 1 / self._ranks
-            return own.nbytes * (1 - kept)
+            given, splits = args[1], args[4]
+            kept = splits[self._rank] / len(given) if splits and len(given) else 1 / self._ranks
+            return given.nbytes * (1 - kept)
         passes, whole = _whole(name, args)
         return passes * (self._ranks - 1) / self._ranks * sum(t.nbytes for t in whole)
 
@@ -144,7 +144,8 @@ def _whole(name: str, args: Sequence[Any]) -> tuple[int, list[Tensor]]:
 
 def ddp_step(net: nn.Module, batch: Batch, lr: float) -> Step:
     """The dense p-net in DDP, with its defaults."""
-    return _loop(DistributedDataParallel(net), batch, lr)
+    parallel = DistributedDataParallel(net)
+    return plain_step(lambda: loss_fn(parallel, batch), parallel.parameters(), lr)
 
 
 def fsdp_step(net: nn.Module, batch: Batch, lr: float) -> Step:
@@ -155,20 +156,7 @@ def fsdp_step(net: nn.Module, batch: Batch, lr: float) -> Step:
                 if any(True for _ in block.parameters()):
                     fully_shard(block)
     fully_shard(net)
-    return _loop(net, batch, lr)
-
-
-def _loop(net: nn.Module, batch: Batch, lr: float) -> Step:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, fused=True)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_fn(net, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    return plain_step(lambda: loss_fn(net, batch), net.parameters(), lr)
 
 
 def torchgb_step(net: nn.Module, genes: Genes, batch: Batch, lr: float) -> Step:
@@ -179,12 +167,12 @@ def torchgb_step(net: nn.Module, genes: Genes, batch: Batch, lr: float) -> Step:
     """
     make_plan = partial(gb.make_plan, net, genes.hypernet, max_tile=genes.max_tile, include=genes.include)
     owners = _owners({t.name: t.numel for t in make_plan().generated}, dist.get_world_size())
-    own = [name for name, owner in owners.items() if owner == dist.get_rank()]
+    mine = [name for name, owner in owners.items() if owner == dist.get_rank()]
     parallel, parameters = DistributedDataParallel(net), dict(net.named_parameters())
     leaves: list[Tensor] = []
     generate: Callable[[], Params] = dict
-    if own:
-        plan = make_plan(exclude=[rf"^{re.escape(name)}$" for name in owners if name not in own])
+    if mine:
+        plan = make_plan(exclude=[rf"^{re.escape(name)}$" for name in owners if name not in mine])
         gnets = gb.init_genome(plan, net, 0).gnets
         direct = dict[str, Tensor]((t.name, parameters[t.name]) for t in plan.direct)
         leaves = [leaf.requires_grad_() for stacked in gnets.values() for leaf in stacked.values()]
@@ -197,13 +185,13 @@ def torchgb_step(net: nn.Module, genes: Genes, batch: Batch, lr: float) -> Step:
         parallel.zero_grad()
         weights = generate()
         with torch.no_grad():
-            for name in own:
+            for name in mine:
                 parameters[name].copy_(weights[name])
         for name, owner in owners.items():
             dist.broadcast(parameters[name].detach(), owner)
         loss = loss_fn(parallel, batch)
         loss.backward()
-        torch.autograd.backward([weights[name] for name in own], [parameters[name].grad for name in own])
+        torch.autograd.backward([weights[name] for name in mine], [parameters[name].grad for name in mine])
         optimizer.step()
         return loss.detach()
 

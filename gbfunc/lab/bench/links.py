@@ -1,4 +1,7 @@
-"""Links between ranks: the loopback, or a switch of limited rate between network namespaces; their byte counters."""
+"""Ranks as processes, and the links between them: the loopback, or a switch of limited rate between network namespaces.
+
+Processes belong together: when one fails or the time is up, all are ended.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,12 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +73,7 @@ def can_make_links() -> bool:
 
 @contextlib.contextmanager
 def open_loopback(ranks: int) -> Iterator[tuple[Port, ...]]:
-    """The loopback for some ranks, where possible in a namespace of its own, in which nothing else is counted."""
+    """The loopback for some ranks, where possible in a new namespace, in which nothing else is counted."""
     if not can_make_links():
         yield (Port((), "lo", ranks),) * ranks
         return
@@ -150,4 +157,62 @@ def sent_bytes(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
-__all__ = ["Port", "can_make_links", "open_loopback", "open_switch", "sent_bytes"]
+_POLL_SECONDS = 0.02
+_TAIL = 2_000
+
+
+class RankError(OSError):
+    """A rank that failed, or that took too long."""
+
+
+def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float, env: Mapping[str, str] | None = None) -> None:
+    """Run one process a rank until all have ended well; none outlives this call.
+
+    Args:
+        commands: the ranks' commands, rank 0 first.
+        timeout: most seconds.
+        env: variables beside those of this process.
+
+    Raises:
+        RankError: for the rank that failed first, with the end of what it wrote on standard error, or after the
+            timeout, naming the ranks that were still running.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gbfunc-ranks-")))
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, processes)
+        deadline = time.monotonic() + timeout
+        for rank, command in enumerate(commands):
+            with (folder / f"{rank}.err").open("wb") as errors:
+                # A new group, so that all that a rank starts ends with it.
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=errors,
+                        stderr=errors,
+                        env={**os.environ, **(env or {})},
+                        start_new_session=True,
+                    )
+                )
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = next((rank for rank, code in enumerate(codes) if code), None)
+            if failed is not None:
+                said = (folder / f"{failed}.err").read_text(errors="replace").strip()[-_TAIL:]
+                raise RankError(f"rank {failed} of {len(codes)} ended with exit code {codes[failed]}: {said}")
+            if all(code == 0 for code in codes):
+                return
+            if time.monotonic() > deadline:
+                late = [rank for rank, code in enumerate(codes) if code is None]
+                raise RankError(f"ranks {late} of {len(codes)} had not ended after {timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill what still runs, and what it has started."""
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()

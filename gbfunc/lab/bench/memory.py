@@ -1,4 +1,4 @@
-"""Peak memory of one variant, in a process of its own."""
+"""Peak memory of one variant, in another process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gbfunc.lab.bench.cases import Case
+from gbfunc.lab.bench.cases import Case, features
 from gbfunc.lab.bench.live import LiveBytes
-from gbfunc.lab.bench.nets import features
 from gbfunc.lab.bench.variants import Setting, build
 from gbfunc.tasks.pnets.mlp import mlp
 
@@ -44,7 +43,7 @@ class Memory(NamedTuple):
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> Memory | None:
     """Run some steps of a variant in a new process; None if the system ends it, as it does when memory runs out."""
-    # A server that starts before all else: a child of this process would begin with this one's peak as its own.
+    # A server that starts before all else: a child of this process would begin with this one's peak.
     context = multiprocessing.get_context("forkserver")
     # Optimizers import the compiler.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
@@ -78,7 +77,7 @@ def run_steps(case: Case, variant: str, setting: Setting) -> Memory:
 
 
 class _Meter:
-    """Peak memory beyond what there was at first: the device's own counters, or the process's resident pages."""
+    """Peak memory beyond what there was at first: the device's counters, or the process's resident pages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -128,7 +127,7 @@ def _return_freed_memory() -> None:
 
 def _tiny(case: Case) -> Case:
     """A case of the same kind that needs no memory."""
-    genes = {name: own and own._replace(include=()) for name, own in (("periodic", case.periodic), ("relu", case.relu))}
+    genes = {name: g and g._replace(include=()) for name, g in (("periodic", case.periodic), ("relu", case.relu))}
     if case.kind == "generation":
         return replace(case, net=partial(nn.Linear, 32, 32, bias=False), **genes)
     batch = partial(features, (8, 32), 10)

@@ -1,4 +1,4 @@
-"""The yardstick: g-nets applied to the code of every single weight, all their activations kept for backward.
+"""The naive baseline: g-nets applied to the code of every single weight, all their activations kept for backward.
 
 This is the arithmetic of the published implementations. Nothing but the benchmark uses it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from gbfunc.lab.bench.cases import VARIANTS, Case
 from gbfunc.lab.bench.naive import NaiveGenerator
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
-from gbfunc.trees import flat_genome, like_genome
 from gbfunc.types import GNets, Params
 
 Step = Callable[[], Any]
@@ -60,7 +59,7 @@ class Built(NamedTuple):
 
 
 def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
-    """Mean cross entropy of classes [B] or of words [B, L]."""
+    """Mean cross entropy of classes [B] or of tokens [B, L]."""
     x, target = batch
     scores = net(x)
     return F.cross_entropy(scores.flatten(0, -2), target.flatten())
@@ -108,20 +107,29 @@ def _autocast(setting: Setting) -> torch.autocast:
     return torch.autocast(setting.device.type, setting.amp, enabled=setting.amp is not None)
 
 
-def _dense(net: nn.Module, case: Case, setting: Setting) -> Step:
-    """The p-net itself, with the loop that anyone would write."""
-    batch = _batch(case, setting)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=setting.lr, fused=True)
+def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor], lr: float) -> Step:
+    """The loop that anyone would write: a loss, its gradients, a step of AdamW."""
+    optimizer = torch.optim.AdamW(leaves, lr=lr, fused=True)
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        with _autocast(setting):
-            loss = loss_fn(net, batch)
-        loss.backward()
+        value = loss()
+        value.backward()
         optimizer.step()
-        return loss.detach()
+        return value.detach()
 
     return step
+
+
+def _dense(net: nn.Module, case: Case, setting: Setting) -> Step:
+    """The p-net itself."""
+    batch = _batch(case, setting)
+
+    def loss() -> Tensor:
+        with _autocast(setting):
+            return loss_fn(net, batch)
+
+    return plain_step(loss, net.parameters(), setting.lr)
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: bool = False, **options: Any) -> Step:
@@ -159,23 +167,18 @@ def _clear(checkpointer: gb.Checkpointer, folder: str) -> None:
 
 
 def _naive(plan: Plan, pnet: nn.Module, case: Case, setting: Setting) -> Step:
-    """The same with every weight's own code, in a loop without the library's step."""
+    """The same with the code of every single weight, without the library's step."""
     batch, net = _batch(case, setting), PureNet(pnet)
     generator = NaiveGenerator(plan, plan.dtype, setting.device)
-    genome = gb.init_genome(plan, pnet, 0)
-    leaves = {k: v.requires_grad_() for k, v in flat_genome(genome.gnets, genome.direct).items()}
-    optimizer = torch.optim.AdamW(leaves.values(), lr=setting.lr, fused=True)
+    gnets, direct, buffers = gb.init_genome(plan, pnet, 0)
+    leaves = [leaf.requires_grad_() for part in (*gnets.values(), direct) for leaf in part.values()]
 
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        weights = generator(*like_genome(leaves, genome.gnets, genome.direct))
+    def loss() -> Tensor:
+        weights = generator(gnets, direct)
         with _autocast(setting):
-            loss = loss_fn(lambda x: net(weights, genome.buffers, x), batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+            return loss_fn(lambda x: net(weights, buffers, x), batch)
 
-    return step
+    return plain_step(loss, leaves, setting.lr)
 
 
 def _generation(plan: Plan, variant: str, device: torch.device) -> Step:
@@ -186,7 +189,7 @@ def _generation(plan: Plan, variant: str, device: torch.device) -> Step:
     else:
         kernel: Any = VARIANTS[variant].options.get("kernel", "auto")
         make = Generator(plan, kernel=kernel)
-    leaves = [leaf for own in gnets.values() for leaf in own.values()]
+    leaves = [leaf for leaves in gnets.values() for leaf in leaves.values()]
     cotangents = [torch.ones(t.shape, dtype=plan.dtype, device=device) for t in plan.generated]
 
     def step() -> object:

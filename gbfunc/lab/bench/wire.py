@@ -1,22 +1,34 @@
-"""What training on several ranks sends, and what it waits for: the cases of `gbfunc bench --distributed`."""
+"""What training on several ranks sends, and what it waits for: the cases of `gbfunc bench --distributed`.
+
+Each rank is a process that runs this module: `python -m gbfunc.lab.bench.wire ORDER`.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
+import torch
+from torch import nn
+
+import gbfunc as gb
 from gbfunc.hypernets import periodic
-from gbfunc.lab.bench.cases import Case, Genes, Scale
-from gbfunc.lab.bench.launch import run_ranks
-from gbfunc.lab.bench.links import open_loopback, open_switch
-from gbfunc.lab.bench.nets import GPT, features, sequences
+from gbfunc.lab.bench.cases import Case, Genes, Scale, features, sequences
+from gbfunc.lab.bench.dense_parallel import CollectiveBytes, Group, ddp_step, fsdp_step, torchgb_step
+from gbfunc.lab.bench.links import Port, open_loopback, open_switch, run_ranks, sent_bytes
+from gbfunc.lab.bench.report import time_together
+from gbfunc.lab.bench.variants import Batch, Step, genome_step
+from gbfunc.plan import Plan
+from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.tasks.pnets.mlp import mlp
 
 LINKS: Mapping[str, float | None] = MappingProxyType({"loopback": None, "100mbit": 100.0, "10mbit": 10.0})
@@ -27,6 +39,8 @@ PLACEMENTS = ("replicated", "sharded", "factors")
 
 VARIANTS = ("ddp", "fsdp2", "torchgb", *PLACEMENTS)
 """DDP and FSDP2 train the dense p-net, "torchgb" broadcasts generated weights and all-reduces their gradients."""
+
+_WARM_UP = 2
 
 # Of a TCP segment on Ethernet: 14 + 20 + 32 bytes of headers (time stamps on) before 1,448 bytes.
 _HEADERS = (1_448 + 66) / 1_448
@@ -41,8 +55,10 @@ def _mlp(width: int, features_: int, tile: int) -> Case:
 
 def _gpt() -> Case:
     """The GPT of nanoGPT's recipe for a CPU: 65 characters, 4 layers of 128, context 64."""
-    genes = Genes(periodic(8), 128, (r"^(words|positions)\.weight$",))
-    return Case("gpt 4x128", partial(GPT, 65, 64, 4, 128, 512, 4), partial(sequences, 16, 64, 65), VARIANTS, genes)
+    genes = Genes(periodic(8), 128, (r"^(tokens|positions)\.weight$",))
+    return Case(
+        "gpt 4x128", partial(GPT, 65, 64, 4, 128, 4, 512, bias=True), partial(sequences, 16, 64, 65), VARIANTS, genes
+    )
 
 
 CASES: Mapping[Scale, Mapping[str, Case]] = MappingProxyType(
@@ -130,7 +146,7 @@ class Measured(NamedTuple):
     ratio_params: float | None
 
 
-LossAndGrads = dict[tuple[str, str], dict[str, list[Measured]]]
+ByVariant = dict[tuple[str, str], dict[str, list[Measured]]]
 """`{(case, link): {variant: what each rank found}}`."""
 
 
@@ -149,7 +165,7 @@ def choose_cases(scale: Scale, names: tuple[str, ...] | None) -> Mapping[str, Ca
 
 def measure_ranks(
     cases: Sequence[tuple[Scale, str]], ranks: int, links: Sequence[str], pace: Pace, lr: float = 1e-8
-) -> LossAndGrads:
+) -> ByVariant:
     """Run all variants of some cases on as many new processes, of one thread each, over some links.
 
     Args:
@@ -166,19 +182,19 @@ def measure_ranks(
     with tempfile.TemporaryDirectory(prefix="gbfunc-wire-") as name, place(ranks) as ports:
         common = {"cases": list(cases), "ranks": ranks, "links": list(links), "pace": pace, "lr": lr, "folder": name}
         orders = [common | {"rank": rank, "port": port} for rank, port in enumerate(ports)]
-        module = [sys.executable, "-m", "gbfunc.lab.bench.rank"]
+        module = [sys.executable, "-m", "gbfunc.lab.bench.wire"]
         commands = [[*port.prefix, *module, json.dumps(order)] for port, order in zip(ports, orders, strict=True)]
         env = {"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         run_ranks(commands, timeout=pace.timeout, env=env)
         reports = [json.loads(Path(name, f"{rank}.json").read_text()) for rank in range(ranks)]
-    found: LossAndGrads = {}
+    found: ByVariant = {}
     for report in reports:
         for case, variant, link, measured in report:
             found.setdefault((case, link), {}).setdefault(variant, []).append(Measured(**measured))
     return found
 
 
-def rows_of(found: LossAndGrads, case: str, ranks: int, link: str) -> list[Row]:
+def rows_of(found: ByVariant, case: str, ranks: int, link: str) -> list[Row]:
     """The rows of a case on a link, from what was found on the loopback, and on that link if it could be made.
 
     Args:
@@ -233,7 +249,7 @@ def modelled_seconds(loopback: Sequence[Measured], mbit: float) -> float:
     return statistics.median(loopback[0].seconds) + waited
 
 
-def expected_seconds(loopback: LossAndGrads, links: Sequence[str], pace: Pace) -> float:
+def expected_seconds(loopback: ByVariant, links: Sequence[str], pace: Pace) -> float:
     """About how long slow links will take: the modelled time of all the steps that are to be timed there."""
     total = 0.0
     for variants in loopback.values():
@@ -245,3 +261,107 @@ def expected_seconds(loopback: LossAndGrads, links: Sequence[str], pace: Pace) -
 
 def _mean(found: Sequence[Measured], by: str) -> float:
     return statistics.fmean(getattr(m, by) for m in found)
+
+
+class Placed(NamedTuple):
+    """A variant, ready to run on this rank."""
+
+    step: Step
+    ratio_params: float | None
+
+
+def run_rank(argv: Sequence[str]) -> None:
+    """Measure all variants of all cases of an order, and write what was found beside those of the other ranks."""
+    order = json.loads(argv[0])
+    pace = Pace(*order["pace"])
+    # Whoever started this may be gone.
+    signal.alarm(int(pace.timeout) + 5)
+    torch.set_num_threads(1)
+    folder, rank, port = Path(order["folder"]), order["rank"], Port(*order["port"])
+    group = Group(rank, order["ranks"], folder / "store")
+    found: list[tuple[str, str, str, dict[str, Any]]] = []
+    with group.joined(pace.timeout):
+        for scale, name in order["cases"]:
+            case = CASES[scale][name]
+            for variant in case.variants:
+                placed = build(case, variant, group, order["lr"])
+                for link, measured in measure(placed, group, port, order["links"], pace).items():
+                    found.append((case.name, variant, link, measured._asdict()))
+                del placed
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def build(case: Case, variant: str, group: Group, lr: float) -> Placed:
+    """Make a variant with this rank's share of the batch."""
+    net, genes, plan = _planned(case)
+    x, target = case.batch()
+    share: Batch = (x.chunk(group.ranks)[group.rank], target.chunk(group.ranks)[group.rank])
+    if variant == "ddp":
+        return Placed(ddp_step(net, share, lr), None)
+    if variant == "fsdp2":
+        return Placed(fsdp_step(net, share, lr), None)
+    if variant == "torchgb":
+        return Placed(torchgb_step(net, genes, share, lr), plan.ratio_params)
+    mesh = gb.mesh(data=group.ranks) if variant == "replicated" else gb.mesh(gnets=group.ranks)
+    return Placed(genome_step(plan, net, share, lr, mesh=mesh, placement=variant), plan.ratio_params)
+
+
+def _planned(case: Case) -> tuple[nn.Module, Genes, Plan]:
+    """The p-net, the same on all ranks, and the plan of its genome."""
+    if case.periodic is None:
+        raise ValueError(f"{case.name} has no periodic g-nets")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        net = case.net()
+    genes = case.periodic
+    return net, genes, gb.make_plan(net, genes.hypernet, max_tile=genes.max_tile, include=genes.include)
+
+
+def one_rank_ratios(case: Case, *, rounds: int, lr: float = 1e-8) -> dict[str, float]:
+    """Time of a step on a mesh of this rank alone over that without a mesh, by placement; timed side by side."""
+    net, _, plan = _planned(case)
+    steps = {"": genome_step(plan, net, case.batch(), lr)}
+    steps |= {p: genome_step(plan, net, case.batch(), lr, mesh=gb.mesh(), placement=p) for p in PLACEMENTS}
+    times = time_together(steps, torch.device("cpu"), rounds=rounds)
+    return {placement: times[placement].seconds / times[""].seconds for placement in PLACEMENTS}
+
+
+def measure(placed: Placed, group: Group, port: Port, links: Sequence[str], pace: Pace) -> dict[str, Measured]:
+    """Warm up without a limit, count one step, then time steps on each link together with the other ranks."""
+    losses = [float(placed.step()) for _ in range(_WARM_UP)]
+    with CollectiveBytes(group.rank, group.ranks) as counted:
+        losses.append(float(placed.step()))
+    found = {}
+    for link in links:
+        port.limit(LINKS[link])
+        seconds, wire = _timed(placed.step, group, port.interface, pace)
+        port.limit(None)
+        sizes = (counted.sent, counted.busiest)
+        found[link] = Measured(seconds, wire / port.sharing, *sizes, losses, placed.ratio_params)
+    return found
+
+
+def _timed(step: Step, group: Group, interface: str, pace: Pace) -> tuple[list[float], float]:
+    """Times of steps in a row, as many as fit after a first one, and the bytes that an interface sent in one.
+
+    Ranks leave a meeting some milliseconds apart, which only a step that takes much longer may be charged with.
+    """
+    group.meet()
+    before = sent_bytes(interface)
+    group.meet()
+    seconds = [_seconds(step)]
+    more = group.agree(min(pace.steps, int(pace.seconds / seconds[0])))
+    seconds += [_seconds(step) for _ in range(more)]
+    group.meet()
+    wire = (sent_bytes(interface) - before) / len(seconds)
+    return seconds[2:] or seconds, wire
+
+
+def _seconds(step: Step) -> float:
+    start = time.perf_counter()
+    float(step())
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[1:])

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gbfunc.lab.compare.base import Method, Problem, Settings, Trained, Unfit
-from gbfunc.lab.compare.dense import Dense
+from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Trained
+from gbfunc.lab.compare.dense import Dense, DenseQuantised, LowRankTraining
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
-from gbfunc.lab.compare.low_rank import LowRankTraining
 from gbfunc.lab.compare.pruned import Pruned
-from gbfunc.lab.compare.quantised import DenseQuantised
 from gbfunc.lab.compare.rows import (
     Choice,
     Results,
@@ -28,7 +26,6 @@ from gbfunc.lab.compare.rows import (
     to_json,
 )
 from gbfunc.lab.compare.subspace import RandomSubspace
-from gbfunc.lab.compare.training import total_steps
 
 __all__ = [
     "METHODS",
@@ -38,7 +35,7 @@ __all__ = [
     "Results",
     "Row",
     "Settings",
-    "Unfit",
+    "BudgetTooSmall",
     "Trained",
     "choose",
     "measure",
@@ -48,7 +45,6 @@ __all__ = [
     "run_missing",
     "size_within",
     "to_json",
-    "total_steps",
 ]
 
 METHODS: Mapping[str, Method] = MappingProxyType(

@@ -1,12 +1,25 @@
-"""What a method of compression is: it fits something trainable into a number of bytes, and reads it back from them."""
+"""What a method of compression is: it fits something trainable into a number of bytes, and reads it back from them.
+
+Here is also what methods share: the training, tensors as bytes, and smaller nets of a task's family.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
 
+from gbfunc.pnet import buffers_of, parameter_infos, with_weights
 from gbfunc.tasks import Net, Recipe, Task
+from gbfunc.tasks.pnets import PNet, find_pnet
+from gbfunc.tasks.training import fit, leaf_trainer, total_steps
+from gbfunc.types import Params, TensorMap
 
 Settings: TypeAlias = dict[str, Any]
 """What validation data choose: learning rate, widths, ...; JSON."""
@@ -19,8 +32,8 @@ class Problem(NamedTuple):
         task: data and p-net.
         size: parameters of the periodic genome that fills the budget.
         budget: most bytes of everything that is needed to run.
-        dtype: of the numbers that are stored, where a method has no format of its own.
-        recipe: batch size, augmentation, warm-up and length of every training; its rates are the genome's own.
+        dtype: of what is stored, where a method has no other format.
+        recipe: batch size, augmentation, warm-up and length of every training; its rates are the genome's.
     """
 
     task: Task
@@ -29,20 +42,25 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     recipe: Recipe
 
+    @property
+    def steps(self) -> int:
+        """Steps of a training."""
+        return total_steps(self.task, self.recipe)
+
 
 class Trained(NamedTuple):
     """What training gave.
 
     Attributes:
         data: everything that is needed to run, beside the code.
-        params: trained numbers in it.
+        params: trained parameters in it.
     """
 
     data: bytes
     params: int
 
 
-class Unfit(ValueError):
+class BudgetTooSmall(ValueError):
     """The method can make nothing of this task that is as small as the budget."""
 
 
@@ -53,7 +71,7 @@ class Method(Protocol):
         """The settings among which validation data choose, each within the budget.
 
         Raises:
-            Unfit: if nothing fits.
+            BudgetTooSmall: if nothing fits.
         """
         ...
 
@@ -82,3 +100,150 @@ def grid(**axes: Any) -> list[Settings]:
     for name, values in axes.items():
         combinations = [{**c, name: value} for c in combinations for value in values]
     return combinations
+
+
+def train_net(
+    problem: Problem,
+    leaves: Iterable[Tensor],
+    net: Net,
+    lr: float,
+    seed: int,
+    after: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Train leaves in place by Adam with its default moments, on the batches and steps that all methods share.
+
+    Args:
+        problem: data and length.
+        leaves: what is trained.
+        net: the network that reads them.
+        lr: peak of the learning rate.
+        seed: of the order of the examples.
+        after: called with the number of each step when it is done.
+    """
+    recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
+    trainer = leaf_trainer(leaves, net, problem.task, recipe)
+
+    def step(done: int, batch: Any) -> Any:
+        result = trainer.step(done, batch)
+        after(done)
+        return result
+
+    fit(trainer._replace(step=step), problem.task, recipe, seed, validate=False)
+
+
+def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of a file with these tensors, floating-point numbers as `dtype`.
+
+    Args:
+        tensors: by name.
+        dtype: of the numbers in the file.
+        about: text to keep with them.
+    """
+
+    def stored(t: Tensor) -> Tensor:
+        return t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype, copy=True).contiguous()
+
+    return save({name: stored(t) for name, t in tensors.items()}, dict(about) if about else None)
+
+
+def unpack(data: bytes) -> tuple[Params, dict[str, str]]:
+    """Tensors, in float32 whatever they are stored as, and text of what `pack` gave."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = {name: t.float() if t.is_floating_point() else t for name, t in load(data).items()}
+    return tensors, header.get("__metadata__", {})
+
+
+def packed_size(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+    """Length of what `pack` gives for floating-point tensors of these shapes, without text."""
+    return len(pack({name: torch.zeros(shape) for name, shape in shapes.items()}, dtype))
+
+
+def state_of(module: nn.Module) -> Params:
+    """All that a module holds, tied parameters once: parameters and buffers that it saves."""
+    state = {o.name: o.tensor.detach() for o in parameter_infos(module)}
+    return state | {name: b for name, (b, saved) in buffers_of(module).items() if saved}
+
+
+def restore(module: nn.Module, state: Params) -> nn.Module:
+    """A copy of the module, in use, that holds what `state_of` gave."""
+    buffers = {name: state.get(name, b) for name, (b, _) in buffers_of(module).items()}
+    weights = {o.name: state[o.name] for o in parameter_infos(module)}
+    return with_weights(module, weights, buffers).eval()
+
+
+Sizes = tuple[int, ...]
+
+_PARTS = 256
+"""Widths are tried in these parts of the p-net's."""
+
+
+def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
+    """The largest n up to `limit` for which a monotone `fits` holds, 0 if none does.
+
+    >>> largest(lambda n: n * n <= 30)
+    5
+    """
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def perceptron_sizes(task: Task) -> Sizes:
+    """Layer sizes of the task's p-net.
+
+    Raises:
+        BudgetTooSmall: if it is no multilayer perceptron.
+    """
+    if task.pnet.name != "mlp":
+        raise BudgetTooSmall(f"it is for multilayer perceptrons, and the p-net is {task.pnet.name}")
+    return (math.prod(task.interface.inputs), *task.pnet.config["hidden"], task.interface.outputs)
+
+
+def narrow_sizes(task: Task, fits: Callable[[Sizes], bool]) -> list[Sizes]:
+    """Layer sizes of the perceptrons that fill a budget: no hidden layer, one and two equal ones, as wide as fits.
+
+    Args:
+        task: its inputs and outputs are kept.
+        fits: whether a net of such sizes is within the budget.
+
+    Raises:
+        BudgetTooSmall: if none fits, or if the p-net is no multilayer perceptron.
+    """
+    n_in, *_, n_out = perceptron_sizes(task)
+    shapes: list[Callable[[int], Sizes]] = [lambda h: (n_in, h, n_out), lambda h: (n_in, h, h, n_out)]
+    found = [shape(width) for shape in shapes if (width := largest(lambda h, shape=shape: fits(shape(h))))]
+    if fits((n_in, n_out)):
+        found.append((n_in, n_out))
+    if not found:
+        raise BudgetTooSmall(f"no net between {n_in} inputs and {n_out} outputs is as small as that")
+    return found
+
+
+def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
+    """The nets of the p-net's family that fill a budget: perceptrons as `narrow_sizes` has them, others by width.
+
+    Args:
+        task: its p-net and interface.
+        fits: whether such a net is within the budget.
+
+    Raises:
+        BudgetTooSmall: if none fits, or if the family has no widths to change.
+    """
+    if task.pnet.name == "mlp":
+
+        def perceptron(sizes: Sizes) -> PNet:
+            return find_pnet("mlp", task.interface, {**task.pnet.config, "hidden": sizes[1:-1]})
+
+        return [perceptron(sizes) for sizes in narrow_sizes(task, lambda sizes: fits(perceptron(sizes)))]
+    scaled = task.pnet.scaled
+    if scaled is None:
+        raise BudgetTooSmall(f"the p-net {task.pnet.name} has no smaller one of its kind")
+    part = largest(lambda n: fits(scaled(n / _PARTS)), 4 * _PARTS)
+    if not part:
+        raise BudgetTooSmall(f"no {task.pnet.name} is as small as that")
+    return [scaled(part / _PARTS)]

@@ -1,20 +1,18 @@
-"""gbfunc's own types: the file of the genome, its plan included."""
+"""gbfunc's types of g-net: the file of the genome, its plan included."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 import gbfunc as gb
-from gbfunc.lab.compare.base import Problem, Settings, Trained, Unfit, grid
-from gbfunc.lab.compare.training import numbered_batches, one_cycle
+from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import Net, Task
+from gbfunc.tasks.training import fit, genome_trainer
 
 _FILE = "genome.safetensors"
 
@@ -24,17 +22,17 @@ def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
 
     Args:
         task: its p-net and recipe.
-        hypernet: the type of g-net, a key of `HYPERNETS`; the p-net's own options stand where its type is that.
+        hypernet: the type of g-net, a key of `HYPERNETS`; the p-net's options stand where its type is that.
         target: the size target of `make_plan`.
 
     Raises:
-        Unfit: if no genome of the task is as small as that.
+        BudgetTooSmall: if no genome of the task is as small as that.
     """
     try:
         # Of one seed: the initial scales are in the file, and their digits must not move its length.
         return task.plan(task.build(0), hypernet, **target)
     except ValueError as error:
-        raise Unfit(str(error)) from error
+        raise BudgetTooSmall(str(error)) from error
 
 
 def reference_bytes(task: Task, size: int) -> int:
@@ -46,7 +44,7 @@ def size_within(task: Task, budget: int) -> int:
     """Parameters of the periodic genome of the task that fills so many bytes.
 
     Raises:
-        Unfit: if no genome of the task is as small as that.
+        BudgetTooSmall: if no genome of the task is as small as that.
     """
     return plan_for(task, "periodic", genome_bytes=budget).genome_params
 
@@ -71,21 +69,11 @@ class GenomeOf:
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam with the recipe's moments on the genome."""
         plan, pnet = self._plan(problem), problem.task.build(seed)
-        recipe = problem.task.recipe(plan.genome_params)
-        direct = None
-        if recipe.direct_lr is not None:
-            direct = {"lr": one_cycle(problem, recipe.direct_lr / recipe.lr * settings["lr"])}
-        lr = one_cycle(problem, settings["lr"])
-        optimizer = gb.torch_optimizer(torch.optim.Adam, lr=lr, betas=recipe.betas, direct=direct)
-        train_step = gb.make_train_step(
-            *(plan, pnet, problem.task.loss, optimizer),
-            donate=True,
-            clip_norm=problem.recipe.clip_norm,
-            on_nonfinite="raise",
-        )
-        state = train_step.init(seed=seed)
-        for _, batch in numbered_batches(problem, seed):
-            state, _ = train_step(state, batch)
+        known, lr = problem.task.recipe(plan.genome_params), settings["lr"]
+        direct_lr = None if known.direct_lr is None else known.direct_lr / known.lr * lr
+        recipe = replace(problem.recipe, lr=lr, direct_lr=direct_lr, betas=known.betas)
+        trainer = genome_trainer(plan, pnet, problem.task, recipe, seed)
+        state = fit(trainer, problem.task, recipe, seed, validate=False).state
         with TemporaryDirectory(prefix="gbfunc-") as folder:
             gb.save(path := Path(folder) / _FILE, plan, state, problem.dtype)
             return Trained(path.read_bytes(), plan.genome_params)
@@ -99,7 +87,7 @@ class GenomeOf:
 
     def _plan(self, problem: Problem) -> gb.Plan:
         task, itemsize = problem.task, problem.dtype.itemsize
-        plan = self._in_own_numbers(problem)
+        plan = self._in_its_dtype(problem)
         if problem.dtype == plan.dtype:
             return plan
         # Narrower numbers leave room for more of them.
@@ -111,10 +99,10 @@ class GenomeOf:
             plan = plan_for(task, self.hypernet, genome_params=target)
         return plan
 
-    def _in_own_numbers(self, problem: Problem) -> gb.Plan:
+    def _in_its_dtype(self, problem: Problem) -> gb.Plan:
         if self.hypernet == "periodic":
             # The very genome whose file the budget is, where it was not given in bytes.
-            with suppress(Unfit):
+            with suppress(BudgetTooSmall):
                 plan = plan_for(problem.task, self.hypernet, genome_params=problem.size)
                 if genome_file_bytes(plan) == problem.budget:
                     return plan

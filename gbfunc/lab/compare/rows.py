@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gbfunc.lab.compare.base import Method, Problem, Settings, Unfit
-from gbfunc.lab.compare.training import total_steps
+from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings
 from gbfunc.tasks import Net
 
 SEARCH_PART = 1 / 3
@@ -26,7 +25,7 @@ class Choice(NamedTuple):
         method: name of the method.
         size: parameters of the periodic genome that fills the budget.
         budget: most bytes of everything that is needed to run.
-        dtype: of the numbers that are stored, where the method has no format of its own.
+        dtype: of what is stored, where the method has no other format.
         steps: of the training.
         settings: the choice, None where nothing fits.
         tried: every candidate with its metric on the validation split.
@@ -52,11 +51,11 @@ class Row(NamedTuple):
         method: name of the method.
         size: parameters of the periodic genome that fills the budget.
         budget: most bytes of everything that is needed to run.
-        dtype: of the numbers that are stored, where the method has no format of its own.
+        dtype: of what is stored, where the method has no other format.
         steps: of the training.
         seed: of the training.
         bytes: length of the data that the network was read back from.
-        params: trained numbers in them.
+        params: trained parameters in them.
         val: metric on the validation split.
         test: metric on the test split.
         seconds: of the training.
@@ -95,7 +94,7 @@ def of_problem(results: Results, problem: Problem, method: str) -> Results:
 
 
 def _of(problem: Problem) -> tuple[int, int, str, int]:
-    return problem.size, problem.budget, str(problem.dtype).removeprefix("torch."), total_steps(problem)
+    return problem.size, problem.budget, str(problem.dtype).removeprefix("torch."), problem.steps
 
 
 def metric_of(problem: Problem, net: Net, split: Any) -> float:
@@ -115,9 +114,9 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
     head = (problem.task.name, name, *_of(problem))
     try:
         candidates = method.candidates(problem)[:most]
-    except Unfit as error:
+    except BudgetTooSmall as error:
         return Choice(*head, settings=None, tried=[], reason=str(error))
-    steps = max(1, math.ceil(SEARCH_PART * total_steps(problem)))
+    steps = max(1, math.ceil(SEARCH_PART * problem.steps))
     brief = problem._replace(recipe=replace(problem.recipe, steps=steps))
     sign = 1 if problem.task.metric.higher_is_better else -1
     tried, best, least = [], candidates[0], -math.inf
@@ -223,13 +222,9 @@ def read_results(path: Path) -> Results:
         ValueError: if the file is damaged or something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        # A former name.
-        choices, rows = (
-            [{"dtype" if k == "numbers" else k: v for k, v in entry.items()} for entry in content[part]]
-            for part in Results._fields
-        )
-        return Results(tuple(Choice(**c) for c in choices), tuple(Row(**r) for r in rows))
+        # Earlier versions say `numbers` for `dtype`.
+        content = json.loads(path.read_text(encoding="utf-8").replace('"numbers":', '"dtype":'))
+        return Results(tuple(Choice(**c) for c in content["choices"]), tuple(Row(**r) for r in content["rows"]))
     except FileNotFoundError:
         return Results()
     except (ValueError, TypeError, KeyError) as error:

@@ -9,18 +9,28 @@ from typing import Any
 
 from torch import nn
 
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, n_params, narrowed, seeded
+from gbfunc.tasks.pnets.base import (
+    Interface,
+    PlanOptions,
+    PNet,
+    brief,
+    import_object,
+    is_import_path,
+    n_params,
+    narrowed,
+    seeded,
+)
 from gbfunc.tasks.pnets.convnets import all_conv, resnet18
 from gbfunc.tasks.pnets.gpt import gpt
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
-from gbfunc.tasks.pnets.mlp import mlp, mlp_pnet, mlp_sizes
-from gbfunc.tasks.pnets.own import import_object, is_import_path
+from gbfunc.tasks.pnets.mlp import actor_critic, mlp, mlp_pnet, mlp_sizes
 
 __all__ = [
     "PNETS",
     "Interface",
     "PNet",
     "PlanOptions",
+    "brief",
     "check_options",
     "find_pnet",
     "import_object",
@@ -32,7 +42,7 @@ __all__ = [
 ]
 
 PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
-    {"mlp": mlp_pnet, "allconv": all_conv, "resnet18": resnet18, "gpt": gpt}
+    {"mlp": mlp_pnet, "allconv": all_conv, "resnet18": resnet18, "gpt": gpt, "actor_critic": actor_critic}
 )
 """Every family by its name, as its factory `(interface, **options) -> PNet`."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +19,9 @@ from torch import nn
 from gbfunc.encoding import Encoding
 from gbfunc.hypernets import Hypernet, periodic
 from gbfunc.tiling import MaxTile
+
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+"""`package.module:name`."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every parameter by its name."""
@@ -27,11 +34,13 @@ class Interface(NamedTuple):
         inputs: shape of one example: (channels, rows, columns) of an image, (positions,) of a text.
         outputs: classes, or tokens of the vocabulary.
         tokens: whether inputs are tokens (integers), each position of which is answered by a prediction.
+        actions: what a policy decides on, in a task of control: a choice, or a vector; outputs are its numbers.
     """
 
     inputs: tuple[int, ...]
     outputs: int
     tokens: bool = False
+    actions: Literal["choice", "vector"] | None = None
 
 
 class PlanOptions(NamedTuple):
@@ -127,6 +136,16 @@ def narrowed(pnet: PNet, params: int) -> PNet:
     return pnet.scaled(high)
 
 
+def brief(shapes: Shapes, most: int = 2) -> str:
+    """Names and shapes of the first parameters, in a few words.
+
+    >>> brief({"0.weight": (48, 64), "0.bias": (48,), "2.weight": (10, 48)})
+    '0.weight (48, 64), 0.bias (48,) and 1 more'
+    """
+    words = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:most])
+    return words + (f" and {len(shapes) - most} more" if len(shapes) > most else "")
+
+
 def scaled_width(width: int, factor: float, multiple: int = 1) -> int:
     """A width times a factor, as the nearest multiple above 0."""
     return max(1, math.floor(width * factor / multiple + 0.5)) * multiple
@@ -135,3 +154,35 @@ def scaled_width(width: int, factor: float, multiple: int = 1) -> int:
 def n_params(module: nn.Module) -> int:
     """Parameters of a module, tied ones once."""
     return sum(p.numel() for p in module.parameters())
+
+
+def is_import_path(name: str) -> bool:
+    """Whether `name` has the form `package.module:name`."""
+    return _PATH.fullmatch(name) is not None
+
+
+def import_object(path: str) -> Any:
+    """What `package.module:name` names; the present folder counts as a place of modules.
+
+    Raises:
+        ImportError: if there is no such module, or it cannot be imported.
+        ValueError: if it has no such name.
+    """
+    module_name, _, name = path.partition(":")
+    folder = os.getcwd()
+    added = folder not in sys.path and "" not in sys.path
+    if added:
+        # As `python -m` does; a console script leaves it out.
+        sys.path.insert(0, folder)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ImportError(f"cannot import {module_name} of {path}: {error}") from error
+    finally:
+        if added:
+            sys.path.remove(folder)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{module_name} has no {name!r} ({path})")
+        found = getattr(found, part)
+    return found

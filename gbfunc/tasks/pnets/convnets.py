@@ -50,7 +50,7 @@ class AllConv(nn.Sequential):
         super().__init__(*layers)
         for layer in self:
             if isinstance(layer, nn.Conv2d):
-                # Torch's own initial weights are too small for nine layers without normalisation.
+                # Torch's initial weights are too small for nine layers without normalisation.
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                 if layer.bias is not None:
                     nn.init.zeros_(layer.bias)
@@ -114,7 +114,7 @@ def _image(name: str, interface: Interface, smallest: int) -> int:
 def _width(name: str, shapes: Shapes) -> int:
     """Output channels of a convolution."""
     if len(shapes.get(name, ())) != 4:
-        raise ValueError(f"expected the parameters of a convolutional net with {name}, got {dict(shapes)}")
+        raise ValueError(f"expected the parameters of a convolutional net with {name}")
     return shapes[name][0]
 
 

@@ -22,15 +22,15 @@ _STD = 0.02
 class Block(nn.Module):
     """Causal self-attention and an MLP, each on a normalised residual stream."""
 
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float, bias: bool) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
         self.mlp_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BLE: Tensor) -> Tensor:
         """[B, L, E] -> [B, L, E]."""
@@ -54,16 +54,25 @@ class GPT(nn.Module):
         heads: attention heads, a divisor of `width`.
         hidden: units of each block's MLP.
         dropout: part of the activations that are dropped in training.
+        bias: whether the blocks' linear layers have biases.
     """
 
     def __init__(
-        self, vocabulary: int, context: int, layers: int, width: int, heads: int, hidden: int, dropout: float
+        self,
+        vocabulary: int,
+        context: int,
+        layers: int,
+        width: int,
+        heads: int,
+        hidden: int,
+        dropout: float = 0.0,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, hidden, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, hidden, dropout, bias) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
@@ -87,6 +96,7 @@ def gpt(
     heads: int = 4,
     hidden: int | None = None,
     dropout: float = 0.0,
+    bias: bool = False,
 ) -> PNet:
     """GPT for a text task, by default of nanoGPT's size for a CPU.
 
@@ -97,6 +107,7 @@ def gpt(
         heads: attention heads.
         hidden: units of each block's MLP, by default 4 times the width.
         dropout: part of the activations that are dropped in training.
+        bias: whether the blocks' linear layers have biases.
 
     Raises:
         ValueError: if the task is no text, or the sizes do not fit each other.
@@ -110,6 +121,8 @@ def gpt(
             raise ValueError(f"{name} of gpt must be an int >= 1, got {value!r}")
     if width % heads:
         raise ValueError(f"width of gpt must be a multiple of its {heads} heads, got {width}")
+    if type(bias) is not bool:
+        raise ValueError(f"bias of gpt must be true or false, got {bias!r}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout of gpt must be at least 0 and below 1, got {dropout!r}")
     (context,), vocabulary = interface.inputs, interface.outputs
@@ -122,22 +135,22 @@ def gpt(
             heads=heads,
             hidden=scaled_width(hidden, factor, heads),
             dropout=dropout,
+            bias=bias,
         )
 
     def fitted(shapes: Shapes) -> PNet:
         try:
-            own = {"width": shapes["norm.weight"][0], "hidden": shapes["blocks.0.up.weight"][0]}
+            widths = {"width": shapes["norm.weight"][0], "hidden": shapes["blocks.0.up.weight"][0]}
         except (KeyError, IndexError):
-            raise ValueError(
-                f"expected the parameters of a GPT (blocks.0.up.weight, ...), got {dict(shapes)}"
-            ) from None
+            raise ValueError("expected the parameters of a GPT (blocks.0.up.weight, norm.weight, ...)") from None
         depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
-        return gpt(interface, layers=depth, heads=heads, dropout=dropout, **own)
+        biased = "blocks.0.up.bias" in shapes
+        return gpt(interface, layers=depth, heads=heads, dropout=dropout, bias=biased, **widths)
 
-    config: Mapping[str, Any] = dict(layers=layers, width=width, heads=heads, hidden=asked, dropout=dropout)
+    config: Mapping[str, Any] = dict(layers=layers, width=width, heads=heads, hidden=asked, dropout=dropout, bias=bias)
     return PNet(
         name="gpt",
-        make=lambda: GPT(vocabulary, context, layers, width, heads, hidden, dropout),
+        make=lambda: GPT(vocabulary, context, layers, width, heads, hidden, dropout, bias),
         plan=lambda genome_params: gpt_plan(interface, width, genome_params),
         scaled=scaled,
         fitted=fitted,

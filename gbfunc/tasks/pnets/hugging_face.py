@@ -37,9 +37,9 @@ def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
         template = transformers.AutoConfig.for_model(model_type)
     except ValueError as error:
         raise ValueError(f"Hugging Face knows no model type {model_type!r}") from error
-    # Names that all models know, such as hidden_size, are the model's own from here on: n_embd, say.
-    own = {template.attribute_map.get(name, name): value for name, value in config.items()}
-    fields = _from_task(interface, template) | own
+    # Names that all models know, such as hidden_size, are the model's from here on: n_embd, say.
+    given = {template.attribute_map.get(name, name): value for name, value in config.items()}
+    fields = _from_task(interface, template) | given
     if unknown := [name for name in config if not hasattr(template, name)]:
         raise ValueError(f"the configuration of {PREFIX}{model_type} has no fields {unknown}")
     try:
@@ -63,7 +63,7 @@ def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
 def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
     """Fields that the task decides."""
     if interface.tokens:
-        # Special tokens of the model's own vocabulary may lie outside the task's.
+        # Special tokens of the model's vocabulary may lie outside the task's.
         special = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(template, name)}
         places = template.attribute_map.get(_PLACES, _PLACES)
         length = {places: interface.inputs[0]} if hasattr(template, places) else {}

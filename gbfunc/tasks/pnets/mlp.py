@@ -1,4 +1,4 @@
-"""Multilayer perceptrons by their layer sizes."""
+"""Multilayer perceptrons by their layer sizes: classifiers, and the actor and critic of a task of control."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from gbfunc.encoding import binary, grid
@@ -59,8 +60,9 @@ def mlp_pnet(
     Raises:
         ValueError: if the task is no image task, or the sizes do not fit it.
     """
-    if interface.tokens:
-        raise ValueError("the p-net mlp reads images: take gpt for a text task")
+    if interface.tokens or interface.actions:
+        other = "gpt for a text task" if interface.tokens else "actor_critic for a task of control"
+        raise ValueError(f"the p-net mlp reads images: take {other}")
     n_inputs = math.prod(interface.inputs)
     layers = check_sizes(tuple((n_inputs, *hidden, interface.outputs) if sizes is None else sizes), interface)
 
@@ -105,7 +107,7 @@ def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         wanted |= {f"{2 * i}.bias": (b,) for i, b in enumerate(sizes[1:])}
         if dict(shapes) == wanted:
             return sizes
-    raise ValueError(f"expected the parameters of an MLP (0.weight, 0.bias, 2.weight, ...), got {dict(shapes)}")
+    raise ValueError("expected the parameters of an MLP (0.weight, 0.bias, 2.weight, ...)")
 
 
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
@@ -129,3 +131,92 @@ def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) 
         if i < n_layers - 1:
             rules.append((rf"^{2 * i}\.bias$", constant(0.0)))
     return PlanOptions(encodings={"0.weight": (binary(), grid(*inputs, bandwidth=bandwidth))}, rules=tuple(rules))
+
+
+class ActorCritic(nn.Module):
+    """Two tanh networks, `actor` and `critic`: observations [B, O] -> the policy's numbers [B, P] and values [B].
+
+    Weights start orthogonal with gain sqrt(2), the policy's last layer with 0.01, the value's with 1; biases start at
+    zero. Where actions are vectors, their log deviation `log_std` does not depend on the observation.
+
+    Args:
+        sizes: units of the actor's layers, numbers of an observation first; the critic's end with one.
+        vectors: whether actions are vectors.
+    """
+
+    log_std: nn.Parameter
+
+    def __init__(self, sizes: Sequence[int], vectors: bool = False) -> None:
+        super().__init__()
+        self.vectors = vectors
+        self.actor = _tanh_mlp(sizes, 0.01)
+        self.critic = _tanh_mlp((*sizes[:-1], 1), 1.0)
+        if vectors:
+            self.log_std = nn.Parameter(torch.zeros(sizes[-1]))
+
+    def forward(self, obs_BO: Tensor) -> tuple[Tensor, Tensor]:
+        """The policy's numbers [B, P] (see `gbfunc.tasks.ppo.policy`) and values [B]."""
+        out = self.actor(obs_BO)
+        numbers_BP = torch.cat([out, self.log_std.expand_as(out)], -1) if self.vectors else out
+        return numbers_BP, self.critic(obs_BO).squeeze(-1)
+
+
+def _tanh_mlp(sizes: Sequence[int], head_gain: float) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i, (n_in, n_out) in enumerate(pairwise(sizes), 2):
+        layer = nn.Linear(n_in, n_out)
+        nn.init.orthogonal_(layer.weight, head_gain if i == len(sizes) else 2**0.5)
+        nn.init.zeros_(layer.bias)
+        layers += [layer, nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def actor_critic(
+    interface: Interface,
+    *,
+    hidden: Sequence[int] = (64, 64),
+    odd: bool = False,
+    sizes: Sequence[int] | None = None,
+) -> PNet:
+    """Policy and value networks for a task of control.
+
+    Args:
+        interface: of the task.
+        hidden: units of the hidden layers of each.
+        odd: keep the policy's hidden biases at zero in a genome, so that its outputs are odd functions of the
+            observation, up to a constant: for an environment in which left and right are alike.
+        sizes: units of all layers of the actor, in place of `hidden`.
+
+    Raises:
+        ValueError: if the task is none of control, or the sizes do not fit it.
+    """
+    if interface.actions is None:
+        raise ValueError("the p-net actor_critic acts: take it for a task of control")
+    layers = tuple((*interface.inputs, *hidden, interface.outputs) if sizes is None else sizes)
+    ends = (*interface.inputs, interface.outputs)
+    if len(layers) < 3 or any(type(n) is not int or n < 1 for n in layers) or (layers[0], layers[-1]) != ends:
+        raise ValueError(f"sizes must start with the {ends[0]} numbers of an observation, have a hidden layer and end "
+                         f"with the {ends[1]} of an action, got {' '.join(map(str, layers)) or 'none'}")  # fmt: skip
+    biases = "|".join(str(2 * i) for i in range(len(layers) - 2))
+    rules = ((rf"^actor\.({biases})\.bias$", constant(0.0)),) if odd else ()
+
+    def again(widths: Sequence[int]) -> PNet:
+        return actor_critic(interface, hidden=widths, odd=odd)
+
+    return PNet(
+        name="actor_critic",
+        make=lambda: ActorCritic(layers, interface.actions == "vector"),
+        plan=lambda genome_params: PlanOptions(rules=rules),
+        scaled=lambda factor: again([scaled_width(n, factor) for n in layers[1:-1]]),
+        fitted=lambda shapes: again(_actor_widths(shapes)),
+        config={"hidden": list(layers[1:-1]), "odd": odd},
+        label="-".join(map(str, layers)),
+    )
+
+
+def _actor_widths(shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """Hidden units of the actor whose parameters have these shapes."""
+    widths = [shape[0] for name, shape in shapes.items() if name.startswith("actor.") and len(shape) == 2][:-1]
+    if not widths:
+        raise ValueError("expected the parameters of an actor (actor.0.weight, actor.0.bias, actor.2.weight, ...)")
+    return widths

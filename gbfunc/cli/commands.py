@@ -1,0 +1,140 @@
+"""The commands that train and use genomes: `demo`, `plan`, `train`, `eval`, `sample`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, arg
+
+from gbfunc.cli.job import (
+    check_seed,
+    genome_metrics,
+    make_job,
+    measure,
+    open_mesh,
+    read_genome,
+    results_folder,
+    run_fit,
+    train_genome,
+)
+from gbfunc.cli.options import RECIPE, CheckpointOptions, DataOptions, ModelOptions, RankOptions, TrainingOptions
+from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
+from gbfunc.tasks import continue_text
+from gbfunc.tasks.pnets import n_params, narrowed
+from gbfunc.tasks.training import dense_trainer
+
+
+@dataclass(frozen=True)
+class Plan(ModelOptions):
+    """Show what a genome of a given size would hold, tensor by tensor, without training it."""
+
+    def run(self) -> None:
+        """Print the plan's report."""
+        print(make_job(self).plan.report())
+
+
+@dataclass(frozen=True)
+class Train(CheckpointOptions, RankOptions):
+    """Train a genome on a task; measure it as its file holds it. On many ranks: torchrun ... -m gbfunc train ..."""
+
+    dense: FlagCreatePairsOff[bool] = False
+    """Train the p-net's weights themselves, without a genome: the dense baseline. The file then holds them all."""
+
+    env_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
+    """Length of the control task's training, in steps of its environments together."""
+
+    def run(self) -> None:
+        """Train, write the results, print them."""
+        with open_mesh(self, self.device) as mesh:
+            here = replace(self, device=str(mesh.device))
+            job = make_job(here)
+            with results_folder(self.out if mesh.rank == 0 else None) as folder:
+                result, _, metrics = train_genome(job, here, folder, mesh, self.placement)
+                if self.out is not None and mesh.rank == 0:
+                    write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
+                if mesh.rank == 0:
+                    print_metrics(metrics, job.task)
+
+
+@dataclass(frozen=True)
+class Demo(TrainingOptions):
+    """Train a genome on real digits, and beside it the same p-net and a small net densely; compare them."""
+
+    def run(self) -> None:
+        """Train all three, write the results, print one table."""
+        job = make_job(self)
+        task, recipe = job.task, job.recipe
+        small_pnet = narrowed(task.pnet, job.plan.genome_params)
+        with results_folder(self.out) as folder:
+            result, generated, metrics = train_genome(job, self, folder)
+            dense = task.build(self.seed).to(self.device)
+            small = small_pnet.build(self.seed).to(self.device)
+            runs = {"genome": result.history}
+            for label, net in (("dense p-net", dense), ("small dense net", small)):
+                trainer = dense_trainer(net, task, recipe)
+                runs[label] = run_fit(trainer, job, self.seed, label).history
+                net.eval()
+            metrics |= {
+                **measure(task, dense, "dense_"),
+                **measure(task, small, "small_dense_"),
+                "small_dense_params": n_params(small),
+                "small_dense_bytes": sum(p.nbytes for p in small.parameters()),
+                "small_dense_config": dict(small_pnet.config),
+                "pnet_label": task.pnet.label,
+                "small_dense_label": small_pnet.label,
+            }
+            if self.out is not None:
+                from gbfunc.plots import weight_images
+
+                nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
+                image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
+                # A net of convolutions alone has no matrices to show.
+                if any(w.ndim == 2 for w in nets["dense"].values()):
+                    write_figure(folder / "weights.png", weight_images(nets, image))
+                write_run(folder, metrics, runs, task)
+            print_comparison(metrics, task.metric)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(DataOptions):
+    """Rebuild the p-net from a genome file and measure it; widths of built-in p-nets are read from the file."""
+
+    genome: Annotated[Path, arg(metavar="FILE")]
+    """The genome, as `gbfunc train --out` writes it."""
+
+    def run(self) -> None:
+        """Measure and print."""
+        plan, task, net = read_genome(self.genome, self)
+        print_metrics(genome_metrics(plan, self.genome, net, task), task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(DataOptions):
+    """Write text with the language model of a genome file; --data-dir is the text it learned, for its characters."""
+
+    task: Annotated[str, arg(metavar="NAME")] = "text"
+    """What it learned: text, or package.module:function of your own."""
+
+    genome: Annotated[Path, arg(metavar="FILE")]
+    """The genome, as `gbfunc train --out` writes it."""
+
+    prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="(default: a new line)")] = "\n"
+    """What it goes on from."""
+
+    tokens: int = 300
+    """How much to write: characters, or tokens of the task's vocabulary."""
+
+    temperature: float = 0.8
+    """Below 1 it writes more carefully, above 1 more freely; 0 takes the likeliest token each time."""
+
+    seed: int = 0
+    """Seed of what is drawn."""
+
+    def run(self) -> None:
+        """Print the prompt and what follows it."""
+        check_seed(self.seed)
+        _, task, net = read_genome(self.genome, self)
+        follows = continue_text(net, task, self.prompt, self.tokens, temperature=self.temperature, seed=self.seed)
+        print(self.prompt + follows)

@@ -1,0 +1,101 @@
+"""From arguments to a command; what cannot be parsed is answered in one line, with the nearest name."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
+
+try:
+    import tyro
+except ImportError as _error:
+    raise ImportError("the command line needs its extra packages: pip install 'gbfunc[cli]'") from _error
+
+import gbfunc as gb
+from gbfunc.cli.bench import Bench
+from gbfunc.cli.commands import Demo, Eval, Plan, Sample, Train
+from gbfunc.cli.compare import Compare
+
+COMMANDS: dict[str, Any] = {
+    "demo": Demo,
+    "plan": Plan,
+    "train": Train,
+    "eval": Eval,
+    "sample": Sample,
+    "compare": Compare,
+    "bench": Bench,
+}
+"""A new command is a dataclass with a method `run`, and one entry here."""
+
+
+def parse(argv: Sequence[str]) -> Any:
+    """The command that the arguments ask for, as one of the dataclasses of `COMMANDS`.
+
+    Raises:
+        SystemExit: after `--help` and `--version` (0), and for arguments that are none, told on standard error (2).
+    """
+    if list(argv) == ["--version"]:
+        print(f"gbfunc {gb.__version__}")
+        raise SystemExit(0)
+    told = io.StringIO()
+    commands: Any = reduce(or_, (Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()))
+    try:
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(
+                commands,
+                prog="gbfunc",
+                description="Train neural networks through a genomic bottleneck.",
+                args=argv,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+            )
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        print(f"gbfunc: error: {explain(argv, told.getvalue())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def explain(argv: Sequence[str], told: str) -> str:
+    """What is wrong with arguments that the parser refused, in one line.
+
+    Args:
+        argv: the arguments.
+        told: what the parser says of them, in a box.
+    """
+    name = next(iter(argv), None)
+    if name not in COMMANDS:
+        got = "a command is missing" if name is None else f"no command {name!r}{_nearest(name, COMMANDS)}"
+        return f"{got}: choose one of {', '.join(COMMANDS)}"
+    options = [f"--{field.name.replace('_', '-')}" for field in fields(COMMANDS[name])]
+    for word in argv[1:]:
+        option = word.partition("=")[0].replace("_", "-")
+        if option.startswith("--") and option not in options:
+            return f"{name} has no option {option}{_nearest(option, options)}: see gbfunc {name} --help"
+    return f"{_first_paragraph(told)}: see gbfunc {name} --help"
+
+
+def _first_paragraph(told: str) -> str:
+    """What stands in a box above its first empty line or rule, help texts (which are indented further) left out."""
+    lines = [line.strip("│")[1:].rstrip() for line in told.splitlines()[1:]]
+    lines = [line.removeprefix(" ") if "│" not in told else line for line in lines]
+    rules = [i for i, line in enumerate(lines) if not line.strip("─-╰╯ ")]
+    # Without a box (where the terminal knows no such characters) the title stands above a rule too.
+    lines, rules = (lines[1:], [i - 1 for i in rules[1:]]) if rules[:1] == [0] else (lines, rules)
+    end = next(iter(rules), None)
+    words = " ".join(line.strip() for line in lines[:end] if not line.startswith(" " * 8)).removesuffix(".")
+    if match := re.search(r"(--[\w-]+): no type matching (.+) could be instantiated from \[(.*)\]", words):
+        expected = re.sub(r"[{}\[\]]", "", match[2].replace("{None}|", ""))
+        return f"{match[1]} must be {expected}, got {match[3]}"
+    return words.replace("'None', ", "").replace(", 'None'", "")
+
+
+def _nearest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""

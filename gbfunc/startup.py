@@ -1,0 +1,52 @@
+"""What must happen before torch is imported, where Python runs for the command line: this module comes first.
+
+OpenMP's threads spin at the end of every operation until the last of them is there. Where another program has one of
+the cores, the tiny steps of a small p-net then take five to ten times as long; threads that sleep cost nothing that
+large steps would notice. How they wait is read once, when torch's library is loaded. (A script sets
+`OMP_WAIT_POLICY=passive` in its environment, or calls `torch.set_num_threads(1)`, which serves tiny steps best.)
+
+Ctrl-C during the seconds of the imports ends the process as it ends any other, without a traceback; `gbfunc.cli.main`
+takes over from there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import MutableMapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def is_command_line(argv: Sequence[str], original: Sequence[str]) -> bool:
+    """Whether Python was started as `gbfunc ...` or `python -m gbfunc ...`, from `sys.argv` and `sys.orig_argv`."""
+    return Path(next(iter(argv), "")).stem == "gbfunc" or ("-m", "gbfunc") in pairwise(original)
+
+
+def wait_passively(environ: MutableMapping[str, str], argv: Sequence[str]) -> None:
+    """Have OpenMP's threads sleep while they wait, unless the user said how; the bench measures torch as it comes."""
+    if "bench" not in argv and not any(name in environ for name in _WAITING):
+        environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def interrupts_end_quietly() -> None:
+    """Let Ctrl-C end the process by its signal, unless something else handles it."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def interrupts_raise() -> None:
+    """Undo `interrupts_end_quietly`: Ctrl-C raises `KeyboardInterrupt` again."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if is_command_line(sys.argv, sys.orig_argv):
+    wait_passively(os.environ, sys.orig_argv)
+    interrupts_end_quietly()

@@ -1,0 +1,260 @@
+"""The training loop of the command line and of the lab: any trainer, a task's data, a row of history per validation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.parallel import Placement
+from gbfunc.tasks.base import Net, Recipe, Task
+from gbfunc.tasks.data import steps_per_epoch
+
+_SECONDS_BETWEEN_REPORTS = 0.2
+
+
+class Trainer(NamedTuple):
+    """Something that learns.
+
+    Attributes:
+        state: where it starts.
+        step: a state and a batch to the next state, the loss and other metrics of the batch.
+        net: the network that a state stands for, as it is in use.
+        train_step: what takes the steps of a genome; None for other things.
+    """
+
+    state: Any
+    step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
+    net: Callable[[Any], Net]
+    train_step: gb.TrainStep | None = None
+
+
+class Fit(NamedTuple):
+    """What training gave.
+
+    Attributes:
+        state: the last state.
+        history: a row per validation: `epoch` (passes over the data), `step`, what the task counts, `train_loss` and
+            other `train_` metrics (means since the last row), `val_` metrics, `seconds` since the start.
+        seconds: of training, validation included.
+        steps: done in all.
+    """
+
+    state: Any
+    history: list[dict[str, float]]
+    seconds: float
+    steps: int
+
+
+class Position(NamedTuple):
+    """How far a training has come, beside its state.
+
+    Attributes:
+        done: steps up to the last row of the history.
+        more: steps since.
+        order: state of the generator of the data's order and noise before the pass over the data in hand.
+        sums: of the metrics of the steps since.
+        history: rows.
+        seconds: of training.
+    """
+
+    done: int
+    more: int
+    order: Tensor
+    sums: dict[str, float]
+    history: list[dict[str, float]]
+    seconds: float
+
+
+class Checkpoints(Protocol):
+    """Where a training goes on from, and what saves it."""
+
+    def resume(self, state: Any) -> tuple[Any, Position | None]:
+        """The state to begin with and how far it has come."""
+        ...
+
+    def due(self, steps: int) -> bool:
+        """Whether to save after so many steps; asked after every step."""
+        ...
+
+    def save(self, state: Any, steps: int, position: Position, *, wait: bool = False) -> None:
+        """Save, in the background unless `wait`."""
+        ...
+
+
+class Reporter:
+    """What a training loop tells about itself: here nothing."""
+
+    def step(self, steps: int, status: str) -> None:
+        """`steps` steps are done, in all; what is known of the latest."""
+
+    def row(self, steps: int, status: str, validation: str) -> None:
+        """Validation after `steps` steps."""
+
+
+_SILENT = Reporter()
+
+
+def total_steps(task: Task, recipe: Recipe) -> int:
+    """Steps of a whole training run: the length of its schedule."""
+    return recipe.steps or recipe.epochs * steps_per_epoch(task.train, recipe.batch_size)
+
+
+def genome_trainer(
+    plan: gb.Plan,
+    pnet: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    mesh: gb.Mesh | None = None,
+    placement: Placement | Literal["auto"] = "auto",
+) -> Trainer:
+    """Train a genome with Adam, as a recipe says.
+
+    With a mesh of many ranks, each takes its share of every batch, and all must take every step.
+    """
+    steps = total_steps(task, recipe)
+    direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
+    lr = recipe.schedule(recipe, recipe.lr, steps)
+    train_step = gb.make_train_step(
+        plan,
+        pnet,
+        task.loss,
+        gb.torch_optimizer(torch.optim.Adam, lr=lr, betas=recipe.betas, eps=recipe.eps, direct=direct),
+        donate=True,
+        clip_norm=recipe.clip_norm,
+        on_nonfinite="raise",
+        mesh=mesh,
+        placement=placement,
+    )
+
+    def step(state: gb.TrainState, batch: Any) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
+        state, info = train_step(state, batch if mesh is None else mesh.shard_batch(batch))
+        return state, info.loss, info.aux
+
+    def net(state: gb.TrainState) -> nn.Module:
+        return gb.materialize(plan, train_step.gather(state), pnet).eval()
+
+    return Trainer(train_step.init(seed=seed), step, net, train_step)
+
+
+def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
+    """Train a network's weights with Adam at the recipe's `dense_lr`, on the same schedule as a genome."""
+    trainer = leaf_trainer(net.parameters(), lambda *inputs: net.train()(*inputs), task, recipe)
+    return trainer._replace(net=lambda _: net.eval())
+
+
+def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe) -> Trainer:
+    """Train tensors in place with Adam at the recipe's `dense_lr`.
+
+    Args:
+        leaves: what is trained.
+        net: the network that reads them.
+        task: its loss.
+        recipe: its length, schedule and moments.
+    """
+    leaves, schedule = list(leaves), recipe.schedule(recipe, recipe.dense_lr, total_steps(task, recipe))
+    optimizer = torch.optim.Adam(leaves, lr=recipe.dense_lr, betas=recipe.betas, eps=recipe.eps, fused=True)
+
+    def step(done: int, batch: Any) -> tuple[int, Tensor, dict[str, Tensor]]:
+        optimizer.param_groups[0]["lr"] = schedule(done)
+        loss, aux = task.loss(net, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(leaves, recipe.clip_norm)
+        optimizer.step()
+        return done + 1, loss.detach(), {name: value.detach() for name, value in aux.items()}
+
+    return Trainer(0, step, lambda _: net)
+
+
+def fit(
+    trainer: Trainer,
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    *,
+    checkpoints: Checkpoints | None = None,
+    report: Reporter = _SILENT,
+    validate: bool = True,
+) -> Fit:
+    """Train as long as the recipe says, measuring on validation data now and then.
+
+    Args:
+        trainer: what to train.
+        task: its data, on the trainer's device.
+        recipe: batch size, length, how often to measure.
+        seed: of the order of the examples.
+        checkpoints: where to go on from, and when to save; training then is the same as without an interruption.
+        report: is told how it goes.
+        validate: whether to measure on validation data.
+
+    Raises:
+        Exception: what `checkpoints` raises to stop, after a signal.
+    """
+    total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
+    every = recipe.measure_every or a_pass
+    generator = torch.Generator().manual_seed(seed)
+    state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
+    done, more, order, sums_before, history, spent = at or Position(0, 0, generator.get_state(), {}, [], 0.0)
+    finished = done == total
+    generator.set_state(order)
+    batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
+    if done + more:
+        # What was taken of the pass in hand is drawn again: order and augmentation go on as they would have.
+        for _ in islice(batches, (done + more - 1) % a_pass + 1):
+            pass
+    # Summed as tensors: reading a number in each step would make a GPU wait.
+    sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in sums_before.items()}
+    reported = time.perf_counter()
+    start = reported - spent
+    while done < total:
+        here = min(every, total - done)
+        for i in range(more + 1, here + 1):
+            steps = done + i
+            if (steps - 1) % a_pass == 0:
+                order = generator.get_state()
+            state, loss, metrics = trainer.step(state, next(batches))
+            for name, value in {"loss": loss, **metrics}.items():
+                sums[name] = sums.get(name, 0.0) + value.double()
+            now = time.perf_counter()
+            if now - reported > _SECONDS_BETWEEN_REPORTS:
+                reported = now
+                report.step(steps, _status(sums, i, steps / (now - start)))
+            if checkpoints and checkpoints.due(steps):
+                plain = {name: float(value) for name, value in sums.items()}
+                checkpoints.save(state, steps, Position(done, i, order, plain, history, now - start))
+        done += here
+        measured = task.evaluate(trainer.net(state), task.val) if validate else {}
+        seconds = time.perf_counter() - start
+        passes = done / a_pass
+        history.append(
+            {
+                "epoch": int(passes) if passes.is_integer() else round(passes, 3),
+                "step": done,
+                **task.counts(done),
+                **{f"train_{name}": float(value) / here for name, value in sums.items()},
+                **{f"val_{name}": value for name, value in measured.items()},
+                "seconds": round(seconds, 3),
+            }
+        )
+        if validate:
+            validation = f"{task.metric.label} {task.metric.show(measured[task.metric.name])}"
+            report.row(done, _status(sums, here, done / seconds), validation)
+        sums, more = {}, 0
+    seconds = time.perf_counter() - start
+    if checkpoints and not finished:
+        checkpoints.save(state, total, Position(total, 0, order, {}, history, seconds), wait=True)
+    return Fit(state, history, seconds, total)
+
+
+def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:
+    """Means of the metrics of a stretch of training, and steps per second."""
+    metrics = "  ".join(f"{name} {float(value) / count:.4f}" for name, value in sums.items())
+    return f"{metrics}  {speed:,.1f} steps/s"
