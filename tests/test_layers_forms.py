@@ -283,7 +283,7 @@ def test_networks_in_float32(name: str, kind: str) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5 * max(1.0, largest))
 
 
-# --- when the dense weight is formed -----------------------------------------------------------------------------------
+# --- when the dense weight is formed ---------------------------------------------------------------------------------
 
 
 def made_by(kind: str, module: nn.Module, cuts: dict[str, tuple[int, int]], *inputs: Tensor, auto: bool = False) -> int:
@@ -381,7 +381,7 @@ def test_the_layer_uses_the_very_tensor_that_was_read(kind: str) -> None:
     assert_close(actual, 2 * expected)
 
 
-# --- what can have a form, and what came instead ----------------------------------------------------------------------
+# --- what can have a form, and what came instead ---------------------------------------------------------------------
 
 
 class OwnForward(nn.Linear):
@@ -461,7 +461,7 @@ def test_the_users_module_stays_as_it_was() -> None:
     assert_close(module.float().state_dict(), before)
 
 
-# --- the cost model ----------------------------------------------------------------------------------------------------
+# --- the cost model --------------------------------------------------------------------------------------------------
 
 
 @given(rows=st.integers(1, 5000), cols=st.integers(1, 5000), k=st.integers(1, 200), batch_rows=st.integers(1, 100_000))
