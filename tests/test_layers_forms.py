@@ -24,7 +24,6 @@ from tests.support.forms import (
     make_factors,
     make_form,
     on_form,
-    product,
     vectors,
 )
 
@@ -115,46 +114,6 @@ def test_embedding(kind: str, padding_idx: int | None, cols: int, cut: tuple[int
     module = nn.Embedding(11, cols, padding_idx=padding_idx, dtype=torch.float64)
     tokens = torch.tensor([index, index[::-1]], dtype=torch.int64)
     assert not assert_equals_dense(kind, module, {"weight": cut}, call, tokens).reads
-
-
-# Rows of the three projections are blocks of the packed weight: tiles that end where they do, and others.
-@EACH_KIND
-@pytest.mark.parametrize("cut", [(1, 1), (3, 1), (6, 3), (24, 8), (2, 2), (4, 1), (5, 2)])
-@pytest.mark.parametrize("use", ["self", "cross", "masked", "causal", "hidden", "no weights"])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_packed_attention(kind: str, cut: tuple[int, int], use: str, batch_first: bool) -> None:
-    module = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=batch_first, dtype=torch.float64)
-    cuts = {"in_proj_weight": cut, "out_proj.weight": (cut[1], cut[1])}
-    attend = attention_use(use)
-    formed = assert_equals_dense(kind, module, cuts, attend, vectors(5, 5, 8))
-    assert not formed.reads
-
-
-@EACH_KIND
-@pytest.mark.parametrize("cut", [(1, 1), (2, 3)])
-@pytest.mark.parametrize("use", ["separate", "separate causal"])
-def test_separate_attention(kind: str, cut: tuple[int, int], use: str) -> None:
-    module = nn.MultiheadAttention(8, 2, dropout=0.3, kdim=3, vdim=5, dtype=torch.float64)
-    cuts = {"q_proj_weight": cut, "k_proj_weight": cut, "v_proj_weight": cut, "out_proj.weight": (1, 1)}
-    assert not assert_equals_dense(kind, module, cuts, attention_use(use), vectors(5, 5, 8)).reads
-
-
-def attention_use(name: str) -> Callable[[Formed, Tensor], Any]:
-    """A way to call attention on [5, 5, 8], with a mask of the kind that its name says."""
-    causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-    hidden = torch.zeros(5, 5, dtype=torch.bool)
-    hidden[0, -1] = True
-    uses: dict[str, Callable[[Formed, Tensor], Any]] = {
-        "self": lambda net, x: net(x, x, x, average_attn_weights=False),
-        "cross": lambda net, x: net(x, x.sin(), x.cos()),
-        "masked": lambda net, x: net(x, x, x, attn_mask=causal.repeat(10, 1, 1) < 0),
-        "causal": lambda net, x: net(x, x, x, attn_mask=causal, is_causal=True, need_weights=False),
-        "hidden": lambda net, x: net(x, x, x, attn_mask=causal < 0, key_padding_mask=hidden),
-        "no weights": lambda net, x: net(x, x, x, key_padding_mask=hidden, need_weights=False),
-        "separate": lambda net, x: net(x, x[..., :3].sin(), x[..., :5].cos()),
-        "separate causal": lambda net, x: net(x, x[..., :3], x[..., :5], attn_mask=causal, is_causal=True),
-    }
-    return uses[name]
 
 
 @settings(max_examples=30)
@@ -477,9 +436,3 @@ def test_lazy_pays_where_it_was_measured() -> None:
     assert not lazy_pays(1024, 1024, 64, (8, 8), 100_000)
     # One image against a large layer: forming the weight costs more than both applications.
     assert lazy_pays(1024, 1024, 64, (8, 8), 1)
-
-
-def test_the_oracle_is_the_product_of_one_tile() -> None:
-    grid = TileGrid(5, 3, 5, 3)
-    left, right = make_factors(grid, 2, 0)
-    assert_close(product(left, right, (5, 3), grid), left[0, 0] @ right[0, 0].T)
