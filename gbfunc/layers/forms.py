@@ -173,13 +173,14 @@ class FactoredWeight(WeightForm):
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias` as two thin products."""
-        if not self._thin(math.prod(x.shape[:-1])):
+        start, stop, _ = rows.indices(self.grid.rows)
+        tiles = slice(start // self.grid.tile_rows, -(-stop // self.grid.tile_rows))
+        # Rows that begin within a tile and end in another one are cut out of the dense weight.
+        across = start % self.grid.tile_rows and tiles.stop - tiles.start > 1
+        if across or not self._thin(math.prod(x.shape[:-1])):
             return dense_linear(self.dense(), self.transposed, rows, x, bias)
         if x.shape[-1] != self.grid.cols:
             raise ValueError(f"expected an input with {self.grid.cols} features, got shape {tuple(x.shape)}")
-        start, stop, _ = rows.indices(self.grid.rows)
-        # A block of rows begins and ends where tiles do, or lies in the only row of tiles.
-        tiles = slice(start // self.grid.tile_rows, -(-stop // self.grid.tile_rows))
         left, right = self.left[tiles], self.right[tiles]
         if len(left) == 1:
             left = left[:, :, start - tiles.start * self.grid.tile_rows :][:, :, : stop - start]
@@ -196,6 +197,7 @@ class FactoredWeight(WeightForm):
         channels, kernel = self.shape[1], self.shape[2:]
         if x.shape[1] != channels:
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
+        last = x.ndim > 3 and x.stride(1) == 1 and x.stride(-1) >= channels
         nr, nc, r, k = self.left.shape
         width = self.grid.tile_cols // positions
         if nc * width != channels:
@@ -206,9 +208,12 @@ class FactoredWeight(WeightForm):
             thin = thin.unflatten(1, (nc, nr, k)).transpose(1, 2).flatten(1, 3)
         mix = self.left.transpose(1, 2).reshape(nr * r, nc * k, *(1,) * len(kernel))
         if nr * r == self.grid.rows:
-            return conv(thin, mix, bias, groups=nr)
-        y = conv(thin, mix, None, groups=nr)[:, : self.grid.rows]
-        return (y if bias is None else y + bias.to(y.dtype).reshape(-1, *(1,) * len(kernel))).contiguous()
+            y = conv(thin, mix, bias, groups=nr)
+        else:
+            y = conv(thin, mix, None, groups=nr)[:, : self.grid.rows]
+            y = y if bias is None else y + bias.to(y.dtype).reshape(-1, *(1,) * len(kernel))
+        # Channels are last in memory where those of the input are: dropout draws its mask in the order of memory.
+        return y.movedim(1, -1).contiguous().movedim(-1, 1) if last else y.contiguous()
 
     def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
         """Rows of the left factors times the right factors."""
@@ -219,10 +224,12 @@ class FactoredWeight(WeightForm):
         flat = index.reshape(-1)
         table = self.left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
-        if nr == 1:
-            y_Bjc = (rows_Bjk.transpose(0, 1) @ self.right[0].mT).transpose(0, 1)
-        else:
-            y_Bjc = (rows_Bjk.unsqueeze(2) @ self.right[flat // r].mT).squeeze(2)
+        # Rows of a weight are as wide as the weight, also under autocast.
+        with torch.autocast(index.device.type, enabled=False):
+            if nr == 1:
+                y_Bjc = (rows_Bjk.transpose(0, 1) @ self.right[0].mT).transpose(0, 1)
+            else:
+                y_Bjc = (rows_Bjk.unsqueeze(2) @ self.right[flat // r].mT).squeeze(2)
         y = y_Bjc.reshape(*index.shape, nc * self.grid.tile_cols)[..., : self.grid.cols].contiguous()
         if padding_idx is not None:
             # Gradients of the padding row stop here, in both factors.
@@ -263,8 +270,10 @@ def _positions(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -
     if options["padding"] == "same":
         return batch * math.prod(x.shape[-n:])
     padding = (0,) * n if options["padding"] == "valid" else _per_axis(options["padding"], n)
-    axes = zip(x.shape[-n:], kernel, stride, padding, dilation, strict=True)
-    return batch * math.prod((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in axes)
+    # A loop: the compiler does not take a generator of sizes that it does not know.
+    for size, k, s, p, d in zip(x.shape[-n:], kernel, stride, padding, dilation, strict=True):
+        batch *= (size + 2 * p - d * (k - 1) - 1) // s + 1
+    return batch
 
 
 def _per_axis(value: Any, n: int) -> tuple[int, ...]:

@@ -1,0 +1,438 @@
+"""Forms of layers: whatever form its weight has, a layer computes and learns what it does with the dense weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from gbfunc.lab.bench.live import LiveBytes
+from gbfunc.layers.forms import FactoredWeight, formable, install, lazy_pays
+from gbfunc.pnet import PureNet
+from gbfunc.tiling import TileGrid
+from tests.support.forms import (
+    KINDS,
+    Formed,
+    assert_close,
+    assert_equals_dense,
+    count_made,
+    make_factors,
+    make_form,
+    on_form,
+    vectors,
+)
+
+call = Formed.__call__
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def hugging_face_linear(cols: int, rows: int) -> nn.Module:
+    """GPT-2's linear layer, which stores its weight transposed."""
+    return pytest.importorskip("transformers.pytorch_utils").Conv1D(rows, cols)
+
+
+# --- laws of single layers -------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[Formed, Tensor], Tensor]] = {
+    "plain": lambda net, x: net(x),
+    "batched": lambda net, x: net(x.repeat(2, 3, 1, 1)),
+    "vector": lambda net, x: net(x[0]),
+    "empty": lambda net, x: net(x[:0]).sum(0) + x.sum(),
+    "sliced": lambda net, x: net(x[::2]),
+    "twice": lambda net, x: net(x) * net(x + 1),
+}
+
+
+@EACH_KIND
+@pytest.mark.parametrize("use", USES)
+@settings(max_examples=10)
+@given(rows=st.integers(1, 11), cols=st.integers(1, 11), cut=st.tuples(st.integers(1, 11), st.integers(1, 11)))
+@pytest.mark.parametrize("layer", ["linear", "no bias", "Hugging Face"])
+def test_linear(kind: str, layer: str, use: str, rows: int, cols: int, cut: tuple[int, int]) -> None:
+    if layer == "Hugging Face":
+        module = hugging_face_linear(cols, rows).double()
+    else:
+        module = nn.Linear(cols, rows, bias=layer == "linear", dtype=torch.float64)
+    formed = assert_equals_dense(kind, module, {"weight": cut}, USES[use], vectors(5, cols), k=1 + rows % 3)
+    assert not formed.reads
+
+
+@EACH_KIND
+@settings(max_examples=40)
+@given(
+    dims=st.integers(1, 3),
+    cut=st.tuples(st.integers(1, 5), st.integers(1, 4)),
+    stride=st.integers(1, 2),
+    dilation=st.integers(1, 2),
+    padding=st.sampled_from([0, 1, "same", "valid"]),
+    mode=st.sampled_from(["zeros", "reflect", "circular"]),
+    bias=st.booleans(),
+    batched=st.booleans(),
+)
+def test_convolutions(
+    kind: str,
+    dims: int,
+    cut: tuple[int, int],
+    stride: int,
+    dilation: int,
+    padding: int | str,
+    mode: str,
+    bias: bool,
+    batched: bool,
+) -> None:
+    kernel = (3, 1, 3)[:dims]
+    stride = 1 if padding == "same" else stride
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "padding_mode": mode}
+    module = conv(4, 5, kernel, bias=bias, dtype=torch.float64, **options)
+    x = vectors(*((2,) if batched else ()), 4, *(7, 6, 5)[:dims])
+    assert not assert_equals_dense(kind, module, {"weight": cut}, call, x).reads
+
+
+@EACH_KIND
+@pytest.mark.parametrize("cut", [(1, 1), (2, 2), (3, 1), (5, 4)])
+def test_channels_last_stays(kind: str, cut: tuple[int, int]) -> None:
+    module = nn.Conv2d(4, 5, 3, dtype=torch.float64)
+    x = vectors(2, 4, 6, 5).contiguous(memory_format=torch.channels_last)
+    assert_equals_dense(kind, module, {"weight": cut}, call, x)
+
+
+@EACH_KIND
+@pytest.mark.parametrize("padding_idx", [None, 2, -1])
+@settings(max_examples=20)
+@given(
+    cols=st.integers(1, 9),
+    cut=st.tuples(st.integers(1, 11), st.integers(1, 9)),
+    index=st.lists(st.integers(0, 10), max_size=4),
+)
+def test_embedding(kind: str, padding_idx: int | None, cols: int, cut: tuple[int, int], index: list[int]) -> None:
+    module = nn.Embedding(11, cols, padding_idx=padding_idx, dtype=torch.float64)
+    tokens = torch.tensor([index, index[::-1]], dtype=torch.int64)
+    assert not assert_equals_dense(kind, module, {"weight": cut}, call, tokens).reads
+
+
+@settings(max_examples=30)
+@given(rows=st.integers(1, 9), cols=st.integers(1, 9), cut=st.tuples(st.integers(1, 9), st.integers(1, 9)))
+def test_made_is_the_loop_over_weights(rows: int, cols: int, cut: tuple[int, int]) -> None:
+    grid = TileGrid(rows, cols, -(-rows // cut[0]), -(-cols // cut[1]))
+    left, right = make_factors(grid, 2, 1)
+    for transposed in (False, True):
+        form = FactoredWeight("w", (cols, rows) if transposed else (rows, cols), grid, transposed, auto=False)
+        form.left, form.right = left, right
+        weight = form.dense()
+        r, c = grid.tile_rows, grid.tile_cols
+        for i in range(rows):
+            for j in range(cols):
+                expected = left[i // r, j // c, i % r] @ right[i // r, j // c, j % c]
+                assert_close(weight[j, i] if transposed else weight[i, j], expected)
+
+
+@EACH_KIND
+def test_one_weight_of_two_layers(kind: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embed(tokens).tanh())
+
+    tokens = torch.tensor([[1, 2, 3], [2, 2, 9]])
+    formed = assert_equals_dense(kind, Tied().double(), {"embed.weight": (1, 2)}, call, tokens)
+    assert set(formed.forms) == {"embed.weight", "head.weight"} and not formed.reads
+
+
+# --- networks --------------------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """A Transformer encoder with no mask, a causal one, one of padding, or both."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.encoder, self.mask = nn.TransformerEncoder(layer, 2), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[0, -1] = True
+        if self.mask == "causal":
+            return self.encoder(x, mask=causal, is_causal=True)
+        if self.mask == "both":
+            return self.encoder(x, mask=causal < 0, src_key_padding_mask=padding)
+        return self.encoder(x, src_key_padding_mask=padding if self.mask == "padding" else None)
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect"),
+        nn.BatchNorm2d(6),
+        nn.Dropout(0.3),
+        nn.Conv2d(6, 4, 1),
+    )
+
+
+ENCODER = {
+    "encoder.layers.0.self_attn.in_proj_weight": (3, 1),
+    "encoder.layers.1.self_attn.in_proj_weight": (1, 1),
+    "encoder.layers.0.self_attn.out_proj.weight": (1, 2),
+    "encoder.layers.1.linear1.weight": (1, 1),
+    "encoder.layers.1.linear2.weight": (2, 2),
+}
+NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, tuple[int, int]]]] = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(7, 9), nn.Dropout(0.5), nn.Linear(9, 5, bias=False)),
+        vectors(4, 7),
+        {"0.weight": (1, 1), "2.weight": (2, 3)},
+    ),
+    "conv": (conv_net, vectors(2, 3, 6, 6), {"0.weight": (1, 1), "3.weight": (2, 2)}),
+    "encoder": (lambda: Masked("none"), vectors(2, 5, 8), ENCODER),
+    "causal": (lambda: Masked("causal"), vectors(2, 5, 8), ENCODER),
+    "padding": (lambda: Masked("padding"), vectors(2, 5, 8), ENCODER),
+    "both": (lambda: Masked("both"), vectors(2, 5, 8), ENCODER),
+    "Hugging Face": (
+        lambda: nn.Sequential(hugging_face_linear(4, 9), nn.GELU(), hugging_face_linear(9, 4)),
+        vectors(2, 3, 4),
+        {"0.weight": (2, 2), "2.weight": (1, 1)},
+    ),
+}
+
+
+@EACH_KIND
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_networks(name: str, kind: str, auto: bool) -> None:
+    build, x, cuts = NETS[name]
+    assert not assert_equals_dense(kind, build().double(), cuts, call, x, k=3, auto=auto).reads
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@EACH_KIND
+@pytest.mark.parametrize("name", ["encoder", "padding", "both"])
+def test_without_training_and_gradients(name: str, kind: str) -> None:
+    """Torch's fast path of inference takes the weights themselves: dense ones."""
+    build, x, cuts = NETS[name]
+    net = build().double().eval()
+    assert_equals_dense(kind, net, cuts, call, x)
+    with torch.no_grad():
+        expected, actual = on_form("dense", net, cuts)(x), on_form(kind, net, cuts)(x)
+    assert_close(actual, expected)
+    assert not actual.requires_grad
+
+
+@EACH_KIND
+@pytest.mark.parametrize("name", ["mlp", "conv", "encoder", "Hugging Face"])
+def test_networks_in_float32(name: str, kind: str) -> None:
+    build, x, cuts = NETS[name]
+    net = build().eval()
+    expected, formed = on_form("dense", net, cuts), on_form(kind, net, cuts)
+    out, target = formed(x.float()), expected(x.float())
+    assert_close(out, target, 1e-5)
+    gradients = torch.autograd.grad(out.sin().sum(), list(formed.leaves.values()))
+    targets = torch.autograd.grad(target.sin().sum(), list(expected.leaves.values()))
+    largest = max(float(g.abs().max()) for g in targets)
+    for gradient, wanted in zip(gradients, targets, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5 * max(1.0, largest))
+
+
+# --- when the dense weight is formed ---------------------------------------------------------------------------------
+
+
+def made_by(kind: str, module: nn.Module, cuts: dict[str, tuple[int, int]], *inputs: Tensor, auto: bool = False) -> int:
+    """How many dense weights a call forms and holds."""
+    formed = on_form(kind, module, cuts, auto=auto)
+    made = [count_made(form) for form in set(formed.forms.values())]
+    formed(*inputs)
+    return sum(m.total() for m in made)
+
+
+def test_factors_are_never_multiplied_out() -> None:
+    for name, (build, x, cuts) in NETS.items():
+        for kind in KINDS:
+            assert made_by(kind, build().double(), cuts, x) == 0, name
+    width, layers = 48, 24
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    formed = on_form("factored", net, {f"{i}.weight": (1, 1) for i in range(layers)})
+    with LiveBytes(4 * width * width) as live:
+        loss = formed(torch.randn(4, width)).square().sum()
+        torch.autograd.grad(loss, [leaf for name, leaf in formed.leaves.items() if "weight" in name])
+    assert live.peak_tensors == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "cut", "x"),
+    [
+        (nn.Conv1d(4, 6, 3, groups=2), {"weight": (1, 1)}, vectors(2, 4, 9)),
+        (nn.MultiheadAttention(8, 2), {"in_proj_weight": (2, 1)}, vectors(5, 2, 8)),
+        (nn.Embedding(10, 6), {"weight": (3, 1)}, torch.arange(20) % 10),
+    ],
+    ids=["groups", "attention in tiles across its projections", "more tokens than words"],
+)
+def test_the_dense_weight_is_formed_where_factors_do_not_do(module: nn.Module, cut: Any, x: Tensor) -> None:
+    inputs = (x, x.sin(), x.cos()) if isinstance(module, nn.MultiheadAttention) else (x,)
+    module = module.double()
+    assert made_by("factored", module, cut, *inputs) == 1
+    assert made_by("recomputed", module, cut, *inputs) == 0
+    for kind in KINDS:
+        assert not assert_equals_dense(kind, module, cut, call, *inputs).reads
+
+
+def test_auto_forms_the_weight_where_that_costs_less() -> None:
+    module, cuts = nn.Linear(128, 128, dtype=torch.float64), {"weight": (1, 1)}
+    assert [made_by("factored", module, cuts, torch.ones(n, 128).double(), auto=True) for n in (1, 4096)] == [0, 0]
+    cuts = {"weight": (64, 64)}
+    assert [made_by("factored", module, cuts, torch.ones(n, 128).double(), auto=True) for n in (1, 4096)] == [1, 1]
+    cuts = {"weight": (16, 16)}
+    batches = [torch.ones(n, 128).double() for n in (1, 4096)]
+    assert [made_by("factored", module, cuts, x, auto=True) for x in batches] == [0, 1]
+    assert [made_by("factored", module, cuts, x) for x in batches] == [0, 0]
+    for x in batches:
+        assert_equals_dense("factored", module, cuts, call, x, auto=True)
+
+
+class Reader(nn.Module):
+    """Reads its layer's weight beside calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.fc.weight
+        assert weight is self.fc.weight and isinstance(self.fc, nn.Linear)
+        assert next(iter(self.fc.parameters())) is weight
+        return self.fc(x) + weight.square().sum(1) + dict(self.named_parameters())["fc.weight"].sin().sum(1)
+
+
+@EACH_KIND
+def test_a_weight_that_is_read_is_made_once_a_call(kind: str) -> None:
+    module = Reader().double()
+    assert made_by(kind, module, {"fc.weight": (2, 2)}, vectors(3, 4)) == 1
+    formed = assert_equals_dense(kind, module, {"fc.weight": (2, 2)}, call, vectors(3, 4))
+    assert formed.reads == {"fc.weight": 4}
+    formed(vectors(3, 4))
+    assert formed.reads == {"fc.weight": 8}
+    assert formed.forms["fc.weight"].held is None
+
+
+@EACH_KIND
+def test_the_layer_uses_the_very_tensor_that_was_read(kind: str) -> None:
+    """So a hook on it, or a change in place, means what it says."""
+
+    class Hooked(Reader):
+        def forward(self, x: Tensor) -> Tensor:
+            self.fc.weight.register_hook(lambda gradient: 2 * gradient)
+            return self.fc(x)
+
+    formed = on_form(kind, Hooked().double(), {"fc.weight": (1, 1)})
+    plain = on_form(kind, nn.ModuleDict({"fc": nn.Linear(4, 6)}).double(), {"fc.weight": (1, 1)})
+    form, leaf = plain.forms["fc.weight"], plain.leaves["fc.weight.left"]
+    form.left, form.right = leaf, plain.leaves["fc.weight.right"]
+    (expected,) = torch.autograd.grad(form.linear(vectors(3, 4), None).sum(), leaf)
+    (actual,) = torch.autograd.grad(formed(vectors(3, 4)).sum(), formed.leaves["fc.weight.left"])
+    assert_close(actual, 2 * expected)
+
+
+# --- what can have a form, and what came instead ---------------------------------------------------------------------
+
+
+class OwnForward(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class OwnConv(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight * 2, bias)
+
+
+class Renamed(nn.Linear):
+    """A subclass with the stock forward."""
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(3, 2)
+    layer.forward = lambda x: x
+    return layer
+
+
+FORMABLE: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
+    "linear": (lambda: nn.Linear(3, 2), "weight", True),
+    "bias": (lambda: nn.Linear(3, 2), "bias", False),
+    "no such weight": (lambda: nn.Linear(3, 2), "wait", False),
+    "subclass": (lambda: Renamed(3, 2), "weight", True),
+    "forward of a subclass": (lambda: OwnForward(3, 2), "weight", False),
+    "forward of an instance": (patched, "weight", False),
+    "grouped conv": (lambda: nn.Conv1d(4, 6, 3, groups=2), "weight", True),
+    "conv of a subclass": (lambda: OwnConv(3, 2, 1), "weight", False),
+    "transposed conv": (lambda: nn.ConvTranspose2d(3, 4, 2), "weight", False),
+    "embedding": (lambda: nn.Embedding(5, 3), "weight", True),
+    "embedding with a norm": (lambda: nn.Embedding(5, 3, max_norm=0.5), "weight", False),
+    "embedding scaled by frequency": (lambda: nn.Embedding(5, 3, scale_grad_by_freq=True), "weight", False),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), "in_proj_weight", True),
+    "attention with a bias of keys": (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "in_proj_weight", False),
+    "attention with a zero": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "in_proj_weight", False),
+    "separate attention": (lambda: nn.MultiheadAttention(8, 2, kdim=3), "k_proj_weight", True),
+    "lstm": (lambda: nn.LSTM(3, 4), "weight_ih_l0", False),
+    "Hugging Face": (lambda: hugging_face_linear(3, 2), "weight", True),
+}
+
+
+@pytest.mark.parametrize("name", FORMABLE)
+def test_what_can_have_a_form(name: str) -> None:
+    build, attribute, expected = FORMABLE[name]
+    module = build()
+    assert formable(module, attribute) is expected
+    if not expected:
+        form = make_form("factored", attribute, (2, 3), TileGrid(2, 3, 2, 3))
+        with pytest.raises(ValueError, match=f"'{attribute}' of a .* cannot have another form than dense"):
+            install(module, {attribute: form}, shown=True)
+
+
+def test_errors_name_what_came() -> None:
+    linear = on_form("factored", nn.Linear(4, 6).double(), {"weight": (2, 2)})
+    with pytest.raises(ValueError, match=r"4 features, got shape \(3, 2\)"):
+        linear(vectors(3, 2))
+    conv = on_form("factored", nn.Conv1d(4, 6, 3).double(), {"weight": (2, 2)})
+    with pytest.raises(ValueError, match=r"4 channels, got shape \(2, 3, 9\)"):
+        conv(vectors(2, 3, 9))
+    for index in (11, -1):
+        with pytest.raises(IndexError):
+            on_form("factored", nn.Embedding(11, 4).double(), {"weight": (3, 2)})(torch.tensor([index]))
+    form = make_form("factored", "weight", (6, 4), TileGrid(6, 4, 3, 2))
+    net = PureNet(nn.Linear(4, 6), {"weight": form})
+    with pytest.raises(ValueError, match=r"missing \['weight_form.left', 'weight_form.right'\], unknown \['weight'\]"):
+        net({"weight": torch.ones(6, 4), "bias": torch.ones(6)}, {}, torch.ones(2, 4))
+
+
+def test_the_users_module_stays_as_it_was() -> None:
+    module = nn.Linear(4, 6)
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    on_form("factored", module.double(), {"weight": (2, 2)})(vectors(3, 4))
+    assert type(module) is nn.Linear and module.state_dict().keys() == before.keys()
+    assert_close(module.float().state_dict(), before)
+
+
+# --- the cost model --------------------------------------------------------------------------------------------------
+
+
+@given(rows=st.integers(1, 5000), cols=st.integers(1, 5000), k=st.integers(1, 200), batch_rows=st.integers(1, 100_000))
+def test_lazy_pays_less_with_more_rank(rows: int, cols: int, k: int, batch_rows: int) -> None:
+    if lazy_pays(rows, cols, k + 1, (1, 1), batch_rows):
+        assert lazy_pays(rows, cols, k, (1, 1), batch_rows)
+
+
+def test_lazy_pays_where_it_was_measured() -> None:
+    assert lazy_pays(4096, 4096, 64, (1, 1), 256)
+    assert lazy_pays(2048, 2048, 64, (1, 1), 256)
+    # Tile 128 with H = 32: as many FLOPs as dense, and the thin product on top.
+    assert not lazy_pays(1024, 1024, 64, (8, 8), 100_000)
+    # One image against a large layer: forming the weight costs more than both applications.
+    assert lazy_pays(1024, 1024, 64, (8, 8), 1)

@@ -1,0 +1,103 @@
+"""Weights that are made for each use and again in backward: when they are made, and what is kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gbfunc.lab.bench.live import LiveBytes
+from gbfunc.layers.recomputed import RecomputedWeight
+from tests.support.forms import assert_close, on_form, vectors
+
+
+def doubled(made: Counter[str], inputs: tuple[str, ...] = ("half",), transposed: bool = False) -> RecomputedWeight:
+    """A form that makes twice its first input, and counts how often."""
+
+    def maker(half: Tensor, *others: Tensor) -> Tensor:
+        made["w"] += 1
+        return 2 * half
+
+    return RecomputedWeight("w", inputs, maker, transposed)
+
+
+def given(form: RecomputedWeight, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Leaves of a form, set."""
+    leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in tensors)
+    for name, leaf in zip(form.inputs, leaves, strict=True):
+        setattr(form, name, leaf)
+    return leaves
+
+
+# Each use that is not the stock linear one is run once more in backward, on the weight that is made there.
+@pytest.mark.parametrize("use", ["linear", "rows", "conv", "embedding"])
+def test_made_once_forward_and_once_backward(use: str) -> None:
+    made: Counter[str] = Counter()
+    form = doubled(made)
+    (half,) = given(form, vectors(6, 2, 3) if use == "conv" else vectors(6, 4))
+    uses: dict[str, Any] = {
+        "linear": lambda: form.linear(vectors(3, 4), None),
+        "rows": lambda: form.linear(vectors(3, 4), None, slice(2, 5)),
+        "conv": lambda: form.conv(torch.conv1d, vectors(3, 2, 7), None, stride=2),
+        "embedding": lambda: form.embedding(torch.tensor([1, 5, 1]), 5),
+    }
+    y = uses[use]()
+    assert made["w"] == 1
+    (gradient,) = torch.autograd.grad(y.sum(), half)
+    assert made["w"] == 2
+    form.cache = {"w": 2 * half}
+    assert_close(uses[use](), y)
+    assert_close(torch.autograd.grad(uses[use]().sum(), half)[0], gradient)
+    assert made["w"] == 2
+
+
+def test_nothing_is_made_in_backward_that_nothing_asks_for() -> None:
+    """Without a gradient of the weight or of the input, only the bias has one."""
+    made: Counter[str] = Counter()
+    form = doubled(made)
+    form.half = vectors(6, 4)
+    bias = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    y = form.linear(vectors(3, 4), bias)
+    assert_close(torch.autograd.grad(y.sum(), bias)[0], torch.full_like(bias, 3))
+    with torch.no_grad():
+        before = made["w"]
+        assert not form.linear(vectors(3, 4), bias).requires_grad
+        assert made["w"] == before + 1
+
+
+def test_inputs_without_gradients_stay_without() -> None:
+    form = doubled(Counter(), ("half", "index"))
+    half, _ = given(form, vectors(6, 4), torch.arange(3))
+    x = vectors(3, 4).requires_grad_()
+    gradients = torch.autograd.grad(form.linear(x, None).square().sum(), (half, x))
+    weight = 2 * half
+    expected = torch.autograd.grad((x @ weight.T).square().sum(), (half, x))
+    assert_close(gradients, expected)
+
+
+def test_a_transposed_weight_is_made_as_the_layer_stores_it() -> None:
+    form = doubled(Counter(), transposed=True)
+    (half,) = given(form, vectors(4, 6))
+    assert_close(form.linear(vectors(3, 4), None), vectors(3, 4) @ (2 * half))
+    assert_close(form.dense(), 2 * half)
+
+
+def peak_live_weights(kind: str, layers: int, width: int) -> int:
+    """Most weight-sized storages alive at once in a forward and backward pass of a deep MLP."""
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    formed = on_form(kind, net, {f"{i}.weight": (1, 1) for i in range(layers)})
+    x = torch.randn(4, width)
+    with LiveBytes(4 * width * width) as live:
+        loss = formed(x).square().sum()
+        torch.autograd.grad(loss, [leaf for name, leaf in formed.leaves.items() if "weight" in name])
+    return live.peak_tensors
+
+
+def test_one_layer_of_weights_is_alive_at_a_time() -> None:
+    dense = peak_live_weights("dense", layers=24, width=48)
+    assert dense >= 24
+    assert peak_live_weights("recomputed", layers=24, width=48) <= dense / 8
+    assert peak_live_weights("recomputed", layers=24, width=48) == peak_live_weights("recomputed", layers=6, width=48)

@@ -1,0 +1,177 @@
+"""A p-net with factors in the place of weights is a module like any other: it is saved, copied, cast and trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.layers.forms import FactoredWeight
+from tests.support.forms import assert_close, vectors
+
+
+class Tied(nn.Module):
+    """A language model whose output layer is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden = nn.Embedding(31, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 31, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.hidden(self.embedding(tokens)).tanh())
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(6, 20, 3), nn.BatchNorm2d(20), nn.ReLU(), nn.Flatten(), nn.Linear(80, 12))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+
+
+def hugging_face() -> nn.Module:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    return nn.Sequential(conv1d(30, 20), nn.GELU(), conv1d(9, 30))
+
+
+TOKENS = torch.arange(12).reshape(3, 4) * 7 % 31
+NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20)), vectors(5, 20), {}),
+    "conv": (conv_net, vectors(3, 6, 4, 4), {}),
+    "encoder": (encoder, vectors(2, 5, 16), {}),
+    "Hugging Face": (hugging_face, vectors(4, 20), {}),
+    "tied": (Tied, TOKENS, {"include": [r"embedding\.weight"]}),
+}
+EACH_NET = pytest.mark.parametrize("name", NETS)
+
+
+def nets(name: str, max_tile: int | None = None) -> tuple[nn.Module, nn.Module, Tensor]:
+    """The same genome's p-net, dense and factored, and an input."""
+    build, x, options = NETS[name]
+    torch.manual_seed(0)
+    pnet = build().double()
+    plan = gb.make_plan(pnet, gb.low_rank(2), max_tile=max_tile, **options)
+    genome = gb.init_genome(plan, pnet, 3)
+    return gb.materialize(plan, genome, pnet), gb.materialize(plan, genome, pnet, factored=True), x
+
+
+def numbers(net: nn.Module) -> int:
+    return sum(p.numel() for p in net.parameters())
+
+
+def factors(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in net.named_parameters() if name.endswith((".left", ".right"))}
+
+
+@EACH_NET
+@pytest.mark.parametrize("max_tile", [None, 12])
+def test_the_same_outputs_from_fewer_numbers(name: str, max_tile: int | None) -> None:
+    dense, factored, x = nets(name, max_tile)
+    assert factors(factored) and numbers(factored) < numbers(dense)
+    assert_close(factored(x), dense(x))
+    with torch.no_grad():
+        assert_close(factored.eval()(x), dense.eval()(x))
+
+
+@EACH_NET
+def test_every_weight_can_be_read(name: str) -> None:
+    dense, factored, _ = nets(name)
+    for path, weight in dense.named_parameters(remove_duplicate=False):
+        prefix, _, attribute = path.rpartition(".")
+        assert_close(getattr(factored.get_submodule(prefix), attribute), weight)
+
+
+@EACH_NET
+def test_a_state_dict_round_trip_and_a_copy(name: str) -> None:
+    _, factored, x = nets(name)
+    expected = factored.eval()(x)
+    saved = {k: v.clone() for k, v in factored.state_dict().items()}
+    again = copy.deepcopy(factored)
+    assert again.state_dict().keys() == saved.keys()
+    assert not {p.data_ptr() for p in again.parameters()} & {p.data_ptr() for p in factored.parameters()}
+    with torch.no_grad():
+        for p in again.parameters():
+            p.zero_()
+        assert not torch.allclose(again(x), expected)
+    assert_close(factored(x), expected)
+    again.load_state_dict(saved)
+    assert_close(again(x), expected)
+
+
+@EACH_NET
+@pytest.mark.parametrize(
+    ("cast", "dtype", "tolerance"), [("float", torch.float32, 1e-5), ("half", torch.float16, 0.05)]
+)
+def test_casts_reach_the_factors(name: str, cast: str, dtype: torch.dtype, tolerance: float) -> None:
+    dense, factored, x = nets(name)
+    expected = dense.eval()(x)
+    narrow = getattr(factored.eval(), cast)()
+    assert {p.dtype for p in narrow.parameters()} == {dtype}
+    out = narrow(x.to(dtype) if x.is_floating_point() else x)
+    assert out.dtype == dtype
+    assert_close(out.double(), expected, tolerance)
+
+
+@EACH_NET
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_factors_can_be_trained(name: str, optimizer: Any) -> None:
+    """The first gradient is the dense weight's, through the product; then the loss falls."""
+    dense, factored, x = nets(name, 12)
+    target = dense(x).detach().cos()
+
+    def loss_of(net: nn.Module) -> Tensor:
+        return (net(x) - target).square().mean()
+
+    weights = dict(dense.named_parameters())
+    wanted = torch.autograd.grad(loss_of(dense), list(weights.values()))
+    gradients = dict(zip(weights, wanted, strict=True))
+    loss_of(factored).backward()
+    for path, form in factored.named_modules():
+        if isinstance(form, FactoredWeight):
+            assert path.removesuffix("_form") in weights
+            chain = torch.autograd.grad(form.make(), (form.left, form.right), gradients[form.name])
+            assert_close((form.left.grad, form.right.grad), chain, 1e-10)
+    trainer, before = optimizer(factored.parameters(), lr=0.01), float(loss_of(factored).detach())
+    start = {k: v.clone() for k, v in factors(factored).items()}
+    for _ in range(20):
+        trainer.zero_grad()
+        loss_of(factored).backward()
+        trainer.step()
+    assert float(loss_of(factored).detach()) < before
+    assert all(not torch.equal(v, start[k]) for k, v in factors(factored).items())
+
+
+def test_tied_weights_are_one_pair_of_factors() -> None:
+    _, factored, x = nets("tied")
+    form = factored.get_submodule("embedding.weight_form")
+    assert factored.get_submodule("head.weight_form") is form
+    assert sorted(k for k in factors(factored) if not k.startswith("hidden")) == [
+        "embedding.weight_form.left",
+        "embedding.weight_form.right",
+    ]
+    again = copy.deepcopy(factored)
+    assert again.get_submodule("head.weight_form") is again.get_submodule("embedding.weight_form")
+    assert_close(again(x), factored(x))
+
+
+def test_the_pnet_and_the_genome_are_not_touched() -> None:
+    build, x, _ = NETS["mlp"]
+    pnet = build().double()
+    plan = gb.make_plan(pnet, gb.low_rank(2))
+    genome = gb.init_genome(plan, pnet, 3)
+    before, leaf = copy.deepcopy(pnet.state_dict()), next(iter(next(iter(genome.gnets.values())).values()))
+    held = leaf.clone()
+    net = gb.materialize(plan, genome, pnet, factored=True)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    assert type(pnet[0]) is nn.Linear
+    assert_close(dict(pnet.state_dict()), dict(before))
+    assert torch.equal(leaf, held)

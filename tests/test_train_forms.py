@@ -1,0 +1,289 @@
+"""A training step on forms of layers: what it draws, reads and calls, and what is refused in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gbfunc as gb
+from tests.support.dense_oracle import READ_GRADIENTS, assert_same, dense_answer, step_answer
+from tests.support.trees_equal import same_bits
+from tests.support.zoo import SGD, ZOO, loss_fn
+
+ADAM = gb.torch_optimizer(torch.optim.Adam, lr=0.01)
+MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "auto": {},
+        "dense": {"lazy": False},
+        "lazy": {"lazy": True},
+        "microbatches": {"microbatches": 2},
+        "generate": {"remat": "generate"},
+        "layer": {"remat": "layer"},
+        "lazy generate": {"lazy": True, "remat": "generate", "microbatches": 2},
+    }
+)
+EACH_MODE = pytest.mark.parametrize("mode", MODES)
+
+
+def conv_net() -> nn.Module:
+    layers = (nn.Conv2d(3, 7, 3, padding=1), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(7, 4, 3, stride=2))
+    return nn.Sequential(*layers, nn.Dropout2d(0.3), nn.Flatten(), nn.Linear(16, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.3, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class WithWeights(nn.Module):
+    """Attention that returns its weights, which dropout has thinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, dropout=0.4, kdim=5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, weights = self.attend(x, x[..., :5], x.cos(), average_attn_weights=False)
+        return torch.cat([mixed.flatten(), weights.flatten()])[None]
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3)), (4, 6)),
+    "sequence": (lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3)), (4, 5, 6)),
+    "conv": (conv_net, (4, 3, 6, 6)),
+    "encoder": (encoder, (4, 5, 8)),
+    "attention": (WithWeights, (5, 3, 8)),
+}
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def planned(name: str, max_tile: Any, hypernet: Any = None) -> tuple[nn.Module, gb.Plan]:
+    torch.manual_seed(0)
+    pnet = NETS[name][0]().double()
+    return pnet, gb.make_plan(pnet, hypernet or gb.low_rank(2), max_tile=max_tile)
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tile", [None, 1, 2, 5, (1, 8), (8, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name in NETS for layout in ("rows first", "transposed")] + [("conv", "channels last")],
+)
+def test_factors_draw_the_masks_that_dense_weights_draw(name: str, max_tile: Any, layout: str) -> None:
+    pnet, plan = planned(name, max_tile)
+    batch = numbers(*NETS[name][1])
+    if layout == "channels last":
+        batch = batch.contiguous(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        batch = batch.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def answer(**options: Any) -> Any:
+        return step_answer(plan, pnet, loss_fn, batch, seed=3, **options)
+
+    expected = answer(lazy=False)
+    assert_same(answer(lazy=True), expected)
+    assert_same(answer(remat="layer"), expected)
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------
+
+
+# Torch's compiler still uses torch.jit.script when it is loaded.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("lazy", [True, "auto"])
+def test_compiled_factors_take_batches_of_any_size(lazy: Any) -> None:
+    pnet, plan = planned("conv", 5)
+    pnet = pnet.eval()
+    compiled = gb.make_train_step(plan, pnet, loss_fn, READ_GRADIENTS, lazy=lazy, compile=True)
+    torch._dynamo.reset()
+    for rows in (4, 6, 3):
+        batch = numbers(rows, 3, 6, 6)
+        (found, info), state = compiled(compiled.init(), batch), compiled.init()
+        plain = gb.make_train_step(plan, pnet, loss_fn, READ_GRADIENTS, lazy=lazy)
+        wanted, expected = plain(state, batch)
+        torch.testing.assert_close(info.loss, expected.loss, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.gnets, wanted.gnets, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.direct, wanted.direct, rtol=1e-9, atol=1e-9)
+
+
+# --- the loss function sees real data, once --------------------------------------------------------------------------
+
+
+@EACH_MODE
+def test_the_loss_function_is_called_once_a_microbatch_with_real_data(mode: str) -> None:
+    pnet, plan = planned("mlp", 4)
+    microbatches = MODES[mode].get("microbatches", 1)
+    seen: list[Tensor] = []
+
+    def loss(net: Callable[..., Tensor], batch: Tensor) -> Tensor:
+        assert type(batch) is Tensor and not batch.is_meta
+        seen.append(batch.clone())
+        return net(batch).square().mean()
+
+    step = gb.make_train_step(plan, pnet, loss, SGD, **MODES[mode])
+    state, batch = step.init(), numbers(4, 6)
+    for n in (1, 2):
+        state, _ = step(state, batch)
+        assert len(seen) == n * microbatches
+    assert torch.equal(torch.cat(seen), torch.cat([batch, batch]))
+
+
+@EACH_MODE
+@pytest.mark.parametrize("name", ["conv_bn", "transformer", "tied"])
+def test_two_runs_and_a_resumed_one_are_equal_to_the_bit(name: str, mode: str, tmp_path: Path) -> None:
+    animal = ZOO[name]
+    pnet = animal.pnet()
+    plan = animal.plan(pnet, hypernet=gb.low_rank(1))
+
+    def made() -> gb.TrainStep:
+        return gb.make_train_step(plan, pnet, loss_fn, ADAM, **MODES[mode])
+
+    def run(step: gb.TrainStep, state: Any, steps: range) -> Any:
+        for n in steps:
+            state, _ = step(state, animal.batch(seed=n))
+        return state
+
+    step = made()
+    half = run(step, step.init(1), range(2))
+    whole = run(step, half, range(2, 4))
+    other = made()
+    assert same_bits(run(other, other.init(1), range(4)), whole)
+    with gb.Checkpointer(tmp_path, step) as saver:
+        saver.save(half)
+    resumed = made()
+    loaded = gb.load_checkpoint(tmp_path, resumed, resumed.init())
+    assert same_bits(run(resumed, loaded.state, range(2, 4)), whole)
+
+
+# --- what is read ----------------------------------------------------------------------------------------------------
+
+
+class Penalised(nn.Module):
+    """Its loss has a penalty on one of its two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh()) + self.a.weight.square().mean()
+
+
+@EACH_MODE
+def test_reads_of_weights_that_are_not_dense_are_counted(mode: str) -> None:
+    pnet = Penalised().double()
+    plan = gb.make_plan(pnet, gb.low_rank(1))
+    options = MODES[mode]
+    step = gb.make_train_step(plan, pnet, loss_fn, SGD, **options)
+    assert step.dense_reads == {}
+    state, calls = step.init(), options.get("microbatches", 1)
+    for n in (1, 2):
+        state, _ = step(state, numbers(4, 6))
+        assert step.dense_reads == ({} if mode == "dense" else {"a.weight": n * calls})
+
+
+def test_layers_without_a_form_are_dense_and_count_as_nothing() -> None:
+    pnet = nn.LSTM(3, 4).double()
+    step = gb.make_train_step(gb.make_plan(pnet, gb.low_rank(1)), pnet, loss_fn, SGD, lazy=True)
+    step(step.init(), numbers(4, 3))
+    assert step.dense_reads == {}
+
+
+# --- complex direct parameters ---------------------------------------------------------------------------------------
+
+
+class Phases(nn.Module):
+    """A linear layer, then a diagonal of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 5, dtype=torch.float64)
+        self.phase = nn.Parameter(torch.polar(torch.ones(5), torch.arange(5.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.fc(x) * self.phase).flatten(1)
+
+
+@EACH_MODE
+def test_complex_direct_parameters_learn(mode: str) -> None:
+    pnet, options, batch = Phases(), MODES[mode], numbers(4, 6)
+    plan = gb.make_plan(pnet, gb.low_rank(1), max_tile=3)
+    expected = dense_answer(plan, pnet, loss_fn, batch, microbatches=options.get("microbatches", 1))
+    assert expected.gradients["direct/phase"].abs().min() > 1e-6
+    assert_same(step_answer(plan, pnet, loss_fn, batch, **options), expected, 1e-6)
+
+
+# --- one clear error -------------------------------------------------------------------------------------------------
+
+
+def mlp_step(loss: Any = loss_fn, **options: Any) -> gb.TrainStep:
+    pnet, plan = planned("mlp", 4)
+    return gb.make_train_step(plan, pnet, loss, SGD, **options)
+
+
+@EACH_MODE
+def test_a_loss_of_the_pnet_itself_is_refused(mode: str) -> None:
+    pnet, plan = planned("mlp", 4)
+    step = gb.make_train_step(plan, pnet, lambda net, x: pnet(x).square().mean(), SGD, **MODES[mode])
+    with pytest.raises(ValueError, match=r"does not depend on any trained leaf: it must come from net\(...\)"):
+        step(step.init(), numbers(4, 6))
+
+
+@EACH_MODE
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda net, x: (net(x).mean(), {}, 1), r"scalar tensor, or \(scalar tensor, aux\), got a tuple of 3"),
+        (lambda net, x: (net(x).mean(),), "got a tuple of 1"),
+        (lambda net, x: [net(x).mean(), {}], "got list"),
+        (lambda net, x: None, "got NoneType"),
+        (lambda net, x: (net(x), {}), r"got \(\d, 3\)"),
+    ],
+    ids=["three", "one", "list", "nothing", "matrix"],
+)
+def test_losses_of_another_shape_are_refused(loss: Any, words: str, mode: str) -> None:
+    step = mlp_step(loss, **MODES[mode])
+    with pytest.raises(ValueError, match=words):
+        step(step.init(), numbers(4, 6))
+
+
+@EACH_MODE
+def test_what_is_no_state_is_refused(mode: str) -> None:
+    step = mlp_step(**MODES[mode])
+    state, batch = step.init(), numbers(4, 6)
+    for wrong, words in ((None, "NoneType"), (state._asdict(), "dict"), (batch, "Tensor"), (tuple(state), "tuple")):
+        with pytest.raises(TypeError, match=rf"takes \(state, batch\), .* got a {words} first"):
+            step(wrong, batch)  # pyright: ignore[reportArgumentType]
+
+
+@EACH_MODE
+def test_inference_mode_is_refused(mode: str) -> None:
+    step = mlp_step(**MODES[mode])
+    state, batch = step.init(), numbers(4, 6)
+    with torch.inference_mode(), pytest.raises(ValueError, match="call it outside of torch.inference_mode"):
+        step(state, batch)
+    with torch.inference_mode():
+        gnets = {e: {k: v.clone() for k, v in leaves.items()} for e, leaves in state.gnets.items()}
+        inside = step.init()
+    with pytest.raises(ValueError, match=r"made in torch.inference_mode, where there are no gradients"):
+        step(state._replace(gnets=gnets), batch)
+    assert same_bits(step(inside, batch), step(state, batch))
+
+
+@EACH_MODE
+def test_nothing_to_train_is_an_error(mode: str) -> None:
+    pnet = nn.Sequential(nn.Linear(6, 3)).double().requires_grad_(False)
+    step = gb.make_train_step(gb.make_plan(pnet, exclude=["."]), pnet, loss_fn, SGD, **MODES[mode])
+    with pytest.raises(ValueError, match="does not depend on any trained leaf: there is none"):
+        step(step.init(), numbers(4, 6))
