@@ -5,8 +5,8 @@ the cores, the tiny steps of a small p-net then take five to ten times as long; 
 large steps would notice. How they wait is read once, when torch's library is loaded. (A script sets
 `OMP_WAIT_POLICY=passive` in its environment, or calls `torch.set_num_threads(1)`, which serves tiny steps best.)
 
-Ctrl-C during the seconds of the imports ends the process as it ends any other, without a traceback; `gbfunc.cli.main`
-takes over from there.
+Ctrl-C during the seconds of the imports ends the process with one line and exit status 130, as it does later, when
+`gbfunc.cli.main` takes over.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 from collections.abc import MutableMapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
@@ -33,20 +34,25 @@ def wait_passively(environ: MutableMapping[str, str], argv: Sequence[str]) -> No
         environ["OMP_WAIT_POLICY"] = "passive"
 
 
-def interrupts_end_quietly() -> None:
-    """Let Ctrl-C end the process by its signal, unless something else handles it."""
+def _end(signum: int, frame: FrameType | None) -> None:
+    os.write(2, b"gbfunc: interrupted\n")
+    os._exit(130)
+
+
+def interrupts_end() -> None:
+    """Let Ctrl-C end the process with one line, unless something else handles it."""
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, _end)
 
 
 def interrupts_raise() -> None:
-    """Undo `interrupts_end_quietly`: Ctrl-C raises `KeyboardInterrupt` again."""
+    """Undo `interrupts_end`: Ctrl-C raises `KeyboardInterrupt` again."""
     main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+    if main and signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if is_command_line(sys.argv, sys.orig_argv):
     wait_passively(os.environ, sys.orig_argv)
-    interrupts_end_quietly()
+    interrupts_end()

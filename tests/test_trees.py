@@ -21,7 +21,6 @@ from gbfunc.trees import (
     like_genome,
     mean_tree,
     n_rows,
-    shapes_of,
     split_batch,
     split_rows,
     tree_difference,
@@ -115,8 +114,7 @@ MAPPINGS: list[tuple[Any, type]] = [
 @pytest.mark.parametrize(("mapping", "kind"), MAPPINGS, ids=[type(m).__name__ for m, _ in MAPPINGS])
 def test_any_mapping_is_split(mapping: Any, kind: type, nest: Callable[[Any], Any]) -> None:
     batch = nest(mapping)
-    key = shapes_of(batch)
-    assert n_rows(batch) == 6 and hash(key) == hash(shapes_of(batch)) and key != shapes_of(nest({"x": torch.ones(6)}))
+    assert n_rows(batch) == 6
     for split in (split_batch, split_rows):
         parts = split(batch, 3)
         for i, part in enumerate(parts):
@@ -205,16 +203,3 @@ def test_the_mean_of_trees_is_the_mean_of_every_leaf(values: list[int]) -> None:
     torch.testing.assert_close(mean["f"], torch.tensor([expected, 2 * expected], dtype=torch.float64))
     for leaf in (mean["i"], mean["n"][0]):
         torch.testing.assert_close(leaf, torch.tensor(expected))
-
-
-def test_the_shapes_of_a_tree_are_a_key() -> None:
-    tree = {"x": torch.ones(2, 3), "y": (torch.ones(4, dtype=torch.int64), "text")}
-    key = shapes_of(tree)
-    assert {key: 1}[shapes_of({"y": (torch.zeros(4, dtype=torch.int64), "other"), "x": torch.zeros(2, 3)})] == 1
-    for other in (
-        {**tree, "x": torch.ones(3, 2)},
-        {**tree, "x": torch.ones(2, 3, dtype=torch.float64)},
-        {**tree, "y": [torch.ones(4, dtype=torch.int64), "text"]},
-        {**tree, "y": (torch.ones(4, dtype=torch.int64), 1)},
-    ):
-        assert shapes_of(other) != key

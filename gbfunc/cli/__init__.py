@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from gbfunc.cli.signals import Stopped
 from gbfunc.startup import interrupts_raise
 
 __all__ = ["main"]
@@ -44,15 +45,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gbfunc: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
-
-
-class Stopped(Exception):
-    """A signal has ended training, after a checkpoint.
-
-    Attributes:
-        signum: the signal.
-    """
-
-    def __init__(self, signum: int, message: str) -> None:
-        super().__init__(message)
-        self.signum = signum

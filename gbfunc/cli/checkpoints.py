@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 import gbfunc as gb
-from gbfunc.cli import Stopped
 from gbfunc.cli.options import AUTO, CheckpointOptions, TrainingOptions
+from gbfunc.cli.signals import Stopped, listening
 from gbfunc.parallel import sum_ranks
 from gbfunc.tasks import Recipe, Task
 from gbfunc.tasks.training import Position, total_steps
@@ -173,7 +171,7 @@ def checkpoints(
         return
     with gb.Checkpointer(folder, train_step, keep=options.keep) as writer:
         made = Kept(train_step, settings, source, needed, writer, every)
-        with _listening(made.signals):
+        with listening(made.signals):
             yield made
 
 
@@ -182,27 +180,6 @@ def _settings(options: CheckpointOptions, task: Task, recipe: Recipe) -> JSON:
     plain = {f.name: v for f in fields(recipe) if isinstance(v := getattr(recipe, f.name), int | float | str | tuple)}
     known = {"task": options.task, "seed": options.seed, "steps": total_steps(task, recipe)}
     return json.loads(json.dumps(plain | known))
-
-
-@contextmanager
-def _listening(signals: list[int]) -> Iterator[None]:
-    """Note SIGINT and SIGTERM instead of ending at once; a second SIGINT does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread may.
-        return
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        # Launchers pass a Ctrl-C on as SIGTERM, beside the SIGINT of the terminal: only a second Ctrl-C is impatience.
-        if signum == signal.SIGINT and signum in signals:
-            raise KeyboardInterrupt
-        signals.append(signum)
-
-    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _tell(line: str) -> None:
