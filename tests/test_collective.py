@@ -52,7 +52,7 @@ def test_ranks_with_other_options_are_told_which(world: int) -> None:
         assert found["same"] == ""
         where = f"ValueError: ranks: different from rank 0 are rank {world - 1} in "
         assert found["options"] == f"{where}options (clip_norm: 0.5, not None; microbatches: 3, not 1)"
-        assert found["rate"].startswith(f"{where}optimizer (") and ".lr: 0.2, not 0.1" in found["rate"]
+        assert found["rate"].startswith(f"{where}optimizer (") and "lr: 0.2, not 0.1" in found["rate"]
         assert "'torch.optim.adamw.AdamW', not 'torch.optim.adam.Adam'" in found["rate"]
         assert "table[0]: 0.2, not 0.1" in found["schedule"]
         assert found["plan"] == f"{where}plan (hypernets[0].features: 3, not 2)"

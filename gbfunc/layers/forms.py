@@ -126,7 +126,7 @@ class WeightForm(nn.Module):
         """The dense weight; the same tensor throughout a call of the p-net."""
         weight = self.held
         if weight is None:
-            device = getattr(self, self.inputs[0]).device
+            device = self._parameters[self.inputs[0]].device
             # Whoever reads it without gradients may use it with them later; autocast is for the p-net.
             with torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 weight = self.make()

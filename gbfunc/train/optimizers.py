@@ -67,10 +67,12 @@ class Optimizer(NamedTuple):
         update: `(grads, state, params, roles, *, donate=False) -> (params, state)`. Nothing given is changed unless
             donated; donated buffers may be updated in place and returned, and only the results may be used after.
             Results need no grad and have no graph.
+        settings: class, learning rate and options, which all ranks must have alike.
     """
 
     init: Callable[[Params, Roles], OptState]
     update: Callable[..., tuple[Params, OptState]]
+    settings: Mapping[str, Any]
 
 
 def torch_optimizer(
@@ -162,7 +164,8 @@ def torch_optimizer(
         leaves = {k: stepped[k] for k in params}
         return new, OptState(state.step + 1, leaves, state.fingerprint if donate else state.fingerprint.clone())
 
-    return Optimizer(init, update)
+    settings = {"cls": cls, "lr": lr, "code": code, "linear": linear, "direct": direct, "options": options}
+    return Optimizer(init, update, settings)
 
 
 @dataclass(frozen=True, eq=False)

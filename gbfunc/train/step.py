@@ -362,6 +362,6 @@ def make_train_step(
     options.check_placement(layout.sharded, layout.placement)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
     check_equal(layout.mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
-    texts = {"options": text_of(options), "optimizer": text_of(optimizer)}
+    texts = {"options": text_of(options), "optimizer": text_of(optimizer.settings)}
     check_equal(layout.mesh, texts, "ranks must have the same options")
     return TrainStep(plan, pnet, Objective(plan, pnet, loss_fn, layout, options), optimizer, layout, options)

@@ -119,13 +119,13 @@ def configurations(mesh: Mesh) -> dict[str, str]:
     """What is said of ranks with other options: of the last rank alone, and of one along each axis."""
     last = mesh.rank == mesh.world - 1
     options = Options(clip_norm=0.5 if last else None, microbatches=3 if last else 1, amp=torch.bfloat16)
-    same = {"options": text_of(Options()), "optimizer": text_of(ADAMW), "plan": gb.make_plan(pnet_of()).to_json()}
+    same = {"options": text_of(Options()), "optimizer": text_of(ADAMW.settings), "plan": gb.make_plan(pnet_of()).to_json()}
     found = {"same": outcome(lambda: check_equal(mesh, same, "ranks"))}
     found["options"] = outcome(lambda: check_equal(mesh, same | {"options": text_of(options)}, "ranks"))
     table = gb.torch_schedule(torch.optim.lr_scheduler.StepLR, 0.2 if last else 0.1, steps=3, step_size=2)
     for name, lr in (("rate", 0.2 if last else 0.1), ("schedule", table)):
         optimizer = gb.torch_optimizer(torch.optim.AdamW if last else torch.optim.Adam, lr=lr)
-        found[name] = outcome(lambda o=optimizer: check_equal(mesh, same | {"optimizer": text_of(o)}, "ranks"))
+        found[name] = outcome(lambda o=optimizer: check_equal(mesh, same | {"optimizer": text_of(o.settings)}, "ranks"))
     plan = gb.make_plan(pnet_of(), gb.periodic(3 if last else 2)).to_json()
     found["plan"] = outcome(lambda: check_equal(mesh, same | {"plan": plan}, "ranks"))
     found["text"] = outcome(lambda: check_equal(mesh, {"a": "x" * 200 + "yz"[last], "b": "é"[: 1 - last]}, "ranks"))
