@@ -291,3 +291,29 @@ def test_the_seed_is_all_that_init_depends_on() -> None:
     for seed in (-1, 2**63, 1.0, True, None):
         with pytest.raises(ValueError, match="seed must be an int with 0 <= seed"):
             step.init(seed)  # pyright: ignore[reportArgumentType]
+
+
+# --- what is not finite -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam])
+def test_a_device_chooses_as_the_processor_does(
+    cls: type[torch.optim.Optimizer], donate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where reading costs, both states are computed and one is chosen, without a number read back."""
+    animal = ZOO["conv_bn"]
+    optimizer = gb.torch_optimizer(cls, lr=0.1)
+
+    def states_of() -> list[Any]:
+        step, good = step_of(animal, optimizer=optimizer, donate=donate)
+        states, state = [], step.init(seed=0)
+        for batch in (good, good * float("nan"), good):
+            state, info = step(state, batch)
+            assert isinstance(info.finite, Tensor) and bool(info.finite) is bool(batch.isfinite().all())
+            states.append(copy_tree((state.gnets, state.direct, state.buffers, state.opt.leaves, state.step)))
+        return states
+
+    read = states_of()
+    monkeypatch.setattr(gb.TrainStep, "_reads", staticmethod(lambda device: False))
+    assert same_bits(states_of(), read)

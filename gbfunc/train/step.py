@@ -227,7 +227,7 @@ class TrainStep:
         before which the optimizer has no state to keep, is read back.
         """
         options, device = self._options, info.finite.device.type
-        read = device == "cpu" or options.on_nonfinite == "raise" or int(state.opt.step) == 0
+        read = self._reads(device) or options.on_nonfinite == "raise" or int(state.opt.step) == 0
         if read and not info.finite:
             if options.on_nonfinite == "raise":
                 numbers = f"loss {float(info.loss)}, gradient norm {float(info.grad_norm)}"
@@ -244,6 +244,11 @@ class TrainStep:
             opt = opt._replace(leaves=leaves)
         gnets, direct = like_genome(new | frozen, state.gnets, state.direct)
         return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed)
+
+    @staticmethod
+    def _reads(device: str) -> bool:
+        """Whether reading a number of a device of this type costs nothing."""
+        return device == "cpu"
 
     def _update(self, gradients: Params, opt: OptState, params: Params, donate: bool) -> tuple[Params, OptState]:
         """The optimizer's step on the leaves of which this rank has rows."""
