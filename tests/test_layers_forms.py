@@ -87,7 +87,7 @@ def test_convolutions(
 ) -> None:
     kernel = (3, 1, 3)[:dims]
     stride = 1 if padding == "same" else stride
-    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    conv: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "padding_mode": mode}
     module = conv(4, 5, kernel, bias=bias, dtype=torch.float64, **options)
     x = vectors(*((2,) if batched else ()), 4, *(7, 6, 5)[:dims])
@@ -123,7 +123,7 @@ def test_made_is_the_loop_over_weights(rows: int, cols: int, cut: tuple[int, int
     left, right = make_factors(grid, 2, 1)
     for transposed in (False, True):
         form = FactoredWeight("w", (cols, rows) if transposed else (rows, cols), grid, transposed, auto=False)
-        form._parameters.update({"left": left, "right": right})
+        form.given.update({"left": left, "right": right})
         weight = form.dense()
         r, c = grid.tile_rows, grid.tile_cols
         for i in range(rows):
@@ -334,7 +334,7 @@ def test_the_layer_uses_the_very_tensor_that_was_read(kind: str) -> None:
     formed = on_form(kind, Hooked().double(), {"fc.weight": (1, 1)})
     plain = on_form(kind, nn.ModuleDict({"fc": nn.Linear(4, 6)}).double(), {"fc.weight": (1, 1)})
     form, leaf = plain.forms["fc.weight"], plain.leaves["fc.weight.left"]
-    form._parameters.update({"left": leaf, "right": plain.leaves["fc.weight.right"]})
+    form.given.update({"left": leaf, "right": plain.leaves["fc.weight.right"]})
     (expected,) = torch.autograd.grad(form.linear(vectors(3, 4), None).sum(), leaf)
     (actual,) = torch.autograd.grad(formed(vectors(3, 4)).sum(), formed.leaves["fc.weight.left"])
     assert_close(actual, 2 * expected)
@@ -359,7 +359,7 @@ class Renamed(nn.Linear):
 
 def patched() -> nn.Module:
     layer = nn.Linear(3, 2)
-    layer.forward = lambda x: x
+    layer.forward = lambda input: input
     return layer
 
 

@@ -118,6 +118,11 @@ class WeightForm(nn.Module):
         raise NotImplementedError
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The inputs by name: tensors during a call of the p-net, None outside of one."""
+        return self._parameters
+
+    @property
     def held(self) -> Tensor | None:
         """The dense weight, if this call of the p-net has it."""
         return None if self.cache is None else self.cache.get(self.name)
@@ -126,7 +131,7 @@ class WeightForm(nn.Module):
         """The dense weight; the same tensor throughout a call of the p-net."""
         weight = self.held
         if weight is None:
-            device = self._parameters[self.inputs[0]].device
+            device = self.given[self.inputs[0]].device
             # Whoever reads it without gradients may use it with them later; autocast is for the p-net.
             with torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 weight = self.make()

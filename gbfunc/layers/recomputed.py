@@ -38,7 +38,7 @@ class RecomputedWeight(WeightForm):
 
     def make(self) -> Tensor:
         """The weight, kept by whatever uses it."""
-        return self.maker(*(self._parameters[k] for k in self.inputs))
+        return self.maker(*(self.given[k] for k in self.inputs))
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias`; the whole weight is made for some rows, too."""
@@ -70,7 +70,7 @@ class RecomputedWeight(WeightForm):
         others = (x,) if bias is None else (x, bias)
         if self.held is not None:
             return operation.forward(self.held, *others)
-        inputs = tuple(self._parameters[k] for k in self.inputs)
+        inputs = tuple(self.given[k] for k in self.inputs)
         device = inputs[0].device.type
         use = _Use(self.maker, len(inputs), operation, _autocast_dtype(device), device)
         function = _Recompute if torch.compiler.is_compiling() else _RecomputeForward
