@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import gbfunc as gb
+from gbfunc.generate import generate_piece
 from gbfunc.hypernets import Hypernet
 from gbfunc.pnet import PureNet
 from tests.support import oracles
@@ -267,3 +268,24 @@ def test_g_nets_from_modules_leave_the_random_state_alone() -> None:
     gb.init_genome(plan, pnet, 1)
     assert torch.equal(torch.get_rng_state(), after_pnet)
     assert random.shape == after_pnet.shape and genome.gnets
+
+
+# --- pieces -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tile", [None, 1, 4, (3, 5)], ids=str)
+@pytest.mark.parametrize(
+    "hypernet", [gb.periodic(2), gb.periodic(2, "layers"), gb.gnet((4,)), gb.low_rank(2)], ids=repr
+)
+def test_a_piece_is_that_part_of_the_matrix(hypernet: Any, max_tile: Any) -> None:
+    torch.manual_seed(0)
+    pnet = nn.Sequential(nn.Linear(11, 9), nn.Linear(9, 10)).double()
+    plan = gb.make_plan(pnet, hypernet, max_tile=max_tile)
+    genome = gb.init_genome(plan, pnet)
+    for name, whole in gb.generate(plan, genome).items():
+        if name.endswith("weight"):
+            for rows, cols in ((slice(0, 4), slice(None)), (slice(5, 9), slice(3, 8)), (slice(8, 9), slice(0, 1))):
+                piece = generate_piece(plan, genome, name, rows, cols)
+                torch.testing.assert_close(piece, whole[rows, cols], rtol=1e-12, atol=1e-14)
+    with pytest.raises(ValueError, match="not a generated parameter of one matrix"):
+        generate_piece(plan, genome, "0.bias", slice(None), slice(None))

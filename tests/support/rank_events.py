@@ -119,7 +119,11 @@ def configurations(mesh: Mesh) -> dict[str, str]:
     """What is said of ranks with other options: of the last rank alone, and of one along each axis."""
     last = mesh.rank == mesh.world - 1
     options = Options(clip_norm=0.5 if last else None, microbatches=3 if last else 1, amp=torch.bfloat16)
-    same = {"options": text_of(Options()), "optimizer": text_of(ADAMW.settings), "plan": gb.make_plan(pnet_of()).to_json()}
+    same = {
+        "options": text_of(Options()),
+        "optimizer": text_of(ADAMW.settings),
+        "plan": gb.make_plan(pnet_of()).to_json(),
+    }
     found = {"same": outcome(lambda: check_equal(mesh, same, "ranks"))}
     found["options"] = outcome(lambda: check_equal(mesh, same | {"options": text_of(options)}, "ranks"))
     table = gb.torch_schedule(torch.optim.lr_scheduler.StepLR, 0.2 if last else 0.1, steps=3, step_size=2)
