@@ -81,6 +81,16 @@ class LossAndGrads(NamedTuple):
     rows: int
 
 
+class _Given(NamedTuple):
+    """What the loss is a function of."""
+
+    gnets: GNets
+    direct: Params
+    noise: Noise | None
+    buffers: Params
+    batch: Any
+
+
 class Objective:
     """The loss as a function of the genome, with its gradient."""
 
@@ -129,7 +139,7 @@ class Objective:
             self._generator.gather = Gather(self._layout, counts=rows > 0)
         with seeded(seed, wanted[0].device), torch.enable_grad():
             way = self._accumulated if self._accumulates else self._at_once
-            loss, aux, gradients = way(gnets, direct, noise, buffers, batch, wanted, weight)
+            loss, aux, gradients = way(_Given(gnets, direct, noise, buffers, batch), wanted, weight)
         if all(g is None for g in gradients):
             raise ValueError(_NO_GRADIENT)
         named = zip(leaves.items(), gradients, strict=True)
@@ -154,34 +164,21 @@ class Objective:
         return loss.reshape(()), tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
     def _at_once(
-        self,
-        gnets: GNets,
-        direct: Params,
-        noise: Noise | None,
-        buffers: Params,
-        batch: Any,
-        wanted: list[Tensor],
-        weight: float,
+        self, given: _Given, wanted: list[Tensor], weight: float
     ) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
         """Loss, aux and gradients of `weight` times the loss, in one graph."""
         if self._options.compile:
-            self._generator.prepare(gnets, direct)
+            self._generator.prepare(given.gnets, given.direct)
         with self._counted(wanted):
-            loss, aux = self._from_genome(gnets, direct, noise, buffers, batch)
+            loss, aux = self._from_genome(*given)
             gradients = torch.autograd.grad(loss * weight, wanted, allow_unused=True)
         return loss.detach(), aux, gradients
 
     def _accumulated(
-        self,
-        gnets: GNets,
-        direct: Params,
-        noise: Noise | None,
-        buffers: Params,
-        batch: Any,
-        wanted: list[Tensor],
-        weight: float,
+        self, given: _Given, wanted: list[Tensor], weight: float
     ) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
         """The same, with gradients that add up on the weights and go through the g-nets once."""
+        gnets, direct, noise, buffers, batch = given
         again = self._options.remat == "generate"
         with torch.no_grad() if again else nullcontext():
             weights = self._generator(gnets, direct, noise)
