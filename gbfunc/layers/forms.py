@@ -178,7 +178,7 @@ class FactoredWeight(WeightForm):
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias` as two thin products."""
-        start, stop, _ = rows.indices(self.grid.rows)
+        start, stop = rows.start or 0, self.grid.rows if rows.stop is None else rows.stop
         tiles = slice(start // self.grid.tile_rows, -(-stop // self.grid.tile_rows))
         # Rows that begin within a tile and end in another one are cut out of the dense weight.
         across = start % self.grid.tile_rows and tiles.stop - tiles.start > 1
@@ -245,7 +245,7 @@ class FactoredWeight(WeightForm):
 def dense_linear(weight: Tensor, transposed: bool, rows: slice, x: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ W[rows].T + bias` with a dense weight, or the transpose that is stored of it."""
     weight = weight.t() if transposed else weight
-    return F.linear(x, weight if rows == slice(None) else weight[rows], bias)
+    return F.linear(x, weight if rows.stop is None else weight[rows], bias)
 
 
 def _linear(x: Tensor, left: Tensor, right: Tensor, rows: int, bias: Tensor | None) -> Tensor:

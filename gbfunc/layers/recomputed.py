@@ -42,7 +42,7 @@ class RecomputedWeight(WeightForm):
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias`; the whole weight is made for some rows, too."""
-        if rows == slice(None) and not self.transposed:
+        if rows.stop is None and not self.transposed:
             return self._recompute(_LINEAR, x, bias)
 
         def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -153,7 +153,7 @@ class Objective:
         return self._loss(self._generator(gnets, direct, noise), buffers, batch)
 
     def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
-        """Loss, and aux without graph, for these weights; buffers are updated."""
+        """Loss and aux for these weights; buffers are updated."""
         net, amp = self.net.bind(weights, buffers), self._options.amp
         device = next((w.device.type for w in weights.values()), "cpu")
         with torch.autocast(device, amp) if amp else nullcontext():
@@ -161,7 +161,7 @@ class Objective:
         loss, aux = _loss_and_aux(out)
         if not loss.requires_grad:
             raise ValueError(_NO_GRADIENT)
-        return loss.reshape(()), tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
+        return loss.reshape(()), aux
 
     def _at_once(
         self, given: _Given, wanted: list[Tensor], weight: float
@@ -172,7 +172,7 @@ class Objective:
         with self._counted(wanted):
             loss, aux = self._from_genome(*given)
             gradients = torch.autograd.grad(loss * weight, wanted, allow_unused=True)
-        return loss.detach(), aux, gradients
+        return loss.detach(), _detached(aux), gradients
 
     def _accumulated(
         self, given: _Given, wanted: list[Tensor], weight: float
@@ -191,7 +191,7 @@ class Objective:
             loss, aux = self._loss(cut, buffers, small)
             buffers.update({k: v.detach() for k, v in buffers.items()})
             losses.append(loss.detach())
-            auxes.append(aux)
+            auxes.append(_detached(aux))
             gradients = torch.autograd.grad(loss * (weight * fraction), [cut[k] for k in live], allow_unused=True)
             for k, g in zip(live, gradients, strict=True):
                 if g is not None:
@@ -242,6 +242,10 @@ def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) and not pair else got
         raise ValueError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), got {got}")
     return loss, aux
+
+
+def _detached(aux: Any) -> Any:
+    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
 def _share(batch: Any) -> tuple[Any, int]:
