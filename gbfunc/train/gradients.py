@@ -99,8 +99,10 @@ class Objective:
         self._stochastic = plan.stochastic
         self._sharded, self._rank, self._ranks = layout.sharded, layout.mesh.rank, layout.mesh.world
         layer_by_layer = options.remat == "layer"
+        # Dynamo of torch 2.5 does not trace forms of layers: there a compiled step forms every weight.
+        lazy = options.lazy if not options.compile or torch.__version__ >= (2, 6) else False
         self._generator = Generator(
-            plan, kernel=options.kernel, layout=layout, pnet=pnet, lazy=options.lazy, remat=layer_by_layer
+            plan, kernel=options.kernel, layout=layout, pnet=pnet, lazy=lazy, remat=layer_by_layer
         )
         self.net = PureNet(pnet, self._generator.forms)
         self._from_genome = torch.compile(self._forward) if options.compile else self._forward
