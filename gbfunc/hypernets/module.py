@@ -16,7 +16,7 @@ from torch.func import functional_call, stack_module_state
 
 from gbfunc.hypernets.base import Hypernet, Leaf
 from gbfunc.hypernets.kernels import chunked_apply
-from gbfunc.types import Kernel, Params, TileDims
+from gbfunc.types import Params, TileDims
 
 Factory = Callable[[int], nn.Module]
 
@@ -88,11 +88,6 @@ class FromModule(Hypernet):
     type: ClassVar[str] = "module"
     sizable: ClassVar[bool] = False
 
-    @property
-    def size(self) -> int | None:
-        """Nothing to choose: the factory knows."""
-        return 0
-
     def _factory(self) -> Factory:
         if self.factory is None:
             raise ValueError("from_module needs a factory")
@@ -118,15 +113,7 @@ class FromModule(Hypernet):
             drawn |= {_GAIN: gains, _SHIFT: torch.zeros_like(gains)}
         return drawn
 
-    def apply(
-        self,
-        leaves: Params,
-        row_codes_rp: Tensor,
-        col_codes_cq: Tensor,
-        *,
-        noise: Params | None = None,
-        kernel: Kernel = "auto",
-    ) -> Tensor:
+    def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Tensor:
         """The tile [r, c]: the module on the codes of each weight, a chunk of rows at a time."""
         p, q = row_codes_rp.shape[-1], col_codes_cq.shape[-1]
         skeleton = _skeleton(self._factory(), p + q, get_ident())

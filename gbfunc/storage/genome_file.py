@@ -32,7 +32,7 @@ from gbfunc.plan.file_layout import (
     stored_leaves,
     unpack_plan,
 )
-from gbfunc.plan.select import dtype_name
+from gbfunc.plan.slots import dtype_name
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap, TileDims
 
