@@ -33,7 +33,7 @@ from gbfunc.hypernets.kernels.chunked import (
     row_jvp,
     row_vjp,
 )
-from gbfunc.hypernets.kernels.reference import compute_dtype, reference_tiles, traced_tiles
+from gbfunc.hypernets.kernels.eager import compute_dtype, reference_tiles, traced_tiles
 from gbfunc.tiling import TileGrid, join_stack, split_stack
 from gbfunc.types import Kernel
 
