@@ -61,7 +61,7 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
     """
     if dtype is not None and dtype not in STORED_DTYPES.values():
         raise ValueError(f"dtype must be None or one of {', '.join(map(str, STORED_DTYPES.values()))}, got {dtype!r}")
-    check_genome(plan, genome)
+    check_genome(plan, genome, buffers=False)
     flat = flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers))
     _compare(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")
