@@ -31,12 +31,6 @@ def bit_width(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _bits(index_n: NDArray[np.int64], width: int) -> Array:
-    """+-1 bits of integers, most significant first: [n] -> [n, width]."""
-    shifts = np.arange(width - 1, -1, -1, dtype=np.int64)
-    return (2 * ((index_n[:, None] >> shifts) & 1) - 1).astype(np.float64)
-
-
 @dataclass(frozen=True)
 class Encoding:
     """How one axis of a matrix is coded. Subclasses are static, hashable descriptions."""
@@ -89,24 +83,22 @@ class Binary(Encoding):
         return bit_width(n)
 
     def codes(self, n: int) -> Array:
-        """[n, ceil(log2(n))]."""
-        return _bits(np.arange(n, dtype=np.int64), bit_width(n))
+        """[n, ceil(log2(n))], most significant bit first."""
+        shifts = np.arange(bit_width(n) - 1, -1, -1, dtype=np.int64)
+        return (2 * ((self._numbers(n)[:, None] >> shifts) & 1) - 1).astype(np.float64)
+
+    def _numbers(self, n: int) -> NDArray[np.int64]:
+        return np.arange(n, dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class Gray(Encoding):
+class Gray(Binary):
     """Reflected binary (Gray) numbers as +-1 bits: neighbours differ in one bit."""
 
     type: ClassVar[str] = "gray"
 
-    def width(self, n: int) -> int:
-        """ceil(log2(n))."""
-        return bit_width(n)
-
-    def codes(self, n: int) -> Array:
-        """[n, ceil(log2(n))]."""
-        index = np.arange(n, dtype=np.int64)
-        return _bits(index ^ (index >> 1), bit_width(n))
+    def _numbers(self, n: int) -> NDArray[np.int64]:
+        return super()._numbers(n) ^ (super()._numbers(n) >> 1)
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,7 @@ class Grid(Encoding):
             if self.code == "coordinate":
                 axes.append(np.linspace(-self.bandwidth, self.bandwidth, d)[index][:, None])
             else:
-                axes.append(_ENCODINGS[self.code]().codes(d)[index])
+                axes.append((gray() if self.code == "gray" else binary()).codes(d)[index])
         return np.concatenate(axes, 1) if axes else np.zeros((n, 0))
 
 
@@ -195,22 +187,13 @@ class PerAxis(Encoding):
         """[n, k_channels + k_positions]."""
         self.check(n)
         channels, positions = n // self.n_positions, self.n_positions
-        return np.concatenate(
-            [
-                np.repeat(self.channels.codes(channels), positions, 0),
-                np.tile(self.positions.codes(positions), (channels, 1)),
-            ],
-            1,
-        )
+        of_channels = np.repeat(self.channels.codes(channels), positions, 0)
+        return np.concatenate([of_channels, np.tile(self.positions.codes(positions), (channels, 1))], 1)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description."""
-        return {
-            "type": self.type,
-            "channels": self.channels.to_json(),
-            "positions": self.positions.to_json(),
-            "n_positions": self.n_positions,
-        }
+        parts = {"channels": self.channels.to_json(), "positions": self.positions.to_json()}
+        return {"type": self.type, **parts, "n_positions": self.n_positions}
 
 
 def binary() -> Encoding:
@@ -269,8 +252,6 @@ def per_axis(channels: Encoding, positions: Encoding, n_positions: int) -> Encod
         raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {encoding.depth}")
     return encoding
 
-
-_ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType({"binary": Binary, "gray": Gray, "one_hot": OneHot})
 
 ENCODINGS: Mapping[str, Callable[[dict[str, Any]], Encoding]] = MappingProxyType(
     {

@@ -61,18 +61,18 @@ def check_genome(
     if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
         raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {type(genome).__name__}")
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
-    found = {(e, k): tuple(leaf.shape) for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
-    found |= {("direct", name): tuple(leaf.shape) for name, leaf in genome.direct.items()}
-    leaves = dict(found)
+    given = {(e, k): tuple(leaf.shape) for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
+    given |= {("direct", name): tuple(leaf.shape) for name, leaf in genome.direct.items()}
+    leaves = dict(given)
     if buffers:
         expected |= {("buffers", b.name): b.shape for b in plan.buffers}
-        found |= {("buffers", name): tuple(buffer.shape) for name, buffer in genome.buffers.items()}
-    if expected != found:
-        missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-        wrong = [f"{k} is {found[k]}, expected {s}" for k, s in expected.items() if k in found and found[k] != s]
+        given |= {("buffers", name): tuple(buffer.shape) for name, buffer in genome.buffers.items()}
+    if expected != given:
+        missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+        wrong = [f"{k} is {given[k]}, expected {s}" for k, s in expected.items() if k in given and given[k] != s]
         hint = ""
         if wrong and not missing and not unknown:
-            both = [(found[k], s) for k, s in expected.items() if found[k] != s]
+            both = [(given[k], s) for k, s in expected.items() if given[k] != s]
             if all(f[1:] == s[1:] and f[:1] < s[:1] for f, s in both):
                 hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
             elif shapes is not None and leaves == plan.leaf_shapes:
@@ -114,7 +114,7 @@ def init_genome(
         plan: the plan.
         pnet: the p-net that it was made for.
         seed: seed of the g-nets, 0 <= seed < 2**63.
-        device: where the genome lives; None is the p-net's own device (the CPU for a meta-device p-net).
+        device: where the genome lives; None is the p-net's device (the CPU for a meta-device p-net).
         progress: called with the generated weights that have their g-nets, and all of them, time and again.
 
     Raises:
@@ -244,48 +244,48 @@ def init_leaves(
     whole = Run.bare(hypernet, dims, "eager", row_codes_Urp, col_codes_Ucq)
     for first, grid in slots:
         span = slice(first, first + grid.n_tiles)
-        own = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
+        mine = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
         slot = _Slot(whole.of(span), grid)
         for _ in range(_DRAWS if grid.numel > 1 else 0):
-            if changed := _standardised(slot, own, tile_scope, [k for k in tile_scope if specs[k].role == "linear"]):
-                own |= changed
+            if changed := _standardised(slot, mine, tile_scope, [k for k in tile_scope if specs[k].role == "linear"]):
+                mine |= changed
                 break
             # All its weights are equal, as with rectifiers that are off everywhere: such a slot would never train.
             fresh = hypernet.init(dims, grid.n_tiles, 1, generator)
-            own |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
+            mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
         for k in tile_scope:
-            leaves[k][span] = own[k]
+            leaves[k][span] = mine[k]
         progress(grid.numel)
     return leaves
 
 
-def _standardised(slot: _Slot, own: Params, tile_scope: list[str], linear: list[str]) -> Params:
+def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list[str]) -> Params:
     """The leaves of one slot, changed so that its matrix has zero mean and unit deviation; {} if it has none."""
     columns = slot.grid.n_tiles * slot.run.hypernet.factor_width if slot.run.hypernet.factorised else 0
     if slot.grid.numel > _LARGE and columns >= _MANY:
-        centred, size = _centred_factors(slot, own, linear)
-        deviation = _size_of_product(slot, own | centred)
+        centred, size = _centred_factors(slot, mine, linear)
+        deviation = _size_of_product(slot, mine | centred)
         if deviation > _SMALL * size:
             return {k: v / deviation for k, v in centred.items()}
-    drawn = {k: own[k].detach().requires_grad_() for k in linear}
+    drawn = {k: mine[k].detach().requires_grad_() for k in linear}
     with torch.enable_grad():
-        weights = slot.matrix(own | drawn)
+        weights = slot.matrix(mine | drawn)
         mean = weights.mean()
     spread = _deviation(weights)
     if not spread > 0:
         return {}
     centred = _zeroed(mean, drawn)
-    if (left := _deviation(slot.matrix(own | centred))) <= _FLAT * spread:
+    if (left := _deviation(slot.matrix(mine | centred))) <= _FLAT * spread:
         # The linear leaves are nothing but the mean (one feature, one gene): move all of the tiles' leaves instead.
-        centred = {k: own[k] for k in tile_scope}
+        centred = {k: mine[k] for k in tile_scope}
         for _ in range(_NEWTON_STEPS):
             v = {k: leaf.detach().requires_grad_() for k, leaf in centred.items()}
             with torch.enable_grad():
-                weights = slot.matrix(own | v)
+                weights = slot.matrix(mine | v)
                 centred = _zeroed(weights.mean() / weights.std(correction=0), v)
-        left = _deviation(slot.matrix(own | centred))
+        left = _deviation(slot.matrix(mine | centred))
     if left <= _FLAT * spread:
-        centred, left = {k: own[k] for k in linear}, spread
+        centred, left = {k: mine[k] for k in linear}, spread
     return centred | {k: centred[k] / left for k in linear}
 
 
@@ -313,12 +313,12 @@ def _centred_factors(slot: _Slot, leaves: Params, linear: list[str]) -> tuple[Pa
     slopes: dict[str, list[Tensor]] = {k: [] for k in linear}
     mean = square = 0.0
     for span in slot.spans():
-        own = {k: v[span].detach() for k, v in leaves.items()}
-        own |= {k: own[k].requires_grad_() for k in linear}
+        mine = {k: v[span].detach() for k, v in leaves.items()}
+        mine |= {k: mine[k].requires_grad_() for k in linear}
         with torch.enable_grad():
-            left, right = slot.factors(own, span)
+            left, right = slot.factors(mine, span)
             total = (left.sum(-2) * right.sum(-2)).sum()
-            for k, slope in zip(linear, torch.autograd.grad(total, [own[k] for k in linear]), strict=True):
+            for k, slope in zip(linear, torch.autograd.grad(total, [mine[k] for k in linear]), strict=True):
                 slopes[k].append(slope / slot.grid.numel)
         mean += float(total.detach()) / slot.grid.numel
         # As if the columns of the factors were independent.

@@ -5,6 +5,7 @@ Suffixes: R, C rows and columns of the matrix; T tiles, row-major; r, c rows and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,9 +93,7 @@ def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) ->
     pair = check_max_tile(max_tile)
     if pair is None:
         return TileGrid(dims.rows, dims.cols, dims.rows, dims.cols)
-    unit = 1
-    for k in dims.kernel:
-        unit *= k
+    unit = math.prod(dims.kernel)
     return TileGrid(dims.rows, dims.cols, _cut(dims.rows, pair[0]), unit * _cut(dims.cols // unit, pair[1]))
 
 
@@ -137,7 +136,7 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
         return tiles_Trc.unbind()
     whole = len(grids) == 1 and grids[0].rows % r == 0 and grids[0].cols % c == 0
     if not whole and not torch.compiler.is_compiling():
-        return _Join.apply(tiles_Trc, tuple(grids))  # pyright: ignore[reportReturnType]
+        return _Retile.apply(True, tuple(grids), tiles_Trc)  # pyright: ignore[reportReturnType]
     # The compiler fuses the plain expression, and knows no Function with a jvp.
     return tuple(_joined(own, grid) for own, grid in zip(tiles_Trc.split(counts), grids, strict=True))
 
@@ -151,14 +150,16 @@ def join_stack(tiles: Tensor, grid: TileGrid) -> Tensor:
     """Rebuild matrices from their tiles: [..., T, r, c] -> [..., R, C]."""
     if _is_stack(grid):
         return tiles.reshape(*tiles.shape[:-3], grid.rows, grid.cols)
-    return _joined(tiles, grid) if torch.compiler.is_compiling() else _Join.apply(tiles, (grid,))[0]  # pyright: ignore[reportOptionalSubscript]
+    if torch.compiler.is_compiling():
+        return _joined(tiles, grid)
+    return _Retile.apply(True, (grid,), tiles)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def split_stack(matrices: Tensor, grid: TileGrid) -> Tensor:
     """The transpose of `join_stack`: [..., R, C] -> [..., T, r, c], zero beyond the edges."""
     if _is_stack(grid):
         return matrices.reshape(*matrices.shape[:-2], -1, grid.tile_rows, grid.cols)
-    return _Cut.apply((grid,), matrices)  # pyright: ignore[reportReturnType]
+    return _Retile.apply(False, (grid,), matrices)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def _joined(tiles: Tensor, grid: TileGrid) -> Tensor:
@@ -175,11 +176,9 @@ def _pairs(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> Iterator[tuple[Tens
     r, c = grid.tile_rows, grid.tile_cols
     blocks = tiles.unflatten(-3, (-1, grid.n_cols))
     n_rows = blocks.shape[-4]
-    for i, height in (slice(0, n_rows - 1), r), (slice(n_rows - 1, None), matrix.shape[-2] - (n_rows - 1) * r):
-        for j, width in (
-            (slice(0, grid.n_cols - 1), c),
-            (slice(grid.n_cols - 1, None), grid.cols - (grid.n_cols - 1) * c),
-        ):
+    top, left = n_rows - 1, grid.n_cols - 1
+    for i, height in (slice(0, top), r), (slice(top, None), matrix.shape[-2] - top * r):
+        for j, width in (slice(0, left), c), (slice(left, None), grid.cols - left * c):
             inner = blocks[..., i, j, :height, :width].transpose(-3, -2)
             part = matrix[..., i.start * r : i.start * r + inner.shape[-4] * height, :]
             part = part[..., j.start * c : j.start * c + inner.shape[-2] * width]
@@ -193,7 +192,7 @@ def copy_from_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> None:
         target.copy_(source)
 
 
-def copy_to_tiles(tiles: Tensor, matrix: Tensor, grid: TileGrid) -> None:
+def _copy_to_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> None:
     """Write into tiles [..., T, r, c] what a matrix [..., R, C], or some of its rows of tiles, holds; zero beyond."""
     blocks = tiles.unflatten(-3, (-1, grid.n_cols))
     blocks[..., -1, :, matrix.shape[-2] - (blocks.shape[-4] - 1) * grid.tile_rows :, :] = 0
@@ -202,64 +201,40 @@ def copy_to_tiles(tiles: Tensor, matrix: Tensor, grid: TileGrid) -> None:
         target.copy_(source)
 
 
-class _Join(torch.autograd.Function):
-    """Join tiles into matrices: one copy there and one back, where slices would each fill and copy gradients of all."""
+class _Retile(torch.autograd.Function):
+    """Join tiles into matrices, or its transpose: cut matrices into tiles, zero beyond their edges.
+
+    One copy there and one back, where slices would each fill and copy gradients of all.
+    """
 
     @staticmethod
-    def forward(tiles: Tensor, grids: tuple[TileGrid, ...]) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        matrices = tuple(tiles.new_empty((*tiles.shape[:-3], grid.rows, grid.cols)) for grid in grids)
-        for matrix, own, grid in zip(matrices, _parts(tiles, grids), grids, strict=True):
-            copy_from_tiles(matrix, own, grid)
-        return matrices
+    def forward(joins: bool, grids: tuple[TileGrid, ...], *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first, counts, lead = inputs[0], [grid.n_tiles for grid in grids], inputs[0].shape[: -3 if joins else -2]
+        tile = grids[0].tile_rows, grids[0].tile_cols
+        tiles = first if joins else first.new_empty((*lead, sum(counts), *tile))
+        matrices = tuple(first.new_empty((*lead, g.rows, g.cols)) for g in grids) if joins else inputs
+        for matrix, part, grid in zip(matrices, tiles.split(counts, dim=-3), grids, strict=True):
+            (copy_from_tiles if joins else _copy_to_tiles)(matrix, part, grid)
+        return matrices if joins else (tiles,)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.grids = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Cut.apply(ctx.grids, *gradients), None  # pyright: ignore[reportReturnType]
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], tiles: Tensor, grids: tuple[TileGrid, ...]) -> tuple[Any, Any]:
-        return _Join.apply(tiles.movedim(in_dims[0], 0), grids), (0,) * len(grids)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> tuple[Tensor, ...]:
-        return _Join.apply(tangent, ctx.grids)  # pyright: ignore[reportReturnType]
-
-
-class _Cut(torch.autograd.Function):
-    """The transpose of `_Join`: matrices in tiles, zero beyond their edges."""
-
-    @staticmethod
-    def forward(grids: tuple[TileGrid, ...], *matrices: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        first, n_tiles = grids[0], sum(grid.n_tiles for grid in grids)
-        tiles = matrices[0].new_empty((*matrices[0].shape[:-2], n_tiles, first.tile_rows, first.tile_cols))
-        for matrix, own, grid in zip(matrices, _parts(tiles, grids), grids, strict=True):
-            copy_to_tiles(own, matrix, grid)
-        return tiles
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.grids = inputs[0]
+        ctx.joins, ctx.grids = inputs[:2]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_Join.apply(gradients[0], ctx.grids)  # pyright: ignore[reportGeneralTypeIssues]
+        return None, None, *_Retile.apply(not ctx.joins, ctx.grids, *gradients)  # pyright: ignore[reportGeneralTypeIssues]
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], grids: tuple[TileGrid, ...], *matrices: Tensor) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], joins: bool, grids: tuple[TileGrid, ...], *inputs: Tensor
+    ) -> tuple[Any, Any]:
         moved = (
-            m.expand(info.batch_size, *m.shape) if dim is None else m.movedim(dim, 0)
-            for m, dim in zip(matrices, in_dims[1:], strict=True)
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(inputs, in_dims[2:], strict=True)
         )
-        return _Cut.apply(grids, *moved), 0  # pyright: ignore[reportReturnType]
+        return _Retile.apply(joins, grids, *moved), (0,) * (len(grids) if joins else 1)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
-        return _Cut.apply(ctx.grids, *tangents)  # pyright: ignore[reportReturnType]
-
-
-def _parts(tiles: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-    return tiles.split([grid.n_tiles for grid in grids], dim=-3)
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return _Retile.apply(ctx.joins, ctx.grids, *tangents)  # pyright: ignore[reportReturnType]

@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -30,10 +32,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import gbfunc as gb
-from gbfunc.hypernets.base import Leaf, Sized, draw
+from gbfunc.hypernets import Factors, Leaf, Sized, draw
 from gbfunc.plots import MARKERS, PALETTE
 from gbfunc.tasks.digits import digits
-from gbfunc.types import Factors
 
 task = digits()
 train, val, test = task.train, task.val, task.test

@@ -1,4 +1,4 @@
-"""The types of g-net. A new one is one file and one entry in `HYPERNETS`."""
+"""The types of g-net, and what a new one is made of; a new one is one class and one entry in `HYPERNETS`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gbfunc.hypernets.base import Hypernet, Leaf, ensemble_params
-from gbfunc.hypernets.constant import constant
-from gbfunc.hypernets.low_rank import low_rank
-from gbfunc.hypernets.mlp import gnet
+from gbfunc.hypernets.base import Hypernet, Leaf, Sized, draw, ensemble_params
+from gbfunc.hypernets.codeless import constant, low_rank, xox
+from gbfunc.hypernets.mlp import gnet, stochastic
 from gbfunc.hypernets.module import from_module
 from gbfunc.hypernets.periodic import periodic
-from gbfunc.hypernets.stochastic import stochastic
-from gbfunc.hypernets.xox import xox
+from gbfunc.types import Factors, MatrixDims, TileDims
 
 __all__ = [
     "HYPERNETS",
+    "Factors",
     "Hypernet",
     "Leaf",
+    "MatrixDims",
+    "Sized",
+    "TileDims",
     "constant",
+    "draw",
+    "ensemble_params",
     "from_module",
     "gnet",
     "hypernet_from_json",
     "low_rank",
-    "ensemble_params",
     "periodic",
     "stochastic",
     "xox",

@@ -53,8 +53,8 @@ class Hypernet:
 
     @property
     def size(self) -> int | None:
-        """Features, hidden width, rank or genes."""
-        raise NotImplementedError
+        """Features, hidden width, rank or genes; 0 where there is nothing to choose."""
+        return None if self.sizable else 0
 
     def with_size(self, size: int) -> Hypernet:
         """The same type with another size."""
@@ -171,6 +171,9 @@ class Sized(Hypernet):
     """A hypernetwork whose size is one int field, named by `size_field`."""
 
     size_field: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_size(self.size_field, self.size)
 
     @property
     def size(self) -> int | None:

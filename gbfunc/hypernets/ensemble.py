@@ -58,34 +58,31 @@ class Run(NamedTuple):
         made = self._apply()
         return made if self.scale is None else dense_tiles(made) * self.scale[:, None, None]
 
+    def _filled(self, leaves: Params, *lead: int) -> Params:
+        """The leaves with those that have no entries."""
+        return leaves | {k: self.row.new_zeros((*lead, *shape)) for k, shape in self.empty.items()}
+
     def _apply(self) -> Tensor | Factors:
-        hypernet, kernel = self.hypernet, self.kernel
-        empty = self.empty
+        hypernet = self.hypernet
 
-        def one(
-            leaves: Params, row_rp: Tensor, col_cq: Tensor, noise: Params | None, lead: tuple[int, ...] = ()
-        ) -> Tensor | Factors:
-            leaves = leaves | {k: row_rp.new_zeros((*lead, *shape)) for k, shape in empty.items()}
-            return hypernet.apply(leaves, row_rp, col_cq, noise=noise, kernel=kernel)
+        def one(leaves: Params, row_rp: Tensor, col_cq: Tensor, noise: Params | None) -> Tensor | Factors:
+            return hypernet.apply(self._filled(leaves), row_rp, col_cq, noise=noise, kernel=self.kernel)
 
-        row_shared, col_shared = len(self.row) == 1, len(self.col) == 1
         if not self.leaves:
             # Without leaves there is nothing to map over, and all tiles with the same codes are the same.
             tile = one({}, self.row[0], self.col[0], None)
             return tile[None] if isinstance(tile, Tensor) else Factors(tile.left[None], tile.right[None])
-        row = self.row[0] if row_shared else self.row
-        col = self.col[0] if col_shared else self.col
+        (row, row_dim), (col, col_dim) = ((x[0], None) if len(x) == 1 else (x, 0) for x in (self.row, self.col))
         if hypernet.batched:
-            return one(self.leaves, row, col, self.noise, (self.n_tiles,))
-        in_dims = (0, None if row_shared else 0, None if col_shared else 0, None if self.noise is None else 0)
-        return vmap(one, in_dims)(self.leaves, row, col, self.noise)
+            leaves = self._filled(self.leaves, self.n_tiles)
+            return hypernet.apply(leaves, row, col, noise=self.noise, kernel=self.kernel)
+        return vmap(one, (0, row_dim, col_dim, None if self.noise is None else 0))(self.leaves, row, col, self.noise)
 
     def matrix(self, grid: TileGrid) -> Tensor:
         """The one matrix [R, C] that all tiles make."""
         whole = type(self.hypernet).matrix is not Hypernet.matrix
         if whole and self.leaves and self.noise is None and self.scale is None:
-            empty = {k: self.row.new_zeros((self.n_tiles, *shape)) for k, shape in self.empty.items()}
-            leaves = self.leaves | empty
+            leaves = self._filled(self.leaves, self.n_tiles)
             matrix = self.hypernet.matrix(leaves, self.row, self.col, grid, self.kernel)
             if matrix is not None:
                 return matrix
@@ -119,21 +116,11 @@ class Run(NamedTuple):
         """The same with other leaves and noise."""
         return self._replace(leaves=leaves, noise=noise)
 
-    def of(self, span: slice) -> Run:
-        """The codes, scales and noise of some tiles, with the leaves as they are."""
-        row = self.row if len(self.row) == 1 else self.row[span]
-        col = self.col if len(self.col) == 1 else self.col[span]
-        noise = self.noise and {k: v[span] for k, v in self.noise.items()}
-        return self._replace(row=row, col=col, scale=None if self.scale is None else self.scale[span], noise=noise)
-
-    def select(self, index_T: Tensor) -> Run:
-        """Some tiles, by number."""
-        row = self.row if len(self.row) == 1 else self.row[index_T]
-        col = self.col if len(self.col) == 1 else self.col[index_T]
-        leaves = {k: v[index_T] for k, v in self.leaves.items()}
-        noise = self.noise and {k: v[index_T] for k, v in self.noise.items()}
-        scale = None if self.scale is None else self.scale[index_T]
-        return self._replace(row=row, col=col, scale=scale, leaves=leaves, noise=noise)
+    def of(self, tiles: slice | Tensor) -> Run:
+        """The codes, scales and noise of some tiles, by span or number, with the leaves as they are."""
+        row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
+        noise = self.noise and {k: v[tiles] for k, v in self.noise.items()}
+        return self._replace(row=row, col=col, scale=None if self.scale is None else self.scale[tiles], noise=noise)
 
     def piece(self, grid: TileGrid, rows: slice, cols: slice) -> Tensor:
         """Rows a..b and columns c..d of the matrix, from the tiles alone that they meet: [b - a, d - c]."""
@@ -142,7 +129,8 @@ class Run(NamedTuple):
         i, j = slice(a // r, -(-b // r)), slice(c // q, -(-d // q))
         index_ij = torch.arange(grid.n_tiles, device=self.row.device).reshape(grid.n_rows, grid.n_cols)[i, j]
         cut = TileGrid(index_ij.shape[0] * r, index_ij.shape[1] * q, r, q)
-        whole = self.select(index_ij.reshape(-1)).matrix(cut)
+        index_T = index_ij.reshape(-1)
+        whole = self.of(index_T)._replace(leaves={k: v[index_T] for k, v in self.leaves.items()}).matrix(cut)
         return whole[a - i.start * r : b - i.start * r, c - j.start * q : d - j.start * q]
 
 

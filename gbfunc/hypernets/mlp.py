@@ -1,7 +1,9 @@
-r"""MLP g-nets over the codes of a weight, as in the genomic bottleneck.
+r"""MLP g-nets over the codes of a weight, as in the genomic bottleneck, plain and stochastic.
 
 Source: Shuvaev, Lachi, Koulakov, Zador: Encoding innate ability through a genomic bottleneck (PNAS 2024, doi
 10.1073/pnas.2409160121).
+A stochastic one has a mean and a log standard deviation per weight, drawn by reparameterisation,
+$w = \mu + e^{s} \epsilon$, $\epsilon \sim N(0, 1)$ (Kingma and Welling, Auto-encoding variational Bayes, 2014, eq. 4).
 
 The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$, one
 product per row and per column, never one per weight. With one ReLU layer the rest is one fused reduction
@@ -14,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"relu": F.relu, "tanh": torch.tanh, "gelu": F.gelu, "sin": torch.sin}
 )
 """Activations of an MLP g-net."""
+
+_INITIAL_LOG_SIGMA = -3.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,35 @@ class GNet(Hypernet):
         return relu_tiles(a_TrH, b_TcH, leaves["out_weight"], leaves["out_bias"], kernel=kernel, grid=grid)
 
     def apply(
+        self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, *, kernel: Kernel = "auto", **unused: Any
+    ) -> Tensor:
+        """The tile [r, c]."""
+        return self._mean(leaves, row_codes_rp, col_codes_cq, "out", kernel)
+
+
+@dataclass(frozen=True)
+class Stochastic(GNet):
+    """See `stochastic`."""
+
+    type: ClassVar[str] = "stochastic"
+    stochastic: ClassVar[bool] = True
+
+    def _head(self, width: int) -> dict[str, Leaf]:
+        spread = {"log_sigma_weight": Leaf((width,), "code"), "log_sigma_bias": Leaf((), "code")}
+        return super()._head(width) | spread
+
+    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
+        """As `GNet.init`; every weight's deviation starts at exp(-3), 5 % of the weights' own."""
+        drawn = super().init(dims, n_tiles, n_groups, generator)
+        drawn["log_sigma_weight"] = torch.zeros_like(drawn["log_sigma_weight"])
+        drawn["log_sigma_bias"] = torch.full_like(drawn["log_sigma_bias"], _INITIAL_LOG_SIGMA)
+        return drawn
+
+    def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
+        """One number for each weight."""
+        return {"weight": (dims.rows, dims.cols)}
+
+    def apply(
         self,
         leaves: Params,
         row_codes_rp: Tensor,
@@ -123,16 +156,16 @@ class GNet(Hypernet):
         noise: Params | None = None,
         kernel: Kernel = "auto",
     ) -> Tensor:
-        """The tile [r, c]."""
-        return self._mean(leaves, row_codes_rp, col_codes_cq, "out", kernel)
+        """The tile [r, c]: a draw with noise, the mean without."""
+        mean = self._mean(leaves, row_codes_rp, col_codes_cq, "out", kernel)
+        if noise is None:
+            return mean
+        log_sigma = self._mean(leaves, row_codes_rp, col_codes_cq, "log_sigma", kernel)
+        return mean + torch.exp(log_sigma) * noise["weight"]
 
 
-def check_mlp(hidden: tuple[int, ...] | None, activation: str) -> tuple[int, ...] | None:
-    """The hidden widths as a tuple.
-
-    Raises:
-        ValueError: for no hidden layer, widths below 1, or an unknown activation.
-    """
+def _check_mlp(hidden: tuple[int, ...] | None, activation: str) -> tuple[int, ...] | None:
+    """The hidden widths as a tuple, with every option checked."""
     if hidden is not None:
         if not isinstance(hidden, list | tuple) or not hidden:
             raise ValueError(f"hidden must be a tuple of one or more widths, or None, got {hidden!r}")
@@ -154,4 +187,17 @@ def gnet(hidden: tuple[int, ...] | None = None, activation: str = "relu") -> Hyp
     Raises:
         ValueError: for options out of range.
     """
-    return GNet(check_mlp(hidden, activation), activation)
+    return GNet(_check_mlp(hidden, activation), activation)
+
+
+def stochastic(hidden: tuple[int, ...] | None = None, activation: str = "relu") -> Hypernet:
+    """An MLP with two heads: weights are drawn in training (noise is an argument) and at their mean in evaluation.
+
+    Args:
+        hidden: as for `gnet`.
+        activation: as for `gnet`.
+
+    Raises:
+        ValueError: for options out of range.
+    """
+    return Stochastic(_check_mlp(hidden, activation), activation)

@@ -16,10 +16,9 @@ from torch.func import functional_call, stack_module_state
 
 from gbfunc.hypernets.base import Hypernet, Leaf
 from gbfunc.hypernets.kernels import chunked_apply
-from gbfunc.types import Kernel, Params, TileDims
+from gbfunc.types import Params, TileDims
 
 Factory = Callable[[int], nn.Module]
-
 
 _GAIN, _SHIFT = "gain", "shift"
 
@@ -84,26 +83,16 @@ def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
 class FromModule(Hypernet):
     """See `from_module`."""
 
-    factory: Factory | None = None
+    factory: Factory
     type: ClassVar[str] = "module"
     sizable: ClassVar[bool] = False
-
-    @property
-    def size(self) -> int | None:
-        """Nothing to choose: the factory knows."""
-        return 0
-
-    def _factory(self) -> Factory:
-        if self.factory is None:
-            raise ValueError("from_module needs a factory")
-        return self.factory
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """The module's parameters; where its end is not linear, a gain and a shift beside them."""
         width = dims.row_width + dims.col_width
-        linear = _linear_leaves(self._factory(), width)
+        linear = _linear_leaves(self.factory, width)
         leaves = {}
-        for name, parameter in _skeleton(self._factory(), width, get_ident()).named_parameters():
+        for name, parameter in _skeleton(self.factory, width, get_ident()).named_parameters():
             leaves[name] = Leaf(tuple(parameter.shape), "linear" if name in linear else "code")
         return leaves if linear else leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
 
@@ -111,25 +100,17 @@ class FromModule(Hypernet):
         """The module's own initialisation, one seed a tile."""
         width = dims.row_width + dims.col_width
         seeds = torch.randint(0, 2**62, (n_tiles,), generator=generator, dtype=torch.int64, device="cpu").tolist()
-        drawn, _ = stack_module_state([_build(self._factory(), width, seed) for seed in seeds])
+        drawn, _ = stack_module_state([_build(self.factory, width, seed) for seed in seeds])
         drawn = {name: leaf.detach().float() for name, leaf in drawn.items()}
-        if not _linear_leaves(self._factory(), width):
+        if not _linear_leaves(self.factory, width):
             gains = torch.ones(n_tiles, dtype=torch.float32, device="cpu")
             drawn |= {_GAIN: gains, _SHIFT: torch.zeros_like(gains)}
         return drawn
 
-    def apply(
-        self,
-        leaves: Params,
-        row_codes_rp: Tensor,
-        col_codes_cq: Tensor,
-        *,
-        noise: Params | None = None,
-        kernel: Kernel = "auto",
-    ) -> Tensor:
+    def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Tensor:
         """The tile [r, c]: the module on the codes of each weight, a chunk of rows at a time."""
         p, q = row_codes_rp.shape[-1], col_codes_cq.shape[-1]
-        skeleton = _skeleton(self._factory(), p + q, get_ident())
+        skeleton = _skeleton(self.factory, p + q, get_ident())
         inner = {k: v for k, v in leaves.items() if k not in (_GAIN, _SHIFT)}
         # Codes side by side, as a sum: [row code, 0] + [0, column code].
         a = torch.nn.functional.pad(row_codes_rp, (0, q))
@@ -143,10 +124,9 @@ class FromModule(Hypernet):
         Raises:
             ValueError: if it has none (a lambda or a local function).
         """
-        factory = self._factory()
-        path = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', '')}"
+        path = f"{getattr(self.factory, '__module__', '')}:{getattr(self.factory, '__qualname__', '')}"
         if "<" in path or path.startswith(":") or path.endswith(":"):
-            raise ValueError(f"from_module's factory must be importable by name to be saved, got {factory!r}")
+            raise ValueError(f"from_module's factory must be importable by name to be saved, got {self.factory!r}")
         return {"type": self.type, "factory": path}
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized, check_size, draw, uniform
-from gbfunc.types import Factors, Kernel, Params, TileDims
+from gbfunc.hypernets.base import Hypernet, Leaf, Sized, draw, uniform
+from gbfunc.types import Factors, Params, TileDims
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,7 @@ class Periodic(Sized):
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
 
-    def apply(
-        self,
-        leaves: Params,
-        row_codes_rp: Tensor,
-        col_codes_cq: Tensor,
-        *,
-        noise: Params | None = None,
-        kernel: Kernel = "auto",
-    ) -> Factors:
+    def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Factors:
         """Factors [r, 2H] and [c, 2H] of one tile."""
         a_rH = row_codes_rp @ leaves["row_weight"]
         b_cH = col_codes_cq @ leaves["col_weight"]
@@ -104,7 +96,6 @@ def periodic(
     Raises:
         ValueError: for options out of range.
     """
-    check_size("features", features)
     if share not in ("none", "layers"):
         raise ValueError(f"share must be 'none' or 'layers', got {share!r}")
     pair = frequency if isinstance(frequency, tuple) else (1.0 if frequency is None else frequency,) * 2

@@ -1,10 +1,10 @@
 """The static plan and how it is made.
 
-`slots` and `spec` say what it is, `ensembles` what goes together, `select` what is generated, `budget` how
-large; `build` does all of it.
+`slots` and `spec` say what it is, `ensembles` what goes together; `build` chooses what is generated, `budget` how
+large.
 
-`serial` writes and reads it as JSON, `file_layout` says what stands where in the genome's file, `byte_target` meets a
-size of that file, `report` is the table for a person.
+`serial` writes and reads it as JSON, `file_layout` says what stands where in the genome's file, and `byte_target`
+meets a size of that file.
 """
 
 from gbfunc.plan.build import make_plan

@@ -7,9 +7,10 @@ deficit; the fewest tiles with `2 * features <= min(r, c)`, halving the longer s
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 
 from gbfunc.encoding import Encoding
@@ -43,7 +44,7 @@ class Unit:
     hypernet: Hypernet
     codes: tuple[Encoding, Encoding]
     max_tile: MaxTile
-    count: int
+    count: int = 0
     cut: tuple[int, int] = (1, 1)
     size: int = 1
     fixed: bool = field(init=False)
@@ -54,16 +55,10 @@ class Unit:
         if self.fixed:
             # The whole matrix: smaller tiles only shorten min(r, c), so no cut helps a size that is given.
             self.size = self.hypernet.size or 0
-
-    @cached_property
-    def numel(self) -> int:
-        """Weights of one slot."""
-        return self.matrix.rows * self.matrix.cols
-
-    @cached_property
-    def _channels(self) -> int:
-        """Groups of columns that tiles may not cut."""
-        return self.matrix.cols // math.prod(self.matrix.kernel)
+        self.numel = self.matrix.rows * self.matrix.cols
+        # Tiles cut channels, never the kernel that a channel's columns span.
+        self._kernel = math.prod(self.matrix.kernel)
+        self._channels = self.matrix.cols // self._kernel
 
     @property
     def cost(self) -> int:
@@ -71,11 +66,11 @@ class Unit:
         return self.cost_of(self.cut, self.size)
 
     def grid(self, cut: tuple[int, int] | None = None) -> TileGrid:
-        """Its tiles."""
+        """The tiles of one slot."""
         if self.max_tile is not None:
             return tile_grid(self.matrix, self.max_tile)
         n_rows, n_cols = cut or self.cut
-        rows, cols = -(-self.matrix.rows // n_rows), math.prod(self.matrix.kernel) * -(-self._channels // n_cols)
+        rows, cols = -(-self.matrix.rows // n_rows), self._kernel * -(-self._channels // n_cols)
         return TileGrid(self.matrix.rows, self.matrix.cols, rows, cols)
 
     def sized(self, size: int | None = None) -> Hypernet:
@@ -99,14 +94,22 @@ class Unit:
         """The largest size within the budget, the weights' own number and the type's limit; at least 1."""
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
         budget = min(budget, self.numel * self.count)
-        low, high = 1, 2
-        while high <= limit and self.cost_of(cut, high) <= budget:
-            low, high = high, 2 * high
-        high = min(high, limit + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.cost_of(cut, middle) <= budget else (low, middle)
-        return low
+        low = 1
+        while 2 * low <= limit and self.cost_of(cut, 2 * low) <= budget:
+            low *= 2
+        larger = range(low + 1, min(2 * low, limit + 1))
+        return low + bisect_right(larger, budget, key=lambda size: self.cost_of(cut, size))
+
+    def step(self) -> int:
+        """Parameters that one size more costs; 0 where the type or the rule for tiles allows no more."""
+        size, limit = self.size + 1, self.hypernet.max_size(self.tiling()[1])
+        if (
+            self.fixed
+            or (limit is not None and size > limit)
+            or (self.max_tile is None and not self.fits(self.cut, size))
+        ):
+            return 0
+        return self.cost_of(self.cut, size) - self.cost
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
         """The rule for the number of tiles."""
@@ -120,7 +123,7 @@ class Unit:
         taller = min(2 * cut[0], self.matrix.rows), cut[1]
         if dims.rows >= dims.cols and dims.rows > 1:
             return taller
-        if dims.cols > math.prod(self.matrix.kernel):
+        if dims.cols > self._kernel:
             return cut[0], min(2 * cut[1], self._channels)
         return taller if dims.rows > 1 else None
 
@@ -128,29 +131,26 @@ class Unit:
         """Choose the cut (fewest tiles that the rule allows) and the size for a number of parameters."""
         if self.fixed:
             return
-        cut: tuple[int, int] | None = (1, 1)
-        if self.max_tile is None:
-            while cut is not None and not self.fits(cut, self.largest(cut, budget)):
-                finer = self._halved(cut)
-                if finer is None or self.cost_of(finer, 1) > min(budget, self.numel * self.count):
-                    break
-                cut = finer
-        self.cut = cut or (1, 1)
-        self.size = self.largest(self.cut, budget)
+        self.cut, self.size = (1, 1), self.largest((1, 1), budget)
+        while self.max_tile is None and not self.fits(self.cut, self.size):
+            finer = self._halved(self.cut)
+            if finer is None or self.cost_of(finer, 1) > min(budget, self.numel * self.count):
+                return
+            self.cut, self.size = finer, self.largest(finer, budget)
 
     def refine(self, budget: int) -> None:
         """Use up a budget in finer steps than whole sizes: the fewest tiles near the present cut that nearly do."""
         if self.fixed or self.max_tile is not None or self.cut == (1, 1):
             return
-        found = [(self.cost, self.cut, self.size)]
+        options = [(self.cost, self.cut, self.size)]
         for cut in product(_cuts(self.matrix.rows, self.cut[0]), _cuts(self._channels, self.cut[1])):
             size = self.largest(cut, budget)
             cost = self.cost_of(cut, size)
             if cost <= budget and self.fits(cut, size):
-                found.append((cost, cut, size))
-        enough = min((1 - _TOLERANCE / 2) * budget, max(cost for cost, _, _ in found))
-        near = [f for f in found if f[0] >= enough]
-        _, self.cut, self.size = min(near, key=lambda f: (f[1][0] * f[1][1], -f[0]))
+                options.append((cost, cut, size))
+        enough = min((1 - _TOLERANCE / 2) * budget, max(options)[0])
+        near = (option for option in options if option[0] >= enough)
+        _, self.cut, self.size = min(near, key=lambda option: (math.prod(option[1]), -option[0]))
 
 
 def _cuts(length: int, n: int) -> list[int]:
@@ -168,7 +168,7 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
     return ensemble_params(sized, dims, 1, 0), ensemble_params(sized, dims, 0, 1)
 
 
-def allocate(units: list[Unit], budget: int, impossible: Callable[[int], Exception]) -> list[tuple[Unit, int]]:
+def allocate(units: list[Unit], budget: int, impossible: Callable[[int], Exception]) -> list[int]:
     """Choose every unit's size so that all together cost at most `budget` parameters, and almost that.
 
     Args:
@@ -177,7 +177,7 @@ def allocate(units: list[Unit], budget: int, impossible: Callable[[int], Excepti
         impossible: makes the error for a budget below the least possible cost, which it is given.
 
     Returns:
-        `(unit, extra)`: the first `extra` slots of a unit of several unshared slots may have one size more.
+        For each unit, how many of its first slots may have one size more.
 
     Raises:
         Exception: `impossible(least)`.
@@ -205,7 +205,7 @@ def allocate(units: list[Unit], budget: int, impossible: Callable[[int], Excepti
     for unit in units:
         extra, step = _extra(unit, left) if left > _TOLERANCE * budget else (0, 0)
         left -= extra * step
-        extras.append((unit, extra))
+        extras.append(extra)
     return extras
 
 
@@ -218,8 +218,7 @@ def _share(unit: Unit, level: float) -> float:
 
 def _spend(units: list[Unit], level: float) -> int:
     for unit in units:
-        if not unit.fixed:
-            unit.set_budget(_share(unit, level))
+        unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)
 
 
@@ -229,13 +228,8 @@ def _fill(units: list[Unit], level: float, left: int) -> int:
     while True:
         steps = []
         for unit in units:
-            limit = unit.hypernet.max_size(unit.tiling()[1])
-            if unit.fixed or (limit is not None and unit.size >= limit):
-                continue
-            cost = unit.cost_of(unit.cut, unit.size + 1)
-            step = cost - unit.cost
-            whole = unit.max_tile is not None or unit.fits(unit.cut, unit.size + 1)
-            if step <= left - spent and cost <= unit.numel * unit.count and whole:
+            step = unit.step()
+            if 0 < step <= min(left - spent, unit.numel * unit.count - unit.cost):
                 steps.append(((_share(unit, level) - unit.cost) / step, unit, step))
         if not steps:
             return spent
@@ -246,10 +240,7 @@ def _fill(units: list[Unit], level: float, left: int) -> int:
 
 def _extra(unit: Unit, left: int) -> tuple[int, int]:
     """How many slots of a unit can have one size more for what is left, and what each costs."""
-    limit = unit.hypernet.max_size(unit.tiling()[1])
-    if unit.fixed or unit.count == 1 or unit.sized().shares or (limit is not None and unit.size >= limit):
-        return 0, 0
-    step = (unit.cost_of(unit.cut, unit.size + 1) - unit.cost) // unit.count
-    if step <= 0 or (unit.max_tile is None and not unit.fits(unit.cut, unit.size + 1)):
+    step = unit.step() // unit.count
+    if unit.count == 1 or unit.hypernet.shares or step == 0:
         return 0, 0
     return min(unit.count - 1, left // step), step

@@ -1,32 +1,76 @@
-"""`make_plan`: from a p-net, a hypernetwork and a size to a static plan."""
+"""`make_plan`: from a p-net, a hypernetwork and a size to a static plan.
+
+The user's patterns choose which parameters are generated, by what, and under which codes (`_choose`); slots of equal
+shape are sized together (`budget`); and every slot gets the scale of the p-net's initial weights.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
-from gbfunc.encoding import PerAxis
+from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
 from gbfunc.hypernets import Hypernet, periodic
+from gbfunc.layers import LayerKind, layer_kind
 from gbfunc.plan.budget import Unit, allocate
 from gbfunc.plan.byte_target import TargetTooSmall, bytes_in_words, plan_for_bytes
-from gbfunc.plan.select import Candidate, Codes, Rule, check_encodings, choose, default_codes, dtype_name, initial_scale
-from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan
+from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, dtype_name
 from gbfunc.plan.spec import Plan
-from gbfunc.pnet import buffers_of, check_pnet
+from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import MaxTile, check_max_tile
+from gbfunc.types import MatrixDims
 
+Rule = tuple[str, Hypernet | None]
+Codes = tuple[Encoding | None, Encoding | None]
+_KERNEL_BANDWIDTH = 2.0
 _DIRECT_SHARE = 0.25
 """Direct vectors may take this part of a size target; beyond it the longest are generated."""
 
 
-class _Part(NamedTuple):
-    choice: Candidate
-    part: int
-    unit_key: tuple[Any, ...]
+@dataclass
+class Candidate:
+    """One parameter and what is to become of it.
+
+    Attributes:
+        info: the parameter.
+        kind: its layer kind.
+        hypernet: what generates it, or None where it is direct.
+        movable: whether a size target may turn it from direct into generated.
+        note: why.
+        scales: `_initial_scale` of its matrices, as far as known.
+    """
+
+    info: ParameterInfo
+    kind: LayerKind
+    hypernet: Hypernet | None
+    movable: bool = False
+    note: str = ""
+    scales: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Its entries."""
+        return self.info.tensor.numel()
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.info.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.info.tensor.shape)
+
+    @property
+    def matrices(self) -> tuple[MatrixDims, ...]:
+        """The matrices it folds from."""
+        return self.kind.matrices(self.shape)
 
 
 def make_plan(
@@ -74,14 +118,14 @@ def make_plan(
     hypernet = periodic() if hypernet is None else hypernet
     if not isinstance(hypernet, Hypernet):
         raise TypeError(f"hypernet must come from a factory such as gb.periodic(), got {hypernet!r}")
-    choices = choose(pnet, hypernet, include, exclude, rules)
+    choices = _choose(pnet, hypernet, include, exclude, rules)
     buffers = tuple(
         BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved) for name, (b, saved) in buffers_of(pnet).items()
     )
     total = sum(c.numel for c in choices)
     target = _target(total, genome_params, genome_bytes, compression, hypernet)
     asked = None if compression is None else f"a compression of {compression:,.10g}x"
-    codes = check_encodings(encodings or {}, choices, promotes=target is not None)
+    codes = _check_encodings(encodings or {}, choices, promotes=target is not None)
 
     def build(params: int | None, words: str) -> Plan:
         def attempt(direct_share: float) -> Plan:
@@ -134,8 +178,8 @@ def _promote_vectors(
     direct = sum(c.numel for c in choices if c.hypernet is None and c.kind.name == "vector")
     for choice in movable:
         n = choice.numel
-        codes = default_codes(choice.matrices[0], (None, None))
-        unit = Unit(choice.matrices[0], hypernet, codes, max_tile, 1)
+        codes = _default_codes(choice.matrices[0], (None, None))
+        unit = Unit(choice.matrices[0], hypernet, codes, max_tile, count=1)
         if direct <= direct_share * target or unit.cost_of((1, 1), 1) >= n:
             return
         choice.hypernet = hypernet
@@ -152,38 +196,35 @@ def _build(
     words: str,
     asked: str | None,
 ) -> Plan:
-    parts: list[_Part] = []
+    parts: list[tuple[Candidate, int, tuple[Any, ...]]] = []
     units: dict[tuple[Any, ...], Unit] = {}
     for choice in choices:
         if choice.hypernet is None:
             continue
-        own = choice.hypernet
-        if target is None and own.size is None:
-            own = choice.hypernet = own.with_size(own.default_size)
-        tile = max_tile if own.standardised else None
+        hypernet = choice.hypernet
+        if target is None and hypernet.size is None:
+            hypernet = choice.hypernet = hypernet.with_size(hypernet.default_size)
+        tile = max_tile if hypernet.standardised else None
         for part, matrix in enumerate(choice.matrices):
-            pair = default_codes(matrix, codes.get(choice.name, (None, None)))
+            pair = _default_codes(matrix, codes.get(choice.name, (None, None)))
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
                 # A flattened image, say: tiles cut its channels, as they do a convolution's.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            key = (matrix, own, pair, _group(choice, part) if own.shares else "")
-            parts.append(_Part(choice, part, key))
-            if key in units:
-                units[key].count += 1
-            else:
-                units[key] = Unit(matrix, own, pair, tile, 1)
-    extras = {key: 0 for key in units}
+            key = (matrix, hypernet, pair, _group(choice, part) if hypernet.shares else "")
+            parts.append((choice, part, key))
+            units.setdefault(key, Unit(matrix, hypernet, pair, tile)).count += 1
+    extras = dict.fromkeys(units, 0)
     if target is not None:
         direct = sum(c.numel for c in choices if c.hypernet is None)
         left = target - direct
-        found = allocate(list(units.values()), left, lambda least: _too_small(choices, target, direct, least, asked))
-        extras = {key: extra for key, (_, extra) in zip(units, found, strict=True)}
+        more = allocate(list(units.values()), left, lambda least: _too_small(choices, target, direct, least, asked))
+        extras = dict(zip(units, more, strict=True))
     slots: dict[str, list[Slot]] = {}
     for choice, part, key in parts:
         unit = units[key]
         size = unit.size + 1 if extras[key] > 0 else unit.size
         extras[key] -= 1
-        scale, offset = initial_scale(choice, choice.matrices[part], part)
+        scale, offset = _initial_scale(choice, choice.matrices[part], part)
         sized = unit.sized(size)
         if not sized.standardised:
             scale, offset = 1.0, 0.0
@@ -225,3 +266,117 @@ def _too_small(choices: list[Candidate], target: int, direct: int, least: int, a
     error = TargetTooSmall(words)
     error.least = smallest
     return error
+
+
+def _patterns(what: str, patterns: Sequence[str], names: list[str]) -> list[re.Pattern[str]]:
+    if isinstance(patterns, str):
+        raise TypeError(f"{what} must be a list of regular expressions, got the string {patterns!r}")
+    compiled = []
+    for pattern in patterns:
+        try:
+            regex = re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{what} pattern {pattern!r} is not a regular expression: {error}") from error
+        if not any(regex.search(name) for name in names):
+            raise ValueError(f"{what} pattern {pattern!r} matches no parameter; the p-net has {names}")
+        compiled.append(regex)
+    return compiled
+
+
+def _choose(
+    pnet: nn.Module, hypernet: Hypernet, include: Sequence[str], exclude: Sequence[str], rules: Sequence[Rule]
+) -> list[Candidate]:
+    """Every parameter with its kind and hypernetwork: exclude beats rules, which beat include and the default."""
+    parameters = parameter_infos(pnet)
+    names = [n for p in parameters for n in (p.name, *p.aliases)]
+    included, excluded = _patterns("include", include, names), _patterns("exclude", exclude, names)
+    for rule in rules:
+        pair = isinstance(rule, tuple | list) and len(rule) == 2
+        if not pair or not (rule[1] is None or isinstance(rule[1], Hypernet)):
+            raise TypeError(f"a rule must be (pattern, hypernetwork or None), got {rule!r}")
+    ruled = list(zip(_patterns("rules", [r[0] for r in rules], names), [r[1] for r in rules], strict=True))
+    choices = []
+    for info in parameters:
+
+        def hit(regex: re.Pattern[str], names: tuple[str, ...] = (info.name, *info.aliases)) -> bool:
+            return any(regex.search(name) for name in names)
+
+        tensor = info.tensor
+        kind = layer_kind(info.module, info.attribute, tuple(tensor.shape))
+        choice = Candidate(info, kind, None)
+        rule = next((r for r in ruled if hit(r[0])), None)
+        if any(map(hit, excluded)):
+            choice.note = "excluded"
+        elif rule is not None:
+            choice.hypernet, choice.note = rule[1], "by rule"
+        elif any(map(hit, included)):
+            choice.hypernet, choice.note = hypernet, "included"
+        elif kind.selected:
+            choice.hypernet = hypernet
+        else:
+            choice.movable = kind.name == "vector"
+        if not (tensor.numel() and tensor.dtype.is_floating_point):
+            if choice.hypernet is not None and choice.note:
+                what = f"{choice.name!r} ({tensor.dtype}, {tensor.numel()} entries)"
+                raise ValueError(f"{what} cannot be generated: exclude it")
+            choice.hypernet, choice.movable = None, False
+        choices.append(choice)
+    return choices
+
+
+def _check_encodings(encodings: Mapping[str, Codes], choices: list[Candidate], promotes: bool) -> dict[str, Codes]:
+    """The user's codes by parameter name; `promotes`: a size target may turn direct vectors into generated ones."""
+    by_name = {n: c for c in choices for n in (c.name, *c.info.aliases)}
+    checked: dict[str, Codes] = {}
+    for name, pair in encodings.items():
+        if name not in by_name:
+            raise ValueError(f"encodings names {name!r}, which is no parameter; the p-net has {list(by_name)}")
+        good = isinstance(pair, tuple | list) and len(pair) == 2
+        if not good or not all(e is None or isinstance(e, Encoding) for e in pair):
+            raise ValueError(f"encodings[{name!r}] must be a pair of encodings (rows, columns), got {pair!r}")
+        choice = by_name[name]
+        if choice.hypernet is None and not (promotes and choice.movable):
+            raise ValueError(f"encodings names {name!r}, which is direct: add it to include or rules")
+        for matrix in choice.matrices:
+            for axis, encoding, n in (("rows", pair[0], matrix.rows), ("columns", pair[1], matrix.cols)):
+                try:
+                    if encoding is not None:
+                        encoding.check(n)
+                except ValueError as error:
+                    raise ValueError(f"encodings[{name!r}], {axis}: {error}") from error
+        checked[choice.name] = (pair[0], pair[1])
+    return checked
+
+
+def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding]:
+    """Binary codes of rows and columns; a convolution's columns by channel and place in the kernel."""
+    columns = binary()
+    if (n := math.prod(matrix.kernel)) > 1:
+        columns = per_axis(columns, grid(*matrix.kernel, bandwidth=_KERNEL_BANDWIDTH), n)
+    return given[0] or binary(), given[1] or columns
+
+
+def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
+    """Standard deviation and offset of a slot: the p-net's own initial ones.
+
+    A vector keeps its mean as the offset. Where the deviation is zero or undefined (one entry, a meta-device p-net) it
+    is 1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector.
+    """
+    # Kept: a target in bytes is met by many plans, and all of them have the same.
+    if part in choice.scales:
+        return choice.scales[part]
+    tensor = choice.info.tensor.detach()
+    vector = choice.kind.name == "vector"
+    fallback = 1 / math.sqrt(matrix.rows if vector else matrix.cols)
+    if tensor.is_meta:
+        norm = "Norm" in type(choice.info.module).__name__ and choice.info.attribute == "weight"
+        return fallback, float(vector and norm)
+    values = choice.kind.unfold(tensor)[part]
+    least, most = (float(x) for x in values.aminmax())
+    if not (math.isfinite(least) and math.isfinite(most)):
+        raise ValueError(f"parameter {choice.name!r} of the p-net holds values that are not finite")
+    values = values.double()
+    std, mean = float(values.std(correction=0)), float(values.mean()) if vector else 0.0
+    tiny = std <= 1e-8 * max(1.0, abs(least), abs(most))
+    choice.scales[part] = (fallback if tiny else std), mean
+    return choice.scales[part]

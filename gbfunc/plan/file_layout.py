@@ -18,8 +18,8 @@ from typing import TypeAlias
 
 import torch
 
-from gbfunc.plan.select import dtype_name
 from gbfunc.plan.serial import check_limits
+from gbfunc.plan.slots import dtype_name
 
 FORMAT = "gbfunc-genome-2"
 

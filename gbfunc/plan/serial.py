@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gbfunc.encoding import Encoding, encoding_from_json
@@ -27,28 +28,16 @@ def plan_to_json(tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], t
     encodings: dict[Encoding, int] = {}
     entries = []
     for tensor in tensors:
+        dtype = "" if tensor.dtype == "float32" else tensor.dtype
+        slots = []
+        for slot in tensor.slots:
+            h = hypernets.setdefault(slot.hypernet, len(hypernets))
+            codes = (encodings.setdefault(code, len(encodings)) for code in (slot.row_code, slot.col_code))
+            group = [slot.group] if slot.group else []
+            slots.append([h, slot.grid.tile_rows, slot.grid.tile_cols, *codes, slot.scale, slot.offset, *group])
+        optional = {"dtype": dtype, "aliases": list(tensor.aliases), "note": tensor.note, "slots": slots}
         entry: JSON = {"name": tensor.name, "shape": list(tensor.shape), "kind": tensor.kind}
-        if tensor.dtype != "float32":
-            entry["dtype"] = tensor.dtype
-        if tensor.aliases:
-            entry["aliases"] = list(tensor.aliases)
-        if tensor.note:
-            entry["note"] = tensor.note
-        if tensor.slots:
-            entry["slots"] = [
-                [
-                    hypernets.setdefault(slot.hypernet, len(hypernets)),
-                    slot.grid.tile_rows,
-                    slot.grid.tile_cols,
-                    encodings.setdefault(slot.row_code, len(encodings)),
-                    encodings.setdefault(slot.col_code, len(encodings)),
-                    slot.scale,
-                    slot.offset,
-                    *([slot.group] if slot.group else []),
-                ]
-                for slot in tensor.slots
-            ]
-        entries.append(entry)
+        entries.append(entry | {k: v for k, v in optional.items() if v})
     data = {
         "version": VERSION,
         "hypernets": [h.to_json() for h in hypernets],
@@ -142,4 +131,4 @@ def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)
         codes = encodings[row_code], encodings[col_code]
         slots.append(Slot(hypernets[h], grid, *codes, float(scale), float(offset), *map(_text, group)))
-    return TensorPlan(bare.name, bare.shape, bare.dtype, bare.kind, tuple(slots), bare.aliases, bare.note)
+    return replace(bare, slots=tuple(slots))

@@ -14,8 +14,14 @@ from gbfunc.layers import KINDS
 from gbfunc.tiling import TileGrid
 from gbfunc.types import MatrixDims, TileDims
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `"float32"`."""
+    return str(dtype).removeprefix("torch.")
+
+
 DTYPES = {
-    str(d).removeprefix("torch."): d
+    dtype_name(d): d
     for d in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -100,13 +106,11 @@ class TensorPlan:
             raise ValueError(f"{self.name}: unknown kind {self.kind!r} or dtype {self.dtype!r}")
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.shape):
             raise ValueError(f"{self.name}: a shape holds ints >= 0, got {self.shape}")
-        found = [(s.grid.rows, s.grid.cols) for s in self.slots]
+        sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
         # A shape that no layer of the kind has (three in-projections in 7 rows) may have matrices that do not fill it.
-        fits = self.slots and found == [m[:2] for m in self.matrices] and sum(r * c for r, c in found) == self.numel
-        if self.slots and not fits:
-            raise ValueError(f"{self.name}: slots of {found} do not fold to a {self.kind} of shape {self.shape}")
-        if self.slots and sum(s.grid.numel for s in self.slots) != self.numel:
-            raise ValueError(f"{self.name}: a {self.kind} cannot have shape {self.shape}")
+        fits = not sizes or (sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel)
+        if not fits:
+            raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
 
     @property
     def matrices(self) -> tuple[MatrixDims, ...]:

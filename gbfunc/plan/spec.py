@@ -12,7 +12,6 @@ import torch
 from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.file_layout import file_header, stored_leaves
-from gbfunc.plan.report import tensor_table
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
 
@@ -79,9 +78,9 @@ class Plan:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the dense state dict in the p-net's own dtypes, tied parameters once."""
-        own = sum(t.numel * DTYPES[t.dtype].itemsize for t in self.tensors)
-        return own + sum(math.prod(b.shape) * DTYPES[b.dtype].itemsize for b in self.buffers if b.persistent)
+        """Bytes of the dense state dict in the p-net's dtypes, tied parameters once."""
+        parameters = sum(t.numel * DTYPES[t.dtype].itemsize for t in self.tensors)
+        return parameters + sum(math.prod(b.shape) * DTYPES[b.dtype].itemsize for b in self.buffers if b.persistent)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -138,7 +137,7 @@ class Plan:
             # A g-net from a function that has no import path: it trains, but has no file.
             on_disk, in_bytes = f"not to be saved: {error}", ""
         lines = [
-            *tensor_table(self.tensors, self.ensembles, self.buffers, self.dtype),
+            *_table(self),
             "",
             f"whole model  dense {self.pnet_params:,} parameters, {self.dense_bytes:,} bytes",
             f"             genome {self.genome_params:,} parameters, {on_disk}",
@@ -164,4 +163,49 @@ def genome_file_bytes(plan: Plan, dtype: torch.dtype | None = None) -> int:
     """
     stored = stored_leaves(plan.leaves, dtype).values()
     header = file_header(plan.to_json(), plan.leaves, dtype)
-    return len(header) + sum(math.prod(shape) * own.itemsize for shape, own in stored)
+    return len(header) + sum(math.prod(shape) * stored_as.itemsize for shape, stored_as in stored)
+
+
+_HEAD = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
+_COUNTS = ("parameters", "bytes")
+
+
+def _row(tensor: TensorPlan, itemsize: int) -> tuple[str, ...]:
+    shape = "x".join(map(str, tensor.shape)) or "1"
+    if not tensor.slots:
+        size = tensor.numel * DTYPES[tensor.dtype].itemsize
+        return (tensor.name, shape, "direct", "", "", f"{tensor.numel:,}", f"{size:,}", tensor.note)
+    by = {f"{s.hypernet.type}({s.hypernet.size})" if s.hypernet.size else s.hypernet.type for s in tensor.slots}
+    grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in tensor.slots}
+    parts = f"{len(tensor.slots)} x " if len(tensor.slots) > 1 else ""
+    count = sum(s.tile_params for s in tensor.slots)
+    return (
+        *(tensor.name, shape, "generated", ", ".join(sorted(by)), parts + ", ".join(sorted(grids))),
+        *(f"{count:,}", f"{count * itemsize:,}", tensor.note),
+    )
+
+
+def _table(plan: Plan) -> list[str]:
+    """Every tensor with its role, tiles, parameters and bytes."""
+    rows, itemsize = [], plan.dtype.itemsize
+    for tensor in plan.tensors:
+        rows.append(_row(tensor, itemsize))
+        rows += [(a, "", "tied", f"to {tensor.name}", "", "0", "0", "") for a in tensor.aliases]
+    for e in plan.ensembles:
+        if e.hypernet.shares:
+            count = ensemble_params(e.hypernet, e.dims, 0, e.n_groups)
+            rows.append((f"({e.name})", "", "shared", "code weights", "", f"{count:,}", f"{count * itemsize:,}", ""))
+    for b in plan.buffers:
+        numel = math.prod(b.shape)
+        shape = "x".join(map(str, b.shape)) or "1"
+        rows.append((b.name, shape, "buffer", "", "", f"({numel:,})", f"{numel * DTYPES[b.dtype].itemsize:,}", ""))
+    if not rows:
+        return []
+    used = [i for i in range(len(_HEAD)) if i < 4 or any(row[i] for row in rows)]
+    widths = {i: max(len(row[i]) for row in (_HEAD, *rows)) for i in used}
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = (row[i].rjust(widths[i]) if _HEAD[i] in _COUNTS else row[i].ljust(widths[i]) for i in used)
+        return "  ".join(cells).rstrip()
+
+    return [line(_HEAD), "  ".join("-" * widths[i] for i in used), *map(line, rows)]

@@ -32,7 +32,7 @@ from gbfunc.plan.file_layout import (
     stored_leaves,
     unpack_plan,
 )
-from gbfunc.plan.select import dtype_name
+from gbfunc.plan.slots import dtype_name
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap, TileDims
 
@@ -61,7 +61,7 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
     """
     if dtype is not None and dtype not in STORED_DTYPES.values():
         raise ValueError(f"dtype must be None or one of {', '.join(map(str, STORED_DTYPES.values()))}, got {dtype!r}")
-    check_genome(plan, genome)
+    check_genome(plan, genome, buffers=False)
     flat = flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers))
     _compare(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")

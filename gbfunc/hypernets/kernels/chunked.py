@@ -113,24 +113,29 @@ def filled_tangents(primals: Tensors, tangents: tuple[Tensor | None, ...]) -> Te
     return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True))
 
 
-class _RowMapFunction(torch.autograd.Function):
-    """Evaluates a `RowMap` and keeps nothing but its inputs: row inputs [T, r, ...], then shared inputs [T, ...]."""
+class InputsOnly(torch.autograd.Function):
+    """A function of tensors that keeps nothing but them for its derivatives; its first argument says what to do."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the inputs."""
+        ctx.what = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+
+class _RowMapFunction(InputsOnly):
+    """Evaluates a `RowMap`: row inputs [T, r, ...], then shared inputs [T, ...]."""
 
     @staticmethod
     def forward(m: RowMap, *inputs: Tensor) -> Tensors:
         return _evaluate(m, *_cut(inputs, m.inputs[0]))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.map = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        rows, shared = _cut(ctx.saved_tensors, ctx.map.inputs[0])
-        row_cotangents, sum_cotangents = _cut(cotangents, ctx.map.outputs[0])
-        return (None, *apply_row_map(row_vjp(ctx.map), rows + row_cotangents, shared + sum_cotangents))
+        rows, shared = _cut(ctx.saved_tensors, ctx.what.inputs[0])
+        row_cotangents, sum_cotangents = _cut(cotangents, ctx.what.outputs[0])
+        return (None, *apply_row_map(row_vjp(ctx.what), rows + row_cotangents, shared + sum_cotangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], m: RowMap, *inputs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
@@ -139,9 +144,9 @@ class _RowMapFunction(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
-        rows, shared = _cut(ctx.saved_tensors, ctx.map.inputs[0])
-        row_tangents, shared_tangents = _cut(filled_tangents(ctx.saved_tensors, tangents), ctx.map.inputs[0])
-        return apply_row_map(row_jvp(ctx.map), rows + row_tangents, shared + shared_tangents)
+        rows, shared = _cut(ctx.saved_tensors, ctx.what.inputs[0])
+        row_tangents, shared_tangents = _cut(filled_tangents(ctx.saved_tensors, tangents), ctx.what.inputs[0])
+        return apply_row_map(row_jvp(ctx.what), rows + row_tangents, shared + shared_tangents)
 
 
 def apply_row_map(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.files import replace_file
-from gbfunc.hypernets.kernels.reference import compute_dtype
+from gbfunc.hypernets.kernels.eager import compute_dtype
 from gbfunc.tiling import TileGrid
 
 _SOURCE = Path(__file__).with_name("native.cpp")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import warnings
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from gbfunc.hypernets.kernels import eager, native
 from gbfunc.hypernets.kernels.chunked import (
     DEFAULT_MAX_BYTES,
+    InputsOnly,
     RowMap,
     Tensors,
     apply_row_map,
@@ -32,7 +33,7 @@ from gbfunc.hypernets.kernels.chunked import (
     row_jvp,
     row_vjp,
 )
-from gbfunc.hypernets.kernels.reference import compute_dtype, reference_tiles, traced_tiles
+from gbfunc.hypernets.kernels.eager import compute_dtype, reference_tiles, traced_tiles
 from gbfunc.tiling import TileGrid, join_stack, split_stack
 from gbfunc.types import Kernel
 
@@ -101,79 +102,69 @@ def _row_map(A: Tensor, cols: int) -> RowMap:
     return RowMap(fn, (1, 3), (1, 0), row_bytes, DEFAULT_MAX_BYTES)
 
 
-class _ReluGradients(torch.autograd.Function):
+class _How(NamedTuple):
+    kernel: Kernel
+    grid: TileGrid
+
+
+class _ReluGradients(InputsOnly):
     """Gradients of A, B, v and b from that of the matrix, themselves differentiable."""
 
     @staticmethod
-    def forward(kernel: Kernel, grid: TileGrid, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensors:
-        return _form(kernel, A, B, v, g).gradients(g, A, B, v, grid)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.grid = inputs[1]
-        ctx.save_for_backward(*inputs[2:])
-        ctx.save_for_forward(*inputs[2:])
+    def forward(how: _How, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensors:
+        return _form(how.kernel, A, B, v, g).gradients(g, A, B, v, how.grid)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (g, A, *shared), (cA, *sums) = ctx.saved_tensors, cotangents
+        (g, A, *shared), (cA, *sums), grid = ctx.saved_tensors, cotangents, ctx.what.grid
         second = row_vjp(row_vjp(_row_map(A, shared[0].shape[1])))
-        dA, dg, *rest = apply_row_map(second, (A, split_stack(g, ctx.grid), cA), (*shared, *sums))
-        return None, None, join_stack(dg, ctx.grid), dA, *rest
+        dA, dg, *rest = apply_row_map(second, (A, split_stack(g, grid), cA), (*shared, *sums))
+        return None, join_stack(dg, grid), dA, *rest
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], kernel: Kernel, grid: TileGrid, g: Tensor, *inputs: Tensor
-    ) -> tuple[Tensors, Any]:
-        g = split_stack(g if in_dims[2] is None else g.movedim(in_dims[2], 0), grid)
-        dims = (None if in_dims[2] is None else 0, *in_dims[3:])
+    def vmap(info: Any, in_dims: tuple[int | None, ...], how: _How, g: Tensor, *inputs: Tensor) -> tuple[Tensors, Any]:
+        _, dim, *dims = in_dims
+        g = split_stack(g if dim is None else g.movedim(dim, 0), how.grid)
+        dims = (None if dim is None else 0, *dims)
         g, A, B, v, b = batch_tiles(info.batch_size, dims, (g, *inputs))
-        outputs = _ReluGradients.apply(kernel, _stack_grid(A, B), g.flatten(0, 1), A, B, v, b)
+        outputs = _ReluGradients.apply(how._replace(grid=_stack_grid(A, B)), g.flatten(0, 1), A, B, v, b)
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Tensors:
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
         g, A, *shared = ctx.saved_tensors
         tg, tA, *moved = filled_tangents(ctx.saved_tensors, tangents)
-        g, tg = split_stack(g, ctx.grid), split_stack(tg, ctx.grid)
+        g, tg = (split_stack(x, ctx.what.grid) for x in (g, tg))
         return apply_row_map(row_jvp(row_vjp(_row_map(A, shared[0].shape[1]))), (A, g, tA, tg), (*shared, *moved))
 
 
-class _ReluTiles(torch.autograd.Function):
-    """The matrix that some tiles make; keeps only inputs, as thin as the tiles' edges."""
+class _ReluTiles(InputsOnly):
+    """The matrix that some tiles make, from inputs as thin as the tiles' edges."""
 
     @staticmethod
-    def forward(kernel: Kernel, grid: TileGrid, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
-        return _form(kernel, A, B, v, b).tiles(A, B, v, b, grid)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.kernel, ctx.grid = inputs[:2]
-        ctx.save_for_backward(*inputs[2:])
-        ctx.save_for_forward(*inputs[2:])
+    def forward(how: _How, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        return _form(how.kernel, A, B, v, b).tiles(A, B, v, b, how.grid)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *_ReluGradients.apply(ctx.kernel, ctx.grid, g, *ctx.saved_tensors))
+        return None, *_ReluGradients.apply(ctx.what, g, *ctx.saved_tensors)
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], kernel: Kernel, grid: TileGrid, *inputs: Tensor
-    ) -> tuple[Tensor, int]:
-        tiles = _stacked_tiles(kernel, *batch_tiles(info.batch_size, in_dims[2:], inputs))
-        return join_stack(tiles.unflatten(0, (info.batch_size, -1)), grid), 0
+    def vmap(info: Any, in_dims: tuple[int | None, ...], how: _How, *inputs: Tensor) -> tuple[Tensor, int]:
+        tiles = _stacked_tiles(how.kernel, *batch_tiles(info.batch_size, in_dims[1:], inputs))
+        return join_stack(tiles.unflatten(0, (info.batch_size, -1)), how.grid), 0
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Tensor:
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
         A, *shared = ctx.saved_tensors
         tA, *moved = filled_tangents(ctx.saved_tensors, tangents)
         (tile_tangents,) = apply_row_map(row_jvp(_row_map(A, shared[0].shape[1])), (A, tA), (*shared, *moved))
-        return join_stack(tile_tangents, ctx.grid)
+        return join_stack(tile_tangents, ctx.what.grid)
 
 
 def _stacked_tiles(kernel: Kernel, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     """Generate a stack of tiles: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c]."""
-    return _ReluTiles.apply(kernel, _stack_grid(A, B), A, B, v, b).unflatten(0, A.shape[:2])
+    return _ReluTiles.apply(_How(kernel, _stack_grid(A, B)), A, B, v, b).unflatten(0, A.shape[:2])
 
 
 def _check(A: Tensor, B: Tensor, v: Tensor, b: Tensor, kernel: Kernel, grid: TileGrid | None) -> None:
@@ -232,7 +223,7 @@ def relu_tiles(
         tiles = (reference_tiles if kernel == "reference" else traced_tiles)(A, B, v, b)
         return tiles if grid is None else join_stack(tiles, grid)
     if grid is not None:
-        return _ReluTiles.apply(kernel, grid, A, B, v, b)
+        return _ReluTiles.apply(_How(kernel, grid), A, B, v, b)
     stack = A.shape[:-2]
     flat = (A.reshape(-1, *A.shape[-2:]), B.reshape(-1, *B.shape[-2:]), v.reshape(-1, v.shape[-1]), b.reshape(-1))
     return _stacked_tiles(kernel, *flat).reshape(*stack, A.shape[-2], B.shape[-2])

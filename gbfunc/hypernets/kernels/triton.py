@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gbfunc.hypernets.kernels.reference import compute_dtype
+from gbfunc.hypernets.kernels.eager import compute_dtype
 from gbfunc.tiling import TileGrid
 
 _ROWS, _COLS, _HIDDEN = 32, 64, 16
