@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gbfunc.genome import check_genome
 from gbfunc.hypernets.ensemble import dense_tiles
-from gbfunc.parallel.collectives import Sizes, all_gather, gather_exactly, split_ranks, sum_ranks, sum_sizes
+from gbfunc.parallel.collectives import Sizes, all_gather, sum_ranks
 from gbfunc.parallel.mesh import AxisName
 from gbfunc.parallel.placement import Layout, sent_dtype
 from gbfunc.plan import Ensemble
@@ -98,17 +98,19 @@ def no_tiles(layout: Layout, e: Ensemble, leaves: Params) -> Tensor | Factors:
 
 
 def _gather_in_buckets(layout: Layout, pieces: list[Tensor], sizes: list[Sizes]) -> list[Tensor]:
-    """Tensors [t, ...] of this rank to [T, ...] of all: large ones as they are, small ones in flat buckets."""
-    widths = [math.prod(p.shape[1:]) for p in pieces]
-    largest = [(p.dtype, max(s) * w * p.element_size()) for p, s, w in zip(pieces, sizes, widths, strict=True)]
-    buckets = _buckets(largest)
-    numbers = [[tuple(n * widths[i] for n in sizes[i]) for i in bucket] for bucket in buckets]
-    sent = [pieces[b[0]] if len(b) == 1 else torch.cat([pieces[i].reshape(-1) for i in b]) for b in buckets]
-    rows = [sizes[b[0]] if len(b) == 1 else sum_sizes(n) for b, n in zip(buckets, numbers, strict=True)]
+    """Tensors [t, ...] of this rank to [T, ...] of all: large ones alone, small ones of a dtype in flat buckets."""
+    counts = [tuple(n * math.prod(p.shape[1:]) for n in s) for p, s in zip(pieces, sizes, strict=True)]
+    buckets = _buckets([(p.dtype, max(c) * p.element_size()) for p, c in zip(pieces, counts, strict=True)])
+    sent = [torch.cat([pieces[i].reshape(-1) for i in b]) if len(b) > 1 else pieces[b[0]].reshape(-1) for b in buckets]
+    # [ranks, tensors of the bucket]: first all of rank 0's, then all of rank 1's, and so on.
+    numbers = [[*zip(*(counts[i] for i in b), strict=True)] for b in buckets]
+    flat = all_gather(layout.mesh, sent, [tuple(map(sum, of_ranks)) for of_ranks in numbers])
     whole: dict[int, Tensor] = {}
-    for bucket, counts, out in zip(buckets, numbers, all_gather(layout.mesh, sent, rows), strict=True):
-        parts = [out] if len(bucket) == 1 else split_ranks(out, counts)
-        whole |= {i: part.reshape(-1, *pieces[i].shape[1:]) for i, part in zip(bucket, parts, strict=True)}
+    for b, of_ranks, x in zip(buckets, numbers, flat, strict=True):
+        parts = x.split([n for of_rank in of_ranks for n in of_rank]) if len(b) > 1 else (x,)
+        for k, i in enumerate(b):
+            joined = torch.cat(parts[k :: len(b)]) if len(b) > 1 else x
+            whole[i] = joined.reshape(sum(sizes[i]), *pieces[i].shape[1:])
     return [whole[i] for i in range(len(pieces))]
 
 
@@ -256,12 +258,12 @@ def gather_state(layout: Layout, state: Any) -> Any:
     sent = dict(sorted(_split_tensors(layout, state).items()))
     tiles = [layout.sizes[name.removeprefix(GNET).rpartition("/")[0]] for name, _ in sent]
     sizes = [of if x.ndim else (1,) * len(of) for of, x in zip(tiles, sent.values(), strict=True)]
-    whole = gather_exactly(layout.mesh, [x if x.ndim else x.reshape(1) for x in sent.values()], sizes, "gnets")
-    for i, (of, x) in enumerate(zip(tiles, sent.values(), strict=True)):
-        if not x.ndim:
-            # A number for all rows (the step of Adam): from a rank that has rows.
-            whole[i] = whole[i][next(r for r, n in enumerate(of) if n)]
-    return _with_tensors(state, dict(zip(sent, whole, strict=True)))
+    pieces = [(x if x.ndim else x.reshape(1)).detach().to(layout.mesh.device) for x in sent.values()]
+    whole: dict[tuple[str, str], Tensor] = {}
+    for (key, x), of, full in zip(sent.items(), tiles, _gather_in_buckets(layout, pieces, sizes), strict=True):
+        # A number for all rows (the step of Adam) is that of a rank that has rows.
+        whole[key] = (full if x.ndim else full[next(r for r, n in enumerate(of) if n)]).to(x.device)
+    return _with_tensors(state, whole)
 
 
 def _split_tensors(layout: Layout, state: Any) -> dict[tuple[str, str], Tensor]:
