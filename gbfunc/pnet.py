@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +164,8 @@ def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bar
 @contextmanager
 def _refuse_checkpoints() -> Iterator[None]:
     """Raise ValueError if `torch.utils.checkpoint.checkpoint` is called inside, however it was imported."""
-    code, seen, previous = inspect.unwrap(checkpoint).__code__, False, cast(Any, sys.getprofile())
+    code, seen = inspect.unwrap(checkpoint).__code__, False
+    previous: Any = sys.getprofile()
 
     def watch(frame: Any, event: str, arg: Any) -> None:
         nonlocal seen
@@ -173,14 +174,14 @@ def _refuse_checkpoints() -> Iterator[None]:
     # Before Python 3.12 cProfile holds the same place and is not callable: it must be paused, not put back.
     paused = previous is not None and not callable(previous)
     if paused:
-        previous.disable()
+        previous.disable()  # pyright: ignore[reportOptionalMemberAccess]
     sys.setprofile(watch)
     try:
         yield
     finally:
         sys.setprofile(None if paused else previous)
         if paused:
-            previous.enable()
+            previous.enable()  # pyright: ignore[reportOptionalMemberAccess]
     if seen:
         raise ValueError(_CHECKPOINT)
 

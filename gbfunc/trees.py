@@ -109,9 +109,8 @@ def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[st
         # One comparison decides for what fits, which all leaves do at every step.
         if x is None or (shape in (None, x.shape) and dtype in (None, x.dtype) and device in (None, x.device)):
             continue
-        pairs = zip(TensorSpec._fields, (shape, dtype, device), spec_of(x), strict=True)
+        pairs = zip(TensorSpec._fields, (shape and tuple(shape), dtype, device), spec_of(x), strict=True)
         what, a, b = next((what, a, b) for what, a, b in pairs if a is not None and a != b)
-        a = tuple(a) if what == "shape" else a
         wrong.setdefault(what, []).append(f"{name} is {b}, expected {a}")
     return ", ".join(parts + [f"wrong {k} {_some(sorted(wrong[k]))}" for k in TensorSpec._fields if k in wrong])
 

@@ -25,16 +25,10 @@ _ABSENT = "(nothing)"
 
 
 def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: AxisName = "world") -> None:
-    """Compare tensors or texts, which have the same names everywhere, between the ranks of an axis.
-
-    Args:
-        mesh: the ranks; all of them must call.
-        named: what must be equal, by name.
-        what: what they are, and what to do about it, for the message.
-        axis: along which.
+    """Compare tensors or texts, which have the same names everywhere, between the ranks of an axis, which all call.
 
     Raises:
-        ValueError: on every rank, naming the ranks that differ from the axis' first, what differs, and for texts both
+        ValueError: on every rank: `what`, the ranks that differ from the axis' first, what differs, and for texts both
             values.
         CollectiveError: if a rank is missing.
     """
@@ -107,7 +101,7 @@ def _parts(x: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
         return {f.name: getattr(x, f.name) for f in fields(x)}
     if isinstance(x, partial):
         return {"function": x.func, "args": x.args, "keywords": x.keywords}
-    x = x.__wrapped__ if hasattr(x, "cache_info") else x
+    x = getattr(x, "__wrapped__", x) if hasattr(x, "cache_info") else x
     if isinstance(x, FunctionType) and (x.__closure__ or x.__defaults__):
         held = dict(zip(x.__code__.co_freevars, (cell.cell_contents for cell in x.__closure__ or ()), strict=True))
         return {"function": f"{x.__module__}.{x.__qualname__}", "defaults": x.__defaults__ or (), **held}

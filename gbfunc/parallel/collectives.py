@@ -1,16 +1,12 @@
-"""Collectives on rows of tensors, inside an autograd graph and outside.
+"""Collectives on rows of tensors, in autograd graphs and outside; `CollectiveError` tells that a rank is missing.
 
-A gather stacks the rows of all ranks; a reduce-scatter sums over ranks and leaves each its rows. Each is the gradient
-of the other. Ranks have uneven, maybe empty numbers of rows, which are sent without padding.
+A gather stacks the rows of all ranks; a reduce-scatter sums over ranks and leaves each its rows; each is the gradient
+of the other. Ranks have uneven, maybe empty numbers of rows, sent without padding. One autograd node exchanges many
+tensors, in one order on every rank, with a rule for `vmap`, forward mode (but for Dynamo, which refuses it) and double
+backward.
 
-One autograd node exchanges many tensors, in one order on every rank, whatever the order in which backward needs them.
-It has a rule for `vmap`, forward mode and double backward; under `torch.compile` no forward mode: Dynamo refuses it.
-
-On gloo ranks send to each other: gloo's reduce-scatter is an all-reduce inside (measured: twice the bytes), and its
-all-to-all sends in one direction at a time (measured: twice the time on a slow link). A compiled graph, which knows no
-sends, has the all-to-all.
-
-All raise `CollectiveError` if a rank is missing.
+On gloo ranks send to each other: gloo's reduce-scatter sends twice the bytes, and its all-to-all takes twice the time.
+A compiled graph, which knows no sends, has the all-to-all.
 """
 
 from __future__ import annotations
@@ -38,15 +34,7 @@ _scatter_even: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 
 
 class _Exchange(NamedTuple):
-    """A gather or a reduce-scatter of many tensors.
-
-    Attributes:
-        kind: which.
-        sizes: rows of every rank, for each tensor.
-        axis: the ranks.
-        transport: how rows travel.
-        mesh: counts bytes and names failures; None while a graph is compiled.
-    """
+    """A gather or a reduce-scatter of many tensors; `mesh`, which counts bytes, is None while a graph is compiled."""
 
     kind: Kind
     sizes: tuple[Sizes, ...]
@@ -179,15 +167,9 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
-    """Rows of all ranks of an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...].
+    """Rows of all ranks of an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...]; `sizes` may hold 0.
 
     Backward is a reduce-scatter: every rank's gradient of this rank's rows, summed. All ranks must take part in it.
-
-    Args:
-        mesh: the ranks.
-        xs: this rank's rows.
-        sizes: rows of every rank, for each tensor; any may be 0.
-        axis: along which.
     """
     return _exchange("gather", mesh, xs, sizes, axis)
 

@@ -1,13 +1,8 @@
 """What ranks exchange for a layout: outputs of generation, the sums at the end of a step, and whole states.
 
-*Outputs.* From this rank's tiles (or factors) to everyone's, in one autograd node; small ensembles travel together. The
-p-net waits for all of them. A form in which it waited for each weight at its first use, and each gradient left as soon
-as backward knew it, took 0.88 to 1.08 times as long, 1.00 in the median (2 ranks; MLPs of 3 and 9 layers, a GPT; 100 to
-1,000 Mbit/s): a slow wire takes ten times as long as the p-net, and on a fast one the processor is short.
-
-*Sums.* The loss is the mean over the global batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i.
-
-*States.* A training state has two forms: full, as on one rank, and as this rank holds it.
+*Outputs* go from this rank's tiles (or factors) to everyone's in one autograd node, for which the p-net waits: sending
+each weight by itself took as long (median 1.00, 100 to 1,000 Mbit/s). *Sums*: the loss is the mean over the global
+batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i. *States* are full, as on one rank, or this rank's.
 """
 
 from __future__ import annotations
@@ -38,24 +33,15 @@ Outputs = dict[str, Tensor | Factors]
 class Gather(NamedTuple):
     """From this rank's outputs to everyone's, for one call of a generator.
 
-    Attributes:
-        layout: which tiles each rank makes.
-        counts: whether this rank's gradients count. Those of a rank without a row of the batch do not, even where they
-            are not finite: it computes the loss of a made-up row, to take part in the collectives of backward.
+    Gradients of a rank without a row of the batch do not count (`counts`), even where they are not finite: it computes
+    the loss of a made-up row, to take part in the collectives of backward.
     """
 
     layout: Layout
     counts: bool = True
 
     def outputs(self, mine: Outputs) -> Outputs:
-        """Every rank's outputs of every ensemble.
-
-        Args:
-            mine: scaled tiles [t, r, c] or factors of the tiles this rank holds, by ensemble.
-
-        Raises:
-            CollectiveError: if a rank is missing.
-        """
+        """Every rank's outputs of every ensemble, from the scaled tiles [t, r, c] or factors that this rank holds."""
         ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
         sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
         pieces = [piece for parts in sent.values() for piece in parts]
@@ -134,12 +120,7 @@ def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
 class Reduced(NamedTuple):
     """What a step has computed for the global batch: the same on every rank, but for the rows of split leaves.
 
-    Attributes:
-        loss: the loss.
-        aux: what the loss function returned beside it.
-        gradients: by flat name.
-        buffers: the p-net's.
-        norm: of the gradient of the whole genome.
+    `norm` is that of the gradient of the whole genome.
     """
 
     loss: Tensor
@@ -165,7 +146,6 @@ def reduce_step(
 
     Raises:
         ValueError: for an aux with tensors that are no scalars, and for an empty global batch.
-        CollectiveError: if a rank is missing.
     """
     mesh = layout.mesh
     split = {k: g for k, g in gradients.items() if k in layout.split}
@@ -179,7 +159,9 @@ def reduce_step(
     leaves, structure = optree.tree_flatten(aux)
     numbers = [_number(x) for x in leaves]
     whole = [k for k in gradients if k not in split]
-    means = [loss, *(x for x in numbers if x is not None), *(_change(x, buffers[k]) for k, x in before.items())]
+    # What stays, infinities too, must stay bit for bit.
+    changes = [torch.where(x == buffers[k], torch.zeros_like(x), buffers[k] - x) for k, x in before.items()]
+    means = [loss, *(x for x in numbers if x is not None), *changes]
     weighted = [x.detach() * rows if rows else torch.zeros_like(x) for x in means]
     # Leaves that tiles share get their gradients from the tiles that a rank holds, not from the rows that it has.
     counts = {k: rows > 0 or (layout.sharded and k.startswith(GNET)) for k in whole}
@@ -198,21 +180,11 @@ def reduce_step(
     return Reduced(loss, aux, {k: mean[k] for k in gradients}, buffers, norm)
 
 
-def _change(before: Tensor, after: Tensor) -> Tensor:
-    # What stays, infinities too, must stay bit for bit.
-    return torch.where(before == after, torch.zeros_like(after), after - before)
-
-
 def _number(x: Any) -> Tensor | None:
-    """A leaf of aux as a floating-point scalar, None if it is no number.
-
-    Raises:
-        ValueError: for a tensor that is no scalar, whose shape could differ between ranks.
-    """
+    """A leaf of aux as a floating-point scalar, None if it is no number."""
     if isinstance(x, Tensor):
         if x.ndim:
-            shape = tuple(x.shape)
-            raise ValueError(f"with a mesh, tensors in aux must be scalars to be averaged over ranks, got {shape}")
+            raise ValueError(f"with a mesh, aux must be scalars to be averaged over ranks, got {tuple(x.shape)}")
         return x if x.is_floating_point() else x.float()
     return torch.tensor(float(x)) if isinstance(x, int | float) else None
 
@@ -228,11 +200,7 @@ def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Ten
 
 
 def shard_state(layout: Layout, state: Any) -> Any:
-    """This rank's rows of a full state: of the leaves that are split, and of the optimizer's state for them.
-
-    Raises:
-        ValueError: if the state is not a full one of the plan.
-    """
+    """This rank's rows of a full state: of split leaves and their optimizer state. ValueError if it is not full."""
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state
@@ -245,12 +213,7 @@ def shard_state(layout: Layout, state: Any) -> Any:
 
 
 def gather_state(layout: Layout, state: Any) -> Any:
-    """Undo `shard_state`: the full state, on every rank; all ranks must call.
-
-    Raises:
-        ValueError: if the state is not this rank's part of a state of the plan.
-        CollectiveError: if a rank is missing.
-    """
+    """Undo `shard_state`: the full state, on every rank; all ranks must call. ValueError if it is no part of one."""
     check_genome(layout.plan, state, layout.shapes)
     if not layout.sharded:
         return state

@@ -20,13 +20,7 @@ AxisName = Literal["world", "data", "gnets"]
 
 
 class Axis(NamedTuple):
-    """Ranks that talk to each other.
-
-    Attributes:
-        ranks: which, in the order of the axis.
-        index: where among them this one is.
-        group: their process group, None where there is only one rank.
-    """
+    """Ranks that talk to each other, where among them this one is, and their process group, None for a single rank."""
 
     ranks: tuple[int, ...]
     index: int
@@ -133,11 +127,7 @@ class Mesh:
         return batch if self.world == 1 else split_rows(batch, self.world)[self.rank]
 
     def barrier(self) -> None:
-        """Wait for all ranks.
-
-        Raises:
-            CollectiveError: if one does not come within the timeout.
-        """
+        """Wait for all ranks; `CollectiveError` if one does not come within the timeout."""
         if self.world > 1:
             with self.faults.named("barrier"):
                 dist.barrier()

@@ -46,8 +46,6 @@ class Layout:
     """The placement of a plan's genome on a mesh.
 
     Attributes:
-        plan: the plan.
-        mesh: the ranks.
         placement: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"` (factors are, where there are any).
         sharded: whether leaves are split at all, which takes more than one rank along the g-net axis.
         sizes: tiles of every rank along the g-net axis, by ensemble; only of ensembles with leaves.
@@ -152,12 +150,7 @@ def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int
 
 
 class Cost(NamedTuple):
-    """What one step costs one rank beside the p-net.
-
-    Attributes:
-        bytes: sent.
-        operations: of generation, forward and backward.
-    """
+    """What one step costs one rank beside the p-net: bytes sent, operations of generation, forward and backward."""
 
     bytes: float
     operations: float
@@ -169,19 +162,23 @@ class Cost(NamedTuple):
 
 def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
     """The cost of a placement on `data` x `gnets` ranks, where weights may or may not stay factors."""
-    item, total, ring = plan.dtype.itemsize, plan.genome_params, _ring(data * gnets)
+
+    def ring(ranks: int) -> float:
+        return 2 * (ranks - 1) / ranks
+
+    item, total = plan.dtype.itemsize, plan.genome_params
     ensembles = [e for e in plan.ensembles if e.leaves]
     operations = sum(_operations(e) for e in ensembles)
     if lazy and placement != "sharded":
         operations -= sum(_products(e) for e in ensembles if e.hypernet.factorised)
     if placement == "replicated" or gnets == 1:
-        return Cost(ring * total * item, operations)
+        return Cost(ring(data * gnets) * total * item, operations)
     factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
     sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
     products = sum(_products(e) for e in ensembles if e.name in factored and not lazy)
     tiles = sum(math.prod(s) for e in ensembles for k, s in e.shapes.items() if e.leaves[k].scope == "tile")
-    genome = _ring(data) * tiles / gnets * item + ring * (total - tiles) * item
-    return Cost(_ring(gnets) * sent + genome, (operations - products) / gnets + products)
+    genome = ring(data) * tiles / gnets * item + ring(data * gnets) * (total - tiles) * item
+    return Cost(ring(gnets) * sent + genome, (operations - products) / gnets + products)
 
 
 def choose_placement(
@@ -189,11 +186,8 @@ def choose_placement(
 ) -> Placement:
     """The cheapest placement on a mesh; the first of `PLACEMENTS` among equals.
 
-    Args:
-        plan: the plan.
-        mesh: the ranks.
-        operations_per_byte: the machine's balance; None is `OPERATIONS_PER_BYTE` of the mesh's type of device.
-        lazy: whether weights may stay factors.
+    `operations_per_byte` is the machine's balance, None that of the mesh's type of device; `lazy` lets weights stay
+    factors.
     """
     balance = operations_per_byte or OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
     costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy).seconds(balance) for p in PLACEMENTS}
@@ -201,20 +195,11 @@ def choose_placement(
 
 
 def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:
-    """The layout of a placement by name, `"auto"` among them; `lazy` as for `choose_placement`.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """The layout of a placement by name, or `"auto"`, `lazy` as for `choose_placement`; ValueError for another name."""
     chosen = choose_placement(plan, mesh, lazy=lazy) if placement == "auto" else placement
     if chosen not in PLACEMENTS:
         raise ValueError(f"placement must be one of {('auto', *PLACEMENTS)}, got {placement!r}")
     return Layout(plan, mesh, cast(Placement, chosen))
-
-
-def _ring(ranks: int) -> float:
-    """Bytes that a rank sends for each byte of a buffer that is gathered and reduced in a ring."""
-    return 2 * (ranks - 1) / ranks
 
 
 def _products(e: Ensemble) -> float:

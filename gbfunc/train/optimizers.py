@@ -128,7 +128,7 @@ def torch_optimizer(
         """
         leaves: dict[str, Params] = {k: {} for k in params}
         for (k, entry), (shape, dtype, device) in prepare(_describe(params, roles)).specs.items():
-            leaves[k][entry] = torch.zeros(shape, dtype=dtype, device=device)
+            leaves[k][entry] = torch.zeros(shape or (), dtype=dtype, device=device)
         return OptState(torch.zeros((), dtype=torch.int64, device="cpu"), leaves, fingerprint.clone())
 
     def update(
@@ -295,9 +295,9 @@ def _make_group(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], where: str, *, by_tile: bool = False
 ) -> ParamGroup:
     """Check the options of a class by making an optimizer."""
-    options = dict(options)
-    lr = options.pop("lr")
-    if not callable(lr) and (isinstance(lr, bool) or not isinstance(lr, Real)):
+    lr = cast(LearningRate, options["lr"])
+    options = {k: v for k, v in options.items() if k != "lr"}
+    if not (callable(lr) or isinstance(lr, Real)) or isinstance(lr, bool):
         raise TypeError(f"lr of {where} must be a number or a function of the step, got {lr!r}")
     if options.get("differentiable"):
         raise ValueError("differentiable=True must be left out: the results of a pure update have no graph")
