@@ -142,7 +142,8 @@ def torch_optimizer(
                 a learning rate that is negative.
         """
         calls, specs = prepare(_describe(params, roles))
-        compare_trees({k: spec_of(p) for k, p in params.items()}, grads, "grads do not fit params")
+        if not _alike(params, grads):
+            compare_trees({k: spec_of(p) for k, p in params.items()}, grads, "grads do not fit params")
         _check_state(state, params, specs, cls.__name__, fingerprint)
         step = int(state.step)
         with torch.no_grad():
@@ -363,6 +364,16 @@ def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tens
             raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
 
 
+def _alike(params: Params, grads: Params) -> bool:
+    """Whether names, shapes, dtypes and devices are the same: fast, for every step."""
+    return params.keys() == grads.keys() and all(
+        [
+            g.shape == p.shape and g.dtype == p.dtype and g.device == p.device
+            for p, g in ((p, grads[k]) for k, p in params.items())
+        ]
+    )
+
+
 def _check_state(
     state: OptState, params: Params, specs: dict[tuple[str, str], TensorSpec], cls: str, fingerprint: Tensor
 ) -> None:
@@ -372,6 +383,10 @@ def _check_state(
     if (got := int(state.fingerprint)) != int(fingerprint):
         other = next((name for name in dir(torch.optim) if int(_fingerprint(name)) == got), "another class")
         raise ValueError(f"the state must be one of {cls}, got one of {other}: make a new one by init")
+    given = {(k, entry): t for k, of in state.leaves.items() for entry, t in of.items()}
+    if state.leaves.keys() == params.keys() and given.keys() == specs.keys():
+        if all([t.shape == specs[k].shape and t.dtype == specs[k].dtype for k, t in given.items()]):
+            return
     what = f"the state does not fit {cls} and the parameters"
     # On any device: torch reads numbers of steps wherever they are.
     expected = {f"{k}/{entry}": spec._replace(device=None) for (k, entry), spec in specs.items()}
