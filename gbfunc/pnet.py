@@ -11,7 +11,8 @@ import inspect
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import checkpoint
 
 from gbfunc.layers.forms import WeightForm, install
+from gbfunc.trees import TensorSpec, compare_trees
 from gbfunc.types import Params, TensorMap
 
 _WRAPPERS = {
@@ -31,6 +33,7 @@ _WRAPPERS = {
     "FSDPModule": "FSDP2 owns the weights and ignores generated ones: pass the module before fully_shard",
     "OptimizedModule": "pass the module before torch.compile (its ._orig_mod) and compile the training step instead",
 }
+_ANY = TensorSpec()
 _CHECKPOINT = (
     "this p-net calls torch.utils.checkpoint inside its forward: backward would recompute with the module's own "
     "weights instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
@@ -93,34 +96,26 @@ def eval_mode_warning(pnet: nn.Module) -> str | None:
 
 
 def _trains_otherwise(module: nn.Module) -> bool:
-    rates = ("dropout", "attention_dropout", "hidden_dropout", "dropout_p", "drop_prob", "p")
-    found = [getattr(module, name, None) for name in rates if name != "p" or "Drop" in type(module).__name__]
-    drops = any(isinstance(rate, float | int) and rate > 0 for rate in found)
+    names = ["dropout", "attention_dropout", "hidden_dropout", "dropout_p", "drop_prob"]
+    rates = [getattr(module, name, None) for name in names + ["p"] * ("Drop" in type(module).__name__)]
+    drops = any(isinstance(rate, float | int) and rate > 0 for rate in rates)
     return drops or isinstance(getattr(module, "running_mean", None), Tensor) or isinstance(module, nn.RReLU)
 
 
 def parameter_infos(pnet: nn.Module) -> list[ParameterInfo]:
-    """Every parameter once, in the p-net's order, with its aliases and its owner."""
-    names: dict[int, list[str]] = {}
+    """Every parameter once, in the p-net's order, with its aliases and its layer."""
+    named: dict[int, tuple[Tensor, list[str]]] = {}
     for name, parameter in pnet.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    owned = []
-    for name, parameter in pnet.named_parameters():
-        module, attribute = _owner(pnet, name, tuple(parameter.shape))
-        owned.append(ParameterInfo(name, tuple(names[id(parameter)][1:]), parameter, module, attribute))
-    return owned
-
-
-def _owner(pnet: nn.Module, name: str, shape: tuple[int, ...]) -> tuple[nn.Module, str]:
-    prefix, _, attribute = name.rpartition(".")
-    module = pnet.get_submodule(prefix)
-    if isinstance(module, ParametrizationList):
-        # `fc.parametrizations.weight.original1` is the weight of `fc` where it has the weight's shape.
-        layer, _, parametrised = prefix.rpartition(".parametrizations.")
-        if not layer and prefix.startswith("parametrizations."):
-            parametrised = prefix.removeprefix("parametrizations.")
-        return pnet.get_submodule(layer), parametrised
-    return module, attribute
+        named.setdefault(id(parameter), (parameter, []))[1].append(name)
+    infos = []
+    for parameter, (name, *aliases) in named.values():
+        prefix, _, attribute = name.rpartition(".")
+        if isinstance(pnet.get_submodule(prefix), ParametrizationList):
+            # `fc.parametrizations.weight.original1` is a weight of `fc`.
+            layer, _, attribute = f".{prefix}".rpartition(".parametrizations.")
+            prefix = layer.removeprefix(".")
+        infos.append(ParameterInfo(name, tuple(aliases), parameter, pnet.get_submodule(prefix), attribute))
+    return infos
 
 
 def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
@@ -166,30 +161,29 @@ def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bar
     return _copy_with(pnet, lambda name, _: both[name].detach() if name in bare else both[name].detach().clone())
 
 
-class _CheckpointWatch:
-    """Notices a call of `torch.utils.checkpoint.checkpoint` inside a forward, however it was imported."""
+@contextmanager
+def _refuse_checkpoints() -> Iterator[None]:
+    """Raise ValueError if `torch.utils.checkpoint.checkpoint` is called inside, however it was imported."""
+    code, seen = inspect.unwrap(checkpoint).__code__, False
+    previous: Any = sys.getprofile()
 
-    def __init__(self) -> None:
-        self.code = inspect.unwrap(checkpoint).__code__
-        self.seen = False
+    def watch(frame: Any, event: str, arg: Any) -> None:
+        nonlocal seen
+        seen = seen or (event == "call" and frame.f_code is code)
 
-    def __enter__(self) -> _CheckpointWatch:
-        self.previous: Any = sys.getprofile()
-        # Before Python 3.12 cProfile holds the same place and is not callable: it must be paused, not put back.
-        self.paused = self.previous is not None and not callable(self.previous)
-        if self.paused:
-            self.previous.disable()  # pyright: ignore[reportOptionalMemberAccess]
-        sys.setprofile(self._event)
-        return self
-
-    def _event(self, frame: Any, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_code is self.code:
-            self.seen = True
-
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(None if self.paused else self.previous)
-        if self.paused:
-            self.previous.enable()
+    # Before Python 3.12 cProfile holds the same place and is not callable: it must be paused, not put back.
+    paused = previous is not None and not callable(previous)
+    if paused:
+        previous.disable()  # pyright: ignore[reportOptionalMemberAccess]
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None if paused else previous)
+        if paused:
+            previous.enable()  # pyright: ignore[reportOptionalMemberAccess]
+    if seen:
+        raise ValueError(_CHECKPOINT)
 
 
 class PureNet:
@@ -207,10 +201,14 @@ class PureNet:
         check_pnet(pnet)
         forms = forms or {}
         self.skeleton = skeleton_of(pnet)
-        parameters = parameter_infos(pnet)
-        self._shapes = {p.name: tuple(p.tensor.shape) for p in parameters if p.name not in forms}
-        self._inputs = {f"{p.name}_form.{k}" for p in parameters if p.name in forms for k in forms[p.name].inputs}
-        self._buffers = set(buffers_of(pnet))
+        self._parameters: dict[str, TensorSpec] = {}
+        for info in parameter_infos(pnet):
+            inputs = forms[info.name].inputs if info.name in forms else None
+            shape = TensorSpec(tuple(info.tensor.shape))
+            self._parameters |= (
+                {info.name: shape} if inputs is None else {f"{info.name}_form.{k}": _ANY for k in inputs}
+            )
+        self._buffers = dict.fromkeys(buffers_of(pnet), _ANY)
         self._ties = _ties(pnet, forms)
         install(self.skeleton, forms, shown=True)
         self._forms = list(dict.fromkeys(forms.values()))
@@ -228,14 +226,8 @@ class PureNet:
         Raises:
             ValueError: for a missing, misspelt or misshapen tensor (`functional_call` lets some of them pass).
         """
-        expected = {*self._shapes, *self._inputs}
-        for what, names, given in (("parameter", expected, weights), ("buffer", self._buffers, buffers)):
-            if names != set(given):
-                missing, unknown = sorted(names - set(given)), sorted(set(given) - names)
-                raise ValueError(f"{what}s do not fit the p-net: missing {missing}, unknown {unknown}")
-        for name, shape in self._shapes.items():
-            if tuple(weights[name].shape) != shape:
-                raise ValueError(f"parameter {name!r} must have shape {shape}, got {tuple(weights[name].shape)}")
+        compare_trees(self._parameters, weights, "parameters do not fit the p-net")
+        compare_trees(self._buffers, buffers, "buffers do not fit the p-net")
 
     def __call__(self, weights: TensorMap, buffers: Params, *args: Any, **kwargs: Any) -> Any:
         """The p-net's output for these weights.
@@ -249,10 +241,8 @@ class PureNet:
             if self._watched:
                 return self._call(weights, buffers, args, kwargs)
             self.check(weights, buffers)
-            with _CheckpointWatch() as watch:
+            with _refuse_checkpoints():
                 out = self._call(weights, buffers, args, kwargs)
-            if watch.seen:
-                raise ValueError(_CHECKPOINT)
             self._watched = True
             return out
 

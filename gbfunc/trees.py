@@ -19,9 +19,9 @@ GNET, DIRECT = "gnets/", "direct/"
 
 
 class TensorSpec(NamedTuple):
-    """What is asked of a tensor; None is any dtype or device."""
+    """What is asked of a tensor; None is any."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
@@ -102,15 +102,17 @@ def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[st
     if expected.keys() != got.keys():
         missing, unknown = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
         parts = [f"missing {_some(missing)}, unknown {_some(unknown)}"]
-    wrong: dict[str, list[str]] = {what: [] for what in TensorSpec._fields}
-    for name in sorted(expected.keys() & got.keys()):
-        want = expected[name]
-        want = spec_of(want)._replace(device=None) if isinstance(want, Tensor) else want
-        pairs = zip(want._fields, want, spec_of(got[name]), strict=True)
-        differing = [(what, f"{name} is {b}, expected {a}") for what, a, b in pairs if a is not None and a != b]
-        for what, words in differing[:1]:
-            wrong[what].append(words)
-    return ", ".join(parts + [f"wrong {what} {_some(names)}" for what, names in wrong.items() if names])
+    wrong: dict[str, list[str]] = {}
+    for name, want in expected.items():
+        shape, dtype, device = want if isinstance(want, TensorSpec) else (want.shape, want.dtype, None)
+        x = got.get(name)
+        # One comparison decides for what fits, which all leaves do at every step.
+        if x is None or (shape in (None, x.shape) and dtype in (None, x.dtype) and device in (None, x.device)):
+            continue
+        pairs = zip(TensorSpec._fields, (shape and tuple(shape), dtype, device), spec_of(x), strict=True)
+        what, a, b = next((what, a, b) for what, a, b in pairs if a is not None and a != b)
+        wrong.setdefault(what, []).append(f"{name} is {b}, expected {a}")
+    return ", ".join(parts + [f"wrong {k} {_some(sorted(wrong[k]))}" for k in TensorSpec._fields if k in wrong])
 
 
 def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
@@ -153,12 +155,12 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
 def tree_leaves(tree: Any, path: str = "tree") -> list[tuple[str, Any]]:
     """Every leaf with the expression that reaches it, such as `("batch['x'][0]", tensor)`; into any mapping too."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
-    found = []
+    named = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
         here = accessor.codify(path)
         inside = leaf.items() if isinstance(leaf, Mapping) else None
-        found += [(here, leaf)] if inside is None else [x for k, v in inside for x in tree_leaves(v, f"{here}[{k!r}]")]
-    return found
+        named += [(here, leaf)] if inside is None else [x for k, v in inside for x in tree_leaves(v, f"{here}[{k!r}]")]
+    return named
 
 
 def split_batch(batch: Any, n: int) -> list[Any]:
@@ -204,11 +206,9 @@ def n_rows(batch: Any) -> int | None:
 
 
 def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-    """The weighted mean of every leaf over trees of the same structure, as a floating-point tensor.
+    """The mean of every leaf over trees of the same structure, as a floating-point tensor.
 
-    Args:
-        trees: the trees.
-        weights: as many numbers, whose sum is 1; None weighs all alike.
+    `weights`, whose sum is 1, weigh the trees; None weighs all alike.
     """
 
     def mean(*values: Any) -> Tensor:
@@ -216,6 +216,6 @@ def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> A
         stacked = stacked if stacked.is_floating_point() else stacked.float()
         if weights is None or len(set(weights)) == 1:
             return stacked.mean(0)
-        return (stacked * stacked.new_tensor(weights).reshape(-1, *(1,) * (stacked.ndim - 1))).sum(0)
+        return torch.stack([w * x for w, x in zip(weights, stacked, strict=True)]).sum(0)
 
     return tree_map(mean, *trees)

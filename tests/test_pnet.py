@@ -104,10 +104,10 @@ def test_parametrised_weights_belong_to_their_layer() -> None:
             r"unknown \['0.wieght'\]",
         ),
         (lambda w: {**w, "extra": torch.zeros(1)}, r"unknown \['extra'\]"),
-        (lambda w: {**w, "0.bias": torch.zeros(1)}, r"'0.bias' must have shape \(7,\), got \(1,\)"),
+        (lambda w: {**w, "0.bias": torch.zeros(1)}, r"0.bias is \(1,\), expected \(7,\)"),
         (
             lambda w: {**w, "0.weight": torch.zeros(6, 7)},
-            r"'0.weight' must have shape \(7, 6\), got \(6, 7\)",
+            r"0.weight is \(6, 7\), expected \(7, 6\)",
         ),
     ],
     ids=["missing", "misspelt", "unknown", "broadcastable", "transposed"],

@@ -4,15 +4,8 @@ The only user of `torch.distributed`.
 """
 
 from gbfunc.parallel.checks import check_equal, text_of
-from gbfunc.parallel.collectives import Sizes, all_gather, from_rank_0, gather_exactly, reduce_scatter, sum_ranks
-from gbfunc.parallel.exchange import (
-    Gather,
-    Reduced,
-    gather_state,
-    no_tiles,
-    reduce_step,
-    shard_state,
-)
+from gbfunc.parallel.collectives import Sizes, all_gather, from_rank_0, gather_objects, reduce_scatter, sum_ranks
+from gbfunc.parallel.exchange import Gather, Reduced, gather_state, no_tiles, reduce_step, shard_state
 from gbfunc.parallel.faults import CollectiveError
 from gbfunc.parallel.mesh import AxisName, Mesh, mesh, single_rank_mesh
 from gbfunc.parallel.placement import (
@@ -41,7 +34,7 @@ __all__ = [
     "check_equal",
     "choose_placement",
     "from_rank_0",
-    "gather_exactly",
+    "gather_objects",
     "gather_state",
     "make_layout",
     "mesh",

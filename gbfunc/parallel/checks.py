@@ -1,17 +1,13 @@
-"""Checks that ranks agree: what must be equal everywhere is hashed, and the hashes are compared.
-
-Only where they differ are texts exchanged, so that the error names what differs inside of them: as JSON (a plan, or
-options as `text_of` writes them) by the path to each value.
-"""
+"""Checks that ranks agree: hashes are compared, and texts are exchanged only to say in words what differs in them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import zip_longest
 from numbers import Number
 from types import FunctionType
 from typing import Any
@@ -19,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gbfunc.parallel.collectives import gather_numbers, gather_texts
+from gbfunc.parallel.collectives import all_gather, gather_objects
 from gbfunc.parallel.mesh import AxisName, Mesh
 
 _MOST = 5
@@ -29,33 +25,28 @@ _ABSENT = "(nothing)"
 
 
 def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: AxisName = "world") -> None:
-    """Compare tensors or texts, which have the same names everywhere, between the ranks of an axis.
-
-    Args:
-        mesh: the ranks; all of them must call.
-        named: what must be equal, by name.
-        what: what they are, and what to do about it, for the message.
-        axis: along which.
+    """Compare tensors or texts, which have the same names everywhere, between the ranks of an axis, which all call.
 
     Raises:
-        ValueError: on every rank, naming the ranks that differ from the axis' first, what differs, and for texts both
+        ValueError: on every rank: `what`, the ranks that differ from the axis' first, what differs, and for texts both
             values.
         CollectiveError: if a rank is missing.
     """
-    if mesh.axis(axis).size == 1:
-        return
     ranks, names = mesh.axis(axis).ranks, sorted(named)
-    hashes = gather_numbers(mesh, [hash_of(named[k]) for k in names], axis)
-    words: dict[int, list[str]] = {rank: [] for rank in ranks}
-    for name, first, *others in zip(names, *hashes, strict=True):
-        if others.count(first) < len(others):
-            value = named[name]
-            details = _differences(mesh, value, axis) if isinstance(value, str) else [""] * len(ranks)
-            for rank, number, detail in zip(ranks, (first, *others), details, strict=True):
-                words[rank] += [name + detail] if number != first else []
-    if any(words.values()):
-        bad = "; ".join(f"rank {rank} in {', '.join(of)}" for rank, of in words.items() if of)
-        raise ValueError(f"{what}: different from rank {ranks[0]} are {bad}")
+    if len(ranks) == 1:
+        return
+    hashes = torch.tensor([[hash_of(named[k]) for k in names]], dtype=torch.int64, device=mesh.device)
+    (by_rank,) = all_gather(mesh, [hashes], [(1,) * len(ranks)], axis)
+    differs = (by_rank != by_rank[0]).tolist()
+    if not any(map(any, differs)):
+        return
+    texts = gather_objects(mesh, {k: x for k, x in named.items() if isinstance(x, str)}, axis)
+    words = []
+    for rank, other, text in zip(ranks, differs, texts, strict=True):
+        bad = [k for k, differing in zip(names, other, strict=True) if differing]
+        details = [k + (_difference(texts[0][k], text[k]) if k in text else "") for k in bad]
+        words += [f"rank {rank} in {', '.join(details)}"] if bad else []
+    raise ValueError(f"{what}: different from rank {ranks[0]} are {'; '.join(words)}")
 
 
 def hash_of(x: Tensor | str) -> int:
@@ -110,44 +101,37 @@ def _parts(x: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
         return {f.name: getattr(x, f.name) for f in fields(x)}
     if isinstance(x, partial):
         return {"function": x.func, "args": x.args, "keywords": x.keywords}
+    x = getattr(x, "__wrapped__", x) if hasattr(x, "cache_info") else x
     if isinstance(x, FunctionType) and (x.__closure__ or x.__defaults__):
         held = dict(zip(x.__code__.co_freevars, (cell.cell_contents for cell in x.__closure__ or ()), strict=True))
         return {"function": f"{x.__module__}.{x.__qualname__}", "defaults": x.__defaults__ or (), **held}
     return None
 
 
-def _differences(mesh: Mesh, text: str, axis: AxisName) -> list[str]:
-    """How every rank's text differs from that of the axis' first, in words."""
-    first = gather_texts(mesh, "" if mesh.axis(axis).index else text, axis)[0]
-    return gather_texts(mesh, _difference(first, text), axis)
-
-
 def _difference(first: str, text: str) -> str:
     """How a text differs from the first rank's: ` (clip_norm: 0.5, not None)`."""
-    if first == text:
-        return ""
     try:
-        pairs = [*_unequal(json.loads(first), json.loads(text), "")]
+        a, b = _flat(json.loads(first)), _flat(json.loads(text))
     except (ValueError, RecursionError):
-        pairs = [("", repr(first), repr(text))]
-    words = [f"{path}: {_short(b, a)}, not {_short(a, b)}".removeprefix(": ") for path, a, b in pairs[:_MOST]]
+        a, b = {"": repr(first)}, {"": repr(text)}
+    pairs = [(k, a.get(k, _ABSENT), b.get(k, _ABSENT)) for k in a | b if a.get(k) != b.get(k)]
+    words = [f"{path}: {_short(y, x)}, not {_short(x, y)}".removeprefix(": ") for path, x, y in pairs[:_MOST]]
     return f" ({'; '.join(words)}{'; ...' if len(pairs) > _MOST else ''})"
 
 
-def _unequal(a: Any, b: Any, path: str) -> Iterator[tuple[str, str, str]]:
-    """Path and both values wherever two JSON values differ."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for k in sorted(a.keys() | b.keys()):
-            yield from _unequal(a.get(k, _ABSENT), b.get(k, _ABSENT), f"{path}.{k}" if path else k)
-    elif isinstance(a, list) and isinstance(b, list):
-        for i, (x, y) in enumerate(zip_longest(a, b, fillvalue=_ABSENT)):
-            yield from _unequal(x, y, f"{path}[{i}]")
-    elif repr(a) != repr(b):
-        yield path, repr(a), repr(b)
+def _flat(x: Any, path: str = "") -> dict[str, str]:
+    """Every value of a JSON document, by its path."""
+    if isinstance(x, dict):
+        inside = [(f"{path}.{k}" if path else k, v) for k, v in x.items()]
+    elif isinstance(x, list):
+        inside = [(f"{path}[{i}]", v) for i, v in enumerate(x)]
+    else:
+        return {path: repr(x)}
+    return {k: v for here, part in inside for k, v in _flat(part, here).items()}
 
 
 def _short(text: str, other: str) -> str:
     """A text, cut around where it differs from the other."""
-    at = next((i for i, (x, y) in enumerate(zip(text, other, strict=False)) if x != y), min(len(text), len(other)))
+    at = len(os.path.commonprefix([text, other]))
     start = max(0, at - 30)
     return f"{'...' if start else ''}{text[start : at + 30]}{'...' if len(text) > at + 30 else ''}"

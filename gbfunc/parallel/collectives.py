@@ -1,21 +1,16 @@
-"""Collectives on rows of tensors, inside an autograd graph and outside.
+"""Collectives on rows of tensors, in autograd graphs and outside; `CollectiveError` tells that a rank is missing.
 
-A gather stacks the rows of all ranks; a reduce-scatter sums over ranks and leaves each its rows. Each is the gradient
-of the other. Ranks have uneven, maybe empty numbers of rows, which are sent without padding.
+A gather stacks the rows of all ranks; a reduce-scatter sums over ranks and leaves each its rows; each is the gradient
+of the other. Ranks have uneven, maybe empty numbers of rows, sent without padding. One autograd node exchanges many
+tensors, in one order on every rank, with a rule for `vmap`, forward mode (but for Dynamo, which refuses it) and double
+backward.
 
-One autograd node exchanges many tensors, in one order on every rank, whatever the order in which backward needs them.
-It has a rule for `vmap`, forward mode and double backward; under `torch.compile` no forward mode: Dynamo refuses it.
-
-On gloo ranks send to each other: gloo's reduce-scatter is an all-reduce inside (measured: twice the bytes), and its
-all-to-all sends in one direction at a time (measured: twice the time on a slow link). A compiled graph, which knows no
-sends, has the all-to-all.
-
-All raise `CollectiveError` if a rank is missing.
+On gloo ranks send to each other: gloo's reduce-scatter sends twice the bytes, and its all-to-all takes twice the time.
+A compiled graph, which knows no sends, has the all-to-all.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -39,15 +34,7 @@ _scatter_even: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 
 
 class _Exchange(NamedTuple):
-    """A gather or a reduce-scatter of many tensors.
-
-    Attributes:
-        kind: which.
-        sizes: rows of every rank, for each tensor.
-        axis: the ranks.
-        transport: how rows travel.
-        mesh: counts bytes and names failures; None while a graph is compiled.
-    """
+    """A gather or a reduce-scatter of many tensors; `mesh`, which counts bytes, is None while a graph is compiled."""
 
     kind: Kind
     sizes: tuple[Sizes, ...]
@@ -57,14 +44,15 @@ class _Exchange(NamedTuple):
 
 
 def _run(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    gather = exchange.kind == "gather"
-    move = _gather if gather else _reduce_scatter
-    if exchange.mesh is None:
+    kind, sizes, axis, _, mesh = exchange
+    move = _gather if kind == "gather" else _reduce_scatter
+    if mesh is None:
         return move(exchange, xs)
-    index, n = exchange.axis.index, exchange.axis.size
     # A gather sends all of this rank's rows to every other rank, a reduce-scatter to each its rows.
-    rows = [len(x) * (n - 1) if gather else len(x) - s[index] for x, s in zip(xs, exchange.sizes, strict=True)]
-    with exchange.mesh.sending(exchange.kind, sum(x[:1].nbytes * k for x, k in zip(xs, rows, strict=True))):
+    rows = [
+        len(x) * (axis.size - 1) if kind == "gather" else len(x) - s[axis.index] for x, s in zip(xs, sizes, strict=True)
+    ]
+    with mesh.sending(kind, sum(x[:1].nbytes * k for x, k in zip(xs, rows, strict=True))):
         return move(exchange, xs)
 
 
@@ -98,18 +86,18 @@ def _reduce_scatter(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, 
             mine[axis.index] = parts[axis.index]
         _send(given, taken, axis)
         return tuple(_total(parts) for parts in taken)
-    return tuple(_scatter_at_once(x, s, axis, transport) for x, s in zip(xs, sizes, strict=True))
-
-
-def _scatter_at_once(x: Tensor, sizes: Sizes, axis: Axis, transport: Transport) -> Tensor:
-    n = sizes[axis.index]
-    if transport == "nccl" and len(set(sizes)) == 1:
-        out = x.new_empty((n, *x.shape[1:]))
-        _scatter_even(out, x, group=axis.group)
-        return out
-    parts = x.new_empty((axis.size * n, *x.shape[1:]))
-    dist.all_to_all_single(parts, x, [n] * axis.size, list(sizes), group=axis.group)
-    return parts.reshape(axis.size, n, *x.shape[1:]).sum(0)
+    mine = []
+    for x, s in zip(xs, sizes, strict=True):
+        n = s[axis.index]
+        even = transport == "nccl" and len(set(s)) == 1
+        parts = x.new_empty((n if even else axis.size * n, *x.shape[1:]))
+        if even:
+            _scatter_even(parts, x, group=axis.group)
+        else:
+            dist.all_to_all_single(parts, x, [n] * axis.size, list(s), group=axis.group)
+            parts = parts.reshape(axis.size, n, *x.shape[1:]).sum(0)
+        mine.append(parts)
+    return tuple(mine)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
@@ -179,15 +167,9 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
-    """Rows of all ranks of an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...].
+    """Rows of all ranks of an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...]; `sizes` may hold 0.
 
     Backward is a reduce-scatter: every rank's gradient of this rank's rows, summed. All ranks must take part in it.
-
-    Args:
-        mesh: the ranks.
-        xs: this rank's rows.
-        sizes: rows of every rank, for each tensor; any may be 0.
-        axis: along which.
     """
     return _exchange("gather", mesh, xs, sizes, axis)
 
@@ -210,7 +192,7 @@ def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Rank 0's values of these tensors, on every rank."""
     if mesh.world == 1 or not tensors:
         return list(tensors)
-    flat = _bytes_of(tensors, mesh.device)
+    flat = torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8).to(mesh.device) for x in tensors])
     with mesh.faults.named("broadcast"):
         dist.broadcast(flat, 0)
     parts = flat.split([x.nbytes for x in tensors])
@@ -218,41 +200,12 @@ def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [p.clone().view(x.dtype).reshape(x.shape).to(x.device) for p, x in zip(parts, tensors, strict=True)]
 
 
-def gather_exactly(mesh: Mesh, xs: Sequence[Tensor], sizes: Sequence[Sizes], axis: AxisName) -> list[Tensor]:
-    """Rows of all ranks of an axis, tensor by tensor, in one collective; bit for bit, of any dtypes: no graph."""
-    if mesh.axis(axis).size == 1 or not xs:
-        return list(xs)
-    widths = [math.prod(x.shape[1:]) * x.element_size() for x in xs]
-    counts = [tuple(n * w for n in s) for s, w in zip(sizes, widths, strict=True)]
-    (whole,) = all_gather(mesh, [_bytes_of(xs, mesh.device)], [sum_sizes(counts)], axis)
-    parts = split_ranks(whole, counts)
-    return [p.view(x.dtype).reshape(-1, *x.shape[1:]).to(x.device) for p, x in zip(parts, xs, strict=True)]
-
-
-def gather_numbers(mesh: Mesh, numbers: Sequence[int], axis: AxisName = "world") -> list[list[int]]:
-    """As many int64 numbers from every rank of an axis: a list for each rank."""
-    row = torch.tensor([numbers], dtype=torch.int64, device=mesh.device)
-    return all_gather(mesh, [row], [(1,) * mesh.axis(axis).size], axis)[0].tolist()
-
-
-def gather_texts(mesh: Mesh, text: str, axis: AxisName = "world") -> list[str]:
-    """The text of every rank of an axis, in their order."""
-    flat = torch.tensor(list(text.encode()), dtype=torch.uint8, device=mesh.device)
-    sizes = tuple(n for (n,) in gather_numbers(mesh, [len(flat)], axis))
-    return [bytes(part.tolist()).decode() for part in all_gather(mesh, [flat], [sizes], axis)[0].split(sizes)]
-
-
-def sum_sizes(sizes: Sequence[Sizes]) -> Sizes:
-    """Sizes of tensors that travel one after another in a flat one."""
-    return tuple(map(sum, zip(*sizes, strict=True)))
-
-
-def split_ranks(flat: Tensor, sizes: Sequence[Sizes]) -> list[Tensor]:
-    """Tensors [sum(sizes)] from what ranks sent of them: first all of rank 0's, then all of rank 1's, and so on."""
-    parts = flat.split([n for of_rank in zip(*sizes, strict=True) for n in of_rank])
-    return [torch.cat(parts[i :: len(sizes)]) for i in range(len(sizes))]
-
-
-def _bytes_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """What tensors of any dtypes hold, one after another: uint8 [n]."""
-    return torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8).to(device) for x in tensors])
+def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:
+    """A small object from every rank of an axis, in their order; not counted in `mesh.traffic`."""
+    ranks = mesh.axis(axis)
+    if ranks.size == 1:
+        return [x]
+    objects = [None] * ranks.size
+    with mesh.faults.named("gather"):
+        dist.all_gather_object(objects, x, group=ranks.group)
+    return objects

@@ -1,13 +1,8 @@
 """What ranks exchange for a layout: outputs of generation, the sums at the end of a step, and whole states.
 
-*Outputs.* From this rank's tiles (or factors) to everyone's, in one autograd node; small ensembles travel together. The
-p-net waits for all of them. A form in which it waited for each weight at its first use, and each gradient left as soon
-as backward knew it, took 0.88 to 1.08 times as long, 1.00 in the median (2 ranks; MLPs of 3 and 9 layers, a GPT; 100 to
-1,000 Mbit/s): a slow wire takes ten times as long as the p-net, and on a fast one the processor is short.
-
-*Sums.* The loss is the mean over the global batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i.
-
-*States.* A training state has two forms: full, as on one rank, and as this rank holds it.
+*Outputs* go from this rank's tiles (or factors) to everyone's in one autograd node, for which the p-net waits: sending
+each weight by itself took as long (median 1.00, 100 to 1,000 Mbit/s). *Sums*: the loss is the mean over the global
+batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i. *States* are full, as on one rank, or this rank's.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from torch import Tensor
 
 from gbfunc.genome import check_genome
 from gbfunc.hypernets.ensemble import dense_tiles
-from gbfunc.parallel.collectives import Sizes, all_gather, gather_exactly, split_ranks, sum_ranks, sum_sizes
+from gbfunc.parallel.collectives import Sizes, all_gather, sum_ranks
 from gbfunc.parallel.mesh import AxisName
 from gbfunc.parallel.placement import Layout, sent_dtype
 from gbfunc.plan import Ensemble
@@ -38,24 +33,15 @@ Outputs = dict[str, Tensor | Factors]
 class Gather(NamedTuple):
     """From this rank's outputs to everyone's, for one call of a generator.
 
-    Attributes:
-        layout: which tiles each rank makes.
-        counts: whether this rank's gradients count. Those of a rank without a row of the batch do not, even where they
-            are not finite: it computes the loss of a made-up row, to take part in the collectives of backward.
+    Gradients of a rank without a row of the batch do not count (`counts`), even where they are not finite: it computes
+    the loss of a made-up row, to take part in the collectives of backward.
     """
 
     layout: Layout
     counts: bool = True
 
     def outputs(self, mine: Outputs) -> Outputs:
-        """Every rank's outputs of every ensemble.
-
-        Args:
-            mine: scaled tiles [t, r, c] or factors of the tiles this rank holds, by ensemble.
-
-        Raises:
-            CollectiveError: if a rank is missing.
-        """
+        """Every rank's outputs of every ensemble, from the scaled tiles [t, r, c] or factors that this rank holds."""
         ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
         sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
         pieces = [piece for parts in sent.values() for piece in parts]
@@ -98,17 +84,19 @@ def no_tiles(layout: Layout, e: Ensemble, leaves: Params) -> Tensor | Factors:
 
 
 def _gather_in_buckets(layout: Layout, pieces: list[Tensor], sizes: list[Sizes]) -> list[Tensor]:
-    """Tensors [t, ...] of this rank to [T, ...] of all: large ones as they are, small ones in flat buckets."""
-    widths = [math.prod(p.shape[1:]) for p in pieces]
-    largest = [(p.dtype, max(s) * w * p.element_size()) for p, s, w in zip(pieces, sizes, widths, strict=True)]
-    buckets = _buckets(largest)
-    numbers = [[tuple(n * widths[i] for n in sizes[i]) for i in bucket] for bucket in buckets]
-    sent = [pieces[b[0]] if len(b) == 1 else torch.cat([pieces[i].reshape(-1) for i in b]) for b in buckets]
-    rows = [sizes[b[0]] if len(b) == 1 else sum_sizes(n) for b, n in zip(buckets, numbers, strict=True)]
+    """Tensors [t, ...] of this rank to [T, ...] of all: large ones alone, small ones of a dtype in flat buckets."""
+    counts = [tuple(n * math.prod(p.shape[1:]) for n in s) for p, s in zip(pieces, sizes, strict=True)]
+    buckets = _buckets([(p.dtype, max(c) * p.element_size()) for p, c in zip(pieces, counts, strict=True)])
+    sent = [torch.cat([pieces[i].reshape(-1) for i in b]) if len(b) > 1 else pieces[b[0]].reshape(-1) for b in buckets]
+    # [ranks, tensors of the bucket]: first all of rank 0's, then all of rank 1's, and so on.
+    numbers = [[*zip(*(counts[i] for i in b), strict=True)] for b in buckets]
+    flat = all_gather(layout.mesh, sent, [tuple(map(sum, of_ranks)) for of_ranks in numbers])
     whole: dict[int, Tensor] = {}
-    for bucket, counts, out in zip(buckets, numbers, all_gather(layout.mesh, sent, rows), strict=True):
-        parts = [out] if len(bucket) == 1 else split_ranks(out, counts)
-        whole |= {i: part.reshape(-1, *pieces[i].shape[1:]) for i, part in zip(bucket, parts, strict=True)}
+    for b, of_ranks, x in zip(buckets, numbers, flat, strict=True):
+        parts = x.split([n for of_rank in of_ranks for n in of_rank]) if len(b) > 1 else (x,)
+        for k, i in enumerate(b):
+            joined = torch.cat(parts[k :: len(b)]) if len(b) > 1 else x
+            whole[i] = joined.reshape(sum(sizes[i]), *pieces[i].shape[1:])
     return [whole[i] for i in range(len(pieces))]
 
 
@@ -132,12 +120,7 @@ def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
 class Reduced(NamedTuple):
     """What a step has computed for the global batch: the same on every rank, but for the rows of split leaves.
 
-    Attributes:
-        loss: the loss.
-        aux: what the loss function returned beside it.
-        gradients: by flat name.
-        buffers: the p-net's.
-        norm: of the gradient of the whole genome.
+    `norm` is that of the gradient of the whole genome.
     """
 
     loss: Tensor
@@ -163,7 +146,6 @@ def reduce_step(
 
     Raises:
         ValueError: for an aux with tensors that are no scalars, and for an empty global batch.
-        CollectiveError: if a rank is missing.
     """
     mesh = layout.mesh
     split = {k: g for k, g in gradients.items() if k in layout.split}
@@ -177,7 +159,9 @@ def reduce_step(
     leaves, structure = optree.tree_flatten(aux)
     numbers = [_number(x) for x in leaves]
     whole = [k for k in gradients if k not in split]
-    means = [loss, *(x for x in numbers if x is not None), *(_change(x, buffers[k]) for k, x in before.items())]
+    # What stays, infinities too, must stay bit for bit.
+    changes = [torch.where(x == buffers[k], torch.zeros_like(x), buffers[k] - x) for k, x in before.items()]
+    means = [loss, *(x for x in numbers if x is not None), *changes]
     weighted = [x.detach() * rows if rows else torch.zeros_like(x) for x in means]
     # Leaves that tiles share get their gradients from the tiles that a rank holds, not from the rows that it has.
     counts = {k: rows > 0 or (layout.sharded and k.startswith(GNET)) for k in whole}
@@ -196,21 +180,11 @@ def reduce_step(
     return Reduced(loss, aux, {k: mean[k] for k in gradients}, buffers, norm)
 
 
-def _change(before: Tensor, after: Tensor) -> Tensor:
-    # What stays, infinities too, must stay bit for bit.
-    return torch.where(before == after, torch.zeros_like(after), after - before)
-
-
 def _number(x: Any) -> Tensor | None:
-    """A leaf of aux as a floating-point scalar, None if it is no number.
-
-    Raises:
-        ValueError: for a tensor that is no scalar, whose shape could differ between ranks.
-    """
+    """A leaf of aux as a floating-point scalar, None if it is no number."""
     if isinstance(x, Tensor):
         if x.ndim:
-            shape = tuple(x.shape)
-            raise ValueError(f"with a mesh, tensors in aux must be scalars to be averaged over ranks, got {shape}")
+            raise ValueError(f"with a mesh, aux must be scalars to be averaged over ranks, got {tuple(x.shape)}")
         return x if x.is_floating_point() else x.float()
     return torch.tensor(float(x)) if isinstance(x, int | float) else None
 
@@ -226,11 +200,7 @@ def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Ten
 
 
 def shard_state(layout: Layout, state: Any) -> Any:
-    """This rank's rows of a full state: of the leaves that are split, and of the optimizer's state for them.
-
-    Raises:
-        ValueError: if the state is not a full one of the plan.
-    """
+    """This rank's rows of a full state: of split leaves and their optimizer state. ValueError if it is not full."""
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state
@@ -243,12 +213,7 @@ def shard_state(layout: Layout, state: Any) -> Any:
 
 
 def gather_state(layout: Layout, state: Any) -> Any:
-    """Undo `shard_state`: the full state, on every rank; all ranks must call.
-
-    Raises:
-        ValueError: if the state is not this rank's part of a state of the plan.
-        CollectiveError: if a rank is missing.
-    """
+    """Undo `shard_state`: the full state, on every rank; all ranks must call. ValueError if it is no part of one."""
     check_genome(layout.plan, state, layout.shapes)
     if not layout.sharded:
         return state
@@ -256,12 +221,12 @@ def gather_state(layout: Layout, state: Any) -> Any:
     sent = dict(sorted(_split_tensors(layout, state).items()))
     tiles = [layout.sizes[name.removeprefix(GNET).rpartition("/")[0]] for name, _ in sent]
     sizes = [of if x.ndim else (1,) * len(of) for of, x in zip(tiles, sent.values(), strict=True)]
-    whole = gather_exactly(layout.mesh, [x if x.ndim else x.reshape(1) for x in sent.values()], sizes, "gnets")
-    for i, (of, x) in enumerate(zip(tiles, sent.values(), strict=True)):
-        if not x.ndim:
-            # A number for all rows (the step of Adam): from a rank that has rows.
-            whole[i] = whole[i][next(r for r, n in enumerate(of) if n)]
-    return _with_tensors(state, dict(zip(sent, whole, strict=True)))
+    pieces = [(x if x.ndim else x.reshape(1)).detach().to(layout.mesh.device) for x in sent.values()]
+    whole: dict[tuple[str, str], Tensor] = {}
+    for (key, x), of, full in zip(sent.items(), tiles, _gather_in_buckets(layout, pieces, sizes), strict=True):
+        # A number for all rows (the step of Adam) is that of a rank that has rows.
+        whole[key] = (full if x.ndim else full[next(r for r, n in enumerate(of) if n)]).to(x.device)
+    return _with_tensors(state, whole)
 
 
 def _split_tensors(layout: Layout, state: Any) -> dict[tuple[str, str], Tensor]:

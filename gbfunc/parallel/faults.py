@@ -1,7 +1,7 @@
 """When a collective fails: one clear error, which names the missing rank as far as it can be known.
 
-A failure is told from an error of the caller's code by its class, or where torch has no class for it (gloo's errors are
-plain RuntimeErrors) by what gloo puts into its messages and nobody else does: a position in its source.
+It is told from an error of the caller's code by its class, or, as gloo's errors are plain RuntimeErrors, by a position
+in gloo's source in its message.
 """
 
 from __future__ import annotations
@@ -39,14 +39,10 @@ def is_failure(error: BaseException) -> bool:
 
 
 class Faults:
-    """Turns the failure of a collective into a `CollectiveError`.
+    """Turns the failure of a collective into a `CollectiveError`, naming the ranks that sign no list in the store then.
 
-    The ranks that are left sign a list in the store that they met at; those that do not are named. Nothing is sent as
-    long as all goes well.
-
-    Attributes:
-        groups: process groups whose connections are aborted after a failure, so that ranks that wait for this one fail
-            as well.
+    `groups` are the process groups whose connections are aborted after a failure, so that ranks that wait for this one
+    fail as well. Nothing is sent as long as all goes well.
     """
 
     def __init__(self, rank: int, world: int, timeout: float, store: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -19,13 +20,7 @@ AxisName = Literal["world", "data", "gnets"]
 
 
 class Axis(NamedTuple):
-    """Ranks that talk to each other.
-
-    Attributes:
-        ranks: which, in the order of the axis.
-        index: where among them this one is.
-        group: their process group, None where there is only one rank.
-    """
+    """Ranks that talk to each other, where among them this one is, and their process group, None for a single rank."""
 
     ranks: tuple[int, ...]
     index: int
@@ -38,24 +33,23 @@ class Axis(NamedTuple):
 
 
 class Traffic:
-    """Bytes that this rank sent, by kind of collective.
+    """Payload bytes that this rank sent, by kind of collective: `by_kind`, and in all, `total`.
 
-    Counted by what the algorithms send, payload only: `gather` this rank's bytes to every other one; `reduce_scatter`
-    the rows of all other ranks; `all_reduce` 2 (N - 1) / N of the buffer, as a ring does. On gloo these are what the
-    loopback's counters show, headers apart (under 1 %).
+    `gather` sends this rank's bytes to every other one, `reduce_scatter` the rows of all other ranks, `all_reduce`
+    2 (N - 1) / N of the buffer, as a ring does. On gloo the loopback counts the same, headers apart (under 1 %).
     """
 
     def __init__(self) -> None:
-        self.by_kind: dict[str, int] = {}
+        self.by_kind: Counter[str] = Counter()
 
     @property
     def total(self) -> int:
         """All bytes so far."""
-        return sum(self.by_kind.values())
+        return self.by_kind.total()
 
     def add(self, kind: str, n_bytes: int) -> None:
         """Count a collective."""
-        self.by_kind[kind] = self.by_kind.get(kind, 0) + n_bytes
+        self.by_kind[kind] += n_bytes
 
 
 class Mesh:
@@ -86,24 +80,20 @@ class Mesh:
         self.traffic = Traffic()
         self.faults = Faults(self.rank, self.world, timeout, store)
         self._began = began
-        lines = {
-            "world": [range(self.world)],
-            "data": [range(g, self.world, gnets) for g in range(gnets)],
-            "gnets": [range(d * gnets, (d + 1) * gnets) for d in range(data)],
-        }
-        self._axes = {name: self._axis(ranges) for name, ranges in lines.items()}
+        ranks = torch.arange(self.world, device="cpu").reshape(data, gnets)
+        lines = {"world": ranks.reshape(1, -1), "data": ranks.T, "gnets": ranks}
+        self._axes = {name: self._axis(line.tolist()) for name, line in lines.items()}
         if began:
             self.faults.groups = [axis.group for axis in self._axes.values() if axis.size > 1]
 
-    def _axis(self, lines: list[range]) -> Axis:
+    def _axis(self, lines: list[list[int]]) -> Axis:
         """This rank's line of ranks, of several that have no rank in common."""
         ranks = next(tuple(line) for line in lines if self.rank in line)
         group: Any = None
         if len(ranks) == self.world > 1:
             group = dist.group.WORLD
         elif len(ranks) > 1:
-            limit = timedelta(seconds=self.timeout)
-            group = dist.new_subgroups_by_enumeration([[*line] for line in lines], timeout=limit)[0]
+            group = dist.new_subgroups_by_enumeration(lines, timeout=timedelta(seconds=self.timeout))[0]
         return Axis(ranks, ranks.index(self.rank), group)
 
     def axis(self, name: AxisName) -> Axis:
@@ -137,29 +127,22 @@ class Mesh:
         return batch if self.world == 1 else split_rows(batch, self.world)[self.rank]
 
     def barrier(self) -> None:
-        """Wait for all ranks.
-
-        Raises:
-            CollectiveError: if one does not come within the timeout.
-        """
+        """Wait for all ranks; `CollectiveError` if one does not come within the timeout."""
         if self.world > 1:
             with self.faults.named("barrier"):
                 dist.barrier()
 
     def close(self) -> None:
         """Leave together, and end the process group if this mesh began it. The mesh cannot be used after."""
-        if _initialised() and self._began:
-            self.barrier()
-            dist.destroy_process_group()
+        self.__exit__(None)
 
     def __enter__(self) -> Mesh:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        if kind is None:
-            self.close()
-        elif _initialised() and self._began:
-            # The others may never come to a barrier.
+        if _initialised() and self._began:
+            if kind is None:  # After an error the others may never come to a barrier.
+                self.barrier()
             dist.destroy_process_group()
 
     def __repr__(self) -> str:
@@ -211,25 +194,20 @@ def mesh(
         raise ValueError(f"data * gnets must be the number of ranks, {world}, got {data} * {wanted}")
     if not timeout > 0:
         raise ValueError(f"timeout must be seconds > 0, got {timeout!r}")
-    store, began = None, False
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not _initialised() and _launched():
-        limit = timedelta(seconds=timeout)
-        store = _meet(init_method, world, limit)
+    store, began = None, not _initialised() and _launched()
+    if began:
+        rank, limit = int(os.environ["RANK"]), timedelta(seconds=timeout)
+        rendezvous: Any = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
+        store = next(rendezvous(init_method, rank, world, timeout=limit))[0]
+        store.set_timeout(limit)
+        # torchrun's store outlives its workers: without a name for each attempt, one may read addresses of the dead.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=limit, store=store, rank=int(os.environ["RANK"]), world_size=world)
-        began = True
+        dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
     return Mesh(data, wanted, dist.get_rank() if _initialised() else 0, device, timeout, store, began)
-
-
-def _meet(init_method: str, world: int, limit: timedelta) -> Any:
-    rendezvous: Callable[..., Any] = dist.rendezvous  # pyright: ignore[reportPrivateImportUsage]
-    store = next(rendezvous(init_method, int(os.environ["RANK"]), world, timeout=limit))[0]
-    store.set_timeout(limit)
-    # torchrun's store outlives its workers: without a name for each attempt, one may read addresses of the dead.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return dist.PrefixStore(f"attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _initialised() -> bool:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 
@@ -33,9 +33,6 @@ PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
 OPERATIONS_PER_BYTE = {"cpu": 40.0, "cuda": 400.0}
 """Operations in the time of a byte on the wire: 50 Gflop/s (some cores) at 10 Gbit/s, 20 Tflop/s (GPU) at 50 GB/s."""
 
-_PASSES = 3
-"""Forward, and backward for both sides of each product."""
-
 
 class Rows(NamedTuple):
     """Part of a leaf: rows `first .. first + count - 1` of `total`."""
@@ -49,8 +46,6 @@ class Layout:
     """The placement of a plan's genome on a mesh.
 
     Attributes:
-        plan: the plan.
-        mesh: the ranks.
         placement: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"` (factors are, where there are any).
         sharded: whether leaves are split at all, which takes more than one rank along the g-net axis.
         sizes: tiles of every rank along the g-net axis, by ensemble; only of ensembles with leaves.
@@ -86,10 +81,6 @@ class Layout:
         """Whether an ensemble is gathered as factors."""
         return self.placement == "factors" and e.hypernet.factorised and bool(e.leaves)
 
-    def widths(self, e: Ensemble) -> tuple[int, ...]:
-        """Numbers that are gathered for each of its tiles, tensor by tensor."""
-        return _widths(e, self.as_factors(e))
-
     @cached_property
     def split(self) -> frozenset[str]:
         """Flat names of the leaves that are split over the g-net axis."""
@@ -99,14 +90,14 @@ class Layout:
     @cached_property
     def ownership(self) -> Mapping[str, Rows]:
         """The rows of every trained leaf that this rank holds, by flat name (`gnets/ENSEMBLE/LEAF`, `direct/NAME`)."""
-        rows: dict[str, Rows] = {}
+        whole = {f"{DIRECT}{t.name}": t.shape[0] if t.shape else 1 for t in self.plan.direct}
+        whole |= {f"{GNET}{e.name}/{k}": shape[0] for e in self.plan.ensembles for k, shape in e.shapes.items()}
+        rows = {name: Rows(0, total, total) for name, total in whole.items()}
         for e in self.plan.ensembles:
-            for k in e.leaves:
-                name, total = f"{GNET}{e.name}/{k}", e.shapes[k][0]
-                held = self.own(e) if name in self.split else slice(0, total)
-                rows[name] = Rows(held.start, held.stop - held.start, total)
-        direct = {f"{DIRECT}{t.name}": t.shape[0] if t.shape else 1 for t in self.plan.direct}
-        return rows | {name: Rows(0, total, total) for name, total in direct.items()}
+            for name in self.split & {f"{GNET}{e.name}/{k}" for k in e.leaves}:
+                mine = self.own(e)
+                rows[name] = Rows(mine.start, mine.stop - mine.start, e.n_tiles)
+        return rows
 
     @cached_property
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -118,17 +109,13 @@ class Layout:
         return shapes
 
     def wire_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Bytes that this rank sends to gather all outputs once, and to return their gradients.
-
-        `itemsize` is that of the leaves.
-        """
+        """Bytes that this rank sends to gather all outputs once, and for their gradients; `itemsize` is the leaves'."""
         out = back = 0
         for e in self.plan.ensembles:
             if self.sharded and e.leaves:
-                width = _tile_bytes(self.plan, e, self.as_factors(e), itemsize)
+                tile = _tile_bytes(self.plan, e, self.as_factors(e), itemsize)
                 mine = self.sizes[e.name][self.mesh.gnets_index]
-                out += mine * width * (self.mesh.gnets - 1)
-                back += (e.n_tiles - mine) * width
+                out, back = out + mine * tile * (self.mesh.gnets - 1), back + (e.n_tiles - mine) * tile
         return out, back
 
 
@@ -154,24 +141,16 @@ def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
     return narrow.pop()
 
 
-def _widths(e: Ensemble, as_factors: bool) -> tuple[int, ...]:
-    rows, cols, *_ = e.dims
-    return (rows * e.hypernet.factor_width, cols * e.hypernet.factor_width) if as_factors else (rows * cols,)
-
-
 def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int:
     """Bytes in which one tile of an ensemble is gathered."""
+    rows, cols, *_ = e.dims
     dtype = sent_dtype(plan, e, as_factors)
-    return sum(_widths(e, as_factors)) * (dtype.itemsize if dtype else itemsize)
+    numbers = (rows + cols) * e.hypernet.factor_width if as_factors else rows * cols
+    return numbers * (dtype.itemsize if dtype else itemsize)
 
 
 class Cost(NamedTuple):
-    """What one step costs one rank beside the p-net.
-
-    Attributes:
-        bytes: sent.
-        operations: of generation, forward and backward.
-    """
+    """What one step costs one rank beside the p-net: bytes sent, operations of generation, forward and backward."""
 
     bytes: float
     operations: float
@@ -183,19 +162,23 @@ class Cost(NamedTuple):
 
 def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
     """The cost of a placement on `data` x `gnets` ranks, where weights may or may not stay factors."""
-    item, total, ring = plan.dtype.itemsize, plan.genome_params, _ring(data * gnets)
+
+    def ring(ranks: int) -> float:
+        return 2 * (ranks - 1) / ranks
+
+    item, total = plan.dtype.itemsize, plan.genome_params
     ensembles = [e for e in plan.ensembles if e.leaves]
     operations = sum(_operations(e) for e in ensembles)
     if lazy and placement != "sharded":
         operations -= sum(_products(e) for e in ensembles if e.hypernet.factorised)
     if placement == "replicated" or gnets == 1:
-        return Cost(ring * total * item, operations)
+        return Cost(ring(data * gnets) * total * item, operations)
     factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
     sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
     products = sum(_products(e) for e in ensembles if e.name in factored and not lazy)
     tiles = sum(math.prod(s) for e in ensembles for k, s in e.shapes.items() if e.leaves[k].scope == "tile")
-    genome = _ring(data) * tiles / gnets * item + ring * (total - tiles) * item
-    return Cost(_ring(gnets) * sent + genome, (operations - products) / gnets + products)
+    genome = ring(data) * tiles / gnets * item + ring(data * gnets) * (total - tiles) * item
+    return Cost(ring(gnets) * sent + genome, (operations - products) / gnets + products)
 
 
 def choose_placement(
@@ -203,11 +186,8 @@ def choose_placement(
 ) -> Placement:
     """The cheapest placement on a mesh; the first of `PLACEMENTS` among equals.
 
-    Args:
-        plan: the plan.
-        mesh: the ranks.
-        operations_per_byte: the machine's balance; None is `OPERATIONS_PER_BYTE` of the mesh's type of device.
-        lazy: whether weights may stay factors.
+    `operations_per_byte` is the machine's balance, None that of the mesh's type of device; `lazy` lets weights stay
+    factors.
     """
     balance = operations_per_byte or OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
     costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy).seconds(balance) for p in PLACEMENTS}
@@ -215,33 +195,21 @@ def choose_placement(
 
 
 def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:
-    """The layout of a placement by name, `"auto"` among them; `lazy` as for `choose_placement`.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """The layout of a placement by name, or `"auto"`, `lazy` as for `choose_placement`; ValueError for another name."""
     chosen = choose_placement(plan, mesh, lazy=lazy) if placement == "auto" else placement
-    for known in PLACEMENTS:
-        if chosen == known:
-            return Layout(plan, mesh, known)
-    raise ValueError(f"placement must be one of {('auto', *PLACEMENTS)}, got {placement!r}")
-
-
-def _ring(ranks: int) -> float:
-    """Bytes that a rank sends for each byte of a buffer that is gathered and reduced in a ring."""
-    return 2 * (ranks - 1) / ranks
+    if chosen not in PLACEMENTS:
+        raise ValueError(f"placement must be one of {('auto', *PLACEMENTS)}, got {placement!r}")
+    return Layout(plan, mesh, cast(Placement, chosen))
 
 
 def _products(e: Ensemble) -> float:
-    """Operations that multiply an ensemble's factors to tiles."""
-    rows, cols, *_ = e.dims
-    return _PASSES * 2.0 * e.n_tiles * rows * cols * e.hypernet.factor_width
+    """Operations that multiply an ensemble's factors to tiles: forward, and backward for both sides."""
+    return 3 * 2.0 * e.n_tiles * e.dims.rows * e.dims.cols * e.hypernet.factor_width
 
 
 def _operations(e: Ensemble) -> float:
     """Operations that generate an ensemble: a product of factors, or each g-net once for each of its weights."""
     rows, cols, *_ = e.dims
     params = sum(math.prod(leaf.shape) for leaf in e.leaves.values())
-    if e.hypernet.factorised:
-        return _products(e) + _PASSES * 2.0 * e.n_tiles * (rows + cols) * params
-    return _PASSES * 2.0 * e.n_tiles * rows * cols * params
+    calls = rows + cols if e.hypernet.factorised else rows * cols
+    return 3 * 2.0 * e.n_tiles * calls * params + (_products(e) if e.hypernet.factorised else 0.0)

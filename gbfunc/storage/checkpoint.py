@@ -1,7 +1,7 @@
 """Checkpoints of a training: written in the background while it goes on, and the newest valid one to go on from.
 
-A checkpoint is one safetensors file: every tensor of the state by its name, such as `opt/leaves/direct/0.bias/exp_avg`,
-the plan's digest, what else the loop must know, and a SHA-256 over all of it. It appears by one rename.
+A checkpoint is one safetensors file: the state's tensors by name (`opt/leaves/direct/0.bias/exp_avg`), the plan's
+digest, what else the loop must know, and a SHA-256 over all of it. It appears by one rename.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +24,10 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 
 from gbfunc.files import replace_file
-from gbfunc.parallel import Mesh, from_rank_0
+from gbfunc.parallel import Mesh, from_rank_0, gather_objects
 from gbfunc.plan import Plan
 from gbfunc.train import TrainStep
-from gbfunc.trees import flatten_tree, tree_difference, unflatten_tree
+from gbfunc.trees import compare_trees, flatten_tree, unflatten_tree
 from gbfunc.types import JSON, Params
 
 try:
@@ -40,7 +39,7 @@ _FORMAT = "gbfunc-checkpoint-1"
 _DIGEST_PLACEHOLDER = "0" * 64
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.safetensors\.[0-9a-f]{16}")
-_LOCK = ".lock"
+_NOT_ONE = "is not a checkpoint to go on from"
 
 
 class Checkpointer:
@@ -67,8 +66,8 @@ class Checkpointer:
     ...     state, _ = train_step(train_step.init(seed=0), torch.ones(4, 30))
     ...     with gb.Checkpointer(folder, train_step) as checkpointer:
     ...         checkpointer.save(state, {"epoch": 1})
-    ...     found = gb.load_checkpoint(folder, train_step, train_step.init(seed=0))
-    >>> found.path.name, found.extra, int(found.state.step)
+    ...     last = gb.load_checkpoint(folder, train_step, train_step.init(seed=0))
+    >>> last.path.name, last.extra, int(last.state.step)
     ('step-00000001.safetensors', {'epoch': 1}, 1)
     """
 
@@ -127,11 +126,7 @@ class Checkpointer:
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the folder.
-
-        Raises:
-            OSError: if the last checkpoint could not be written; those before are intact.
-        """
+        """Wait for what is being written, and let go of the folder; raises what `wait` raises."""
         try:
             self.wait()
         finally:
@@ -141,9 +136,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         # The error that ends the block matters more than one in writing.
         with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
             self.close()
@@ -164,12 +157,12 @@ class Checkpointer:
 
 
 class Checkpoint(NamedTuple):
-    """What `load_checkpoint` found.
+    """What `load_checkpoint` read; where there was nothing, `like`, {}, None.
 
     Attributes:
         state: the state, in the structure and on the devices of `like`.
-        extra: what was saved with it; {} where nothing was found.
-        path: the file; None where nothing was found.
+        extra: what was saved with it.
+        path: the file.
         skipped: a line for each newer checkpoint that is damaged, saying why; newest first.
     """
 
@@ -206,18 +199,17 @@ def load_checkpoint(
     mesh, whole = train_step.mesh, train_step.gather(like)
     flat = flatten_tree(whole)
 
-    def find() -> JSON:
+    def find() -> tuple[JSON, Path | None, list[str]]:
         tensors, extra, file, skipped = _find(Path(path), train_step.plan, flat, check)
         flat.update(tensors)
-        return {"extra": extra, "path": file and str(file), "skipped": skipped}
+        return extra, file, skipped
 
-    found = _on_rank_0(mesh, find)
-    skipped = tuple(found["skipped"])
-    if found["path"] is None:
-        return Checkpoint(like, {}, None, skipped)
+    extra, file, skipped = _on_rank_0(mesh, find)
+    if file is None:
+        return Checkpoint(like, {}, None, tuple(skipped))
     restored = dict(zip(flat, from_rank_0(mesh, list(flat.values())), strict=True))
     state: Any = train_step.shard(unflatten_tree(restored, whole))
-    return Checkpoint(state, found["extra"], Path(found["path"]), skipped)
+    return Checkpoint(state, extra, file, tuple(skipped))
 
 
 def _find(
@@ -230,28 +222,30 @@ def _find(
         try:
             metadata, tensors = _decode(file.read_bytes())
         except (ValueError, OSError) as error:
-            if not named:
-                skipped.append(f"{file.name}: {error}")
-                continue
-            if isinstance(error, OSError):
+            if named and isinstance(error, OSError):
                 raise
-            raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
+            if named:
+                raise ValueError(f"{file} {_NOT_ONE}: {error}") from error
+            skipped.append(f"{file.name}: {error}")
+            continue
         # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
         try:
-            return *_restore(metadata, tensors, plan, like, check), file, skipped
+            extra = _check_metadata(metadata, plan, check)
+            compare_trees(like, tensors, "it was saved with another optimizer or p-net")
+            for name, leaf in like.items():
+                # What an optimizer's state is of, not a value that carries over.
+                if name.endswith("/fingerprint") and not torch.equal(tensors[name], leaf.cpu()):
+                    raise ValueError("it was saved with another class of optimizer")
         except ValueError as error:
-            raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
+            raise ValueError(f"{file} {_NOT_ONE}: {error}") from error
+        # In the layout of `like`: sums may depend on it in the last bit.
+        fitted = {k: torch.empty_like(v, requires_grad=False).copy_(tensors[k]) for k, v in like.items()}
+        return fitted, extra, file, skipped
     return {}, {}, None, skipped
 
 
-def _restore(
-    metadata: dict[str, str], tensors: Params, plan: Plan, like: Params, check: Callable[[JSON], None]
-) -> tuple[Params, JSON]:
-    """Tensors of an intact file, on the devices of `like`, and extra.
-
-    Raises:
-        ValueError: for one of another format, plan, p-net or optimizer, or one that `check` refuses.
-    """
+def _check_metadata(metadata: dict[str, str], plan: Plan, check: Callable[[JSON], None]) -> JSON:
+    """The extra of an intact file; ValueError for one of another format or plan, or one that `check` refuses."""
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
     extra = json.loads(metadata["extra"])
@@ -261,14 +255,7 @@ def _restore(
         differing = [f"{k} {saved.get(k)} instead of {v}" for k, v in expected.items() if saved.get(k) != v]
         same_size = "of the same size; make the p-net after the same torch.manual_seed, for its scales are in the plan"
         raise ValueError(f"it was saved with another plan ({', '.join(differing) or same_size})")
-    if difference := tree_difference(like, tensors):
-        raise ValueError(f"it was saved with another optimizer or p-net: {difference}")
-    for name, leaf in like.items():
-        # What an optimizer's state is of, not a value that carries over.
-        if name.endswith("/fingerprint") and not torch.equal(tensors[name], leaf.cpu()):
-            raise ValueError("it was saved with another class of optimizer")
-    # In the layout of `like`: sums may depend on it in the last bit.
-    return {k: torch.empty_like(v, requires_grad=False).copy_(tensors[k]) for k, v in like.items()}, extra
+    return extra
 
 
 def _plan_summary(plan: Plan) -> JSON:
@@ -289,11 +276,7 @@ def _encode(tensors: Params, about: dict[str, str]) -> bytes:
 
 
 def _decode(data: bytes) -> tuple[dict[str, str], Params]:
-    """Metadata and tensors of a file that is as it was written.
-
-    Raises:
-        ValueError: if it is not, saying how.
-    """
+    """Metadata and tensors of a file; ValueError if it is not as it was written."""
     try:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         digest = metadata["sha256"]
@@ -312,19 +295,17 @@ def _entry(digest: str) -> bytes:
 
 def _list_steps(folder: Path, up_to: int | None = None) -> list[Path]:
     """The checkpoints of a folder, newest first."""
-    steps = []
+    steps: dict[int, Path] = {}
     with contextlib.suppress(FileNotFoundError):
-        for path in folder.iterdir():
-            if (match := _NAME.fullmatch(path.name)) and (up_to is None or int(match[1]) <= up_to):
-                steps.append((int(match[1]), path))
-    return [path for _, path in sorted(steps, reverse=True)]
+        steps = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return [steps[n] for n in sorted(steps, reverse=True) if up_to is None or n <= up_to]
 
 
 def _lock(folder: Path) -> int:
     """Make and lock a folder, and remove what killed processes left in it; closing the result unlocks it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise OSError(error.errno, f"cannot keep checkpoints there ({error.strerror})", str(folder)) from error
     if fcntl is None:
@@ -345,28 +326,24 @@ def _lock(folder: Path) -> int:
 
 
 def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
-    """What `do` returns on rank 0 (JSON), on every rank: all go on, or all raise the same; all ranks must call.
+    """What `do` returns on rank 0, on every rank: all go on, or all raise the same; all ranks must call.
 
     Raises:
         ValueError: if it raises one on rank 0.
         OSError: likewise.
         CollectiveError: if a rank is missing.
     """
-    answer: dict[str, Any] = {}
-    failure = None
+    answer, error = None, None
     if mesh.rank == 0:
         try:
-            answer = {"value": do()}
-        except (ValueError, OSError) as error:
-            failure = error
-            answer = {"error": str(error), "errno": error.errno if isinstance(error, OSError) else None}
-    data = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8)
-    (size,) = from_rank_0(mesh, [torch.tensor(len(data))])
-    (data,) = from_rank_0(mesh, [data if mesh.rank == 0 else data.new_zeros(int(size))])
-    if failure is not None:
-        raise failure
-    answer = json.loads(data.numpy().tobytes())
-    if "error" in answer:
-        message = f"on rank 0: {answer['error']}"
-        raise ValueError(message) if answer["errno"] is None else OSError(answer["errno"], message)
-    return answer["value"]
+            answer = do()
+        except (ValueError, OSError) as failure:
+            error = failure
+    what = error and (str(error), error.errno if isinstance(error, OSError) else None)
+    answer, what = gather_objects(mesh, (answer, what))[0]
+    if error is not None:
+        raise error
+    if what is not None:
+        words, number = f"on rank 0: {what[0]}", what[1]
+        raise ValueError(words) if number is None else OSError(number, words)
+    return answer

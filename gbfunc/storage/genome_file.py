@@ -68,7 +68,7 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
     tensors = _joined(stored_leaves(plan.leaves, dtype), flat)
     text = plan.to_json()
     header = file_header(text, plan.leaves, dtype, _digest(text, tensors))
-    data = b"".join([header, *map(_bytes, tensors.values())])
+    data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)
     return len(data)
 
@@ -166,16 +166,12 @@ def _compare(layout: Layout, tensors: TensorMap, what: str) -> None:
     compare_trees({name: TensorSpec(*spec) for name, spec in layout.items()}, tensors, what)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def _digest(plan_json: str, tensors: TensorMap) -> str:
     """SHA-256 of the plan and of every tensor's name, dtype, shape and bytes."""
     digest = hashlib.sha256(plan_json.encode())
     for name in sorted(tensors):
         digest.update(f"\n{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
-        digest.update(_bytes(tensors[name]))
+        digest.update(tensors[name].view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -204,8 +200,7 @@ def _check_sizes(plan: Plan, limit: int, numbers: int) -> None:
 
 def _check_values(flat: TensorMap, what: str) -> None:
     for name, tensor in flat.items():
+        buffer = name.startswith("buffers/")
         # Buffers may hold infinities on purpose (attention masks); trained leaves may not.
-        if not name.startswith("buffers/") and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{what} holds values that are not finite in {name!r}")
-        if name.startswith("buffers/") and bool(torch.isnan(tensor).any()):
-            raise ValueError(f"{what} holds NaN in {name!r}")
+        if bool(torch.isnan(tensor).any()) if buffer else not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{what} holds {'NaN' if buffer else 'values that are not finite'} in {name!r}")

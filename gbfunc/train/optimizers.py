@@ -1,7 +1,6 @@
 """Optimizers as pairs of pure functions `(init, update)`, made of any class of `torch.optim`.
 
-An optimizer of torch changes tensors in place and keeps what it remembers in itself. Here each update makes one on
-copies, hands it the state, lets it step once and takes the new state out: what it knows is in the state, or nowhere.
+Each update makes torch's optimizer on copies, hands it the state, lets it step once and takes the new state out.
 
 Leaves have roles, which say how a class takes them. Code weights and linear coefficients of g-nets are stacked,
 [T, ...], with T tiles (or groups of tiles); direct parameters are ordinary parameters of the p-net.
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of
+from gbfunc.trees import TensorSpec, compare_trees, spec_of
 from gbfunc.types import Params
 
 Roles: TypeAlias = Mapping[str, str]
@@ -129,10 +128,9 @@ def torch_optimizer(
             ValueError: for leaves without a role or of an unknown one, and for classes that cannot be pure.
             TypeError: for a class that keeps anything but tensors.
         """
-        specs = prepare(_describe(params, roles)).specs
         leaves: dict[str, Params] = {k: {} for k in params}
-        for (k, entry), (shape, dtype, device) in specs.items():
-            leaves[k][entry] = torch.zeros(shape, dtype=dtype, device=device)
+        for (k, entry), (shape, dtype, device) in prepare(_describe(params, roles)).specs.items():
+            leaves[k][entry] = torch.zeros(shape or (), dtype=dtype, device=device)
         return OptState(torch.zeros((), dtype=torch.int64, device="cpu"), leaves, fingerprint.clone())
 
     def update(
@@ -146,7 +144,8 @@ def torch_optimizer(
                 a learning rate that is negative.
         """
         calls, specs = prepare(_describe(params, roles))
-        _check_grads(grads, params)
+        if not _alike(params, grads):
+            compare_trees({k: spec_of(p) for k, p in params.items()}, grads, "grads do not fit params")
         _check_state(state, params, specs, cls.__name__, fingerprint)
         step = int(state.step)
         with torch.no_grad():
@@ -170,14 +169,7 @@ def torch_optimizer(
 
 @dataclass(frozen=True, eq=False)
 class ParamGroup:
-    """A class with its options, for the leaves of one or more roles.
-
-    Attributes:
-        cls: the class.
-        lr: learning rate.
-        options: all other options.
-        by_tile: each tile of a leaf is a parameter by itself.
-    """
+    """A class with its options, for the leaves of one or more roles; `by_tile` steps each of their tiles by itself."""
 
     cls: Callable[..., torch.optim.Optimizer]
     lr: LearningRate
@@ -194,10 +186,8 @@ class ParamGroup:
 
     def make(self, tensors: list[Tensor], step: int, fused: bool) -> torch.optim.Optimizer:
         """A fresh optimizer of torch for these tensors."""
-        options = self.options
-        if fused or options.get("fused"):
-            options = options | {"fused": fused or None}
-        return self.cls(tensors, lr=_learning_rate(self.lr, step), **options)
+        asked = {"fused": fused or None} if fused or self.options.get("fused") else {}
+        return self.cls(tensors, lr=_learning_rate(self.lr, step), **self.options | asked)
 
 
 _Leaf: TypeAlias = tuple[str, str | None, tuple[int, ...], torch.dtype, torch.device]
@@ -211,40 +201,34 @@ class _Call(NamedTuple):
     fused: bool
     names: list[str]
 
-    def step(
-        self, step: int, params: Params, grads: Params, old: dict[str, Params], *, check: bool = False
-    ) -> dict[str, Params]:
+    def step(self, step: int, params: Params, grads: Params, old: dict[str, Params]) -> dict[str, Params]:
         """Step `params` in place; returns the new state of every leaf. `old` is {} at the first step."""
-        tensors, tensor_grads = self._units(params), self._units(grads)
+        tensors = [tile for k in self.names for tile in self._tiles(params[k])]
+        tensor_grads = [tile for k in self.names for tile in self._tiles(grads[k])]
         optimizer = self.group.make(tensors, step, self.fused)
         for p, g in zip(tensors, tensor_grads, strict=True):
             p.grad = g
         if old:
-            states = [s for k in self.names for s in self._states(old[k], len(params[k]) if self.group.by_tile else 1)]
-            for p, s in zip(tensors, states, strict=True):
-                optimizer.state[p] = s
-        before = _memory(optimizer) if check else {}
+            states: list[Params] = []
+            for k in self.names:
+                views = {e: self._tiles(t) for e, t in old[k].items()}
+                states += [{e: v[i] for e, v in views.items()} for i in range(len(self._tiles(params[k])))]
+            optimizer.state.update(zip(tensors, states, strict=True))
+        before = {} if old else _memory(optimizer)
         optimizer.step()
         for p in tensors:
             p.grad = None
-        if check:
+        if not old:
             _check_memory(optimizer, before, tensors)
+        after = iter([optimizer.state[p] for p in tensors])
         if not self.group.by_tile:
-            return {k: optimizer.state[p] for k, p in zip(self.names, tensors, strict=True)}
-        found = iter([optimizer.state[p] for p in tensors])
-        return {k: _stacked([next(found) for _ in range(len(params[k]))]) for k in self.names}
+            return dict(zip(self.names, after, strict=True))
+        by_tile = {k: [next(after) for _ in params[k]] for k in self.names}
+        return {k: {e: torch.stack([s[e] for s in states]) for e in states[0]} for k, states in by_tile.items()}
 
-    def _units(self, leaves: Params) -> list[Tensor]:
-        """What torch shall see as a parameter each: leaves, or their tiles."""
-        named = [leaves[k] for k in self.names]
-        return [tile for leaf in named for tile in leaf.unbind()] if self.group.by_tile else named
-
-    def _states(self, state: Params, tiles: int) -> list[Params]:
-        """The state of a leaf, {entry: [T, ...]}, as that of what torch sees; undone by `_stacked`."""
-        if not self.group.by_tile:
-            return [state]
-        views = {e: t.unbind() for e, t in state.items()}
-        return [{e: v[i] for e, v in views.items()} for i in range(tiles)]
+    def _tiles(self, x: Tensor) -> Sequence[Tensor]:
+        """What torch shall see as a parameter each: leaves, or their tiles; of its state the same."""
+        return x.unbind() if self.group.by_tile else (x,)
 
 
 class _Prepared(NamedTuple):
@@ -252,10 +236,6 @@ class _Prepared(NamedTuple):
 
     calls: list[_Call]
     specs: dict[tuple[str, str], TensorSpec]
-
-
-def _stacked(states: list[Params]) -> Params:
-    return {e: torch.stack([s[e] for s in states]) for e in states[0]}
 
 
 def _describe(params: Params, roles: Roles) -> tuple[_Leaf, ...]:
@@ -277,7 +257,7 @@ def _prepare(leaves: tuple[_Leaf, ...], group_of: Callable[[str, str, tuple[int,
     states: dict[str, Params] = {}
     with torch.no_grad():
         for call in calls:
-            states |= call.step(0, zeros, grads, {}, check=True)
+            states |= call.step(0, zeros, grads, {})
     return _Prepared(calls, {(k, entry): spec_of(t) for k in zeros for entry, t in states[k].items()})
 
 
@@ -291,15 +271,19 @@ def _param_groups(
     whole = _make_group(cls, options, "all leaves")
     stacked = replace(whole, by_tile=True) if mixes else whole
     groups: dict[str, ParamGroup] = {"code": stacked, "linear": stacked, "direct": whole}
-    fallbacks: dict[str, ParamGroup] = dict.fromkeys(ROLES, _fallback(options)) if mixes else {}
+
+    def adamw(options: dict[str, Any]) -> ParamGroup:
+        kept = {k: v for k, v in options.items() if k in ("lr", "weight_decay")}
+        return _make_group(torch.optim.AdamW, kept, "leaves that fall back to AdamW")
+
+    fallbacks: dict[str, ParamGroup] = dict.fromkeys(ROLES, adamw(options)) if mixes else {}
     for role, differing in by_role.items():
         if differing is not None and not isinstance(differing, Mapping):
             raise TypeError(f"{role} must be a dict of options or None, got {differing!r}")
         if differing:
             merged = options | dict(differing)
             groups[role] = _make_group(cls, merged, f"{role} leaves", by_tile=groups[role].by_tile)
-            if mixes:
-                fallbacks[role] = _fallback(merged)
+            fallbacks |= {role: adamw(merged)} if mixes else {}
 
     def group_of(name: str, role: str, shape: tuple[int, ...]) -> ParamGroup:
         group = groups[role]
@@ -315,29 +299,19 @@ def _make_group(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], where: str, *, by_tile: bool = False
 ) -> ParamGroup:
     """Check the options of a class by making an optimizer."""
-    lr = options["lr"]
-    _check_rate(lr, where)
+    lr = cast(LearningRate, options["lr"])
     options = {k: v for k, v in options.items() if k != "lr"}
+    if not (callable(lr) or isinstance(lr, Real)) or isinstance(lr, bool):
+        raise TypeError(f"lr of {where} must be a number or a function of the step, got {lr!r}")
     if options.get("differentiable"):
         raise ValueError("differentiable=True must be left out: the results of a pure update have no graph")
-    group = ParamGroup(cast("Callable[..., torch.optim.Optimizer]", cls), lr, options, by_tile)
     rate = _learning_rate(lr, 0)
     try:
-        group.cls([torch.zeros(2, 2)], lr=rate, **options)
+        cls([torch.zeros(2, 2)], lr=rate, **options)  # pyright: ignore[reportCallIssue]
     except (TypeError, ValueError, RuntimeError) as error:
         known = [k for k in inspect.signature(cls).parameters if k != "params"]
         raise ValueError(f"{cls.__name__} refuses the options of {where}: {error}; its options are {known}") from error
-    return group
-
-
-def _fallback(options: dict[str, Any]) -> ParamGroup:
-    kept = {k: v for k, v in options.items() if k in ("lr", "weight_decay")}
-    return _make_group(torch.optim.AdamW, kept, "leaves that fall back to AdamW")
-
-
-def _check_rate(lr: Any, where: str) -> None:
-    if not callable(lr) and (isinstance(lr, bool) or not isinstance(lr, Real)):
-        raise TypeError(f"lr of {where} must be a number or a function of the step, got {lr!r}")
+    return ParamGroup(cast("Callable[..., torch.optim.Optimizer]", cls), lr, options, by_tile)
 
 
 def _learning_rate(lr: LearningRate, step: int) -> float:
@@ -350,12 +324,7 @@ def _learning_rate(lr: LearningRate, step: int) -> float:
 
 def _writable(state: Params, p: Tensor, donate: bool) -> Params:
     """The state of leaf `p` as tensors that torch may change in place."""
-    if donate:
-        fresh = {e: t.detach() if t.requires_grad else t for e, t in state.items()}
-    else:
-        fresh = {e: t.clone() for e, t in state.items()}
-    if p.is_contiguous() and all([t.is_contiguous() for t in fresh.values()]):
-        return fresh
+    fresh = {e: t.clone() if not donate else t.detach() if t.requires_grad else t for e, t in state.items()}
     return {e: _aligned(t, p) for e, t in fresh.items()}
 
 
@@ -380,12 +349,13 @@ def _check_class(cls: Any) -> None:
 
 def _memory(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Options and public attributes, as text: what a step must leave as it was."""
-    options = {k: repr(v) for group in optimizer.param_groups for k, v in group.items() if k != "params"}
-    rest = {k: repr(v) for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and k[0] != "_"}
-    return options | rest
+    options = {k: v for group in optimizer.param_groups for k, v in group.items() if k != "params"}
+    rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and k[0] != "_"}
+    return {k: repr(v) for k, v in (options | rest).items()}
 
 
 def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tensors: list[Tensor]) -> None:
+    """Check after a step that all that has changed is in the state of parameters, as tensors."""
     name = type(optimizer).__name__
     changed = [k for k, v in _memory(optimizer).items() if before.get(k) != v]
     if {id(p) for p in optimizer.state} - {id(p) for p in tensors}:
@@ -397,13 +367,14 @@ def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tens
             raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
 
 
-def _check_grads(grads: Params, params: Params) -> None:
-    if grads.keys() == params.keys() and all(
-        g.shape == p.shape and g.dtype == p.dtype and g.device == p.device
-        for g, p in ((grads[k], p) for k, p in params.items())
-    ):
-        return
-    compare_trees({k: spec_of(p) for k, p in params.items()}, grads, "grads do not fit params")
+def _alike(params: Params, grads: Params) -> bool:
+    """Whether names, shapes, dtypes and devices are the same: fast, for every step."""
+    return params.keys() == grads.keys() and all(
+        [
+            g.shape == p.shape and g.dtype == p.dtype and g.device == p.device
+            for p, g in ((p, grads[k]) for k, p in params.items())
+        ]
+    )
 
 
 def _check_state(
@@ -413,21 +384,18 @@ def _check_state(
     if not isinstance(state, OptState):
         raise TypeError(f"state must be an OptState from init or update, got {type(state).__name__}")
     if (got := int(state.fingerprint)) != int(fingerprint):
-        names = (name for name in dir(torch.optim) if int(_fingerprint(name)) == got)
-        other = next(names, "another class")
+        other = next((name for name in dir(torch.optim) if int(_fingerprint(name)) == got), "another class")
         raise ValueError(f"the state must be one of {cls}, got one of {other}: make a new one by init")
-    leaves = state.leaves
-    if leaves.keys() == params.keys() and sum(map(len, leaves.values())) == len(specs):
-        given = [leaves[k].get(entry) for k, entry in specs]
-        if all(
-            t is not None and t.shape == s.shape and t.dtype == s.dtype
-            for t, s in zip(given, specs.values(), strict=True)
-        ):
+    given = {(k, entry): t for k, of in state.leaves.items() for entry, t in of.items()}
+    if state.leaves.keys() == params.keys() and given.keys() == specs.keys():
+        if all([t.shape == specs[k].shape and t.dtype == specs[k].dtype for k, t in given.items()]):
             return
     what = f"the state does not fit {cls} and the parameters"
-    compare_trees({f"{k}/{entry}": spec for (k, entry), spec in specs.items()}, flatten_tree(leaves), what)
-    # Some classes keep nothing, so that there is nothing to compare but the names of the leaves.
-    raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(leaves)}")
+    # On any device: torch reads numbers of steps wherever they are.
+    expected = {f"{k}/{entry}": spec._replace(device=None) for (k, entry), spec in specs.items()}
+    compare_trees(expected, {f"{k}/{entry}": t for k, of in state.leaves.items() for entry, t in of.items()}, what)
+    if state.leaves.keys() != params.keys():  # Some classes keep nothing that could be compared.
+        raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(state.leaves)}")
 
 
 def _fingerprint(name: str) -> Tensor:
