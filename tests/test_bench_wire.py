@@ -271,7 +271,7 @@ def test_the_command_measures_and_shows(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--cases", "resnet18"], "--cases resnet18: unknown with --distributed; expected some of mlp gpt"),
+        (["--cases", "resnet18"], "--distributed --cases resnet18: unknown; expected some of mlp gpt"),
         (["--ranks", "1"], "--ranks must be 2 or more, got 1"),
     ],
 )

@@ -61,18 +61,14 @@ class Compare(DataOptions):
     def run(self) -> None:
         """Run what is missing, print one table, write the results."""
         from gbfunc.cli.output import make_folder, write_figure, write_metrics
-        from gbfunc.lab.bench.report import machine_name
+        from gbfunc.lab.bench.report import describe
         from gbfunc.lab.compare import METHODS, read_results, run_missing, to_json
 
         methods = {name: METHODS[name] for name in self._method_names(METHODS)}
         problems = self._problems()
         folder = make_folder(self.out)
         results = read_results(folder / "compare.json")
-        about = {
-            "machine": machine_name(torch.device("cpu")),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        }
+        about = describe(torch.device("cpu"), torch.get_num_threads())
         seeds, most = (1, 2) if self.quick else (self.seeds, None)
 
         def report(line: str) -> None:
