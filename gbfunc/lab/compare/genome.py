@@ -51,20 +51,14 @@ def size_within(task: Task, budget: int) -> int:
 
 @dataclass(frozen=True)
 class GenomeOf:
-    """A genome of one type of g-net.
+    """A genome of one type of g-net."""
 
-    Attributes:
-        hypernet: the type, a key of `HYPERNETS`.
-        rates: learning rates to choose from.
-    """
-
-    hypernet: str
-    rates: tuple[float, ...]
+    hypernet: str  # the type, a key of `HYPERNETS`
+    rates: tuple[float, ...]  # learning rates to choose from
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Learning rates."""
-        plan = self._plan(problem)
-        return grid(params=(plan.genome_params,), lr=self.rates)
+        return grid(params=(self._plan(problem).genome_params,), lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam with the recipe's moments on the genome."""

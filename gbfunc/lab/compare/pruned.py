@@ -28,14 +28,16 @@ from gbfunc.lab.compare.base import (
     BudgetTooSmall,
     Problem,
     Settings,
-    Sizes,
     Trained,
+    coded_matrices,
     grid,
     largest,
+    perceptron,
+    perceptron_shapes,
     perceptron_sizes,
     train_net,
+    zeros,
 )
-from gbfunc.lab.compare.dense import dense_shapes
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import mlp
 from gbfunc.types import Params
@@ -158,8 +160,8 @@ class Pruned:
         found = []
         for part in WIDTHS:
             sizes = (n_in, *(max(1, round(part * h)) for h in hidden), n_out)
-            empty = {name: torch.zeros(shape) for name, shape in dense_shapes(sizes).items()}
-            if len(encode_sparse(empty, BITS)) < 0.9 * problem.budget and sizes not in found:
+            empty = encode_sparse(zeros(perceptron_shapes(sizes)), BITS)
+            if len(empty) < 0.9 * problem.budget and sizes not in found:
                 found.append(sizes)
         if not found:
             raise BudgetTooSmall("the biases of the net and the header of its file alone are larger")
@@ -197,11 +199,7 @@ class Pruned:
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net that the code stands for."""
-        biases = {int(name.split(".")[0]): t for name, t in load(data).items() if name.endswith(".bias")}
-        sizes: Sizes = (perceptron_sizes(task)[0], *(len(biases[i]) for i in sorted(biases)))
-        net = mlp(sizes, 0)
-        net.load_state_dict(decode_sparse(data, {k: s for k, s in dense_shapes(sizes).items() if len(s) == 2}))
-        return net
+        return perceptron(decode_sparse(data, coded_matrices(data, task)))
 
 
 def most_entries(state: Params, budget: float) -> int:
