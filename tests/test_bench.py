@@ -177,7 +177,7 @@ def test_results_are_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_growth_leaves_out_what_has_no_features() -> None:
     rows = run_bench((tiny(("dense", "periodic lazy")),), CPU, rounds=1, visit=1e-4)
-    assert growth_curves(rows, "features") == {"periodic lazy": [(2, rows[1].step_ms)]}
+    assert growth_curves(rows, "features") == {"periodic lazy": [(2, rows[1]["step_ms"])]}
     assert growth_curves(rows, "weights").keys() == {"dense", "periodic lazy"}
 
 

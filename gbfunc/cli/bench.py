@@ -96,7 +96,7 @@ def measure(
     for i, (name, bench) in enumerate(benches.items(), 1):
         print(f"{name} ({i} of {len(benches)})", file=sys.stderr, flush=True)
         rows = run_bench(bench, setting, rounds=rounds, visit=visit)
-        results["rows"] += [row._asdict() for row in rows]
+        results["rows"] += rows
         if name in _GROWTH:
             by, label = _GROWTH[name]
             curves = growth_curves(rows, by)

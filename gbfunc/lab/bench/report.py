@@ -106,22 +106,8 @@ _FLOPS = {"relu": 10, "periodic": 12}
 _BYTES = 8
 
 
-class Row(NamedTuple):
-    """One variant of a case; None is what was not measured."""
-
-    case: str
-    variant: str
-    step_ms: float  # median time of a step (of one generation, forward and backward)
-    ratio_to_dense: float | None  # that time over the dense p-net's
-    ratio_to_naive: float | None  # that time over the naive implementation's
-    peak_mb: float | None  # peak memory of the steps in another process, in 10^6 bytes; None where that was ended
-    counted_mb: float | None  # most memory of weight-sized tensors alive at once in a step, where the case asks for it
-    weights: int  # of the matrices that are generated, or trained themselves
-    weights_mb: float  # their memory as float32
-    features: int  # size of the g-nets
-    gflops: float | None  # operations of the generation, by the formula above, over its time; None for training steps
-    gb_s: float | None  # bytes that it cannot but move, over its time
-    repeats: int  # timings of which `step_ms` is the median
+Row = dict[str, Any]
+"""One variant of a case, as `bench.json` has it (see `_row`); None is what was not measured."""
 
 
 def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float) -> list[Row]:
@@ -146,30 +132,32 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float) -> l
 def _row(case: Case, variant: str, times: Mapping[tuple[str, str], Timing], sizes: Built, memory: Memory | None) -> Row:
     seconds, repeats = times[case.name, variant]
     dense, naive = (times.get((case.name, other)) for other in ("dense", "naive"))
+    counted = memory and memory.counted
     alone, flops = case.kind == "generation", _FLOPS["periodic" if variant.startswith("periodic") else "relu"]
-    return Row(
-        case=case.name,
-        variant=variant,
-        step_ms=seconds * 1e3,
-        ratio_to_dense=dense and seconds / dense.seconds,
-        ratio_to_naive=naive and seconds / naive.seconds,
-        peak_mb=memory and memory.peak / _MEGA,
-        counted_mb=None if memory is None or memory.counted is None else memory.counted / _MEGA,
-        weights=sizes.weights,
-        weights_mb=4 * sizes.weights / _MEGA,
-        features=sizes.features,
-        gflops=flops * sizes.features * sizes.weights / seconds / 1e9 if alone else None,
-        gb_s=_BYTES * sizes.weights / seconds / 1e9 if alone else None,
-        repeats=repeats,
-    )
+    return {
+        "case": case.name,
+        "variant": variant,
+        "step_ms": seconds * 1e3,  # median time of a step (of one generation, forward and backward)
+        "ratio_to_dense": dense and seconds / dense.seconds,
+        "ratio_to_naive": naive and seconds / naive.seconds,
+        "peak_mb": memory and memory.peak / _MEGA,  # of the steps in another process, in 10^6 bytes
+        "counted_mb": None if counted is None else counted / _MEGA,  # of weight-sized tensors alive at once in a step
+        "weights": sizes.weights,  # of the matrices that are generated, or trained themselves
+        "weights_mb": 4 * sizes.weights / _MEGA,  # as float32
+        "features": sizes.features,
+        # Operations of the generation, and bytes that it cannot but move, over its time.
+        "gflops": flops * sizes.features * sizes.weights / seconds / 1e9 if alone else None,
+        "gb_s": _BYTES * sizes.weights / seconds / 1e9 if alone else None,
+        "repeats": repeats,  # timings of which `step_ms` is the median
+    }
 
 
 def growth_curves(rows: Sequence[Row], by: str) -> dict[str, list[tuple[float, float]]]:
     """Step times against `"weights"` or `"features"`: `{variant: [(weights, ms), ...]}`, of variants that have any."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if getattr(row, by):
-            curves.setdefault(row.variant, []).append((getattr(row, by), row.step_ms))
+        if row[by]:
+            curves.setdefault(row["variant"], []).append((row[by], row["step_ms"]))
     return curves
 
 

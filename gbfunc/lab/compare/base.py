@@ -62,21 +62,11 @@ class Method(Protocol):
     """A way to a network in few bytes. A new one is one file and one entry in `METHODS`."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """The settings among which validation data choose, each within the budget.
-
-        Raises:
-            BudgetTooSmall: if nothing fits.
-        """
+        """The settings among which validation data choose, each within the budget; raises `BudgetTooSmall` if none."""
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train with such settings; the data take at most the budget's bytes.
-
-        Args:
-            problem: task, budget and length of the training.
-            settings: one of the candidates.
-            seed: of all that is random.
-        """
+        """Train with one of the candidates; `seed` is of all that is random, the data are within the budget."""
         ...
 
     def load(self, data: bytes, task: Task) -> Net:

@@ -21,27 +21,8 @@ import torch.nn.functional as F
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gbfunc.lab.compare.base import (
-    BudgetTooSmall,
-    Problem,
-    Settings,
-    Sizes,
-    Trained,
-    coded_matrices,
-    grid,
-    largest,
-    narrow_pnets,
-    narrow_sizes,
-    pack,
-    perceptron,
-    perceptron_shapes,
-    perceptron_sizes,
-    restore,
-    state_of,
-    train_net,
-    unpack,
-    zeros,
-)
+from gbfunc.lab.compare import base
+from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Sizes, Trained, grid
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import PNet, find_pnet, mlp, n_params
 from gbfunc.types import Params
@@ -59,25 +40,25 @@ class Dense:
         def fits(pnet: PNet) -> bool:
             # Its parameters and buffers have shapes alone on that device.
             with torch.device("meta"):
-                state = state_of(pnet.make())
+                state = base.state_of(pnet.make())
             stored = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
-            return len(pack(stored, problem.dtype)) <= problem.budget
+            return len(base.pack(stored, problem.dtype)) <= problem.budget
 
-        return grid(pnet=[dict(pnet.config) for pnet in narrow_pnets(problem.task, fits)], lr=DENSE_RATES)
+        return grid(pnet=[dict(pnet.config) for pnet in base.narrow_pnets(problem.task, fits)], lr=DENSE_RATES)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on all weights."""
         task = problem.task
         net = find_pnet(task.pnet.name, task.interface, settings["pnet"]).build(seed)
-        train_net(problem, net.parameters(), net, settings["lr"], seed)
-        return Trained(pack(state_of(net), problem.dtype), n_params(net))
+        base.train_net(problem, net.parameters(), net, settings["lr"], seed)
+        return Trained(base.pack(base.state_of(net), problem.dtype), n_params(net))
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net; its widths are those of the tensors."""
-        state, _ = unpack(data)
+        state, _ = base.unpack(data)
         assert task.pnet.fitted is not None
         buffers = {name for name, _ in task.build(0).named_buffers()}
-        return restore(
+        return base.restore(
             task.pnet.fitted({k: tuple(t.shape) for k, t in state.items() if k not in buffers}).build(0), state
         )
 
@@ -109,16 +90,16 @@ class LowRankTraining:
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Ranks, each with as many hidden units as fit (at most the p-net's), and learning rates."""
-        n_in, *hidden_units, n_out = perceptron_sizes(problem.task)
+        n_in, *hidden_units, n_out = base.perceptron_sizes(problem.task)
         width = max(hidden_units, default=1)
         shapes = []
         for rank in RANKS:
 
             def fits(h: int, rank: int = rank) -> bool:
-                factors = zeros(perceptron_shapes((n_in, max(h, rank + 1), n_out), rank))
-                return len(pack(factors, problem.dtype)) <= problem.budget
+                factors = base.zeros(base.perceptron_shapes((n_in, max(h, rank + 1), n_out), rank))
+                return len(base.pack(factors, problem.dtype)) <= problem.budget
 
-            hidden = largest(fits, width)
+            hidden = base.largest(fits, width)
             # A narrower first matrix would be smaller than its factors, and the net a dense one.
             if rank * (n_in + hidden) < n_in * hidden:
                 shapes.append({"sizes": (n_in, hidden, n_out), "rank": rank})
@@ -130,17 +111,17 @@ class LowRankTraining:
         """Adam on the factors and biases."""
         generator = torch.Generator().manual_seed(seed)
         leaves = {}
-        for name, shape in perceptron_shapes(tuple(settings["sizes"]), settings["rank"]).items():
+        for name, shape in base.perceptron_shapes(tuple(settings["sizes"]), settings["rank"]).items():
             # He's gain of a rectifier once for each matrix, not for both of its factors.
             gain = {"weight": 2, "left": 2, "right": 1, "bias": 0}[name.split(".")[1]]
             std = (gain / shape[-1]) ** 0.5
             leaves[name] = (torch.randn(shape, generator=generator) * std).requires_grad_()
-        train_net(problem, leaves.values(), factored_net(leaves), settings["lr"], seed)
-        return Trained(pack(leaves, problem.dtype), sum(leaf.numel() for leaf in leaves.values()))
+        base.train_net(problem, leaves.values(), factored_net(leaves), settings["lr"], seed)
+        return Trained(base.pack(leaves, problem.dtype), sum(leaf.numel() for leaf in leaves.values()))
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net of the factors."""
-        return factored_net(unpack(data)[0])
+        return factored_net(base.unpack(data)[0])
 
 
 QUANTISED_RATES = (3e-3, 1e-2, 3e-2)
@@ -200,24 +181,24 @@ class DenseQuantised:
         """Depths, each as wide as fits, and learning rates."""
 
         def fits(sizes: Sizes) -> bool:
-            return len(self._encode(zeros(perceptron_shapes(sizes)))) <= problem.budget
+            return len(self._encode(base.zeros(base.perceptron_shapes(sizes)))) <= problem.budget
 
-        return grid(sizes=narrow_sizes(problem.task, fits), lr=QUANTISED_RATES)
+        return grid(sizes=base.narrow_sizes(problem.task, fits), lr=QUANTISED_RATES)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on all weights, which are quantised at the end."""
         net = mlp(tuple(settings["sizes"]), seed)
-        train_net(problem, net.parameters(), net, settings["lr"], seed)
+        base.train_net(problem, net.parameters(), net, settings["lr"], seed)
         return Trained(self._encode(net.state_dict()), n_params(net))
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net with the weights that the levels stand for."""
         tensors = load(data)
         state = {name: t.float() for name, t in tensors.items() if name.endswith(".bias")}
-        for name, shape in coded_matrices(data, task).items():
+        for name, shape in base.coded_matrices(data, task).items():
             levels_RC = unpack_levels(tensors[name], shape, self.bits)
             state[name] = dequantise(Quantised(levels_RC, tensors[f"{name}.scale"], tensors[f"{name}.zero"]))
-        return perceptron(state)
+        return base.perceptron(state)
 
     def _encode(self, state: Params) -> bytes:
         stored = {name: tensor.half() for name, tensor in state.items() if tensor.ndim != 2}

@@ -82,15 +82,13 @@ class GenomeOf:
     def _plan(self, problem: Problem) -> gb.Plan:
         task, itemsize = problem.task, problem.dtype.itemsize
         plan = self._in_its_dtype(problem)
-        if problem.dtype == plan.dtype:
-            return plan
-        # Narrower numbers leave room for more of them.
-        header = genome_file_bytes(plan, problem.dtype) - itemsize * plan.genome_params
-        target = (problem.budget - header) // itemsize
-        plan = plan_for(task, self.hypernet, genome_params=target)
-        while genome_file_bytes(plan, problem.dtype) > problem.budget:
-            target -= 8
+        if problem.dtype != plan.dtype:
+            # Narrower numbers leave room for more of them.
+            target = (problem.budget - genome_file_bytes(plan, problem.dtype)) // itemsize + plan.genome_params
             plan = plan_for(task, self.hypernet, genome_params=target)
+            while genome_file_bytes(plan, problem.dtype) > problem.budget:
+                target -= 8
+                plan = plan_for(task, self.hypernet, genome_params=target)
         return plan
 
     def _in_its_dtype(self, problem: Problem) -> gb.Plan:
