@@ -227,8 +227,7 @@ def run_wire(
                 print(f"{n} ranks on {' and '.join(slow)}, about {wait:,.0f} s", file=sys.stderr, flush=True)
                 measured |= wire.measure_ranks(orders, n, slow, pace)
             places = [(case.name, link) for case in chosen.values() for link in links]
-            rows = [row for case, link in places for row in wire.rows_of(measured, case, n, link)]
-            results["rows"] += [row._asdict() for row in rows]
+            results["rows"] += [row for case, link in places for row in wire.rows_of(measured, case, n, link)]
             write_metrics(folder / "wire.json", results)
     finally:
         signal.signal(signal.SIGTERM, before)

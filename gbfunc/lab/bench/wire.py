@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,23 +61,9 @@ PACES: Mapping[Scale, Pace] = {"full": Pace(2.0, 20, 1800.0), "quick": Pace(0.2,
 """How long to measure at each scale."""
 
 
-class Row(NamedTuple):
-    """One variant of a case on some ranks and one link; None is what was not measured."""
-
-    case: str
-    variant: str
-    ranks: int
-    link: str  # a name of `LINKS`
-    step_ms: float  # median time of a step on rank 0, modelled where it could not be measured
-    timing: Literal["measured", "modelled"]  # which of both
-    modelled_ms: float | None  # see `modelled_seconds`; None on the loopback
-    wire_bytes: float | None  # that a rank's interface sent in a step, headers included; the mean over ranks
-    counted_bytes: float  # that a rank sends by the sizes of the collectives' tensors (see `CollectiveBytes`)
-    ratio_to_ddp: float | None  # time of a step over that of DDP
-    bytes_to_ddp: float | None  # counted bytes over those of DDP
-    wire_to_ddp: float | None  # bytes on the wire over those of DDP
-    ratio_params: float | None  # parameters of the dense p-net over those of the genome; None for a dense p-net
-    repeats: int  # steps of which `step_ms` is the median
+Row = dict[str, Any]
+"""One variant of a case on some ranks and one link, as `wire.json` has it (see `rows_of`); None is what was not
+measured."""
 
 
 class Measured(NamedTuple):
@@ -129,7 +115,7 @@ def measure_ranks(
 
 
 def rows_of(results: ByVariant, case: str, ranks: int, link: str) -> list[Row]:
-    """The rows of a case on a link, from what was measured on the loopback, and on that link if it could be made.
+    """The rows of a case on a link, DDP's first, from what was measured on the loopback, and there if it could be made.
 
     Args:
         results: what each rank measured.
@@ -141,33 +127,27 @@ def rows_of(results: ByVariant, case: str, ranks: int, link: str) -> list[Row]:
     for variant, loopback in results[case, "loopback"].items():
         there = results.get((case, link), {}).get(variant)
         modelled = None if mbit is None else 1e3 * modelled_seconds(loopback, mbit)
-        step_ms = modelled if there is None else 1e3 * statistics.median(there[0].seconds)
-        assert step_ms is not None
-        rows.append(
-            Row(
-                *(case, variant, ranks, link, step_ms),
-                timing="modelled" if there is None else "measured",
-                modelled_ms=modelled,
-                wire_bytes=_mean(there, "wire_bytes") if there else None,
-                counted_bytes=_mean(loopback, "counted_bytes"),
-                ratio_to_ddp=None,
-                bytes_to_ddp=None,
-                wire_to_ddp=None,
-                ratio_params=loopback[0].ratio_params,
-                repeats=len(there[0].seconds) if there else 0,
-            )
-        )
-    ddp = next((row for row in rows if row.variant == "ddp"), None)
-    if ddp is None:
-        return rows
-    return [
-        row._replace(
-            ratio_to_ddp=row.step_ms / ddp.step_ms,
-            bytes_to_ddp=row.counted_bytes / ddp.counted_bytes,
-            wire_to_ddp=row.wire_bytes / ddp.wire_bytes if row.wire_bytes and ddp.wire_bytes else None,
-        )
-        for row in rows
-    ]
+        row: Row = {"case": case, "variant": variant, "ranks": ranks, "link": link}
+        row |= {
+            # Median on rank 0, modelled where it could not be measured.
+            "step_ms": modelled if there is None else 1e3 * statistics.median(there[0].seconds),
+            "timing": "modelled" if there is None else "measured",
+            "modelled_ms": modelled,
+            # Of a rank in a step, the mean over ranks: by its interface, headers included, and by `CollectiveBytes`.
+            "wire_bytes": _mean(there, "wire_bytes") if there else None,
+            "counted_bytes": _mean(loopback, "counted_bytes"),
+        }
+        ddp = rows[0] if rows else row
+        for ratio, of in (
+            ("ratio_to_ddp", "step_ms"),
+            ("bytes_to_ddp", "counted_bytes"),
+            ("wire_to_ddp", "wire_bytes"),
+        ):
+            row[ratio] = row[of] / ddp[of] if ddp["variant"] == "ddp" and row[of] and ddp[of] else None
+        # Parameters of the dense p-net over those of the genome; steps of which `step_ms` is the median.
+        row |= {"ratio_params": loopback[0].ratio_params, "repeats": len(there[0].seconds) if there else 0}
+        rows.append(row)
+    return rows
 
 
 def modelled_seconds(loopback: Sequence[Measured], mbit: float) -> float:
