@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,6 +26,24 @@ WEIGHTS = "PuOr"
 _MAX_FIELDS = 64
 
 
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, NDArray[Any]]:
+    """A figure with its axes [rows, columns]."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _style(i: int) -> dict[str, Any]:
+    """Colour and line of the i-th of some curves."""
+    return {"color": PALETTE[i % len(PALETTE)], "linestyle": LINES[i % len(LINES)]}
+
+
+def _finish(axes: Axes, which: Literal["major", "both"] = "major", axis: Literal["both", "y"] = "both") -> None:
+    """A grid behind what is drawn, and two spines."""
+    axes.grid(alpha=0.3, which=which, axis=axis)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def learning_curve(
     runs: Mapping[str, Sequence[Mapping[str, float]]], metric: str = "accuracy", unit: str = "%"
 ) -> Figure:
@@ -41,18 +59,12 @@ def learning_curve(
     """
     if not runs:
         raise ValueError("learning_curve expects at least one run, got none")
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    loss_axes, metric_axes = figure.subplots(1, 2)
+    figure, ((loss_axes, metric_axes),) = _figure(9.0, 3.6, columns=2)
     factor = 100 if unit == "%" else 1
     # Rows at whole passes count passes, others steps.
     x = "epoch" if all(row["epoch"] == int(row["epoch"]) for rows in runs.values() for row in rows) else "step"
     for i, (label, rows) in enumerate(runs.items()):
-        style = {
-            "color": PALETTE[i % len(PALETTE)],
-            "linestyle": LINES[i % len(LINES)],
-            "marker": "o" if len(rows) < 10 else None,
-            "label": label,
-        }
+        style = {**_style(i), "marker": "o" if len(rows) < 10 else None, "label": label}
         xs = [row[x] for row in rows]
         loss_axes.plot(xs, [row["train_loss"] for row in rows], **style)
         metric_axes.plot(xs, [factor * row[f"val_{metric}"] for row in rows], **style)
@@ -64,9 +76,8 @@ def learning_curve(
         # The first epochs would else press all that matters into the uppermost pixels.
         worst = min(100 * rows[-1][f"val_{metric}"] for rows in runs.values())
         metric_axes.set_ylim(max(0.0, worst - 15), 100.5)
-    for axes in (loss_axes, metric_axes):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    _finish(loss_axes)
+    _finish(metric_axes)
     metric_axes.legend(frameon=False, loc="lower right" if unit == "%" else "upper right")
     return figure
 
@@ -86,21 +97,18 @@ def return_curve(
     """
     if not runs:
         raise ValueError("return_curve expects at least one run, got none")
-    figure = Figure(figsize=(5.6, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, ((axes,),) = _figure(5.6, 3.6)
     for i, (label, rows) in enumerate(runs.items()):
         steps, mean, std = (
             np.array([row[k] for row in rows]) for k in ("env_steps", "val_mean_return", "val_std_return")
         )
-        color = PALETTE[i % len(PALETTE)]
-        axes.plot(steps, mean, color=color, linestyle=LINES[i % len(LINES)], marker="o", markersize=3, label=label)
-        axes.fill_between(steps, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)
+        axes.plot(steps, mean, **_style(i), marker="o", markersize=3, label=label)
+        axes.fill_between(steps, mean - std, mean + std, color=_style(i)["color"], alpha=0.15, linewidth=0)
     if threshold is not None:
         axes.axhline(threshold, color="black", linewidth=0.8, label=f"solved: {threshold:g}")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(title=title, xlabel="environment steps", ylabel="return (mean, deviation over episodes)")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    _finish(axes)
     axes.legend(frameon=False)
     return figure
 
@@ -117,18 +125,15 @@ def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str
     """
     if not curves or not all(curves.values()):
         raise ValueError("cost_curves expects at least one variant, and points for each")
-    figure = Figure(figsize=(5.6, 4.0), layout="constrained")
-    axes = figure.subplots()
+    figure, ((axes,),) = _figure(5.6, 4.0)
     for i, (label, points) in enumerate(curves.items()):
         xs, ys = zip(*sorted(points), strict=True)
         if len(set(xs)) > 1:
             slope = np.polyfit(np.log(xs), np.log(ys), 1)[0]
             label = f"{label} (exponent {slope:.2f})"
-        style: dict[str, Any] = {"color": PALETTE[i % len(PALETTE)], "linestyle": LINES[i % len(LINES)], "marker": "o"}
-        axes.plot(xs, ys, label=label, **style)
+        axes.plot(xs, ys, **_style(i), marker="o", label=label)
     axes.set(xlabel=xlabel, ylabel="time of a step (ms)", xscale="log", yscale="log")
-    axes.grid(alpha=0.3, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
+    _finish(axes, "both")
     axes.legend(frameon=False)
     return figure
 
@@ -148,21 +153,14 @@ def tradeoff_curves(
     """
     if not curves or not all(points and all(seeds for _, seeds in points) for points in curves.values()):
         raise ValueError("tradeoff_curves expects at least one method, and points with values for each")
-    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
-    axes = figure.subplots()
+    figure, ((axes,),) = _figure(7.6, 4.6)
     for i, (label, points) in enumerate(curves.items()):
-        sizes, seeds = zip(*sorted((size, list(found)) for size, found in points), strict=True)
-        means = [sum(found) / len(found) for found in seeds]
-        down = [m - min(found) for m, found in zip(means, seeds, strict=True)]
-        up = [max(found) - m for m, found in zip(means, seeds, strict=True)]
-        style: dict[str, Any] = {
-            "color": PALETTE[i % len(PALETTE)],
-            "linestyle": LINES[i % len(LINES)],
-            "marker": MARKERS[i % len(MARKERS)],
-            "markersize": 5,
-            "linewidth": 2.4 if i == 0 else 1.4,
-        }
-        axes.errorbar(sizes, means, yerr=(down, up), capsize=3, label=label, **style)
+        sizes, means, low, high = zip(
+            *sorted((size, sum(seeds) / len(seeds), min(seeds), max(seeds)) for size, seeds in points), strict=True
+        )
+        bars = np.subtract(means, low), np.subtract(high, means)
+        marker = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "linewidth": 1.4 if i else 2.4}
+        axes.errorbar(sizes, means, yerr=bars, capsize=3, label=label, **_style(i), **marker)
     axes.set(xlabel="everything needed to run (bytes, logarithmic)", ylabel=ylabel, xscale="log")
     if yscale == "log":
         # Clipped: where a seed makes no error, its bar ends at the edge.
@@ -173,8 +171,7 @@ def tradeoff_curves(
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter(formatter)
             axis.set_minor_formatter(NullFormatter())
-    axes.grid(alpha=0.3, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
+    _finish(axes, "both")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
@@ -189,31 +186,22 @@ def grouped_bars(panels: Mapping[str, tuple[str, Mapping[str, Mapping[str, float
     Raises:
         ValueError: if there is no panel, or a value that is not positive.
     """
-    values = [v for _, groups in panels.values() for bars in groups.values() for v in bars.values()]
-    if not values or min(values) <= 0:
+    bars = [bar for _, groups in panels.values() for group in groups.values() for bar in group.items()]
+    if not bars or min(value for _, value in bars) <= 0:
         raise ValueError("grouped_bars expects at least one panel, and positive values")
-    labels = list(dict.fromkeys(k for _, groups in panels.values() for bars in groups.values() for k in bars))
-    figure = Figure(figsize=(1.2 + 3.6 * len(panels), 3.9), layout="constrained")
-    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    labels = list(dict(bars))
+    figure, (row,) = _figure(1.2 + 3.6 * len(panels), 3.9, columns=len(panels))
     width = 0.8 / len(labels)
     for axes, (title, (ylabel, groups)) in zip(row, panels.items(), strict=True):
         for i, label in enumerate(labels):
-            places = [x for x, bars in enumerate(groups.values()) if label in bars]
-            heights = [bars[label] for bars in groups.values() if label in bars]
-            axes.bar(
-                [x + (i - (len(labels) - 1) / 2) * width for x in places],
-                heights,
-                width,
-                color=PALETTE[i % len(PALETTE)],
-                hatch=HATCHES[i % len(HATCHES)],
-                edgecolor="white",
-                linewidth=0.4,
-                label=label,
-            )
+            places = [
+                x + (i - (len(labels) - 1) / 2) * width for x, group in enumerate(groups.values()) if label in group
+            ]
+            heights = [group[label] for group in groups.values() if label in group]
+            style = {"color": PALETTE[i % len(PALETTE)], "hatch": HATCHES[i % len(HATCHES)], "label": label}
+            axes.bar(places, heights, width, edgecolor="white", linewidth=0.4, **style)
         axes.set(title=title, ylabel=ylabel, yscale="log", xticks=range(len(groups)), xticklabels=list(groups))
-        axes.grid(alpha=0.3, axis="y")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        _finish(axes, axis="y")
     figure.legend(*row[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=len(labels))
     return figure
 
@@ -229,14 +217,16 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
     Raises:
         ValueError: if there is no net or no matrix, or if the nets differ in their matrices.
     """
-    matrices = {label: _matrices(weights) for label, weights in nets.items()}
+    matrices = {
+        label: {name: w.detach().float().cpu().numpy() for name, w in weights.items() if w.ndim == 2}
+        for label, weights in nets.items()
+    }
     shapes = [{name: m.shape for name, m in by_name.items()} for by_name in matrices.values()]
     if not shapes or not shapes[0] or any(s != shapes[0] for s in shapes):
         raise ValueError(f"weight_images expects nets with the same weight matrices, got {shapes}")
     names = list(shapes[0])
     n_columns = len(names) + (image_shape is not None)
-    figure = Figure(figsize=(3.4 * n_columns, 3.1 * len(matrices)), layout="constrained")
-    grid = figure.subplots(len(matrices), n_columns, squeeze=False)
+    figure, grid = _figure(3.4 * n_columns, 3.1 * len(matrices), len(matrices), n_columns)
     for axes_row, (label, by_name) in zip(grid, matrices.items(), strict=True):
         if image_shape is not None:
             fields = _fields(by_name[names[0]], image_shape)
@@ -245,11 +235,6 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
         for axes, name in zip(axes_row[n_columns - len(names) :], names, strict=True):
             _show(axes, by_name[name], f"{label}: {name}", "input unit", "output unit")
     return figure
-
-
-def _matrices(weights: Mapping[str, Tensor]) -> dict[str, NDArray[np.float32]]:
-    """The 2-d tensors among `weights` as arrays [R, C]."""
-    return {name: w.detach().float().cpu().numpy() for name, w in weights.items() if w.ndim == 2}
 
 
 def _fields(weight_RC: NDArray[np.float32], image_shape: tuple[int, int]) -> NDArray[np.float32]:

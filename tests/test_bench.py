@@ -21,21 +21,10 @@ from gbfunc.cli import main
 from gbfunc.cli.bench import measure, print_results
 from gbfunc.generate import Generator
 from gbfunc.hypernets import Hypernet
-from gbfunc.lab.bench import (
-    BENCHES,
-    VARIANTS,
-    Case,
-    Genes,
-    Setting,
-    choose_benches,
-    growth_curves,
-    log_slope,
-    run_bench,
-)
-from gbfunc.lab.bench.cases import features, generation_case
+from gbfunc.lab.bench.cases import BENCHES, VARIANTS, Case, Genes, choose, features, generation_case
 from gbfunc.lab.bench.naive import NaiveGenerator
-from gbfunc.lab.bench.report import time_together
-from gbfunc.lab.bench.variants import build
+from gbfunc.lab.bench.report import growth_curves, log_slope, run_bench, time_together
+from gbfunc.lab.bench.variants import Setting, build
 from gbfunc.plots import cost_curves
 from gbfunc.tasks.pnets.mlp import mlp
 
@@ -188,7 +177,7 @@ def test_results_are_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_growth_leaves_out_what_has_no_features() -> None:
     rows = run_bench((tiny(("dense", "periodic lazy")),), CPU, rounds=1, visit=1e-4)
-    assert growth_curves(rows, "features") == {"periodic lazy": [(2, rows[1].step_ms)]}
+    assert growth_curves(rows, "features") == {"periodic lazy": [(2, rows[1]["step_ms"])]}
     assert growth_curves(rows, "weights").keys() == {"dense", "periodic lazy"}
 
 
@@ -218,8 +207,8 @@ def test_every_case_can_be_built_from_its_names() -> None:
                 assert set(case.variants) <= VARIANTS.keys()
                 kinds = {VARIANTS[v].gnets for v in case.variants} - {""}
                 assert all(getattr(case, kind) is not None for kind in kinds)
-    assert choose_benches("quick", None) == BENCHES["quick"]
-    assert list(choose_benches("full", ("remat", "gpt"))) == ["gpt", "remat"]
+    assert choose(BENCHES["quick"], None) == BENCHES["quick"]
+    assert list(choose(BENCHES["full"], ("remat", "gpt"))) == ["gpt", "remat"]
 
 
 @pytest.mark.parametrize(

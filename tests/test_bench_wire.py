@@ -29,7 +29,6 @@ from gbfunc.lab.bench.wire import (
     ByVariant,
     Measured,
     Pace,
-    Row,
     expected_seconds,
     measure_ranks,
     rows_of,
@@ -168,15 +167,20 @@ def test_rows_are_measured_where_a_link_was_and_modelled_else() -> None:
     there = {"ddp": made_up(0.1, 1.05e6, 1e6)}
     rows = rows_of({("c", "loopback"): loopback, ("c", "100mbit"): there}, "c", 2, "100mbit")
     ddp, fsdp, torchgb = rows
-    assert (ddp.timing, ddp.step_ms, ddp.wire_bytes, ddp.repeats) == ("measured", pytest.approx(100), 1.05e6, 3)
+    assert (ddp["timing"], ddp["step_ms"], ddp["wire_bytes"], ddp["repeats"]) == (
+        "measured",
+        pytest.approx(100),
+        1.05e6,
+        3,
+    )
     # 80 ms for a megabyte at 100 Mbit/s, and 66 bytes of headers for every 1,448.
-    assert ddp.modelled_ms == pytest.approx(10 + 80 * 1514 / 1448)
-    assert (fsdp.timing, fsdp.wire_bytes, fsdp.repeats) == ("modelled", None, 0)
-    assert fsdp.step_ms == fsdp.modelled_ms == pytest.approx(20 + 240 * 1514 / 1448)
-    assert (fsdp.ratio_to_ddp, fsdp.bytes_to_ddp) == (pytest.approx(fsdp.step_ms / 100), 1.5)
-    assert torchgb.modelled_ms == pytest.approx(2 * 8e-5 * 1514 / 1448)
+    assert ddp["modelled_ms"] == pytest.approx(10 + 80 * 1514 / 1448)
+    assert (fsdp["timing"], fsdp["wire_bytes"], fsdp["repeats"]) == ("modelled", None, 0)
+    assert fsdp["step_ms"] == fsdp["modelled_ms"] == pytest.approx(20 + 240 * 1514 / 1448)
+    assert (fsdp["ratio_to_ddp"], fsdp["bytes_to_ddp"]) == (pytest.approx(fsdp["step_ms"] / 100), 1.5)
+    assert torchgb["modelled_ms"] == pytest.approx(2 * 8e-5 * 1514 / 1448)
     (alone, *_) = rows_of({("c", "loopback"): loopback}, "c", 2, "loopback")
-    assert (alone.timing, alone.modelled_ms, alone.wire_to_ddp) == ("measured", None, 1.0)
+    assert (alone["timing"], alone["modelled_ms"], alone["wire_to_ddp"]) == ("measured", None, 1.0)
 
 
 # Nothing outlives it.
@@ -256,12 +260,14 @@ def test_the_command_measures_and_shows(tmp_path: Path, capsys: pytest.CaptureFi
     argv = ["bench", "--distributed", "--quick", "--ranks", "2", "--links", "loopback", "100mbit"]
     assert main([*argv, "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "wire.json").read_text())
-    rows = [Row(**row) for row in results["rows"]]
-    assert [(row.link, row.variant) for row in rows] == [(k, v) for k in ("loopback", "100mbit") for v in VARIANTS]
+    rows = results["rows"]
+    assert [(row["link"], row["variant"]) for row in rows] == [
+        (k, v) for k in ("loopback", "100mbit") for v in VARIANTS
+    ]
     slow = rows[len(VARIANTS) :]
-    assert {row.timing for row in slow} == {"measured" if can_make_links() else "modelled"}
+    assert {row["timing"] for row in slow} == {"measured" if can_make_links() else "modelled"}
     assert results["one_rank"][CASE.name].keys() == set(PLACEMENTS)
-    assert all(row.step_ms > 0 and row.counted_bytes > 0 for row in rows)
+    assert all(row["step_ms"] > 0 and row["counted_bytes"] > 0 for row in rows)
     assert (tmp_path / "wire_mlp.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert all(word in out for word in (*VARIANTS, "100mbit", "gloo"))
@@ -271,7 +277,7 @@ def test_the_command_measures_and_shows(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--cases", "resnet18"], "--cases resnet18: unknown with --distributed; expected some of mlp gpt"),
+        (["--cases", "resnet18"], "--distributed --cases resnet18: unknown; expected some of mlp gpt"),
         (["--ranks", "1"], "--ranks must be 2 or more, got 1"),
     ],
 )
@@ -282,8 +288,8 @@ def test_the_command_refuses(argv: list[str], message: str, capsys: pytest.Captu
 
 def test_a_model_says_that_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of({("c", "loopback"): {"ddp": made_up(0.01, 1e6, 1e6)}}, "c", 2, "10mbit")
-    print_wire({"machine": "m", "torch": "t", "one_rank": {}, "rows": [row._asdict() for row in rows]})
-    assert "(846.5 ms)" in capsys.readouterr().out and math.isclose(rows[0].step_ms, 846.46, rel_tol=1e-3)
+    print_wire({"machine": "m", "torch": "t", "one_rank": {}, "rows": rows})
+    assert "(846.5 ms)" in capsys.readouterr().out and math.isclose(rows[0]["step_ms"], 846.46, rel_tol=1e-3)
 
 
 def test_grouped_bars() -> None:

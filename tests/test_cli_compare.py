@@ -53,7 +53,7 @@ def test_budgets_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--methods", "magic"], "--methods must be among periodic, "),
+        (["--methods", "magic"], "--methods magic: unknown; expected some of periodic "),
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["--epochs", "0"], "--epochs must be at least 1, got 0"),
         (["--threads", "-1"], "--threads must be at least 1, got -1"),

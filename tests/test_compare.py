@@ -25,7 +25,7 @@ from gbfunc.lab.compare import (
     size_within,
     to_json,
 )
-from gbfunc.lab.compare.base import grid, largest, narrow_sizes, pack, packed_size, unpack
+from gbfunc.lab.compare.base import grid, largest, narrow_sizes, pack, unpack, zeros
 from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import TASKS, Net, Task, accuracy
 from gbfunc.tasks.pnets import find_pnet
@@ -229,7 +229,7 @@ def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
     data = pack(tensors, dtype)
     back, about = unpack(data)
     assert about == {} and all(torch.equal(back[k], t.to(dtype).float()) for k, t in tensors.items())
-    assert len(data) == packed_size({"a": (3, 5), "b": (7,)}, dtype)
+    assert len(data) == len(pack(zeros({"a": (3, 5), "b": (7,)}), dtype))
     assert unpack(pack(tensors, dtype, {"seed": "3"}))[1] == {"seed": "3"}
 
 

@@ -10,15 +10,16 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
+from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, arg
 
 from gbfunc.cli.options import DataOptions
-from gbfunc.cli.output import wide_console
+from gbfunc.cli.output import make_folder, wide_console, write_figure, write_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gbfunc.lab.compare import Method, Problem, Results, Row
+    from gbfunc.lab.compare import Problem, Results
     from gbfunc.tasks import Metric
 
 _SIZES = (600, 1_300, 2_000, 6_000, 20_000)
@@ -60,19 +61,15 @@ class Compare(DataOptions):
 
     def run(self) -> None:
         """Run what is missing, print one table, write the results."""
-        from gbfunc.cli.output import make_folder, write_figure, write_metrics
-        from gbfunc.lab.bench.report import machine_name
-        from gbfunc.lab.compare import METHODS, read_results, run_missing, to_json
+        from gbfunc.lab.bench.cases import choose
+        from gbfunc.lab.bench.report import describe
+        from gbfunc.lab.compare import METHODS, of_problem, read_results, run_missing, to_json
 
-        methods = {name: METHODS[name] for name in self._method_names(METHODS)}
+        methods = choose(METHODS, self.methods, "--methods")
         problems = self._problems()
         folder = make_folder(self.out)
         results = read_results(folder / "compare.json")
-        about = {
-            "machine": machine_name(torch.device("cpu")),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        }
+        about = describe(torch.device("cpu"), torch.get_num_threads())
         seeds, most = (1, 2) if self.quick else (self.seeds, None)
 
         def report(line: str) -> None:
@@ -83,10 +80,11 @@ class Compare(DataOptions):
             results = newer
             # After each row: what is measured is kept, should a later one fail.
             write_metrics(folder / "compare.json", about | to_json(results))
-        curves = curves_of(results, problems, methods)
-        if any(curves.values()):
-            write_figure(folder / "tradeoff.png", tradeoff_figure(curves, problems[0].task.metric))
-        print_tradeoff(results, problems, methods)
+        known = {name: [of_problem(results, problem, name) for problem in problems] for name in methods}
+        metric = problems[0].task.metric
+        if any(part.rows for parts in known.values() for part in parts):
+            write_figure(folder / "tradeoff.png", tradeoff_figure(known, metric))
+        print_tradeoff(known, problems)
 
     def _problems(self) -> list[Problem]:
         from gbfunc.cli.job import load_task
@@ -114,64 +112,53 @@ class Compare(DataOptions):
             problems.append(Problem(task, size, budget, getattr(torch, self.dtype), recipe))
         return problems
 
-    def _method_names(self, table: Mapping[str, Method]) -> Sequence[str]:
-        unknown = [name for name in self.methods or () if name not in table]
-        if unknown:
-            raise ValueError(f"--methods must be among {', '.join(table)}; got {', '.join(unknown)}")
-        return self.methods or tuple(table)
+
+def shown_values(results: Results, metric: Metric) -> list[float]:
+    """The metric on the test split in the unit in which it is shown, by seed."""
+    rows = sorted(results.rows, key=lambda row: row.seed)
+    return [100 * row.test if metric.unit == "%" else row.test for row in rows]
 
 
-def curves_of(
-    results: Results, problems: Sequence[Problem], methods: Mapping[str, Method]
-) -> dict[str, list[tuple[float, list[float]]]]:
-    """Points (bytes, metric of the seeds on the test split, in its unit) of each method."""
-    points: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in methods}
-    for problem in problems:
-        for name in methods:
-            if rows := rows_of(results, problem, name):
-                points[name].append((mean(row.bytes for row in rows), shown_values(problem, rows)))
-    return {name: found for name, found in points.items() if found}
+def tradeoff_figure(known: Mapping[str, Sequence[Results]], metric: Metric) -> Figure:
+    """`tradeoff_curves` of a metric; parts of one are shown by what they lack, on a logarithmic axis.
 
-
-def tradeoff_figure(curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], metric: Metric) -> Figure:
-    """`tradeoff_curves` of a metric; parts of one are shown by what they lack, on a logarithmic axis."""
+    Args:
+        known: results of every method, at each budget.
+        metric: of the task.
+    """
     from gbfunc.plots import tradeoff_curves
 
-    if metric.unit != "%" or not metric.higher_is_better:
-        return tradeoff_curves(curves, f"test {metric.label} ({metric.unit})")
-    errors = {name: [(size, [100 - value for value in seeds]) for size, seeds in c] for name, c in curves.items()}
-    return tradeoff_curves(errors, f"test error = 100 - {metric.label} (%, logarithmic)", yscale="log")
+    errors = metric.unit == "%" and metric.higher_is_better
+    curves: dict[str, list[tuple[float, list[float]]]] = {}
+    for name, parts in known.items():
+        for part in parts:
+            if part.rows:
+                values = [100 - value if errors else value for value in shown_values(part, metric)]
+                curves.setdefault(name, []).append((mean(row.bytes for row in part.rows), values))
+    if errors:
+        return tradeoff_curves(curves, f"test error = 100 - {metric.label} (%, logarithmic)", yscale="log")
+    return tradeoff_curves(curves, f"test {metric.label} ({metric.unit})")
 
 
-def rows_of(results: Results, problem: Problem, method: str) -> list[Row]:
-    """The rows of a method at one budget, by seed."""
-    from gbfunc.lab.compare import of_problem
+def print_tradeoff(known: Mapping[str, Sequence[Results]], problems: Sequence[Problem]) -> None:
+    """The metric on the test split as one table on standard output: a row for a method, a column for a budget.
 
-    return sorted(of_problem(results, problem, method).rows, key=lambda row: row.seed)
-
-
-def shown_values(problem: Problem, rows: Sequence[Row]) -> list[float]:
-    """The metric on the test split in the unit in which it is shown."""
-    return [100 * row.test if problem.task.metric.unit == "%" else row.test for row in rows]
-
-
-def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mapping[str, Method]) -> None:
-    """The metric on the test split as one table on standard output: a row a method, a column a budget."""
-    from rich.table import Table
-
+    Args:
+        known: results of every method, at each budget.
+        problems: the budgets.
+    """
+    first = problems[0]
+    metric = first.task.metric
     table = Table("method")
-    for problem in problems:
-        table.add_column(f"{problem.budget:,} bytes", justify="right", no_wrap=True)
-    cells = {name: [shown_values(problem, rows_of(results, problem, name)) for problem in problems] for name in methods}
-    metric = problems[0].task.metric
     extreme = max if metric.higher_is_better else min
-    best = [extreme((mean(c[i]) for c in cells.values() if c[i]), default=0.0) for i in range(len(problems))]
-    for name, found in cells.items():
-        cells_of = zip(problems, found, best, strict=True)
-        table.add_row(name, *(_cell(results, problem, name, tests, top) for problem, tests, top in cells_of))
+    best = []
+    for problem, parts in zip(problems, zip(*known.values(), strict=True), strict=True):
+        table.add_column(f"{problem.budget:,} bytes", justify="right", no_wrap=True)
+        best.append(extreme((mean(shown_values(part, metric)) for part in parts if part.rows), default=0.0))
+    for name, parts in known.items():
+        table.add_row(name, *(_cell(part, metric, top) for part, top in zip(parts, best, strict=True)))
     console = wide_console()
     console.print(table)
-    first = problems[0]
     console.print(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
         f"{first.steps:,} steps; -: nothing is as small as that.",
@@ -179,12 +166,11 @@ def print_tradeoff(results: Results, problems: Sequence[Problem], methods: Mappi
     )
 
 
-def _cell(results: Results, problem: Problem, method: str, tests: Sequence[float], best: float) -> str:
-    from gbfunc.lab.compare import of_problem
-
+def _cell(results: Results, metric: Metric, best: float) -> str:
+    tests = shown_values(results, metric)
     if not tests:
         # Nothing fits, or nothing is known.
-        return "-" if any(c.settings is None for c in of_problem(results, problem, method).choices) else ""
+        return "-" if any(choice.settings is None for choice in results.choices) else ""
     digits = 2 if mean(tests) > 10 else 4
     spread = f" ± {stdev(tests):.{digits}f}" if len(tests) > 1 else ""
     text = f"{mean(tests):.{digits}f}{spread}"

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gbfunc as gb
 from gbfunc.generate import Generator
 from gbfunc.lab.bench.cases import Genes
-from gbfunc.lab.bench.variants import Batch, Step, loss_fn, plain_step
+from gbfunc.lab.bench.variants import Batch, Step, loss_fn, plain_step, plan_of
 from gbfunc.types import Params
 
 try:
@@ -88,13 +88,11 @@ class CollectiveBytes(TorchDispatchMode):
     Attributes:
         sent: bytes that this rank sends.
         busiest: the same, but for a broadcast those that its root sends down a binary tree, while others wait.
-        calls: collectives by name.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__()
         self.sent = self.busiest = 0.0
-        self.calls: dict[str, int] = {}
         self._rank, self._ranks = rank, ranks
 
     def __torch_dispatch__(
@@ -102,44 +100,45 @@ class CollectiveBytes(TorchDispatchMode):
     ) -> Any:
         """Count the operation and run it."""
         space, _, name = func._schema.name.partition("::")
-        if space == "c10d" and name not in ("barrier", "check_for_nan"):
+        if space == "c10d" and name not in ("barrier", "check_for_nan", "recv_"):
             sent = self._sent(name, args)
             self.sent += sent
             steps = (self._ranks - 1).bit_length() if name == "broadcast_" else 0
-            self.busiest += steps * sum(t.nbytes for t in args[0]) if steps else sent
-            self.calls[name] = self.calls.get(name, 0) + 1
+            self.busiest += steps * _nbytes(args[0]) if steps else sent
         return func(*args, **(kwargs or {}))
 
     def _sent(self, name: str, args: Sequence[Any]) -> float:
         if name == "send":
-            return sum(t.nbytes for t in args[0])
-        if name == "recv_":
-            return 0.0
+            return _nbytes(args[0])
         if name == "alltoall_base_":
             given, splits = args[1], args[4]
             kept = splits[self._rank] / len(given) if splits and len(given) else 1 / self._ranks
             return given.nbytes * (1 - kept)
-        passes, whole = _whole(name, args)
-        return passes * (self._ranks - 1) / self._ranks * sum(t.nbytes for t in whole)
+        if name not in _WHOLE:
+            raise NotImplementedError(
+                f"no count for the collective {name!r}; expected all-reduce, gather, exchange or broadcast"
+            )
+        passes, argument = _WHOLE[name]
+        return passes * (self._ranks - 1) / self._ranks * _nbytes(args[argument])
 
 
-def _whole(name: str, args: Sequence[Any]) -> tuple[int, list[Tensor]]:
-    """How often the whole of a collective's tensors goes around, and these tensors."""
-    if name in ("allreduce_", "allreduce_coalesced_"):
-        return 2, list(args[0])
-    if name in ("broadcast_", "allgather_into_tensor_coalesced_"):
-        return 1, list(args[0])
-    if name == "_allgather_base_":
-        return 1, [args[0]]
-    if name == "_reduce_scatter_base_":
-        return 1, [args[1]]
-    if name == "reduce_scatter_tensor_coalesced_":
-        return 1, list(args[1])
-    if name in ("allgather_", "allgather_coalesced_"):
-        return 1, [tensor for tensors in args[0] for tensor in tensors]
-    raise NotImplementedError(
-        f"no count for the collective {name!r}; expected all-reduce, gather, exchange or broadcast"
-    )
+_WHOLE = {
+    "allreduce_": (2, 0),
+    "allreduce_coalesced_": (2, 0),
+    "broadcast_": (1, 0),
+    "allgather_": (1, 0),
+    "allgather_coalesced_": (1, 0),
+    "allgather_into_tensor_coalesced_": (1, 0),
+    "_allgather_base_": (1, 0),
+    "_reduce_scatter_base_": (1, 1),
+    "reduce_scatter_tensor_coalesced_": (1, 1),
+}
+"""How often the whole of a collective's tensors goes around, and which argument these tensors are."""
+
+
+def _nbytes(tensors: Any) -> int:
+    """Bytes of a tensor, or of all in nested lists."""
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_nbytes, tensors))
 
 
 def ddp_step(net: nn.Module, batch: Batch, lr: float) -> Step:
@@ -165,14 +164,13 @@ def torchgb_step(net: nn.Module, genes: Genes, batch: Batch, lr: float) -> Step:
     The g-nets are those of the library, so that only the scheme differs; every tensor belongs to the rank that has
     the fewest weights so far, the largest first.
     """
-    make_plan = partial(gb.make_plan, net, genes.hypernet, max_tile=genes.max_tile, include=genes.include)
-    owners = _owners({t.name: t.numel for t in make_plan().generated}, dist.get_world_size())
+    owners = _owners({t.name: t.numel for t in plan_of(net, genes).generated}, dist.get_world_size())
     mine = [name for name, owner in owners.items() if owner == dist.get_rank()]
     parallel, parameters = DistributedDataParallel(net), dict(net.named_parameters())
     leaves: list[Tensor] = []
     generate: Callable[[], Params] = dict
     if mine:
-        plan = make_plan(exclude=[rf"^{re.escape(name)}$" for name in owners if name not in mine])
+        plan = plan_of(net, genes, exclude=[rf"^{re.escape(name)}$" for name in owners if name not in mine])
         gnets = gb.init_genome(plan, net, 0).gnets
         direct = dict[str, Tensor]((t.name, parameters[t.name]) for t in plan.direct)
         leaves = [leaf.requires_grad_() for stacked in gnets.values() for leaf in stacked.values()]

@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,19 +26,12 @@ _QUEUE = "50ms"
 
 
 class Port(NamedTuple):
-    """Where one rank sits.
+    """Where one rank sits."""
 
-    Attributes:
-        prefix: words before its command, which put it there.
-        interface: its network interface.
-        sharing: ranks that send through this same interface.
-        ends: both ends of its cable to the switch, as (namespace, interface); none on the loopback.
-    """
-
-    prefix: tuple[str, ...]
-    interface: str
-    sharing: int
-    ends: tuple[tuple[str, str], ...] = ()
+    prefix: tuple[str, ...]  # words before its command, which put it there
+    interface: str  # its network interface
+    sharing: int  # ranks that send through this same interface
+    ends: tuple[tuple[str, str], ...] = ()  # of its cable to the switch, as (namespace, interface); not on the loopback
 
     def limit(self, mbit: float | None) -> None:
         """Limit the rank's cable in both directions (`man tc-tbf`).
@@ -51,12 +43,11 @@ class Port(NamedTuple):
             OSError: if the system does not let it.
         """
         for name, interface in self.ends:
-            if mbit is None:
-                _run(f"tc -n {name} qdisc replace dev {interface} root pfifo")
-                continue
-            burst = max(_LEAST_BURST, int(mbit * 1e6 / 8 * _BURST_SECONDS))
-            limit = f"rate {mbit}mbit burst {burst} latency {_QUEUE}"
-            _run(f"tc -n {name} qdisc replace dev {interface} root tbf {limit}")
+            queue = "pfifo"
+            if mbit is not None:
+                burst = max(_LEAST_BURST, int(mbit * 1e6 / 8 * _BURST_SECONDS))
+                queue = f"tbf rate {mbit}mbit burst {burst} latency {_QUEUE}"
+            _run(f"tc -n {name} qdisc replace dev {interface} root {queue}")
 
 
 def can_make_links() -> bool:
@@ -113,7 +104,11 @@ def _plug(switch: str, name: str, rank: int) -> Port:
 @contextlib.contextmanager
 def _namespaces(n: int) -> Iterator[tuple[str, ...]]:
     """New network namespaces, named after this process, with their loopback up."""
-    _sweep()
+    for name in _present():
+        # Of a process that was killed before it could delete it.
+        match = re.fullmatch(rf"{_PREFIX}-(\d+)-\d+", name)
+        if match and not Path("/proc", match[1]).exists():
+            _run(f"ip netns delete {name}")
     taken = set(_present())
     free = (f"{_PREFIX}-{os.getpid()}-{i}" for i in range(len(taken) + n))
     names = tuple(name for name in free if name not in taken)[:n]
@@ -130,14 +125,6 @@ def _present() -> list[str]:
     """Names of the network namespaces that there are."""
     folder = Path("/run/netns")
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
-def _sweep() -> None:
-    """Delete namespaces of processes that were killed before they could."""
-    for name in _present():
-        found = re.fullmatch(rf"{_PREFIX}-(\d+)-\d+", name)
-        if found and not Path("/proc", found[1]).exists():
-            _run(f"ip netns delete {name}")
 
 
 def _run(*commands: str) -> None:
@@ -177,32 +164,27 @@ def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float, env: Mapping
         RankError: for the rank that failed first, with the end of what it wrote on standard error, or after the
             timeout, naming the ranks that were still running.
     """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gbfunc-ranks-")))
-        processes: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="gbfunc-ranks-") as name, contextlib.ExitStack() as stack:
         stack.callback(_end, processes)
-        deadline = time.monotonic() + timeout
-        for rank, command in enumerate(commands):
-            with (folder / f"{rank}.err").open("wb") as errors:
-                # A new group, so that all that a rank starts ends with it.
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=errors,
-                        stderr=errors,
-                        env={**os.environ, **(env or {})},
-                        start_new_session=True,
-                    )
+        files = [Path(name, f"{rank}.err") for rank in range(len(commands))]
+        for command, path in zip(commands, files, strict=True):
+            with path.open("wb") as errors:
+                process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **(env or {})},
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors,
+                    stderr=errors,
+                    start_new_session=True,  # so that all that a rank starts ends with it
                 )
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = next((rank for rank, code in enumerate(codes) if code), None)
-            if failed is not None:
-                said = (folder / f"{failed}.err").read_text(errors="replace").strip()[-_TAIL:]
+            processes.append(process)
+        while None in (codes := [process.poll() for process in processes]) or any(codes):
+            if any(codes):
+                failed = next(rank for rank, code in enumerate(codes) if code)
+                said = files[failed].read_text(errors="replace").strip()[-_TAIL:]
                 raise RankError(f"rank {failed} of {len(codes)} ended with exit code {codes[failed]}: {said}")
-            if all(code == 0 for code in codes):
-                return
             if time.monotonic() > deadline:
                 late = [rank for rank, code in enumerate(codes) if code is None]
                 raise RankError(f"ranks {late} of {len(codes)} had not ended after {timeout:g} s")

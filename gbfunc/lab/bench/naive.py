@@ -7,8 +7,6 @@ Suffixes: T tiles; r, c rows and columns of a tile; n = r c weights of a tile; b
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.func import vmap
@@ -19,13 +17,6 @@ from gbfunc.layers import KINDS
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.tiling import join_tiles
 from gbfunc.types import GNets, Params
-
-
-class _Codes(NamedTuple):
-    """Constants of an ensemble: the code of every weight [T, n, b] and the scale of every tile [T]."""
-
-    codes: Tensor
-    scale: Tensor
 
 
 class NaiveGenerator:
@@ -40,7 +31,7 @@ class NaiveGenerator:
         if others:
             raise ValueError(f"expected ReLU g-nets of one hidden layer, got {others}")
         self._plan = plan
-        self._codes = {e.name: _Codes(*_codes(e, dtype, device)) for e in plan.ensembles}
+        self._codes = {e.name: _codes(e, dtype, device) for e in plan.ensembles}
 
     def __call__(self, gnets: GNets, direct: Params) -> Params:
         """All parameters of the p-net by name, as `gbfunc.generate` gives them."""
@@ -65,6 +56,7 @@ def _is_plain(e: Ensemble) -> bool:
 
 
 def _codes(e: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Constants of an ensemble: the code of every weight [T, n, b] and the scale of every tile [T]."""
     row_Urp, col_Ucq = codes_of(e, dtype, device)
     shape = (e.n_tiles, e.dims.rows, e.dims.cols)
     rows = row_Urp.unsqueeze(2).expand(*shape, e.dims.row_width)

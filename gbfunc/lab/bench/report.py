@@ -14,7 +14,7 @@ import torch
 
 from gbfunc.lab.bench.cases import Bench, Case
 from gbfunc.lab.bench.memory import Memory, measure_memory
-from gbfunc.lab.bench.variants import Setting, build
+from gbfunc.lab.bench.variants import Built, Setting, build
 
 Key = TypeVar("Key")
 
@@ -28,42 +28,20 @@ _COPY_BYTES = 2**28
 
 
 class Timing(NamedTuple):
-    """Time of one function.
+    """Time of one function."""
 
-    Attributes:
-        seconds: of one call, the median over the rounds.
-        repeats: rounds that it took part in.
-    """
-
-    seconds: float
-    repeats: int
-
-
-class Ceilings(NamedTuple):
-    """What the machine reaches in the two things that generation is made of.
-
-    Attributes:
-        gflops: of a square matrix product, a multiplication and an addition each counted.
-        gb_s: bytes read and written by a copy that no cache holds, per 10^-9 second.
-    """
-
-    gflops: float
-    gb_s: float
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until all work on a device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    seconds: float  # of one call, the median over the rounds
+    repeats: int  # rounds that it took part in
 
 
 def time_calls(function: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Seconds a call, over some calls in a row."""
-    synchronise(device)
+    """Seconds of a call, over some calls in a row."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     for _ in range(calls):
         function()
-    synchronise(device)
+    wait()
     return (time.perf_counter() - start) / calls
 
 
@@ -81,16 +59,17 @@ def time_together(
         rounds: rounds; functions that take seconds leave after two.
         visit: seconds of a visit, about.
     """
-    calls = {key: _calls(_warm_up(function, device), visit) for key, function in functions.items()}
-    found: dict[Key, list[float]] = {key: [] for key in functions}
+    once = {key: _warm_up(function, device) for key, function in functions.items()}
+    times: dict[Key, list[float]] = {key: [] for key in functions}
     for i in range(rounds):
         for key, function in functions.items():
-            if calls[key] == 0 and i >= _SLOW_ROUNDS:
+            if once[key] > _SLOW_SECONDS and i >= _SLOW_ROUNDS:
                 continue
-            if calls[key] > 1:
+            calls = max(1, min(_MOST_STEPS, round(visit / max(once[key], 1e-6))))
+            if calls > 1:
                 function()
-            found[key].append(time_calls(function, max(1, calls[key]), device))
-    return {key: Timing(statistics.median(seconds), len(seconds)) for key, seconds in found.items()}
+            times[key].append(time_calls(function, calls, device))
+    return {key: Timing(statistics.median(seconds), len(seconds)) for key, seconds in times.items()}
 
 
 def _warm_up(function: Callable[[], Any], device: torch.device) -> float:
@@ -101,21 +80,22 @@ def _warm_up(function: Callable[[], Any], device: torch.device) -> float:
     return min(seconds)
 
 
-def _calls(seconds: float, visit: float) -> int:
-    """Calls in a visit of a function that takes so long; 0 for one that takes seconds."""
-    return 0 if seconds > _SLOW_SECONDS else max(1, min(_MOST_STEPS, round(visit / max(seconds, 1e-6))))
+def measure_ceilings(device: torch.device, *, rounds: int) -> dict[str, float]:
+    """What the machine reaches in float32, in which weights are generated: a matrix product, and a copy past caches.
 
+    Args:
+        device: where.
+        rounds: timings of each.
 
-def measure_ceilings(device: torch.device, *, rounds: int) -> Ceilings:
-    """A matrix product and a copy in float32, the precision that weights are generated in."""
-    a, b = (torch.randn(_GEMM_WIDTH, _GEMM_WIDTH, device=device) for _ in range(2))
-    out = torch.empty_like(a)
-    source = torch.ones(_COPY_BYTES // 4, device=device)
-    target = torch.empty_like(source)
-    functions = {"gemm": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
+    Returns:
+        10^9 operations a second, multiplications and additions, and 10^9 bytes read and written a second.
+    """
+    a, b, out = (torch.randn(_GEMM_WIDTH, _GEMM_WIDTH, device=device) for _ in range(3))
+    source, target = (torch.ones(_COPY_BYTES // 4, device=device) for _ in range(2))
+    functions = {"gflops": lambda: torch.mm(a, b, out=out), "gb_s": lambda: target.copy_(source)}
+    work = {"gflops": 2 * _GEMM_WIDTH**3, "gb_s": 2 * _COPY_BYTES}
     times = time_together(functions, device, rounds=rounds)
-    flops, moved = 2 * _GEMM_WIDTH**3, 2 * _COPY_BYTES
-    return Ceilings(flops / times["gemm"].seconds / 1e9, moved / times["copy"].seconds / 1e9)
+    return {name: work[name] / times[name].seconds / 1e9 for name in work}
 
 
 _MEGA = 1e6
@@ -126,38 +106,8 @@ _FLOPS = {"relu": 10, "periodic": 12}
 _BYTES = 8
 
 
-class Row(NamedTuple):
-    """One variant of a case.
-
-    Attributes:
-        case: the case.
-        variant: the variant.
-        step_ms: median time of a step (of one generation, forward and backward).
-        ratio_to_dense: that time over the dense p-net's, None where it was not measured.
-        ratio_to_naive: that time over the naive implementation's.
-        peak_mb: peak memory of the steps in another process, in 10^6 bytes, None where the process was ended.
-        counted_mb: most memory of weight-sized tensors alive at once in a step, counted, where the case asks for it.
-        weights: weights of the matrices that are generated, or trained themselves.
-        weights_mb: their memory as float32.
-        features: size of the g-nets.
-        gflops: operations of the generation, by the formula above, over its time; None for training steps.
-        gb_s: bytes that it cannot but move, over its time.
-        repeats: timings of which `step_ms` is the median.
-    """
-
-    case: str
-    variant: str
-    step_ms: float
-    ratio_to_dense: float | None
-    ratio_to_naive: float | None
-    peak_mb: float | None
-    counted_mb: float | None
-    weights: int
-    weights_mb: float
-    features: int
-    gflops: float | None
-    gb_s: float | None
-    repeats: int
+Row = dict[str, Any]
+"""One variant of a case, as `bench.json` has it (see `_row`); None is what was not measured."""
 
 
 def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float) -> list[Row]:
@@ -170,56 +120,44 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float) -> l
         visit: seconds of each timing, about.
     """
     torch.set_num_threads(setting.threads)
-    built = {(case.name, v): build(case, v, setting) for case in bench for v in case.variants}
+    pairs = [(case, variant) for case in bench for variant in case.variants]
+    built = {(case.name, variant): build(case, variant, setting) for case, variant in pairs}
     times = time_together({key: b.step for key, b in built.items()}, setting.device, rounds=rounds, visit=visit)
-    sizes = {key: (b.weights, b.features) for key, b in built.items()}
+    # The networks themselves must not be in memory when other processes need it.
+    sizes = {key: b._replace(step=int) for key, b in built.items()}
     del built
-    return [
-        _row(case, v, times, sizes[case.name, v], measure_memory(case, v, setting))
-        for case in bench
-        for v in case.variants
-    ]
+    return [_row(case, v, times, sizes[case.name, v], measure_memory(case, v, setting)) for case, v in pairs]
 
 
-def _row(
-    case: Case,
-    variant: str,
-    times: Mapping[tuple[str, str], Timing],
-    sizes: tuple[int, int],
-    memory: Memory | None,
-) -> Row:
-    weights, features = sizes
+def _row(case: Case, variant: str, times: Mapping[tuple[str, str], Timing], sizes: Built, memory: Memory | None) -> Row:
     seconds, repeats = times[case.name, variant]
-
-    def ratio(other: str) -> float | None:
-        timing = times.get((case.name, other))
-        return None if timing is None else seconds / timing.seconds
-
-    kind = "periodic" if variant.startswith("periodic") else "relu"
-    alone = case.kind == "generation"
-    return Row(
-        case=case.name,
-        variant=variant,
-        step_ms=seconds * 1e3,
-        ratio_to_dense=ratio("dense"),
-        ratio_to_naive=ratio("naive"),
-        peak_mb=None if memory is None else memory.peak / _MEGA,
-        counted_mb=None if memory is None or memory.counted is None else memory.counted / _MEGA,
-        weights=weights,
-        weights_mb=4 * weights / _MEGA,
-        features=features,
-        gflops=_FLOPS[kind] * features * weights / seconds / 1e9 if alone else None,
-        gb_s=_BYTES * weights / seconds / 1e9 if alone else None,
-        repeats=repeats,
-    )
+    dense, naive = (times.get((case.name, other)) for other in ("dense", "naive"))
+    counted = memory and memory.counted
+    alone, flops = case.kind == "generation", _FLOPS["periodic" if variant.startswith("periodic") else "relu"]
+    return {
+        "case": case.name,
+        "variant": variant,
+        "step_ms": seconds * 1e3,  # median time of a step (of one generation, forward and backward)
+        "ratio_to_dense": dense and seconds / dense.seconds,
+        "ratio_to_naive": naive and seconds / naive.seconds,
+        "peak_mb": memory and memory.peak / _MEGA,  # of the steps in another process, in 10^6 bytes
+        "counted_mb": None if counted is None else counted / _MEGA,  # of weight-sized tensors alive at once in a step
+        "weights": sizes.weights,  # of the matrices that are generated, or trained themselves
+        "weights_mb": 4 * sizes.weights / _MEGA,  # as float32
+        "features": sizes.features,
+        # Operations of the generation, and bytes that it cannot but move, over its time.
+        "gflops": flops * sizes.features * sizes.weights / seconds / 1e9 if alone else None,
+        "gb_s": _BYTES * sizes.weights / seconds / 1e9 if alone else None,
+        "repeats": repeats,  # timings of which `step_ms` is the median
+    }
 
 
 def growth_curves(rows: Sequence[Row], by: str) -> dict[str, list[tuple[float, float]]]:
     """Step times against `"weights"` or `"features"`: `{variant: [(weights, ms), ...]}`, of variants that have any."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if getattr(row, by):
-            curves.setdefault(row.variant, []).append((getattr(row, by), row.step_ms))
+        if row[by]:
+            curves.setdefault(row["variant"], []).append((row[by], row["step_ms"]))
     return curves
 
 
@@ -232,30 +170,15 @@ def log_slope(points: Sequence[tuple[float, float]]) -> float:
     if len({x for x, _ in points}) < 2 or min(min(point) for point in points) <= 0:
         raise ValueError(f"expected points of two or more different x, all positive, got {list(points)}")
     xs, ys = ([math.log(value) for value in axis] for axis in zip(*points, strict=True))
-    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread = sum((x - x_mean) ** 2 for x in xs)
-    return sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / spread
+    return statistics.linear_regression(xs, ys).slope
 
 
-def machine_name(device: torch.device) -> str:
-    """The accelerator's or the processor's name."""
+def describe(device: torch.device, threads: int) -> dict[str, object]:
+    """What must be known of a measurement beside its rows: the accelerator or processor, threads, torch."""
+    name = platform.processor() or platform.machine()
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.machine())
-
-
-def describe(setting: Setting, ceilings: Ceilings) -> dict[str, object]:
-    """What must be known of a run beside its rows."""
-    return {
-        "machine": machine_name(setting.device),
-        "device": setting.device.type,
-        "dtype": str(setting.amp or torch.float32).removeprefix("torch."),
-        "threads": setting.threads,
-        "torch": torch.__version__,
-        "ceilings": ceilings._asdict(),
-    }
+        name = torch.cuda.get_device_name(device)
+    elif (info := Path("/proc/cpuinfo")).exists():
+        models = (line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line)
+        name = next(models, name)
+    return {"machine": name, "threads": threads, "torch": torch.__version__}

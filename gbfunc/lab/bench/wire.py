@@ -12,26 +12,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 import gbfunc as gb
-from gbfunc.hypernets import periodic
-from gbfunc.lab.bench.cases import Case, Genes, Scale, features, sequences
+from gbfunc.lab.bench.cases import Case, Scale, gpt_case, mlp_case
 from gbfunc.lab.bench.dense_parallel import CollectiveBytes, Group, ddp_step, fsdp_step, torchgb_step
 from gbfunc.lab.bench.links import Port, open_loopback, open_switch, run_ranks, sent_bytes
 from gbfunc.lab.bench.report import time_together
-from gbfunc.lab.bench.variants import Batch, Step, genome_step
-from gbfunc.plan import Plan
-from gbfunc.tasks.pnets.gpt import GPT
-from gbfunc.tasks.pnets.mlp import mlp
+from gbfunc.lab.bench.variants import Step, first_net, genome_step, plan_of
 
-LINKS: Mapping[str, float | None] = MappingProxyType({"loopback": None, "100mbit": 100.0, "10mbit": 10.0})
+LINKS: Mapping[str, float | None] = {"loopback": None, "100mbit": 100.0, "10mbit": 10.0}
 """Rate of each link in 10^6 bit/s; the loopback has none."""
 
 PLACEMENTS = ("replicated", "sharded", "factors")
@@ -40,127 +33,52 @@ PLACEMENTS = ("replicated", "sharded", "factors")
 VARIANTS = ("ddp", "fsdp2", "torchgb", *PLACEMENTS)
 """DDP and FSDP2 train the dense p-net, "torchgb" broadcasts generated weights and all-reduces their gradients."""
 
+CASES: Mapping[Scale, Mapping[str, Case]] = {
+    "full": {
+        "mlp": mlp_case((2048, 2048, 2048, 10), 256, VARIANTS, tile=512),
+        # The GPT of nanoGPT's recipe for a CPU: 65 characters, 4 layers of 128, context 64.
+        "gpt": gpt_case(16, 64, 65, 4, 4, 128, VARIANTS, h=8, tile=128),
+    },
+    "quick": {"mlp": mlp_case((128, 128, 128, 10), 256, VARIANTS, h=4, tile=32)},
+}
+"""Every case by scale and name."""
+
 _WARM_UP = 2
 
 # Of a TCP segment on Ethernet: 14 + 20 + 32 bytes of headers (time stamps on) before 1,448 bytes.
 _HEADERS = (1_448 + 66) / 1_448
 
 
-def _mlp(width: int, features_: int, tile: int) -> Case:
-    genes = Genes(periodic(features_), tile)
-    sizes = (width, width, width, 10)
-    net, batch = partial(mlp, sizes, 0), partial(features, (256, width), 10)
-    return Case("mlp " + "-".join(map(str, sizes)), net, batch, VARIANTS, genes)
-
-
-def _gpt() -> Case:
-    """The GPT of nanoGPT's recipe for a CPU: 65 characters, 4 layers of 128, context 64."""
-    genes = Genes(periodic(8), 128, (r"^(tokens|positions)\.weight$",))
-    return Case(
-        "gpt 4x128", partial(GPT, 65, 64, 4, 128, 4, 512, bias=True), partial(sequences, 16, 64, 65), VARIANTS, genes
-    )
-
-
-CASES: Mapping[Scale, Mapping[str, Case]] = MappingProxyType(
-    {
-        "full": MappingProxyType({"mlp": _mlp(2048, 32, 512), "gpt": _gpt()}),
-        "quick": MappingProxyType({"mlp": _mlp(128, 4, 32)}),
-    }
-)
-"""Every case by scale and name."""
-
-
 class Pace(NamedTuple):
-    """How long to measure.
+    """How long to measure."""
 
-    Attributes:
-        seconds: of all timed steps of a variant, about; one step at least.
-        steps: most timed steps.
-        timeout: seconds after which the ranks of one link are ended.
-    """
-
-    seconds: float
-    steps: int
-    timeout: float
+    seconds: float  # of all timed steps of a variant, about; one step at least
+    steps: int  # most timed steps
+    timeout: float  # seconds after which the ranks of one link are ended
 
 
-PACES: Mapping[Scale, Pace] = MappingProxyType({"full": Pace(2.0, 20, 1800.0), "quick": Pace(0.2, 5, 100.0)})
+PACES: Mapping[Scale, Pace] = {"full": Pace(2.0, 20, 1800.0), "quick": Pace(0.2, 5, 100.0)}
 """How long to measure at each scale."""
 
 
-class Row(NamedTuple):
-    """One variant of a case on some ranks and one link.
-
-    Attributes:
-        case: the case.
-        variant: the variant.
-        ranks: number of ranks.
-        link: the link, a name of `LINKS`.
-        step_ms: median time of a step on rank 0, modelled where it could not be measured.
-        timing: which of both.
-        modelled_ms: time on the loopback, and the time that what is on the wire takes at the link's rate, one after
-            the other; None on the loopback.
-        wire_bytes: bytes that a rank's interface sent in a step, headers included; the mean over ranks. None if not
-            measured.
-        counted_bytes: bytes that a rank sends by the sizes of the collectives' tensors (see `CollectiveBytes`).
-        ratio_to_ddp: time of a step over that of DDP; None where it was not measured.
-        bytes_to_ddp: counted bytes over those of DDP.
-        wire_to_ddp: bytes on the wire over those of DDP.
-        ratio_params: parameters of the dense p-net over those of the genome; None for a dense p-net.
-        repeats: steps of which `step_ms` is the median.
-    """
-
-    case: str
-    variant: str
-    ranks: int
-    link: str
-    step_ms: float
-    timing: Literal["measured", "modelled"]
-    modelled_ms: float | None
-    wire_bytes: float | None
-    counted_bytes: float
-    ratio_to_ddp: float | None
-    bytes_to_ddp: float | None
-    wire_to_ddp: float | None
-    ratio_params: float | None
-    repeats: int
+Row = dict[str, Any]
+"""One variant of a case on some ranks and one link, as `wire.json` has it (see `rows_of`); None is what was not
+measured."""
 
 
 class Measured(NamedTuple):
-    """What one rank found out about a variant.
+    """What one rank measured of a variant."""
 
-    Attributes:
-        seconds: times of the steps.
-        wire_bytes: bytes that its interface sent in a step.
-        counted_bytes: bytes that it sends by the tensors' sizes.
-        busiest_bytes: the same for the model (see `CollectiveBytes`).
-        losses: of the first steps, on its share of the batch.
-        ratio_params: of the plan, None without one.
-    """
-
-    seconds: list[float]
-    wire_bytes: float
-    counted_bytes: float
-    busiest_bytes: float
-    losses: list[float]
-    ratio_params: float | None
+    seconds: list[float]  # of the steps
+    wire_bytes: float  # that its interface sent in a step
+    counted_bytes: float  # that it sends by the tensors' sizes
+    busiest_bytes: float  # the same for the model (see `CollectiveBytes`)
+    losses: list[float]  # of the first steps, on its share of the batch
+    ratio_params: float | None  # of the plan, None without one
 
 
 ByVariant = dict[tuple[str, str], dict[str, list[Measured]]]
-"""`{(case, link): {variant: what each rank found}}`."""
-
-
-def choose_cases(scale: Scale, names: tuple[str, ...] | None) -> Mapping[str, Case]:
-    """The cases of a scale, or those of them that are named.
-
-    Raises:
-        ValueError: for a name that the scale does not have.
-    """
-    cases = CASES[scale]
-    unknown = [name for name in names or () if name not in cases]
-    if unknown:
-        raise ValueError(f"--cases {' '.join(unknown)}: unknown with --distributed; expected some of {' '.join(cases)}")
-    return {name: case for name, case in cases.items() if not names or name in names}
+"""`{(case, link): {variant: what each rank measured}}`."""
 
 
 def measure_ranks(
@@ -181,61 +99,55 @@ def measure_ranks(
     place = open_loopback if list(links) == ["loopback"] else open_switch
     with tempfile.TemporaryDirectory(prefix="gbfunc-wire-") as name, place(ranks) as ports:
         common = {"cases": list(cases), "ranks": ranks, "links": list(links), "pace": pace, "lr": lr, "folder": name}
-        orders = [common | {"rank": rank, "port": port} for rank, port in enumerate(ports)]
         module = [sys.executable, "-m", "gbfunc.lab.bench.wire"]
-        commands = [[*port.prefix, *module, json.dumps(order)] for port, order in zip(ports, orders, strict=True)]
+        commands = [
+            [*port.prefix, *module, json.dumps(common | {"rank": rank, "port": port})]
+            for rank, port in enumerate(ports)
+        ]
         env = {"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         run_ranks(commands, timeout=pace.timeout, env=env)
         reports = [json.loads(Path(name, f"{rank}.json").read_text()) for rank in range(ranks)]
-    found: ByVariant = {}
+    results: ByVariant = {}
     for report in reports:
         for case, variant, link, measured in report:
-            found.setdefault((case, link), {}).setdefault(variant, []).append(Measured(**measured))
-    return found
+            results.setdefault((case, link), {}).setdefault(variant, []).append(Measured(*measured))
+    return results
 
 
-def rows_of(found: ByVariant, case: str, ranks: int, link: str) -> list[Row]:
-    """The rows of a case on a link, from what was found on the loopback, and on that link if it could be made.
+def rows_of(results: ByVariant, case: str, ranks: int, link: str) -> list[Row]:
+    """The rows of a case on a link, DDP's first, from what was measured on the loopback, and there if it could be made.
 
     Args:
-        found: what each rank measured.
+        results: what each rank measured.
         case: the case's name.
         ranks: number of ranks.
         link: a name of `LINKS`.
     """
     mbit, rows = LINKS[link], []
-    for variant, loopback in found[case, "loopback"].items():
-        there = found.get((case, link), {}).get(variant)
+    for variant, loopback in results[case, "loopback"].items():
+        there = results.get((case, link), {}).get(variant)
         modelled = None if mbit is None else 1e3 * modelled_seconds(loopback, mbit)
-        measured = None if there is None else 1e3 * statistics.median(there[0].seconds)
-        rows.append(
-            Row(
-                case=case,
-                variant=variant,
-                ranks=ranks,
-                link=link,
-                step_ms=cast("float", modelled if measured is None else measured),
-                timing="modelled" if there is None else "measured",
-                modelled_ms=modelled,
-                wire_bytes=None if there is None else _mean(there, "wire_bytes"),
-                counted_bytes=_mean(loopback, "counted_bytes"),
-                ratio_to_ddp=None,
-                bytes_to_ddp=None,
-                wire_to_ddp=None,
-                ratio_params=loopback[0].ratio_params,
-                repeats=0 if there is None else len(there[0].seconds),
-            )
-        )
-    ddp = next((row for row in rows if row.variant == "ddp"), None)
-    return [row if ddp is None else _beside(row, ddp) for row in rows]
-
-
-def _beside(row: Row, ddp: Row) -> Row:
-    return row._replace(
-        ratio_to_ddp=row.step_ms / ddp.step_ms,
-        bytes_to_ddp=row.counted_bytes / ddp.counted_bytes,
-        wire_to_ddp=None if row.wire_bytes is None or ddp.wire_bytes is None else row.wire_bytes / ddp.wire_bytes,
-    )
+        row: Row = {"case": case, "variant": variant, "ranks": ranks, "link": link}
+        row |= {
+            # Median on rank 0, modelled where it could not be measured.
+            "step_ms": modelled if there is None else 1e3 * statistics.median(there[0].seconds),
+            "timing": "modelled" if there is None else "measured",
+            "modelled_ms": modelled,
+            # Of a rank in a step, the mean over ranks: by its interface, headers included, and by `CollectiveBytes`.
+            "wire_bytes": _mean(there, "wire_bytes") if there else None,
+            "counted_bytes": _mean(loopback, "counted_bytes"),
+        }
+        ddp = rows[0] if rows else row
+        for ratio, of in (
+            ("ratio_to_ddp", "step_ms"),
+            ("bytes_to_ddp", "counted_bytes"),
+            ("wire_to_ddp", "wire_bytes"),
+        ):
+            row[ratio] = row[of] / ddp[of] if ddp["variant"] == "ddp" and row[of] and ddp[of] else None
+        # Parameters of the dense p-net over those of the genome; steps of which `step_ms` is the median.
+        row |= {"ratio_params": loopback[0].ratio_params, "repeats": len(there[0].seconds) if there else 0}
+        rows.append(row)
+    return rows
 
 
 def modelled_seconds(loopback: Sequence[Measured], mbit: float) -> float:
@@ -251,94 +163,72 @@ def modelled_seconds(loopback: Sequence[Measured], mbit: float) -> float:
 
 def expected_seconds(loopback: ByVariant, links: Sequence[str], pace: Pace) -> float:
     """About how long slow links will take: the modelled time of all the steps that are to be timed there."""
-    total = 0.0
-    for variants in loopback.values():
-        for mbit in (LINKS[link] for link in links):
-            steps = [modelled_seconds(m, mbit) for m in variants.values() if mbit is not None]
-            total += sum(s * (1 + min(pace.steps, int(pace.seconds / s))) for s in steps)
-    return total
+    measured = [m for variants in loopback.values() for m in variants.values()]
+    steps = [modelled_seconds(m, mbit) for m in measured for link in links if (mbit := LINKS[link]) is not None]
+    return sum(s * (1 + min(pace.steps, int(pace.seconds / s))) for s in steps)
 
 
-def _mean(found: Sequence[Measured], by: str) -> float:
-    return statistics.fmean(getattr(m, by) for m in found)
+def _mean(measured: Sequence[Measured], by: str) -> float:
+    return statistics.fmean(getattr(m, by) for m in measured)
 
 
-class Placed(NamedTuple):
-    """A variant, ready to run on this rank."""
-
-    step: Step
-    ratio_params: float | None
-
-
-def run_rank(argv: Sequence[str]) -> None:
-    """Measure all variants of all cases of an order, and write what was found beside those of the other ranks."""
-    order = json.loads(argv[0])
+def run_rank(order: Mapping[str, Any]) -> None:
+    """Measure all variants of all cases of an order, and write the results beside those of the other ranks."""
     pace = Pace(*order["pace"])
     # Whoever started this may be gone.
     signal.alarm(int(pace.timeout) + 5)
     torch.set_num_threads(1)
     folder, rank, port = Path(order["folder"]), order["rank"], Port(*order["port"])
     group = Group(rank, order["ranks"], folder / "store")
-    found: list[tuple[str, str, str, dict[str, Any]]] = []
+    results: list[tuple[str, str, str, Measured]] = []
     with group.joined(pace.timeout):
         for scale, name in order["cases"]:
             case = CASES[scale][name]
             for variant in case.variants:
-                placed = build(case, variant, group, order["lr"])
-                for link, measured in measure(placed, group, port, order["links"], pace).items():
-                    found.append((case.name, variant, link, measured._asdict()))
-                del placed
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+                step, ratio = build(case, variant, group, order["lr"])
+                for link, measured in measure(step, group, port, order["links"], pace).items():
+                    results.append((case.name, variant, link, measured._replace(ratio_params=ratio)))
+                del step
+    (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
-def build(case: Case, variant: str, group: Group, lr: float) -> Placed:
-    """Make a variant with this rank's share of the batch."""
-    net, genes, plan = _planned(case)
-    x, target = case.batch()
-    share: Batch = (x.chunk(group.ranks)[group.rank], target.chunk(group.ranks)[group.rank])
-    if variant == "ddp":
-        return Placed(ddp_step(net, share, lr), None)
-    if variant == "fsdp2":
-        return Placed(fsdp_step(net, share, lr), None)
+def build(case: Case, variant: str, group: Group, lr: float) -> tuple[Step, float | None]:
+    """A step of a variant with this rank's share of the batch, and the ratio of parameters of its plan."""
+    net, genes, (x, target) = first_net(case), case.periodic, case.batch()
+    share = x.chunk(group.ranks)[group.rank], target.chunk(group.ranks)[group.rank]
+    if variant in ("ddp", "fsdp2"):
+        return (ddp_step if variant == "ddp" else fsdp_step)(net, share, lr), None
+    assert genes is not None
+    plan = plan_of(net, genes)
     if variant == "torchgb":
-        return Placed(torchgb_step(net, genes, share, lr), plan.ratio_params)
+        return torchgb_step(net, genes, share, lr), plan.ratio_params
     mesh = gb.mesh(data=group.ranks) if variant == "replicated" else gb.mesh(gnets=group.ranks)
-    return Placed(genome_step(plan, net, share, lr, mesh=mesh, placement=variant), plan.ratio_params)
-
-
-def _planned(case: Case) -> tuple[nn.Module, Genes, Plan]:
-    """The p-net, the same on all ranks, and the plan of its genome."""
-    if case.periodic is None:
-        raise ValueError(f"{case.name} has no periodic g-nets")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        net = case.net()
-    genes = case.periodic
-    return net, genes, gb.make_plan(net, genes.hypernet, max_tile=genes.max_tile, include=genes.include)
+    return genome_step(plan, net, share, lr, mesh=mesh, placement=variant), plan.ratio_params
 
 
 def one_rank_ratios(case: Case, *, rounds: int, lr: float = 1e-8) -> dict[str, float]:
     """Time of a step on a mesh of this rank alone over that without a mesh, by placement; timed side by side."""
-    net, _, plan = _planned(case)
+    assert case.periodic is not None
+    net = first_net(case)
+    plan = plan_of(net, case.periodic)
     steps = {"": genome_step(plan, net, case.batch(), lr)}
     steps |= {p: genome_step(plan, net, case.batch(), lr, mesh=gb.mesh(), placement=p) for p in PLACEMENTS}
     times = time_together(steps, torch.device("cpu"), rounds=rounds)
     return {placement: times[placement].seconds / times[""].seconds for placement in PLACEMENTS}
 
 
-def measure(placed: Placed, group: Group, port: Port, links: Sequence[str], pace: Pace) -> dict[str, Measured]:
+def measure(step: Step, group: Group, port: Port, links: Sequence[str], pace: Pace) -> dict[str, Measured]:
     """Warm up without a limit, count one step, then time steps on each link together with the other ranks."""
-    losses = [float(placed.step()) for _ in range(_WARM_UP)]
+    losses = [float(step()) for _ in range(_WARM_UP)]
     with CollectiveBytes(group.rank, group.ranks) as counted:
-        losses.append(float(placed.step()))
-    found = {}
+        losses.append(float(step()))
+    results = {}
     for link in links:
         port.limit(LINKS[link])
-        seconds, wire = _timed(placed.step, group, port.interface, pace)
+        seconds, wire = _timed(step, group, port.interface, pace)
         port.limit(None)
-        sizes = (counted.sent, counted.busiest)
-        found[link] = Measured(seconds, wire / port.sharing, *sizes, losses, placed.ratio_params)
-    return found
+        results[link] = Measured(seconds, wire / port.sharing, counted.sent, counted.busiest, losses, None)
+    return results
 
 
 def _timed(step: Step, group: Group, interface: str, pace: Pace) -> tuple[list[float], float]:
@@ -364,4 +254,4 @@ def _seconds(step: Step) -> float:
 
 
 if __name__ == "__main__":
-    run_rank(sys.argv[1:])
+    run_rank(json.loads(sys.argv[1]))

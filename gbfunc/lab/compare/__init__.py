@@ -8,7 +8,6 @@ split is looked at once, by the network as it is read back from its bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Trained
 from gbfunc.lab.compare.dense import Dense, DenseQuantised, LowRankTraining
@@ -47,19 +46,19 @@ __all__ = [
     "to_json",
 ]
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        "periodic": GenomeOf("periodic", rates=(2e-2, 4e-2, 8e-2)),
-        "smaller_dense": Dense(),
-        "low_rank": LowRankTraining(),
-        "random_subspace": RandomSubspace(),
-        "pruned": Pruned(),
-        "int8": DenseQuantised(8),
-        "int4": DenseQuantised(4),
-        "gnet": GenomeOf("gnet", rates=(3e-3, 1e-2, 3e-2)),
-        "stochastic": GenomeOf("stochastic", rates=(3e-3, 1e-2, 3e-2)),
-        "low_rank_genome": GenomeOf("low_rank", rates=(3e-3, 1e-2, 3e-2)),
-        "xox": GenomeOf("xox", rates=(3e-3, 1e-2, 3e-2)),
-    }
-)
+_RATES = (3e-3, 1e-2, 3e-2)
+
+METHODS: Mapping[str, Method] = {
+    "periodic": GenomeOf("periodic", (2e-2, 4e-2, 8e-2)),
+    "smaller_dense": Dense(),
+    "low_rank": LowRankTraining(),
+    "random_subspace": RandomSubspace(),
+    "pruned": Pruned(),
+    "int8": DenseQuantised(8),
+    "int4": DenseQuantised(4),
+    "gnet": GenomeOf("gnet", _RATES),
+    "stochastic": GenomeOf("stochastic", _RATES),
+    "low_rank_genome": GenomeOf("low_rank", _RATES),
+    "xox": GenomeOf("xox", _RATES),
+}
 """Every method by its name."""

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise, product
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -17,30 +18,28 @@ from torch import Tensor, nn
 
 from gbfunc.pnet import buffers_of, parameter_infos, with_weights
 from gbfunc.tasks import Net, Recipe, Task
-from gbfunc.tasks.pnets import PNet, find_pnet
+from gbfunc.tasks.pnets import PNet, find_pnet, mlp, mlp_sizes
 from gbfunc.tasks.training import fit, leaf_trainer, total_steps
 from gbfunc.types import Params, TensorMap
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Of tensors, by name."""
+
+Sizes: TypeAlias = tuple[int, ...]
+"""Units of every layer of a perceptron, inputs first."""
 
 Settings: TypeAlias = dict[str, Any]
 """What validation data choose: learning rate, widths, ...; JSON."""
 
 
 class Problem(NamedTuple):
-    """What every method is given alike.
+    """What every method is given alike."""
 
-    Attributes:
-        task: data and p-net.
-        size: parameters of the periodic genome that fills the budget.
-        budget: most bytes of everything that is needed to run.
-        dtype: of what is stored, where a method has no other format.
-        recipe: batch size, augmentation, warm-up and length of every training; its rates are the genome's.
-    """
-
-    task: Task
-    size: int
-    budget: int
-    dtype: torch.dtype
-    recipe: Recipe
+    task: Task  # data and p-net
+    size: int  # parameters of the periodic genome that fills the budget
+    budget: int  # most bytes of everything that is needed to run
+    dtype: torch.dtype  # of what is stored, where a method has no other format
+    recipe: Recipe  # batch size, augmentation, warm-up and length of every training; its rates are the genome's
 
     @property
     def steps(self) -> int:
@@ -49,15 +48,10 @@ class Problem(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What training gave.
+    """What training gave."""
 
-    Attributes:
-        data: everything that is needed to run, beside the code.
-        params: trained parameters in it.
-    """
-
-    data: bytes
-    params: int
+    data: bytes  # everything that is needed to run, beside the code
+    params: int  # trained parameters in it
 
 
 class BudgetTooSmall(ValueError):
@@ -68,21 +62,11 @@ class Method(Protocol):
     """A way to a network in few bytes. A new one is one file and one entry in `METHODS`."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """The settings among which validation data choose, each within the budget.
-
-        Raises:
-            BudgetTooSmall: if nothing fits.
-        """
+        """The settings among which validation data choose, each within the budget; raises `BudgetTooSmall` if none."""
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train with such settings; the data take at most the budget's bytes.
-
-        Args:
-            problem: task, budget and length of the training.
-            settings: one of the candidates.
-            seed: of all that is random.
-        """
+        """Train with one of the candidates; `seed` is of all that is random, the data are within the budget."""
         ...
 
     def load(self, data: bytes, task: Task) -> Net:
@@ -96,10 +80,7 @@ def grid(**axes: Any) -> list[Settings]:
     >>> grid(width=(1, 2), lr=(0.1,))
     [{'width': 1, 'lr': 0.1}, {'width': 2, 'lr': 0.1}]
     """
-    combinations: list[Settings] = [{}]
-    for name, values in axes.items():
-        combinations = [{**c, name: value} for c in combinations for value in values]
-    return combinations
+    return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
 
 
 def train_net(
@@ -153,9 +134,9 @@ def unpack(data: bytes) -> tuple[Params, dict[str, str]]:
     return tensors, header.get("__metadata__", {})
 
 
-def packed_size(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Length of what `pack` gives for floating-point tensors of these shapes, without text."""
-    return len(pack({name: torch.zeros(shape) for name, shape in shapes.items()}, dtype))
+def zeros(shapes: Shapes) -> Params:
+    """Tensors of these shapes, to be packed for the length of their file."""
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
 
 def state_of(module: nn.Module) -> Params:
@@ -170,8 +151,6 @@ def restore(module: nn.Module, state: Params) -> nn.Module:
     weights = {o.name: state[o.name] for o in parameter_infos(module)}
     return with_weights(module, weights, buffers).eval()
 
-
-Sizes = tuple[int, ...]
 
 _PARTS = 256
 """Widths are tried in these parts of the p-net's."""
@@ -204,6 +183,31 @@ def perceptron_sizes(task: Task) -> Sizes:
     return (math.prod(task.interface.inputs), *task.pnet.config["hidden"], task.interface.outputs)
 
 
+def perceptron_shapes(sizes: Sizes, rank: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of the `mlp` of these sizes; with a rank, of factors where these are smaller."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
+        if rank is not None and rank * (n_in + n_out) < n_in * n_out:
+            shapes |= {f"{2 * i}.left": (n_out, rank), f"{2 * i}.right": (rank, n_in), f"{2 * i}.bias": (n_out,)}
+        else:
+            shapes |= {f"{2 * i}.weight": (n_out, n_in), f"{2 * i}.bias": (n_out,)}
+    return shapes
+
+
+def coded_matrices(data: bytes, task: Task) -> dict[str, tuple[int, int]]:
+    """Shapes of the matrices of a perceptron whose biases are in a file as they are, the matrices in a code."""
+    biases = {int(name.split(".")[0]): len(t) for name, t in load(data).items() if name.endswith(".bias")}
+    shapes = perceptron_shapes((perceptron_sizes(task)[0], *(biases[i] for i in sorted(biases))))
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+
+
+def perceptron(state: Params) -> nn.Module:
+    """The `mlp` with these parameters."""
+    net = mlp(mlp_sizes({name: tuple(t.shape) for name, t in state.items()}), 0)
+    net.load_state_dict(state)
+    return net
+
+
 def narrow_sizes(task: Task, fits: Callable[[Sizes], bool]) -> list[Sizes]:
     """Layer sizes of the perceptrons that fill a budget: no hidden layer, one and two equal ones, as wide as fits.
 
@@ -215,13 +219,12 @@ def narrow_sizes(task: Task, fits: Callable[[Sizes], bool]) -> list[Sizes]:
         BudgetTooSmall: if none fits, or if the p-net is no multilayer perceptron.
     """
     n_in, *_, n_out = perceptron_sizes(task)
-    shapes: list[Callable[[int], Sizes]] = [lambda h: (n_in, h, n_out), lambda h: (n_in, h, h, n_out)]
-    found = [shape(width) for shape in shapes if (width := largest(lambda h, shape=shape: fits(shape(h))))]
-    if fits((n_in, n_out)):
-        found.append((n_in, n_out))
-    if not found:
+    one = largest(lambda h: fits((n_in, h, n_out)))
+    two = largest(lambda h: fits((n_in, h, h, n_out)))
+    nets = [((n_in, one, n_out), one), ((n_in, two, two, n_out), two), ((n_in, n_out), fits((n_in, n_out)))]
+    if not any(fitting for _, fitting in nets):
         raise BudgetTooSmall(f"no net between {n_in} inputs and {n_out} outputs is as small as that")
-    return found
+    return [sizes for sizes, fitting in nets if fitting]
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
@@ -236,10 +239,10 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
     """
     if task.pnet.name == "mlp":
 
-        def perceptron(sizes: Sizes) -> PNet:
+        def of_sizes(sizes: Sizes) -> PNet:
             return find_pnet("mlp", task.interface, {**task.pnet.config, "hidden": sizes[1:-1]})
 
-        return [perceptron(sizes) for sizes in narrow_sizes(task, lambda sizes: fits(perceptron(sizes)))]
+        return [of_sizes(sizes) for sizes in narrow_sizes(task, lambda sizes: fits(of_sizes(sizes)))]
     scaled = task.pnet.scaled
     if scaled is None:
         raise BudgetTooSmall(f"the p-net {task.pnet.name} has no smaller one of its kind")

@@ -51,20 +51,14 @@ def size_within(task: Task, budget: int) -> int:
 
 @dataclass(frozen=True)
 class GenomeOf:
-    """A genome of one type of g-net.
+    """A genome of one type of g-net."""
 
-    Attributes:
-        hypernet: the type, a key of `HYPERNETS`.
-        rates: learning rates to choose from.
-    """
-
-    hypernet: str
-    rates: tuple[float, ...]
+    hypernet: str  # the type, a key of `HYPERNETS`
+    rates: tuple[float, ...]  # learning rates to choose from
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Learning rates."""
-        plan = self._plan(problem)
-        return grid(params=(plan.genome_params,), lr=self.rates)
+        return grid(params=(self._plan(problem).genome_params,), lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam with the recipe's moments on the genome."""
@@ -88,15 +82,13 @@ class GenomeOf:
     def _plan(self, problem: Problem) -> gb.Plan:
         task, itemsize = problem.task, problem.dtype.itemsize
         plan = self._in_its_dtype(problem)
-        if problem.dtype == plan.dtype:
-            return plan
-        # Narrower numbers leave room for more of them.
-        header = genome_file_bytes(plan, problem.dtype) - itemsize * plan.genome_params
-        target = (problem.budget - header) // itemsize
-        plan = plan_for(task, self.hypernet, genome_params=target)
-        while genome_file_bytes(plan, problem.dtype) > problem.budget:
-            target -= 8
+        if problem.dtype != plan.dtype:
+            # Narrower numbers leave room for more of them.
+            target = (problem.budget - genome_file_bytes(plan, problem.dtype)) // itemsize + plan.genome_params
             plan = plan_for(task, self.hypernet, genome_params=target)
+            while genome_file_bytes(plan, problem.dtype) > problem.budget:
+                target -= 8
+                plan = plan_for(task, self.hypernet, genome_params=target)
         return plan
 
     def _in_its_dtype(self, problem: Problem) -> gb.Plan:

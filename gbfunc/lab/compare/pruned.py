@@ -21,21 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load, save
-from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch import Tensor
 
-from gbfunc.lab.compare.base import (
-    BudgetTooSmall,
-    Problem,
-    Settings,
-    Sizes,
-    Trained,
-    grid,
-    largest,
-    perceptron_sizes,
-    train_net,
-)
-from gbfunc.lab.compare.dense import dense_shapes
+from gbfunc.lab.compare import base
+from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import mlp
 from gbfunc.types import Params
@@ -154,12 +143,12 @@ class Pruned:
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Widths of the net that is pruned, in parts of the p-net's, and learning rates."""
-        n_in, *hidden, n_out = perceptron_sizes(problem.task)
+        n_in, *hidden, n_out = base.perceptron_sizes(problem.task)
         found = []
         for part in WIDTHS:
             sizes = (n_in, *(max(1, round(part * h)) for h in hidden), n_out)
-            empty = {name: torch.zeros(shape) for name, shape in dense_shapes(sizes).items()}
-            if len(encode_sparse(empty, BITS)) < 0.9 * problem.budget and sizes not in found:
+            empty = encode_sparse(base.zeros(base.perceptron_shapes(sizes)), BITS)
+            if len(empty) < 0.9 * problem.budget and sizes not in found:
                 found.append(sizes)
         if not found:
             raise BudgetTooSmall("the biases of the net and the header of its file alone are larger")
@@ -168,64 +157,50 @@ class Pruned:
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """A third dense, a third pruning, a third with what is left."""
         net = mlp(tuple(settings["sizes"]), seed)
-        matrices = [(m, "weight") for m in net if isinstance(m, nn.Linear)]
-        for m, name in matrices:
-            prune.identity(m, name)
-        total = sum(m.weight.numel() for m, _ in matrices)
+        # Detached tensors share memory with the parameters.
+        state, masks = {name: p.detach() for name, p in net.named_parameters()}, Params()
+        total = sum(t.numel() for t in state.values() if t.ndim == 2)
         steps, target = problem.steps, None
         start, end = steps // 3, 2 * steps // 3
         events = {start + (end - start) * i // _EVENTS: i / _EVENTS for i in range(1, _EVENTS)}
 
         def keep(n: int) -> None:
-            left = sum(int(m.get_buffer("weight_mask").sum()) for m, _ in matrices)
-            if n < left:
-                prune.global_unstructured(matrices, pruning_method=prune.L1Unstructured, amount=left - n)
+            for name, thin in _top(state, min(n, total)).items():
+                masks[name] = thin != 0
+                state[name].copy_(thin)
 
         def after(done: int) -> None:
             nonlocal target
+            for name, mask in masks.items():
+                state[name].mul_(mask)
             if done == start:
-                target = most_entries(_state(net), _MARGIN * problem.budget)
+                target = most_entries(state, _MARGIN * problem.budget)
             if target is not None and done in events:
                 keep(target + round((total - target) * (1 - events[done]) ** 3))
             if done == max(end, start):
-                keep(most_entries(_state(net), _MARGIN * problem.budget))
+                keep(most_entries(state, _MARGIN * problem.budget))
 
-        train_net(problem, net.parameters(), net, settings["lr"], seed, after)
-        keep(most_entries(_state(net), problem.budget))
-        state = _state(net)
+        base.train_net(problem, net.parameters(), net, settings["lr"], seed, after)
+        keep(most_entries(state, problem.budget))
         return Trained(encode_sparse(state, BITS), sum(int(t.count_nonzero()) for t in state.values()))
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net that the code stands for."""
-        biases = {int(name.split(".")[0]): t for name, t in load(data).items() if name.endswith(".bias")}
-        sizes: Sizes = (perceptron_sizes(task)[0], *(len(biases[i]) for i in sorted(biases)))
-        net = mlp(sizes, 0)
-        net.load_state_dict(decode_sparse(data, {k: s for k, s in dense_shapes(sizes).items() if len(s) == 2}))
-        return net
+        return base.perceptron(decode_sparse(data, base.coded_matrices(data, task)))
 
 
 def most_entries(state: Params, budget: float) -> int:
     """How many of the largest entries of the matrices can be coded in so many bytes."""
     total = sum(int(t.count_nonzero()) for t in state.values() if t.ndim == 2)
-    return largest(lambda n: len(encode_sparse(_top(state, n), BITS)) <= budget, total)
-
-
-def _state(net: nn.Sequential) -> Params:
-    """Parameters of a net that is being pruned, by the names that they have without."""
-    state: Params = {}
-    for i, m in enumerate(net):
-        if isinstance(m, nn.Linear):
-            weight = m.get_parameter("weight_orig") * m.get_buffer("weight_mask")
-            state |= {f"{i}.weight": weight.detach(), f"{i}.bias": m.bias.detach()}
-    return state
+    return base.largest(lambda n: len(encode_sparse(state | _top(state, n), BITS)) <= budget, total)
 
 
 def _top(state: Params, n: int) -> Params:
-    """The same with only the `n` entries of largest magnitude in all matrices."""
+    """The matrices with only the `n` entries of largest magnitude among them all."""
     matrices = {name: t for name, t in state.items() if t.ndim == 2}
     flat = torch.cat([t.flatten() for t in matrices.values()])
     thin = torch.zeros_like(flat)
     kept = flat.abs().topk(n).indices
     thin[kept] = flat[kept]
     pieces = thin.split([t.numel() for t in matrices.values()])
-    return state | {k: piece.view_as(t) for (k, t), piece in zip(matrices.items(), pieces, strict=True)}
+    return {k: piece.view_as(t) for (k, t), piece in zip(matrices.items(), pieces, strict=True)}

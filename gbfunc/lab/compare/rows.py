@@ -18,49 +18,21 @@ SEARCH_PART = 1 / 3
 
 
 class Choice(NamedTuple):
-    """What the validation split chose for a method at a size.
+    """What the validation split chose for a method at a size."""
 
-    Attributes:
-        task: name of the task.
-        method: name of the method.
-        size: parameters of the periodic genome that fills the budget.
-        budget: most bytes of everything that is needed to run.
-        dtype: of what is stored, where the method has no other format.
-        steps: of the training.
-        settings: the choice, None where nothing fits.
-        tried: every candidate with its metric on the validation split.
-        reason: why nothing fits.
-    """
-
-    task: str
-    method: str
-    size: int
-    budget: int
-    dtype: str
-    steps: int
-    settings: Settings | None
-    tried: list[Settings]
-    reason: str = ""
+    task: str  # its name
+    method: str  # its name
+    size: int  # parameters of the periodic genome that fills the budget
+    budget: int  # most bytes of everything that is needed to run
+    dtype: str  # of what is stored, where the method has no other format
+    steps: int  # of the training
+    settings: Settings | None  # the choice, None where nothing fits
+    tried: list[Settings]  # every candidate with its metric on the validation split
+    reason: str = ""  # why nothing fits
 
 
 class Row(NamedTuple):
-    """One method at one size with one seed.
-
-    Attributes:
-        task: name of the task.
-        method: name of the method.
-        size: parameters of the periodic genome that fills the budget.
-        budget: most bytes of everything that is needed to run.
-        dtype: of what is stored, where the method has no other format.
-        steps: of the training.
-        seed: of the training.
-        bytes: length of the data that the network was read back from.
-        params: trained parameters in them.
-        val: metric on the validation split.
-        test: metric on the test split.
-        seconds: of the training.
-        settings: what the validation split chose.
-    """
+    """One method at one size with one seed; the first six fields are those of `Choice`."""
 
     task: str
     method: str
@@ -68,13 +40,13 @@ class Row(NamedTuple):
     budget: int
     dtype: str
     steps: int
-    seed: int
-    bytes: int
-    params: int
-    val: float
-    test: float
-    seconds: float
-    settings: Settings
+    seed: int  # of the training
+    bytes: int  # length of the data that the network was read back from
+    params: int  # trained parameters in them
+    val: float  # metric on the validation split
+    test: float  # metric on the test split
+    seconds: float  # of the training
+    settings: Settings  # what the validation split chose
 
 
 class Results(NamedTuple):
@@ -84,17 +56,17 @@ class Results(NamedTuple):
     rows: tuple[Row, ...] = ()
 
 
+def _head(problem: Problem, method: str) -> tuple[str, str, int, int, str, int]:
+    """What tells experiments apart: the first six fields of choices and rows."""
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return problem.task.name, method, problem.size, problem.budget, dtype, problem.steps
+
+
 def of_problem(results: Results, problem: Problem, method: str) -> Results:
     """The part of the results that is about one method and problem."""
-
-    def fits(entry: Choice | Row) -> bool:
-        return entry[:6] == (problem.task.name, method, *_of(problem))
-
-    return Results(tuple(filter(fits, results.choices)), tuple(filter(fits, results.rows)))
-
-
-def _of(problem: Problem) -> tuple[int, int, str, int]:
-    return problem.size, problem.budget, str(problem.dtype).removeprefix("torch."), problem.steps
+    head = _head(problem, method)
+    choices = tuple(choice for choice in results.choices if choice[:6] == head)
+    return Results(choices, tuple(row for row in results.rows if row[:6] == head))
 
 
 def metric_of(problem: Problem, net: Net, split: Any) -> float:
@@ -111,7 +83,7 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
         problem: the task and the budget.
         most: candidates to try.
     """
-    head = (problem.task.name, name, *_of(problem))
+    head = _head(problem, name)
     try:
         candidates = method.candidates(problem)[:most]
     except BudgetTooSmall as error:
@@ -122,14 +94,13 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
     tried, best, least = [], candidates[0], -math.inf
     for settings in candidates:
         try:
-            found = metric_of(
-                problem, method.load(method.train(brief, settings, 0).data, problem.task), problem.task.val
-            )
+            net = method.load(method.train(brief, settings, 0).data, problem.task)
+            value = metric_of(problem, net, problem.task.val)
         except FloatingPointError:
-            found = None  # it diverged
-        tried.append({**settings, "val": found})
-        if found is not None and sign * found > least:
-            best, least = settings, sign * found
+            value = None  # it diverged
+        tried.append({**settings, "val": value})
+        if value is not None and sign * value > least:
+            best, least = settings, sign * value
     return Choice(*head, settings=best, tried=tried)
 
 
@@ -156,7 +127,8 @@ def measure(name: str, method: Method, problem: Problem, settings: Settings, see
         raise ValueError(f"{name} took {len(data):,} bytes, the budget is {problem.budget:,}")
     net = method.load(data, problem.task)
     return Row(
-        *(problem.task.name, name, *_of(problem), seed),
+        *_head(problem, name),
+        seed,
         bytes=len(data),
         params=trained.params,
         val=metric_of(problem, net, problem.task.val),

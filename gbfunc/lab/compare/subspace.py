@@ -20,18 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.lab.compare.base import (
-    BudgetTooSmall,
-    Problem,
-    Settings,
-    Trained,
-    grid,
-    largest,
-    pack,
-    restore,
-    train_net,
-    unpack,
-)
+from gbfunc.lab.compare import base
+from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.pnet import PureNet, buffers_of, parameter_infos
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import n_params
@@ -119,7 +109,7 @@ class RandomSubspace:
         def fits(d: int) -> bool:
             return len(_encode(torch.zeros(d), buffers, problem.dtype, 0)) <= problem.budget
 
-        d = largest(fits, n_params(pnet))
+        d = base.largest(fits, n_params(pnet))
         if not d:
             raise BudgetTooSmall("no file has room for a single number")
         return grid(d=(d,), lr=RATES)
@@ -130,15 +120,15 @@ class RandomSubspace:
         weights, call = subspace_weights(problem.task, d, seed), PureNet(pnet)
         buffers = {name: b.clone() for name, (b, _) in buffers_of(pnet).items()}
         z_d = torch.zeros(d, requires_grad=True)
-        train_net(problem, [z_d], lambda x: call(weights(z_d), buffers, x), settings["lr"], seed)
+        base.train_net(problem, [z_d], lambda x: call(weights(z_d), buffers, x), settings["lr"], seed)
         return Trained(_encode(z_d, buffers, problem.dtype, seed), d)
 
     def load(self, data: bytes, task: Task) -> Net:
         """The p-net with the weights that seed and z give."""
-        state, about = unpack(data)
+        state, about = base.unpack(data)
         seed, z_d = int(about["seed"]), state.pop("z")
-        return restore(task.build(seed), state | subspace_weights(task, len(z_d), seed)(z_d))
+        return base.restore(task.build(seed), state | subspace_weights(task, len(z_d), seed)(z_d))
 
 
 def _encode(z_d: Tensor, buffers: Params, dtype: torch.dtype, seed: int) -> bytes:
-    return pack({"z": z_d, **buffers}, dtype, {"seed": str(seed)})
+    return base.pack({"z": z_d, **buffers}, dtype, {"seed": str(seed)})
