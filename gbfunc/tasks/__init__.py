@@ -54,7 +54,12 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 def find_task(name: str, data_dir: Path | None, config: Mapping[str, Any]) -> Task:
     """The task called `name`: a key of `TASKS`, or `package.module:function` of the user's.
 
-    A function gets the options `config`, and `data_dir` where it has such a parameter.
+    A function gets the options, and `data_dir` where it has such a parameter.
+
+    Args:
+        name: which.
+        data_dir: where its data is.
+        config: options of the task.
 
     Raises:
         ValueError: for an unknown name, options that do not fit, or damaged data.

@@ -53,6 +53,11 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
     A function of the user's takes the options (and `interface`, if it has such a parameter) and returns an
     `nn.Module`, or a `PNet` that also says how to plan it.
 
+    Args:
+        name: which.
+        interface: of the task.
+        config: options of the family.
+
     Raises:
         ValueError: for an unknown name, or options that do not fit.
         ImportError: if a package is missing.

@@ -108,7 +108,7 @@ def _width(name: str, shapes: Shapes) -> int:
 
 
 def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, norm: bool = True) -> PNet:
-    """`AllConv` for an image task.
+    """`AllConv` for an image task, its options as there.
 
     Raises:
         ValueError: if the task has no images of at least 12 x 12, or for options out of range.

@@ -99,7 +99,7 @@ def gpt(
     dropout: float = 0.0,
     bias: bool = False,
 ) -> PNet:
-    """`GPT` for a text task, by default of nanoGPT's size for a CPU, `hidden` 4 times the width.
+    """`GPT` for a text task, its options as there: by default nanoGPT's size for a CPU, `hidden` 4 times the width.
 
     Raises:
         ValueError: if the task is no text, or the sizes do not fit each other.
