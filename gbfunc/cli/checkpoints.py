@@ -137,11 +137,13 @@ def checkpoints(
         ValueError: for options that do not fit each other, or old checkpoints in the way of a new training.
         OSError: if their folder cannot be written.
     """
-    asked = isinstance(options, CheckpointOptions) and (options.checkpoint_every, options.resume) != (None, None)
-    if not asked or train_step is None:
+    if not isinstance(options, CheckpointOptions) or train_step is None:
         yield None
         return
     every, resume, out = options.checkpoint_every, options.resume, options.out
+    if every is None and resume is None:
+        yield None
+        return
     if not task.resumable:
         raise ValueError(f"--checkpoint-every and --resume are for tasks with examples, got --task {task.name}")
     if every is not None and every < 1:

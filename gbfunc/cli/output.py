@@ -157,7 +157,7 @@ def reporter(label: str, total_steps: int, *, silent: bool = False) -> Iterator[
             bar = progress.add_task(label, total=total_steps, status="", val="")
 
             def redraw(steps: int, status: str, validation: str | None) -> None:
-                shown = {} if validation is None else {"val": f"val {validation}"}
+                shown: dict[str, Any] = {} if validation is None else {"val": f"val {validation}"}
                 progress.update(bar, completed=steps, status=status, **shown)
 
             yield redraw

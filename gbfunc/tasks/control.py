@@ -63,13 +63,11 @@ def find_environment(env_id: str) -> Environment:
     seen, done = envs.single_observation_space, envs.single_action_space
     threshold = envs.spec.reward_threshold if envs.spec else None
     envs.close()
-    discrete = isinstance(done, Discrete) and int(done.start) == 0
-    if (
-        isinstance(seen, Box)
-        and len(seen.shape) == 1
-        and (discrete or (isinstance(done, Box) and len(done.shape) == 1))
-    ):
-        return Environment(env_id, seen.shape[0], int(done.n) if discrete else done.shape[0], discrete, threshold)
+    if isinstance(seen, Box) and len(seen.shape) == 1:
+        if isinstance(done, Discrete) and int(done.start) == 0:
+            return Environment(env_id, seen.shape[0], int(done.n), True, threshold)
+        if isinstance(done, Box) and len(done.shape) == 1:
+            return Environment(env_id, seen.shape[0], done.shape[0], False, threshold)
     raise ValueError(f"environment {env_id!r} must have vectors as observations, and choices from 0 or vectors as "
                      f"actions, got {seen} and {done}")  # fmt: skip
 

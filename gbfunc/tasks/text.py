@@ -17,8 +17,7 @@ from gbfunc.tasks.pnets import PNETS, Interface
 TEST_PART, VAL_PART = 0.05, 0.1
 """The last tenth validates and all up to it trains, as is usual for tiny shakespeare; the test is the beginning."""
 
-_RATES = {"lr": 2e-2, "direct_lr": 4e-3, "dense_lr": 4e-3}
-_RECIPE = Recipe(**_RATES, batch_size=12, steps=2_000, measure_every=500, clip_norm=1.0)
+_RECIPE = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=2_000, measure_every=500, clip_norm=1.0)
 """The length and batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme)."""
 
 _MAX_BYTES = 1 << 30
