@@ -48,7 +48,7 @@ class Kept:
     signals: list[int] = field(default_factory=list)
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
-        """The state to begin with and how far it has come; what was found is told on standard error.
+        """The state to begin with and how far it has come, which is told on standard error.
 
         Raises:
             FileNotFoundError: where there must be a checkpoint and is none.
@@ -58,20 +58,20 @@ class Kept:
             return state, None
         if self.needed and self.train_step.mesh.world == 1 and not self.source.exists():
             raise FileNotFoundError(f"--resume: no such file or folder: {self.source}")
-        found = gb.load_checkpoint(self.source, self.train_step, state, check=self._check)
+        loaded = gb.load_checkpoint(self.source, self.train_step, state, check=self._check)
         tell = _tell if self.train_step.mesh.rank == 0 else lambda line: None
-        for line in found.skipped:
+        for line in loaded.skipped:
             tell(f"skipped {line}")
-        if found.path is None:
+        if loaded.path is None:
             if self.needed:
                 raise FileNotFoundError(f"--resume: no valid checkpoint in {self.source}")
             tell(f"no checkpoint to resume in {self.source}: training begins")
             return state, None
-        position = found.extra["position"]
+        position = loaded.extra["position"]
         order = torch.frombuffer(bytearray.fromhex(position["order"]), dtype=torch.uint8)
         finished = position["done"] == self.settings["steps"]
-        tell(f"resumed {found.path}" + (": training is finished, only measured again" if finished else ""))
-        return found.state, Position(**position | {"order": order})
+        tell(f"resumed {loaded.path}" + (": training is finished, only measured again" if finished else ""))
+        return loaded.state, Position(**position | {"order": order})
 
     def _check(self, extra: JSON) -> None:
         if "position" not in extra or "settings" not in extra:
@@ -85,17 +85,15 @@ class Kept:
         """Whether to save after so many steps; the same on all ranks, which must all ask after every step."""
         if self.writer is None:
             return False
-        mesh = self.train_step.mesh
-        if mesh.world == 1:
-            return bool(self.signals) or steps % self.every == 0
-        saves = steps % self.every == 0
-        if saves or steps % _STEPS_BETWEEN_AGREEMENTS == 0:
+        mesh, saves = self.train_step.mesh, steps % self.every == 0
+        if mesh.world > 1:
+            if not saves and steps % _STEPS_BETWEEN_AGREEMENTS:
+                return False
             # A signal reaches ranks at different steps, or some alone: they stop together, as one that got SIGTERM.
             signum = torch.tensor(next(iter(self.signals), 0), device=mesh.device)
             if int(sum_ranks(mesh, signum)) and not self.signals:
                 self.signals.append(signal.SIGTERM)
-            return saves or bool(self.signals)
-        return False
+        return saves or bool(self.signals)
 
     def save(self, state: gb.TrainState, steps: int, position: Position, *, wait: bool = False) -> None:
         """Save, in the background unless `wait`.
@@ -135,12 +133,6 @@ def checkpoints(
 ) -> Iterator[Kept | None]:
     """The checkpoints that the options ask for; while they are open, SIGINT and SIGTERM save before they stop.
 
-    Args:
-        options: what the user asks for; with plain ones there are no checkpoints.
-        task: what is trained on.
-        recipe: settings of the training.
-        train_step: the step that trains.
-
     Raises:
         ValueError: for options that do not fit each other, or old checkpoints in the way of a new training.
         OSError: if their folder cannot be written.
@@ -164,15 +156,12 @@ def checkpoints(
     source = None if resume is None else folder if resume == AUTO else Path(resume)
     if source is None and any(folder.glob("step-*")):
         raise ValueError(f"{folder} holds checkpoints: go on from them with --resume auto, or choose another --out")
-    settings = _settings(options, task, recipe)
-    needed = resume != AUTO
+    kept = Kept(train_step, _settings(options, task, recipe), source, resume != AUTO, None, every or 0)
     if every is None:
-        yield Kept(train_step, settings, source, needed, None, 0)
+        yield kept
         return
-    with gb.Checkpointer(folder, train_step, keep=options.keep) as writer:
-        made = Kept(train_step, settings, source, needed, writer, every)
-        with listening(made.signals):
-            yield made
+    with gb.Checkpointer(folder, train_step, keep=options.keep) as kept.writer, listening(kept.signals):
+        yield kept
 
 
 def _settings(options: CheckpointOptions, task: Task, recipe: Recipe) -> JSON:

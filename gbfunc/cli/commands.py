@@ -19,7 +19,7 @@ from gbfunc.cli.job import (
     run_fit,
     train_genome,
 )
-from gbfunc.cli.options import RECIPE, CheckpointOptions, DataOptions, ModelOptions, RankOptions, TrainingOptions
+from gbfunc.cli.options import CheckpointOptions, DataOptions, ModelOptions, RankOptions, RecipeInt, TrainingOptions
 from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
 from gbfunc.tasks import continue_text
 from gbfunc.tasks.pnets import n_params, narrowed
@@ -42,7 +42,7 @@ class Train(CheckpointOptions, RankOptions):
     dense: FlagCreatePairsOff[bool] = False
     """Train the p-net's weights themselves, without a genome: the dense baseline. The file then holds them all."""
 
-    env_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
+    env_steps: RecipeInt = None
     """Length of the control task's training, in steps of its environments together."""
 
     def run(self) -> None:

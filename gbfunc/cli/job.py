@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,22 +55,27 @@ def load_task(options: DataOptions, sizes: tuple[int, ...] | None = None) -> Tas
         FileNotFoundError: if its data is missing.
         ImportError: if a package is missing.
     """
-    task_config = read_json("--task-config", options.task_config)
-    given = {name: getattr(options, name, None) for name in ("env", "env_steps")}
-    if options.task != "control" and (foreign := [name for name in given if given[name] is not None]):
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise ValueError(f"{names} is for the control task, got --task {options.task}")
-    task_config |= {name: value for name, value in given.items() if value is not None}
-    task = find_task(options.task, options.data_dir, task_config)
-    config = read_json("--pnet-config", options.pnet_config)
-    if sizes is not None:
-        config |= {"sizes": sizes}
+    given = _given(options, "env", "env_steps")
+    if options.task != "control" and given:
+        raise ValueError(f"{_flags(given)} is for the control task, got --task {options.task}")
+    task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config) | given)
+    config = read_json("--pnet-config", options.pnet_config) | ({} if sizes is None else {"sizes": sizes})
     if options.pnet is None and not config:
         return task
     if options.pnet in (None, task.pnet.name):
         # What the user leaves open is as the task has it.
         config = {**task.pnet.config, **config}
     return task.with_pnet(find_pnet(options.pnet or task.pnet.name, task.interface, config))
+
+
+def _given(options: DataOptions, *names: str) -> dict[str, Any]:
+    """Those options that a command has and the user has set."""
+    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+
+
+def _flags(names: Iterable[str]) -> str:
+    """Options as the user types them."""
+    return " and ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def read_json(option: str, text: str) -> dict[str, Any]:
@@ -81,23 +86,18 @@ def read_json(option: str, text: str) -> dict[str, Any]:
     """
     expected = f"{option} must be a JSON object such as '{{\"width\": 64}}', got {text!r}"
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{expected}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(expected)
-    return found
+    return value
 
 
 def make_job(options: ModelOptions) -> Job:
-    """Load the data and plan the genome.
-
-    Raises:
-        ValueError: if the options do not fit each other or the task.
-        FileNotFoundError: if the data is missing.
-    """
+    """Load the data and plan the genome; raises as `load_task`, also for options that do not fit each other."""
     check_seed(options.seed)
-    device = find_device(options.device if isinstance(options, TrainingOptions) else "cpu")
+    device = find_device(getattr(options, "device", "cpu"))
     task = load_task(options, options.sizes).to(device)
     pnet = task.build(options.seed).to(device)
     genome_params, compression = options.genome_params, options.compression
@@ -105,30 +105,30 @@ def make_job(options: ModelOptions) -> Job:
         raise ValueError(f"--compression must be a positive number, got {compression}")
     if genome_params is None and compression is None:
         genome_params, compression = task.genome_params, None if task.genome_params else task.compression
-    # Both given is for the plan to refuse.
-    size = {"genome_params": genome_params, "compression": compression}
-    plan = dense_plan(pnet, options) if is_dense(options) else _sized_plan(task, pnet, options.hypernet, size)
-    recipe = task.recipe(plan.genome_params)
     if is_dense(options):
+        if given := _given(options, "genome_params", "compression", "hypernet"):
+            raise ValueError(f"--dense trains every weight itself: drop {_flags(given)}")
+        plan = gb.make_plan(pnet, rules=[(".", None)])
+        recipe = task.recipe(plan.genome_params)
         recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None)
-    if isinstance(options, TrainingOptions):
-        if options.epochs is not None and options.steps is not None:
-            raise ValueError(f"give at most one of --epochs and --steps, got {options.epochs} and {options.steps}")
-        names = ("epochs", "steps", "batch_size", "lr")
-        given = {name: value for name in names if (value := getattr(options, name)) is not None}
-        if "epochs" in given:
-            given |= {"steps": None, "measure_every": None}
-        recipe = replace(recipe, **given)
-        check_recipe(recipe)
+    else:
+        # Both given is for the plan to refuse.
+        plan = _sized_plan(task, pnet, options.hypernet, genome_params, compression)
+        recipe = task.recipe(plan.genome_params)
+    given = _given(options, "epochs", "steps", "batch_size", "lr")
+    if "epochs" in given and "steps" in given:
+        raise ValueError(f"give at most one of --epochs and --steps, got {given['epochs']} and {given['steps']}")
+    recipe = replace(recipe, **({"steps": None, "measure_every": None} if "epochs" in given else {}) | given)
+    _check_recipe(recipe)
     return Job(task, recipe, pnet, plan)
 
 
-def _sized_plan(task: Task, pnet: nn.Module, hypernet: str | None, size: Mapping[str, Any]) -> gb.Plan:
+def _sized_plan(task: Task, pnet: nn.Module, hypernet: str | None, params: int | None, ratio: float | None) -> gb.Plan:
     """The task's plan; a ratio that cannot be reached is refused in its terms."""
     try:
-        return task.plan(pnet, hypernet, **size)
+        return task.plan(pnet, hypernet, genome_params=params, compression=ratio)
     except ValueError as error:
-        if (ratio := size["compression"]) is None or size["genome_params"] is not None or not hasattr(error, "least"):
+        if ratio is None or params is not None or not hasattr(error, "least"):
             raise
         reason = str(error).partition("cannot be reached: ")[2] or str(error)
         raise ValueError(f"a genome {ratio:,.15g} times smaller cannot be reached: {reason}") from error
@@ -139,25 +139,13 @@ def is_dense(options: ModelOptions) -> bool:
     return bool(getattr(options, "dense", False))
 
 
-def dense_plan(pnet: nn.Module, options: ModelOptions) -> gb.Plan:
-    """The plan that generates nothing: every tensor is a direct parameter.
-
-    Raises:
-        ValueError: for options of a genome beside it.
-    """
-    names = ("genome_params", "compression", "hypernet")
-    if given := [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]:
-        raise ValueError(f"--dense trains every weight itself: drop {' and '.join(given)}")
-    return gb.make_plan(pnet, rules=[(".", None)])
-
-
 def check_seed(seed: int) -> None:
     """Raise `ValueError` for a seed that no generator takes."""
     if not 0 <= seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2**63, got {seed}")
 
 
-def check_recipe(recipe: Recipe) -> None:
+def _check_recipe(recipe: Recipe) -> None:
     """Raise `ValueError` for settings that no training can use; `fit` checks the batch size."""
     for name in ("epochs", "steps"):
         if (value := getattr(recipe, name)) is not None and value < 1:
@@ -169,10 +157,7 @@ def check_recipe(recipe: Recipe) -> None:
 @contextmanager
 def results_folder(out: Path | None) -> Iterator[Path]:
     """The folder for results, made if need be; one that is removed afterwards where `out` is None."""
-    if out is not None:
-        yield make_folder(out)
-        return
-    with TemporaryDirectory(prefix="gbfunc-") as folder:
+    with nullcontext(make_folder(out)) if out is not None else TemporaryDirectory(prefix="gbfunc-") as folder:
         yield Path(folder)
 
 
@@ -201,26 +186,21 @@ def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> t
 
 
 def _fitted(task: Task, plan: gb.Plan, path: Path, config: Mapping[str, Any]) -> PNet:
-    """The task's p-net with the widths that a genome's file holds.
-
-    Raises:
-        ValueError: if the file is another p-net's, or if `config`, what the user says of the p-net, contradicts it.
-    """
+    """The task's p-net with the widths that a genome's file holds, which the user's `config` must not contradict."""
     pnet = task.pnet
     if pnet.fitted is None:
         return pnet
     shapes = {t.name: t.shape for t in plan.tensors}
     try:
-        found = pnet.fitted(shapes)
+        held = pnet.fitted(shapes)
     except ValueError as error:
         holds = f"{path} holds the genome of a p-net of {plan.pnet_params:,} parameters ({brief(shapes)})"
         raise ValueError(f"{holds}, which is no {pnet.name} for the task {task.name}: {error}") from error
-    asked = find_pnet(pnet.name, task.interface, {**found.config, **config}).config
-    if wrong := [name for name in asked if asked[name] != found.config[name]]:
-        says = ", ".join(f"{name} {asked[name]}" for name in wrong)
-        holds = ", ".join(f"{name} {found.config[name]}" for name in wrong)
+    asked = find_pnet(pnet.name, task.interface, {**held.config, **config}).config
+    if wrong := [name for name in asked if asked[name] != held.config[name]]:
+        says, holds = (", ".join(f"{name} {values[name]}" for name in wrong) for values in (asked, held.config))
         raise ValueError(f"--pnet-config says {says}, but {path} holds {holds}")
-    return found
+    return held
 
 
 def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, history: History = ()) -> dict[str, object]:
@@ -244,10 +224,9 @@ def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, histor
 
 def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
     """All metrics of a network on validation and test data: `{prefix}val_accuracy`, `{prefix}test_accuracy`, ..."""
-    found = {}
-    for split, data in (("val", task.val), ("test", task.test)):
-        found |= {f"{prefix}{split}_{name}": value for name, value in task.evaluate(net, data).items()}
-    return found
+    splits = {"val": task.val, "test": task.test}
+    measured = {split: task.evaluate(net, data) for split, data in splits.items()}
+    return {f"{prefix}{split}_{name}": v for split, metrics in measured.items() for name, v in metrics.items()}
 
 
 def run_fit(trainer: Trainer, job: Job, seed: int, label: str, kept: Kept | None = None) -> Fit:
@@ -298,11 +277,7 @@ def train_genome(
 
 
 def open_mesh(options: RankOptions, device: str) -> gb.Mesh:
-    """The ranks that the command was started on; one where nothing else is said.
-
-    Raises:
-        ValueError: for a mesh that is no grid of all ranks, or a device that cannot be used.
-    """
+    """The ranks that the command was started on; `ValueError` for a mesh that is no grid of all, or a bad device."""
     find_device(device)
     axes = parse_mesh(options.mesh)
     return gb.mesh(axes.get("data", 1), axes.get("gnets"), device)
@@ -314,15 +289,15 @@ def parse_mesh(text: str | None) -> dict[str, int]:
     Raises:
         ValueError: for anything else.
     """
-    found: dict[str, int] = {}
-    for part in (text or "").split(",") if text is not None else ():
-        name, _, value = part.partition("=")
-        if name.strip() not in ("data", "gnets") or name.strip() in found or not value.strip().isdecimal():
+    axes: dict[str, int] = {}
+    for part in () if text is None else text.split(","):
+        name, _, value = map(str.strip, part.partition("="))
+        if name not in ("data", "gnets") or name in axes or not value.isdecimal():
             raise ValueError(f"--mesh must name ranks along its axes, such as data=2,gnets=4, got {text!r}")
-        found[name.strip()] = int(value)
-    if "gnets" in found and "data" not in found:
+        axes[name] = int(value)
+    if "gnets" in axes and "data" not in axes:
         raise ValueError(f"--mesh must name data too, such as data=1,{text}, got {text!r}")
-    return found
+    return axes
 
 
 def rank_metrics(train_step: gb.TrainStep, steps: int, batch_size: int, seconds: float) -> dict[str, object]:
@@ -341,15 +316,10 @@ def rank_metrics(train_step: gb.TrainStep, steps: int, batch_size: int, seconds:
 
 
 def find_device(name: str) -> torch.device:
-    """The device called `name`.
-
-    Raises:
-        ValueError: if there is none, or if it cannot be used here.
-    """
+    """The device called `name`; `ValueError` if there is none, or if it cannot be used here."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name!r} cannot be used: {reason}") from error
+        raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device

@@ -15,6 +15,8 @@ AUTO = "auto"
 """The value of `--resume` that takes the newest valid checkpoint, if there is any."""
 
 RECIPE = "(default: the task's recipe)"
+NONE = "(default: none)"
+RecipeInt = Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)]
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,10 @@ class DataOptions:
     task: Annotated[str, arg(metavar="NAME")] = "digits"
     """What to learn: digits, mnist, fashion-mnist, cifar10, text, control, or package.module:function of your own."""
 
-    data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
+    data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
     """Folder with the task's data; for text a file will do. digits needs none, text has one built in."""
 
-    task_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: none)")] = "{}"
+    task_config: Annotated[str, arg(metavar="JSON", help_behavior_hint=NONE)] = "{}"
     """Options of the task, for text '{"context": 128, "vocabulary": 1024}'."""
 
     pnet: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the task's)")] = None
@@ -47,10 +49,7 @@ class ModelOptions(DataOptions):
 
     sizes: Annotated[
         tuple[int, ...] | None,
-        arg(
-            metavar="INT INT ...",
-            help_behavior_hint="(default: 64 1100 10 for digits, 784 800 10 for mnist)",
-        ),
+        arg(metavar="INT INT ...", help_behavior_hint="(default: 64 1100 10 for digits, 784 800 10 for mnist)"),
     ] = None
     """Layer sizes of an mlp (or of an actor), inputs first."""
 
@@ -61,15 +60,11 @@ class ModelOptions(DataOptions):
     """Type of the g-nets that generate the weights."""
 
     genome_params: Annotated[
-        int | None,
-        arg(
-            metavar="INT",
-            help_behavior_hint="(default without --compression: the task's)",
-        ),
+        int | None, arg(metavar="INT", help_behavior_hint="(default without --compression: the task's)")
     ] = None
     """Largest genome, in parameters, everything counted."""
 
-    compression: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: none)")] = None
+    compression: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
     """The same as a ratio: parameters of the p-net / parameters of the genome."""
 
     seed: int = 0
@@ -80,13 +75,13 @@ class ModelOptions(DataOptions):
 class TrainingOptions(ModelOptions):
     """How to train, and where to write."""
 
-    epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
+    epochs: RecipeInt = None
     """Passes over the training examples."""
 
-    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
+    steps: RecipeInt = None
     """Training steps, in place of --epochs."""
 
-    batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
+    batch_size: RecipeInt = None
     """Examples per step."""
 
     lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=RECIPE)] = None

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from gbfunc.files import replace_file
 from gbfunc.tasks import Metric, Task
-from gbfunc.tasks.training import Reporter
+from gbfunc.tasks.training import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,15 +110,13 @@ def print_comparison(metrics: Mapping[str, Any], metric: Metric) -> None:
     """The genome beside both dense nets on standard output."""
     m = metrics
     table = _table("network", "parameters", "ratio", "bytes on disk", f"test {metric.label}")
-    rows = (
-        (f"{m['pnet_label']}, dense", "dense", m["pnet_params"], m["dense_bytes"]),
+    for network, prefix, params, n_bytes in (
+        (f"{m['pnet_label']}, dense", "dense_", m["pnet_params"], m["dense_bytes"]),
         (f"{m['pnet_label']}, generated", "", m["genome_params"], m["genome_bytes"]),
-        (f"{m['small_dense_label']}, dense", "small_dense", m["small_dense_params"], m["small_dense_bytes"]),
-    )
-    for network, prefix, params, n_bytes in rows:
-        ratio = m["pnet_params"] / params
-        found = m[f"{prefix}_test_{metric.name}" if prefix else f"test_{metric.name}"]
-        table.add_row(network, f"{params:,}", f"{ratio:.1f}x", f"{n_bytes:,}", metric.show(found))
+        (f"{m['small_dense_label']}, dense", "small_dense_", m["small_dense_params"], m["small_dense_bytes"]),
+    ):
+        ratio, shown = f"{m['pnet_params'] / params:.1f}x", metric.show(m[f"{prefix}test_{metric.name}"])
+        table.add_row(network, f"{params:,}", ratio, f"{n_bytes:,}", shown)
     console = Console()
     console.print(table)
     console.print("Bytes: the genome's whole file; dense nets in float32, without a file's header.", style="dim")
@@ -126,10 +124,7 @@ def print_comparison(metrics: Mapping[str, Any], metric: Metric) -> None:
 
 def _table(first: str, *columns: str) -> Table:
     """An empty table: the first column is text, the others are numbers."""
-    table = Table(first)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+    return Table(first, *(Column(column, justify="right") for column in columns))
 
 
 def wide_console() -> Console:
@@ -138,57 +133,31 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=_WIDTH)
 
 
-class _Bar(Reporter):
-    """A line that is redrawn."""
-
-    def __init__(self, progress: Progress, label: str, total_steps: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task(label, total=total_steps, status="", val="")
-
-    def step(self, steps: int, status: str) -> None:
-        self._progress.update(self._task, completed=steps, status=status)
-
-    def row(self, steps: int, status: str, validation: str) -> None:
-        self._progress.update(self._task, completed=steps, status=status, val=f"val {validation}")
-
-
-class _Lines(Reporter):
-    """A plain line now and then."""
-
-    def __init__(self, label: str, total_steps: int) -> None:
-        self._label = label
-        self._total = total_steps
-        self._next = 0
-
-    def row(self, steps: int, status: str, validation: str) -> None:
-        if steps < self._next and steps < self._total:
-            return
-        self._next = steps + self._total // _PLAIN_LINES
-        line = f"{self._label}: step {steps:,}/{self._total:,}, {status}, validation {validation}"
-        print(line, file=sys.stderr, flush=True)
-
-
 @contextmanager
-def reporter(label: str, total_steps: int, *, silent: bool = False) -> Iterator[Reporter]:
-    """A reporter for one training run.
-
-    Args:
-        label: names the run.
-        total_steps: of the run.
-        silent: tell nothing.
-    """
-    if silent:
-        yield Reporter()
-        return
+def reporter(label: str, total_steps: int, *, silent: bool = False) -> Iterator[Report]:
+    """What shows one training run of `total_steps` on standard error: a bar in a terminal, else a line now and then."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _Lines(label, total_steps)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("step {task.completed:,.0f}/{task.total:,.0f}  {task.fields[status]}  {task.fields[val]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        yield _Bar(progress, label, total_steps)
+    if silent:
+        yield lambda steps, status, validation: None
+    elif not console.is_terminal:
+        following = 0
+
+        def line(steps: int, status: str, validation: str | None) -> None:
+            nonlocal following
+            if validation is not None and (steps >= following or steps >= total_steps):
+                following = steps + total_steps // _PLAIN_LINES
+                text = f"{label}: step {steps:,}/{total_steps:,}, {status}, validation {validation}"
+                print(text, file=sys.stderr, flush=True)
+
+        yield line
+    else:
+        text = TextColumn("step {task.completed:,.0f}/{task.total:,.0f}  {task.fields[status]}  {task.fields[val]}")
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), text, TimeRemainingColumn())
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task(label, total=total_steps, status="", val="")
+
+            def redraw(steps: int, status: str, validation: str | None) -> None:
+                shown: dict[str, Any] = {} if validation is None else {"val": f"val {validation}"}
+                progress.update(bar, completed=steps, status=status, **shown)
+
+            yield redraw

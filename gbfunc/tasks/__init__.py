@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gbfunc.tasks.base import (
-    Metric,
-    Net,
-    Recipe,
-    Task,
-    accuracy,
-    logits_of,
-    loss_fn,
-    token_loss,
-)
+from gbfunc.tasks.base import Metric, Net, Recipe, Task, accuracy, logits_of, loss_fn, token_loss
 from gbfunc.tasks.cifar10 import cifar10
 from gbfunc.tasks.control import control
 from gbfunc.tasks.data import Batch, Data, Split, Windows, endless_batches, epoch_batches, hold_out, steps_per_epoch
 from gbfunc.tasks.digits import digits
 from gbfunc.tasks.mnist import fashion_mnist, mnist
-from gbfunc.tasks.pnets import check_options, import_object, is_import_path
+from gbfunc.tasks.pnets import import_factory, is_import_path, options_for
 from gbfunc.tasks.text import continue_text, text
 
 __all__ = [
@@ -77,16 +67,12 @@ def find_task(name: str, data_dir: Path | None, config: Mapping[str, Any]) -> Ta
         ImportError: if a package is missing.
     """
     if is_import_path(name):
-        factory = import_object(name)
+        factory = import_factory(name, "a Task")
     elif name in TASKS:
         factory = TASKS[name]
     else:
         raise ValueError(f"no task {name!r}: choose one of {', '.join(TASKS)}, or package.module:function")
-    if not callable(factory):
-        raise ValueError(f"{name} must be a function that returns a Task, got {type(factory).__name__}")
-    check_options(f"the task {name}", factory, config, given=("data_dir", "name"))
-    takes = "data_dir" in inspect.signature(factory).parameters
-    task = factory(**({"data_dir": data_dir} if takes else {}), **config)
+    task = factory(**options_for(f"the task {name}", factory, config, data_dir=data_dir))
     if not isinstance(task, Task):
         raise ValueError(f"{name} must return a gbfunc.tasks.Task, got {type(task).__name__}")
     return task

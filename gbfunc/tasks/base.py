@@ -1,7 +1,7 @@
 """What a task is: data in three splits, a p-net, a loss, metrics, and a recipe that trains its genome well.
 
-Commands know this alone. What a task learns from may be examples (`Split`, `Windows`), or an environment in which the
-network in training acts (`gbfunc.tasks.control`): its `batches` say how a training split is gone through.
+Commands know this alone. A task learns from examples (`Split`, `Windows`), or from an environment in which the network
+in training acts (`gbfunc.tasks.control`): its `batches` say how.
 
 Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of the vocabulary.
 """
@@ -25,8 +25,7 @@ from gbfunc.tasks.pnets import Interface, PNet
 Net = Callable[[Tensor], Any]
 """Inputs to logits, or to an object with logits (a Hugging Face output)."""
 
-_CHUNK = 5_000
-_TEXT_CHUNK = 256
+_CHUNK, _TEXT_CHUNK = 5_000, 256
 
 
 class Metric(NamedTuple):
@@ -106,12 +105,7 @@ def example_batches(data: Data, recipe: Recipe, generator: torch.Generator, net:
 
 
 def loss_fn(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean cross entropy (nats) of a batch, and its accuracy (0 to 1) beside it.
-
-    Args:
-        net: maps inputs [B, ...] to logits [B, K].
-        batch: inputs [B, ...] and classes [B].
-    """
+    """Mean cross entropy (nats) of a batch [B, ...] and its classes [B], and its accuracy (0 to 1) beside it."""
     x, y_B = batch
     logits_BK = logits_of(net(x))
     hits_B = logits_BK.detach().argmax(1) == y_B
@@ -119,12 +113,7 @@ def loss_fn(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def token_loss(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean cross entropy (nats) of the next token.
-
-    Args:
-        net: maps tokens [B, L] to logits [B, L, V].
-        batch: tokens [B, L] and the tokens after them [B, L].
-    """
+    """Mean cross entropy (nats) of the tokens [B, L] after those of a batch [B, L], from logits [B, L, V]."""
     x_BL, y_BL = batch
     return F.cross_entropy(logits_of(net(x_BL)).flatten(0, 1), y_BL.flatten()), {}
 

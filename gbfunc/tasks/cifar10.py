@@ -1,7 +1,7 @@
 """CIFAR-10 (Krizhevsky, 2009, https://www.cs.toronto.edu/~kriz/cifar.html): photographs of 32 x 32 in ten classes.
 
-Its python batches are pickles, and a pickle is a program. They are read without running it: the reader knows the few
-names that a batch needs, and stands in for each with something that holds bytes and numbers alone.
+Its python batches are pickles, and a pickle is a program. They are read without running it: what stands in for the few
+names that a batch needs only keeps what it is given.
 
 Suffixes: N images, C channels, h rows, w columns.
 """
@@ -12,9 +12,7 @@ import math
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from numpy.typing import NDArray
 
 from gbfunc.tasks.base import Recipe, Task
 from gbfunc.tasks.data import Split, flip_and_crop, hold_out
-from gbfunc.tasks.pnets import PNETS, Interface, PNet
+from gbfunc.tasks.pnets import PNETS, Interface
 
 SPLIT_SEED = 0
 _VAL_PART = 10
@@ -57,6 +55,7 @@ def cifar10(data_dir: Path | None = None) -> Task:
         return Split(torch.from_numpy(x), torch.from_numpy(labels))
 
     interface = Interface(_SHAPE, 10)
+    recipe = Recipe(lr=3e-2, dense_lr=3e-2, augment=flip_and_crop(4), clip_norm=1.0, warmup=0.2)
     return Task(
         name="cifar10",
         interface=interface,
@@ -64,20 +63,8 @@ def cifar10(data_dir: Path | None = None) -> Task:
         val=split(images[val], labels[val]),
         test=split(*test),
         pnet=PNETS["allconv"](interface),
-        settings=_recipe,
+        settings=lambda pnet, genome_params: recipe,
         genome_params=14_958,
-    )
-
-
-def _recipe(pnet: PNet, genome_params: float) -> Recipe:
-    return Recipe(
-        lr=3e-2,
-        dense_lr=3e-2,
-        batch_size=128,
-        epochs=10,
-        augment=flip_and_crop(4),
-        clip_norm=1.0,
-        warmup=0.2,
     )
 
 
@@ -92,13 +79,11 @@ def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
         raise FileNotFoundError(f"no such folder: {data_dir} (it must hold CIFAR-10's python batches or .npz files)")
     packed = [sorted(data_dir.glob(f"cifar10_{part}*.npz")) for part in ("train", "test")]
     if any(packed):
-        if not all(len(found) == 1 for found in packed):
-            counts = " and ".join(str(len(found)) for found in packed)
-            expected = "one cifar10_train*.npz and one cifar10_test*.npz"
-            raise FileNotFoundError(f"{data_dir} must hold {expected}, not {counts}")
+        if (counts := [len(paths) for paths in packed]) != [1, 1]:
+            raise FileNotFoundError(f"{data_dir} must hold one cifar10_train*.npz and one cifar10_test*.npz, "
+                                    f"not {counts[0]} and {counts[1]}")  # fmt: skip
         return read_packed(packed[0][0]), read_packed(packed[1][0])
-    inner = data_dir / "cifar-10-batches-py"
-    folder = inner if inner.is_dir() else data_dir
+    folder = inner if (inner := data_dir / "cifar-10-batches-py").is_dir() else data_dir
     if not any(folder.glob("data_batch_*")):
         raise FileNotFoundError(f"{folder} holds neither CIFAR-10's python batches nor cifar10_train*.npz")
     parts = [read_batch(folder / f"data_batch_{i}") for i in range(1, 6)]
@@ -144,43 +129,30 @@ _MAX_BYTES = 64 << 20
 """A batch of 10,000 images has 31 MB."""
 
 
-class _DType:
-    """What a file says of the type of an array's entries."""
+class _Stub:
+    """What a file makes of one of numpy's names: its arguments and its state are kept, nothing is run."""
 
-    def __init__(self, name: Any = None, *_: Any) -> None:
-        self.name = name
-
-    def __setstate__(self, state: Any) -> None:
-        # Byte order and the like, which bytes have none of.
-        pass
-
-
-class _Array:
-    """An array of bytes as a file holds it."""
-
-    values: NDArray[np.uint8] | None = None
-
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, *args: Any) -> None:
+        self.args, self.state = args, None
 
     def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, columns_first, data = state
-        self.fill(data, dtype, shape, columns_first)
-
-    def fill(self, data: Any, dtype: Any, shape: Any, columns_first: Any) -> None:
-        """Take the bytes, if they are what they must be."""
-        name = dtype.name if isinstance(dtype, _DType) else None
-        if name not in ("u1", b"u1", "uint8") or columns_first or not isinstance(data, bytes | bytearray):
-            raise pickle.UnpicklingError("its array is not one of unsigned bytes, row by row")
-        if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) != len(data):
-            raise pickle.UnpicklingError(f"its array of shape {shape} holds {len(data)} bytes")
-        self.values = np.frombuffer(bytes(data), np.uint8).reshape(shape)
+        self.state = state
 
 
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
-    array = _Array()
-    array.fill(data, dtype, shape, order != "C")
-    return array
+def _pixels(array: Any) -> NDArray[np.uint8] | None:
+    """The array of bytes that a file describes; None where it describes none."""
+    if not isinstance(array, _Stub):
+        return None
+    if array.state is None:
+        data, dtype, shape, order = array.args
+        columns_first = order != "C"
+    else:
+        _, shape, dtype, columns_first, data = array.state
+    if columns_first or dtype.args[0] not in ("u1", b"u1", "uint8") or not isinstance(data, bytes | bytearray):
+        raise pickle.UnpicklingError("its array is not one of unsigned bytes, row by row")
+    if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) != len(data):
+        raise pickle.UnpicklingError(f"its array of shape {shape} holds {len(data)} bytes")
+    return np.frombuffer(bytes(data), np.uint8).reshape(shape)
 
 
 def _latin1(text: Any, encoding: Any) -> bytes:
@@ -190,34 +162,21 @@ def _latin1(text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
-_KNOWN: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType(
-    {
-        ("numpy", "dtype"): _DType,
-        ("numpy", "ndarray"): _Array,
-        ("numpy.core.multiarray", "_reconstruct"): _Array,
-        ("numpy._core.multiarray", "_reconstruct"): _Array,
-        ("numpy.core.numeric", "_frombuffer"): _from_buffer,
-        ("numpy._core.numeric", "_frombuffer"): _from_buffer,
-        ("_codecs", "encode"): _latin1,
-    }
-)
+_ARRAYS = ("multiarray._reconstruct", "numeric._frombuffer")
+_NUMPY = {"numpy.dtype", "numpy.ndarray", *(f"numpy.{core}.{name}" for core in ("core", "_core") for name in _ARRAYS)}
 
 
 class _Reader(pickle.Unpickler):
     """An unpickler that imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name.
-
-        Raises:
-            UnpicklingError: for any other name.
-        """
-        if (module, name) not in _KNOWN:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of images needs")
-        return _KNOWN[module, name]
+        """The stand-in for a name; `UnpicklingError` for one that no batch has."""
+        if (full := f"{module}.{name}") != "_codecs.encode" and full not in _NUMPY:
+            raise pickle.UnpicklingError(f"it asks for {full}, which no batch of images needs")
+        return _Stub if full in _NUMPY else _latin1
 
 
-def read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def read_batch(path: Path) -> Images:
     """Images [N, 3, 32, 32] and labels [N] of one batch.
 
     Raises:
@@ -230,21 +189,19 @@ def read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         raise ValueError(f"{path} has {size:,} bytes, a CIFAR-10 batch has at most {_MAX_BYTES:,}")
     try:
         with path.open("rb") as file:
-            found = _Reader(file, encoding="bytes").load()
+            batch = _Reader(file, encoding="bytes").load()
+        if not isinstance(batch, dict):
+            raise ValueError(f"it holds a {type(batch).__name__}, no dict")
+        # Keys are bytes in a file of Python 2.
+        entries = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in batch.items()}
+        pixels, labels = _pixels(entries.get("data")), entries.get("labels")
+        if pixels is None or pixels.ndim != 2 or pixels.shape[1] != _PIXELS or not len(pixels):
+            raise ValueError(f"data must be N x {_PIXELS} bytes, got {None if pixels is None else pixels.shape}")
+        if not isinstance(labels, list) or len(labels) != len(pixels) or not all(type(x) is int for x in labels):
+            raise ValueError(f"it needs a list of {len(pixels)} labels")
     except Exception as error:  # A damaged pickle can raise nearly anything.
         reason = str(error) or type(error).__name__
         raise ValueError(f"{path} is not a valid CIFAR-10 batch: {reason}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is not a valid CIFAR-10 batch: it holds a {type(found).__name__}, no dict")
-    # Keys are bytes in a file of Python 2.
-    entries = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in found.items()}
-    array, labels = entries.get("data"), entries.get("labels")
-    pixels = array.values if isinstance(array, _Array) else None
-    if pixels is None or pixels.ndim != 2 or pixels.shape[1] != _PIXELS or not len(pixels):
-        shape = None if pixels is None else pixels.shape
-        raise ValueError(f"{path} is not a valid CIFAR-10 batch: data must be N x {_PIXELS} bytes, got {shape}")
-    if not isinstance(labels, list) or len(labels) != len(pixels) or not all(type(x) is int for x in labels):
-        raise ValueError(f"{path} is not a valid CIFAR-10 batch: it needs a list of {len(pixels)} labels")
     if not 0 <= min(labels) <= max(labels) <= 9:
         raise ValueError(f"{path} must hold labels 0 to 9, got {min(labels)} to {max(labels)}")
     return pixels.reshape(-1, 3, 32, 32), np.array(labels, np.int64)

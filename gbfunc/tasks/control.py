@@ -60,9 +60,9 @@ def find_environment(env_id: str) -> Environment:
     envs = make_envs(env_id, 1)
     from gymnasium.spaces import Box, Discrete
 
-    seen, done, spec = envs.single_observation_space, envs.single_action_space, envs.spec
+    seen, done = envs.single_observation_space, envs.single_action_space
+    threshold = envs.spec.reward_threshold if envs.spec else None
     envs.close()
-    threshold = spec.reward_threshold if spec else None
     if isinstance(seen, Box) and len(seen.shape) == 1:
         if isinstance(done, Discrete) and int(done.start) == 0:
             return Environment(env_id, seen.shape[0], int(done.n), True, threshold)
@@ -106,21 +106,13 @@ def step_envs(envs: Any, actions: Tensor) -> tuple[NDArray[Any], ...]:
 SETTINGS: Mapping[str, Settings] = MappingProxyType(
     {
         "CartPole-v1": Settings(env_steps=51_200, n_envs=8, reward_scale=0.02, lr=1e-2, dense_lr=1e-2),
-        "Pendulum-v1": Settings(
-            env_steps=98_304,
-            n_envs=8,
-            horizon=256,
-            epochs=10,
-            minibatches=8,
-            gamma=0.9,
-            entropy=0.0,
-            reward_scale=0.05,
-            lr=1e-2,
-            dense_lr=3e-3,
+        "Pendulum-v1": replace(
+            Settings(env_steps=98_304, n_envs=8, horizon=256, epochs=10, minibatches=8, gamma=0.9),
+            **dict(entropy=0.0, reward_scale=0.05, lr=1e-2, dense_lr=3e-3),
         ),
     }
 )
-"""Settings by environment, chosen on seeds 100 to 102, which no reported figure uses."""
+"""Settings by environment, chosen on seeds 100 to 102, which no reported result uses."""
 
 
 def control_settings(env_id: str) -> Settings:
@@ -130,13 +122,12 @@ def control_settings(env_id: str) -> Settings:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What is learned from: where the network acts, and how."""
+    """What is learned from: where the network acts, and how; its length is that of one rollout, every pass counted."""
 
     env: Environment
     settings: Settings
 
     def __len__(self) -> int:
-        """Transitions of a pass: those of one rollout, each as often as PPO looks at it."""
         return self.settings.n_envs * self.settings.horizon * self.settings.epochs
 
     def to(self, device: torch.device | str) -> Rollouts:
@@ -183,7 +174,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
     """The task of an environment, with such settings of PPO.
 
     The learning rate falls linearly to zero, from rollout to rollout. A seed decides the environments, the actions and
-    the order of transitions; the same one gives the same training on the same machine.
+    the order of transitions.
     """
     interface = Interface((env.n_obs,), env.n_actions, actions="choice" if env.discrete else "vector")
     size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
@@ -205,13 +196,9 @@ def control_task(env: Environment, settings: Settings) -> Task:
     def facts(history: History) -> dict[str, Any]:
         limit = env.threshold
         solved = (row["env_steps"] for row in history if limit is not None and row["val_mean_return"] >= limit)
-        return {
-            "env": env.id,
-            "episodes": EPISODES,
-            "threshold": limit,
-            "env_steps": history[-1]["env_steps"] if history else None,
-            "env_steps_to_solve": next(solved, None),
-        }
+        known = {"env": env.id, "episodes": EPISODES, "threshold": limit}
+        trained = history[-1]["env_steps"] if history else None
+        return known | {"env_steps": trained, "env_steps_to_solve": next(solved, None)}
 
     return Task(
         name="control",
@@ -241,7 +228,7 @@ def rollout_batches(
     size, used = settings.n_envs * settings.horizon, len(place) // recipe.batch_size * recipe.batch_size
     envs = make_envs(place.env.id, settings.n_envs)
     try:
-        front = _Front(envs.reset(seed=stream(seed, _RESETS))[0], np.zeros(settings.n_envs, dtype=bool))
+        front = _Front(envs.reset(seed=stream(seed, _RESETS))[0], np.zeros(settings.n_envs, bool))
         order = torch.Generator().manual_seed(stream(seed, _ORDER))
         for rollout in count(1):
             with seeded(stream(seed, _ACTIONS, rollout)):
@@ -261,25 +248,20 @@ class _Front(NamedTuple):
 
 
 @torch.no_grad()
-def _rollout(
-    envs: Any, net: PolicyValue, front: _Front, settings: Settings, discrete: bool
-) -> tuple[Transitions, _Front]:
+def _rollout(envs: Any, net: PolicyValue, front: _Front, settings: Settings, discrete: bool) -> tuple[Any, _Front]:
     """Act for T steps in N environments: T * N transitions, and where the environments stand then."""
     obs, restarts, rows = [front.obs], [front.restarts], []
     for _ in range(settings.horizon):
-        numbers_NP = net(torch.as_tensor(obs[-1], dtype=torch.float32))[0]
-        actions = policy(numbers_NP, discrete).sample()
+        actions = policy(net(torch.as_tensor(obs[-1], dtype=torch.float32))[0], discrete).sample()
         obs_NO, *row = step_envs(envs, actions)
         obs.append(obs_NO)
         restarts.append(row[1] | row[2])
-        rows.append((actions, *row))
-    actions, rewards, terminated, truncated = zip(*rows, strict=True)
+        rows.append((actions, *map(torch.as_tensor, row)))
+    actions_TN, rewards_TN, terminated_TN, truncated_TN = map(torch.stack, zip(*rows, strict=True))
     obs_TNO = torch.as_tensor(np.stack(obs), dtype=torch.float32)
     numbers, values = net(obs_TNO.flatten(0, 1))
-    values_TN = values.unflatten(0, obs_TNO.shape[:2])
-    actions_B = torch.stack(actions).flatten(0, 1)
-    rewards_TN = torch.as_tensor(np.stack(rewards), dtype=torch.float32) * settings.reward_scale
-    terminated_TN, truncated_TN = (torch.as_tensor(np.stack(x)) for x in (terminated, truncated))
+    values_TN, actions_B = values.unflatten(0, obs_TNO.shape[:2]), actions_TN.flatten(0, 1)
+    rewards_TN = rewards_TN.float() * settings.reward_scale
     advantages_TN = gae(rewards_TN, values_TN, terminated_TN, truncated_TN, settings.gamma, settings.lam)
     data = Transitions(
         obs=obs_TNO[:-1].flatten(0, 1),

@@ -1,5 +1,7 @@
 """Examples to learn from: batches of a pass in random order, and chunks of all of them in order.
 
+Whatever is random is drawn on the CPU: it does not depend on the device.
+
 Suffixes: N examples of a split, B examples of a batch, L positions of a text, C channels, h rows, w columns.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import numpy as np
@@ -55,20 +58,18 @@ class Split:
     y: Tensor
 
     def __len__(self) -> int:
-        """Examples."""
         return len(self.y)
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
         """One shuffled pass in full batches; what does not fill one is left out."""
         steps = steps_per_epoch(self, batch_size)
-        # Drawn on the CPU, so that the order does not depend on the device.
         order_N = torch.randperm(len(self.y), generator=generator).to(self.y.device)
         for index_B in order_N[: steps * batch_size].split(batch_size):
             yield self.x[index_B], self.y[index_B]
 
     def chunks(self, size: int) -> Iterator[Batch]:
         """All examples in order."""
-        yield from zip(self.x.split(size), self.y.split(size), strict=True)
+        return zip(self.x.split(size), self.y.split(size), strict=True)
 
     def to(self, device: torch.device | str) -> Split:
         """The same examples on `device`."""
@@ -90,7 +91,6 @@ class Windows:
     chars: int
 
     def __len__(self) -> int:
-        """Windows that do not overlap."""
         return (len(self.tokens) - 1) // self.context
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
@@ -98,21 +98,17 @@ class Windows:
         offsets_L = torch.arange(self.context + 1)
         for _ in range(steps_per_epoch(self, batch_size)):
             start_B = torch.randint(len(self.tokens) - self.context, (batch_size,), generator=generator)
-            yield _shifted(self.tokens[(start_B[:, None] + offsets_L).to(self.tokens.device)])
+            windows = self.tokens[(start_B[:, None] + offsets_L).to(self.tokens.device)]
+            yield windows[:, :-1], windows[:, 1:]
 
     def chunks(self, size: int) -> Iterator[Batch]:
         """The windows that do not overlap; what does not fill one is left out."""
         for windows in self.tokens.unfold(0, self.context + 1, self.context).split(size):
-            yield _shifted(windows)
+            yield windows[:, :-1], windows[:, 1:]
 
     def to(self, device: torch.device | str) -> Windows:
         """The same text on `device`."""
         return Windows(self.tokens.to(device), self.context, self.chars)
-
-
-def _shifted(windows: Tensor) -> Batch:
-    """Windows [B, L + 1] as inputs and the tokens after them."""
-    return windows[:, :-1], windows[:, 1:]
 
 
 def steps_per_epoch(data: Data, batch_size: int) -> int:
@@ -121,22 +117,15 @@ def steps_per_epoch(data: Data, batch_size: int) -> int:
     Raises:
         ValueError: if there is no full batch.
     """
-    n = len(data)
-    if not 1 <= batch_size <= n:
-        raise ValueError(f"batch size must be between 1 and the {n} training examples, got {batch_size}")
-    return n // batch_size
+    if not 1 <= batch_size <= len(data):
+        raise ValueError(f"batch size must be between 1 and the {len(data)} training examples, got {batch_size}")
+    return len(data) // batch_size
 
 
 def epoch_batches(
     data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
 ) -> Iterator[Batch]:
-    """One pass over the data in full batches, augmented.
-
-    Args:
-        data: the examples.
-        batch_size: B.
-        generator: CPU generator of order and augmentation; passed on from pass to pass.
-        augment: changes the inputs of a batch.
+    """One pass over the data in full batches, augmented; one CPU generator goes on from pass to pass.
 
     Raises:
         ValueError: if the data holds no full batch.
@@ -155,12 +144,7 @@ def endless_batches(
 
 def noise(deviation: float) -> Augment:
     """Add normal noise of a standard deviation, in units of the normalised inputs."""
-
-    def add(x: Tensor, generator: torch.Generator) -> Tensor:
-        # Drawn on the CPU, so that it does not depend on the device.
-        return x + (deviation * torch.randn(x.shape, generator=generator)).to(x.device)
-
-    return add
+    return lambda x, generator: x + (deviation * torch.randn(x.shape, generator=generator)).to(x.device)
 
 
 def flip_and_crop(padding: int) -> Augment:
@@ -186,27 +170,18 @@ def shift(pixels: int, part: float, fill: float) -> Augment:
 
 def _moved(x_BChw: Tensor, by_2B: Tensor, padding: int, fill: float, flip_B: Tensor | None = None) -> Tensor:
     """Crops of padded images at rows and columns `by_2B`, mirrored where `flip_B`."""
-    _, _, rows, cols = x_BChw.shape
-    row_Bh = by_2B[0, :, None] + torch.arange(rows)
-    col_Bw = by_2B[1, :, None] + torch.arange(cols)
+    (n, _, rows, cols), device = x_BChw.shape, x_BChw.device
+    row_Bh, col_Bw = by_2B[0, :, None] + torch.arange(rows), by_2B[1, :, None] + torch.arange(cols)
     if flip_B is not None:
         col_Bw = torch.where(flip_B[:, None], col_Bw.flip(1), col_Bw)
-    padded = F.pad(x_BChw, (padding,) * 4, value=fill)
-    device = x_BChw.device
-    image_B = torch.arange(len(x_BChw), device=device)[:, None, None]
-    picked = padded.permute(0, 2, 3, 1)[image_B, row_Bh.to(device)[:, :, None], col_Bw.to(device)[:, None, :]]
-    return picked.permute(0, 3, 1, 2)
+    padded_BhwC = F.pad(x_BChw, (padding,) * 4, value=fill).permute(0, 2, 3, 1)
+    image_B = torch.arange(n, device=device)[:, None, None]
+    return padded_BhwC[image_B, row_Bh.to(device)[:, :, None], col_Bw.to(device)[:, None, :]].permute(0, 3, 1, 2)
 
 
 def in_turn(*changes: Augment) -> Augment:
     """One change after the other."""
-
-    def change(x: Tensor, generator: torch.Generator) -> Tensor:
-        for each in changes:
-            x = each(x, generator)
-        return x
-
-    return change
+    return lambda x, generator: reduce(lambda x, change: change(x, generator), changes, x)
 
 
 def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
@@ -227,7 +202,7 @@ def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) ->
         raise ValueError(f"cannot hold out {counts} of {n} examples")
     # RandomState's stream is frozen across numpy versions; Generator's is not.
     shuffled_N = np.random.RandomState(seed).permutation(n)
-    rank_N, share_N = np.empty(n, np.int64), np.empty(n)
+    share_N = np.empty(n)
     for label in np.unique(labels_N):
         members = shuffled_N[labels_N[shuffled_N] == label]
         share_N[members] = (np.arange(len(members)) + 0.5) / len(members)

@@ -10,6 +10,7 @@ import math
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,9 +64,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape)
 
 
-def load_mnist(
-    data_dir: Path,
-) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+def load_mnist(data_dir: Path) -> tuple[NDArray[Any], ...]:
     """Images [N, 28, 28] and labels [N] for training, then for the test, from the four `.gz` files in `data_dir`.
 
     Raises:
@@ -85,14 +84,11 @@ def load_mnist(
     return tuple(arrays)
 
 
-def mnist(
-    data_dir: Path | None = None, name: str = "mnist", *, noise: float | None = None, shift: float | None = None
-) -> Task:
+def mnist(data_dir: Path | None = None, *, noise: float | None = None, shift: float | None = None) -> Task:
     """The MNIST task; 5,000 training images, the same ones always, are held out for validation.
 
     Args:
         data_dir: folder with the four IDX `.gz` files.
-        name: of the task.
         noise: standard deviation of the normal noise on training images, in that of their pixels; None for what is
             known to be good, by the size of the genome.
         shift: part of the training images (0 to 1) that are moved by up to one pixel each way; None as for `noise`.
@@ -101,6 +97,15 @@ def mnist(
         FileNotFoundError: if the folder or a file is missing.
         ValueError: if no folder is given, a file is damaged, or `noise` or `shift` is no number in its range.
     """
+    return _task("mnist", data_dir, noise, shift)
+
+
+def fashion_mnist(data_dir: Path | None = None, *, noise: float | None = None, shift: float | None = None) -> Task:
+    """The Fashion-MNIST task: as `mnist`, from another folder."""
+    return _task("fashion-mnist", data_dir, noise, shift)
+
+
+def _task(name: str, data_dir: Path | None, noise: float | None, shift: float | None) -> Task:
     if noise is not None and not (isinstance(noise, int | float) and 0 <= noise < math.inf):
         raise ValueError(f"noise of the {name} task must be a number >= 0, got {noise!r}")
     if shift is not None and not (isinstance(shift, int | float) and 0 <= shift <= 1):
@@ -128,23 +133,15 @@ def mnist(
     )
 
 
-def fashion_mnist(data_dir: Path | None = None, *, noise: float | None = None, shift: float | None = None) -> Task:
-    """The Fashion-MNIST task: as `mnist`, from another folder."""
-    return mnist(data_dir, "fashion-mnist", noise=noise, shift=shift)
-
-
 def _recipe(pnet: PNet, genome_params: float, noise: float | None, shift: float | None, blank: float) -> Recipe:
-    if pnet.name != "mlp":
-        return _with(Recipe(lr=1e-2, dense_lr=1e-3, batch_size=128, epochs=10), noise or 0.0, shift or 0.0, blank)
-    # Genomes learn images by heart, too: without noise and shifts the later epochs are worth nothing.
-    small = genome_params <= _SMALL
-    noise = (0.25 if small else 0.4) if noise is None else noise
-    shift = 0.3 if shift is None else shift
-    lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 100)
-    return _with(Recipe(lr=lr, dense_lr=1e-3, betas=betas, batch_size=256, epochs=epochs), noise, shift, blank)
-
-
-def _with(recipe: Recipe, noise: float, shift: float, blank: float) -> Recipe:
-    """The recipe with training images that are moved, then made noisy."""
+    """Settings with training images that are moved, then made noisy."""
+    recipe = Recipe(lr=1e-2)
+    if pnet.name == "mlp":
+        # Genomes learn images by heart, too: without noise and shifts the later epochs are worth nothing.
+        small = genome_params <= _SMALL
+        noise = (0.25 if small else 0.4) if noise is None else noise
+        shift = 0.3 if shift is None else shift
+        lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 100)
+        recipe = Recipe(lr=lr, betas=betas, batch_size=256, epochs=epochs)
     changes = ([data.shift(1, shift, blank)] if shift else []) + ([data.noise(noise)] if noise else [])
     return replace(recipe, augment=data.in_turn(*changes)) if changes else recipe

@@ -154,17 +154,11 @@ def ppo_loss(
     clipped_B = ratio_B.clamp(1 - settings.clip, 1 + settings.clip)
     policy_loss = -mean(torch.minimum(advantages_B * ratio_B, advantages_B * clipped_B))
     near_B = batch.values + (values_B - batch.values).clamp(-settings.clip, settings.clip)
-    errors_B = torch.maximum((values_B - batch.returns) ** 2, (near_B - batch.returns) ** 2)
-    value_loss = 0.5 * mean(errors_B)
+    value_loss = 0.5 * mean(torch.maximum((values_B - batch.returns) ** 2, (near_B - batch.returns) ** 2))
     entropy = mean(actions.entropy())
     loss = policy_loss + settings.value * value_loss - settings.entropy * entropy
     with torch.no_grad():
         kl = mean(ratio_B - 1 - log_ratio_B)
         clipped = mean(((ratio_B - 1).abs() > settings.clip).to(ratio_B))
-    return loss, {
-        "policy_loss": policy_loss,
-        "value_loss": value_loss,
-        "entropy": entropy,
-        "kl": kl,
-        "clipped": clipped,
-    }
+    terms = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+    return loss, terms | {"kl": kl, "clipped": clipped}

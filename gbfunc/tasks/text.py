@@ -12,10 +12,13 @@ from torch import Tensor
 
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, logits_of, text_metrics, token_loss
 from gbfunc.tasks.data import Windows
-from gbfunc.tasks.pnets import PNETS, Interface, PNet
+from gbfunc.tasks.pnets import PNETS, Interface
 
 TEST_PART, VAL_PART = 0.05, 0.1
 """The last tenth validates and all up to it trains, as is usual for tiny shakespeare; the test is the beginning."""
+
+_RECIPE = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=2_000, measure_every=500, clip_norm=1.0)
+"""The length and batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme)."""
 
 _MAX_BYTES = 1 << 30
 
@@ -56,13 +59,10 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
     first, last = int(len(source) * TEST_PART), int(len(source) * (1 - VAL_PART))
     parts = (source[first:last], source[last:], source[:first])
     tokens = characters(source) if vocabulary is None else byte_pairs(parts[0], vocabulary)
-    splits = []
-    for part in parts:
-        encoded = tokens.encode(part)
-        if len(encoded) <= context + 1:
-            raise ValueError(f"{where} is too short: a part of it has {len(encoded)} tokens, "
-                             f"and a window needs {context + 1}")  # fmt: skip
-        splits.append(Windows(encoded, context, len(part)))
+    splits = [Windows(tokens.encode(part), context, len(part)) for part in parts]
+    for split in splits:
+        if (n := len(split.tokens)) <= context + 1:
+            raise ValueError(f"{where} is too short: a part of it has {n} tokens, and a window needs {context + 1}")
     interface = Interface((context,), tokens.size, tokens=True)
     return Task(
         name="text",
@@ -71,26 +71,12 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
         val=splits[1],
         test=splits[2],
         pnet=PNETS["gpt"](interface),
-        settings=_recipe,
+        settings=lambda pnet, genome_params: _RECIPE,
         loss=token_loss,
         evaluate=text_metrics,
         metrics=LOSS,
         encode=tokens.encode,
         decode=tokens.decode,
-    )
-
-
-def _recipe(pnet: PNet, genome_params: float) -> Recipe:
-    """The length and batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme)."""
-    return Recipe(
-        lr=2e-2,
-        direct_lr=4e-3,
-        dense_lr=4e-3,
-        betas=(0.9, 0.99),
-        batch_size=12,
-        steps=2_000,
-        measure_every=500,
-        clip_norm=1.0,
     )
 
 
@@ -109,27 +95,27 @@ def read_text(path: Path) -> str:
         ValueError: if a folder has several, or the file is too large, empty, not UTF-8 or has a NUL.
     """
     if path.is_dir():
-        found = sorted(path.glob("*.txt"))
-        if not found:
+        files = sorted(path.glob("*.txt"))
+        if not files:
             raise FileNotFoundError(f"no .txt file in {path}")
-        if len(found) > 1:
-            names = ", ".join(p.name for p in found[:5])
-            raise ValueError(f"{path} has {len(found)} .txt files ({names}): name one of them")
-        (path,) = found
+        if len(files) > 1:
+            names = ", ".join(p.name for p in files[:5])
+            raise ValueError(f"{path} has {len(files)} .txt files ({names}): name one of them")
+        (path,) = files
     if not path.is_file():
         raise FileNotFoundError(f"no such text file or folder: {path}")
     if (size := path.stat().st_size) > _MAX_BYTES:
         raise ValueError(f"{path} has {size:,} bytes, a text may have {_MAX_BYTES:,}")
     try:
         # Some editors write a mark of the byte order first, which is no character of the text.
-        found_text = path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text in UTF-8 (byte {error.start:,})") from error
-    if not found_text.strip():
+    if not content.strip():
         raise ValueError(f"{path} holds no text")
-    if "\0" in found_text:
-        raise ValueError(f"{path} is damaged or no text: it has a NUL at character {found_text.index(chr(0)):,}")
-    return found_text
+    if "\0" in content:
+        raise ValueError(f"{path} is damaged or no text: it has a NUL at character {content.index(chr(0)):,}")
+    return content
 
 
 def characters(source: str) -> Tokens:
@@ -139,9 +125,8 @@ def characters(source: str) -> Tokens:
 
     def encode(part: str) -> Tensor:
         if unknown := sorted(set(part) - number.keys()):
-            raise ValueError(
-                f"no {', '.join(map(repr, unknown[:10]))} among the {len(alphabet)} characters of the text"
-            )
+            names = ", ".join(map(repr, unknown[:10]))
+            raise ValueError(f"no {names} among the {len(alphabet)} characters of the text")
         return torch.tensor([number[char] for char in part])
 
     return Tokens(len(alphabet), encode, lambda tokens: "".join(alphabet[t] for t in tokens))
@@ -165,10 +150,7 @@ def byte_pairs(source: str, vocabulary: int) -> Tokens:
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([source], trainer)
 
-    def encode(part: str) -> Tensor:
-        return torch.tensor(tokenizer.encode(part).ids)
-
-    return Tokens(tokenizer.get_vocab_size(), encode, lambda tokens: tokenizer.decode(tokens))
+    return Tokens(tokenizer.get_vocab_size(), lambda part: torch.tensor(tokenizer.encode(part).ids), tokenizer.decode)
 
 
 @torch.no_grad()
@@ -206,9 +188,10 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
     for _ in range(tokens):
         logits_V = logits_of(net(torch.tensor([written[-context:]])))[0, -1, :known].double()
         if temperature == 0:
-            written.append(int(logits_V.argmax()))
+            token = logits_V.argmax()
         else:
             # Of the largest logit first: a temperature near 0 must not overflow.
             weights_V = ((logits_V - logits_V.max()) / temperature).softmax(0)
-            written.append(int(torch.multinomial(weights_V, 1, generator=generator)))
+            token = torch.multinomial(weights_V, 1, generator=generator)
+        written.append(int(token))
     return task.decode(written[start:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
@@ -87,17 +88,8 @@ class Checkpoints(Protocol):
         ...
 
 
-class Reporter:
-    """What a training loop tells about itself: here nothing."""
-
-    def step(self, steps: int, status: str) -> None:
-        """`steps` steps are done, in all; what is known of the latest."""
-
-    def row(self, steps: int, status: str, validation: str) -> None:
-        """Validation after `steps` steps."""
-
-
-_SILENT = Reporter()
+Report = Callable[[int, str, str | None], None]
+"""Takes the steps done in all, what is known of the latest, and the validation after them, where there is one."""
 
 
 def total_steps(task: Task, recipe: Recipe) -> int:
@@ -121,17 +113,9 @@ def genome_trainer(
     steps = total_steps(task, recipe)
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
     lr = recipe.schedule(recipe, recipe.lr, steps)
-    train_step = gb.make_train_step(
-        plan,
-        pnet,
-        task.loss,
-        gb.torch_optimizer(torch.optim.Adam, lr=lr, betas=recipe.betas, eps=recipe.eps, direct=direct),
-        donate=True,
-        clip_norm=recipe.clip_norm,
-        on_nonfinite="raise",
-        mesh=mesh,
-        placement=placement,
-    )
+    adam = gb.torch_optimizer(torch.optim.Adam, lr=lr, betas=recipe.betas, eps=recipe.eps, direct=direct)
+    options: Any = dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
+    train_step = gb.make_train_step(plan, pnet, task.loss, adam, **options)
 
     def step(state: gb.TrainState, batch: Any) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
         state, info = train_step(state, batch if mesh is None else mesh.shard_batch(batch))
@@ -150,14 +134,7 @@ def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
 
 
 def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe) -> Trainer:
-    """Train tensors in place with Adam at the recipe's `dense_lr`.
-
-    Args:
-        leaves: what is trained.
-        net: the network that reads them.
-        task: its loss.
-        recipe: its length, schedule and moments.
-    """
+    """Train `leaves`, which `net` reads, in place with Adam at the recipe's `dense_lr`."""
     leaves, schedule = list(leaves), recipe.schedule(recipe, recipe.dense_lr, total_steps(task, recipe))
     optimizer = torch.optim.Adam(leaves, lr=recipe.dense_lr, betas=recipe.betas, eps=recipe.eps, fused=True)
 
@@ -181,7 +158,7 @@ def fit(
     seed: int,
     *,
     checkpoints: Checkpoints | None = None,
-    report: Reporter = _SILENT,
+    report: Report = lambda steps, status, validation: None,
     validate: bool = True,
 ) -> Fit:
     """Train as long as the recipe says, measuring on validation data now and then.
@@ -208,16 +185,14 @@ def fit(
     batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
     if done + more:
         # What was taken of the pass in hand is drawn again: order and augmentation go on as they would have.
-        for _ in islice(batches, (done + more - 1) % a_pass + 1):
-            pass
+        deque(islice(batches, (done + more - 1) % a_pass + 1), 0)
     # Summed as tensors: reading a number in each step would make a GPU wait.
     sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in sums_before.items()}
     reported = time.perf_counter()
     start = reported - spent
     while done < total:
         here = min(every, total - done)
-        for i in range(more + 1, here + 1):
-            steps = done + i
+        for i, steps in enumerate(range(done + more + 1, done + here + 1), more + 1):
             if (steps - 1) % a_pass == 0:
                 order = generator.get_state()
             state, loss, metrics = trainer.step(state, next(batches))
@@ -226,7 +201,7 @@ def fit(
             now = time.perf_counter()
             if now - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = now
-                report.step(steps, _status(sums, i, steps / (now - start)))
+                report(steps, _status(sums, i, steps / (now - start)), None)
             if checkpoints and checkpoints.due(steps):
                 plain = {name: float(value) for name, value in sums.items()}
                 checkpoints.save(state, steps, Position(done, i, order, plain, history, now - start))
@@ -234,19 +209,12 @@ def fit(
         measured = task.evaluate(trainer.net(state), task.val) if validate else {}
         seconds = time.perf_counter() - start
         passes = done / a_pass
-        history.append(
-            {
-                "epoch": int(passes) if passes.is_integer() else round(passes, 3),
-                "step": done,
-                **task.counts(done),
-                **{f"train_{name}": float(value) / here for name, value in sums.items()},
-                **{f"val_{name}": value for name, value in measured.items()},
-                "seconds": round(seconds, 3),
-            }
-        )
+        row = {"epoch": int(passes) if passes.is_integer() else round(passes, 3), "step": done, **task.counts(done)}
+        row |= {f"train_{name}": float(value) / here for name, value in sums.items()}
+        history.append(row | {f"val_{name}": v for name, v in measured.items()} | {"seconds": round(seconds, 3)})
         if validate:
             validation = f"{task.metric.label} {task.metric.show(measured[task.metric.name])}"
-            report.row(done, _status(sums, here, done / seconds), validation)
+            report(done, _status(sums, here, done / seconds), validation)
         sums, more = {}, 0
     seconds = time.perf_counter() - start
     if checkpoints and not finished:

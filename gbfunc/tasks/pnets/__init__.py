@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +13,11 @@ from gbfunc.tasks.pnets.base import (
     PlanOptions,
     PNet,
     brief,
-    import_object,
+    import_factory,
     is_import_path,
     n_params,
     narrowed,
+    options_for,
     seeded,
 )
 from gbfunc.tasks.pnets.convnets import all_conv, resnet18
@@ -31,14 +31,14 @@ __all__ = [
     "PNet",
     "PlanOptions",
     "brief",
-    "check_options",
     "find_pnet",
-    "import_object",
+    "import_factory",
     "is_import_path",
     "mlp",
     "mlp_sizes",
     "n_params",
     "narrowed",
+    "options_for",
 ]
 
 PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
@@ -65,42 +65,24 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
     if name.startswith(PREFIX):
         return hugging_face(interface, name.removeprefix(PREFIX), **config)
     if is_import_path(name):
-        return _own(name, interface, config)
+        return _imported(name, interface, config)
     if name not in PNETS:
         raise ValueError(f"no p-net {name!r}: choose one of {', '.join(PNETS)}, hf:TYPE or package.module:function")
-    check_options(f"the p-net {name}", PNETS[name], config, given=("interface",))
+    options = options_for(f"the p-net {name}", PNETS[name], config, interface=interface)
     try:
-        return PNETS[name](interface, **config)
+        return PNETS[name](**options)
     except TypeError as error:
         raise ValueError(f"the options of the p-net {name} do not fit: {error}") from error
 
 
-def check_options(what: str, factory: Callable[..., Any], config: Mapping[str, Any], given: tuple[str, ...]) -> None:
-    """Raise `ValueError` for options that a factory does not take; `given` are those that the caller fills in."""
-    parameters = inspect.signature(factory).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    known = [p.name for p in parameters if p.name not in given]
-    if unknown := [name for name in config if name not in known]:
-        raise ValueError(f"{what} has no option {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
-
-
-def _own(path: str, interface: Interface, config: Mapping[str, Any]) -> PNet:
-    factory: Any = import_object(path)
-    if not callable(factory):
-        raise ValueError(f"{path} must be a function that returns an nn.Module, got {type(factory).__name__}")
-    check_options(path, factory, config, given=("interface",))
-    takes = "interface" in inspect.signature(factory).parameters
-    options = {"interface": interface, **config} if takes else dict(config)
+def _imported(path: str, interface: Interface, config: Mapping[str, Any]) -> PNet:
+    """The p-net that a function of the user's makes."""
+    factory = import_factory(path, "an nn.Module")
+    options = options_for(path, factory, config, interface=interface)
     with seeded(0):
         made: Any = factory(**options)
-
-    def make() -> nn.Module:
-        found: Any = factory(**options)
-        return found
-
     if isinstance(made, PNet):
         return made
     if not isinstance(made, nn.Module):
         raise ValueError(f"{path} must return an nn.Module or a PNet, got {type(made).__name__}")
-    return PNet(name=path, make=make, config=config)
+    return PNet(name=path, make=lambda: factory(**options), config=config)

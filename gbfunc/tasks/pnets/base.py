@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import os
 import re
@@ -70,10 +71,6 @@ class PlanOptions(NamedTuple):
         return self._replace(hypernet=hypernet, rules=tuple((pattern, replaced(rule)) for pattern, rule in self.rules))
 
 
-def _default_plan(genome_params: float) -> PlanOptions:
-    return PlanOptions()
-
-
 @dataclass(frozen=True)
 class PNet:
     """A p-net and what is known of it.
@@ -91,7 +88,7 @@ class PNet:
 
     name: str
     make: Callable[[], nn.Module]
-    plan: Callable[[float], PlanOptions] = _default_plan
+    plan: Callable[[float], PlanOptions] = lambda genome_params: PlanOptions()
     scaled: Callable[[float], PNet] | None = None
     fitted: Callable[[Shapes], PNet] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -161,12 +158,12 @@ def is_import_path(name: str) -> bool:
     return _PATH.fullmatch(name) is not None
 
 
-def import_object(path: str) -> Any:
-    """What `package.module:name` names; the present folder counts as a place of modules.
+def import_factory(path: str, returns: str) -> Callable[..., Any]:
+    """The function `package.module:name`, which returns `returns`; the present folder counts as a place of modules.
 
     Raises:
         ImportError: if there is no such module, or it cannot be imported.
-        ValueError: if it has no such name.
+        ValueError: if it has no such name, or that names no function.
     """
     module_name, _, name = path.partition(":")
     folder = os.getcwd()
@@ -175,14 +172,30 @@ def import_object(path: str) -> Any:
         # As `python -m` does; a console script leaves it out.
         sys.path.insert(0, folder)
     try:
-        found: Any = importlib.import_module(module_name)
+        factory: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ImportError(f"cannot import {module_name} of {path}: {error}") from error
     finally:
         if added:
             sys.path.remove(folder)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(factory, part):
             raise ValueError(f"{module_name} has no {name!r} ({path})")
-        found = getattr(found, part)
-    return found
+        factory = getattr(factory, part)
+    if not callable(factory):
+        raise ValueError(f"{path} must be a function that returns {returns}, got {type(factory).__name__}")
+    return factory
+
+
+def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    """Arguments for a factory: its options `config`, and of what is `given` as much as it has parameters for.
+
+    Raises:
+        ValueError: for options that it does not take.
+    """
+    parameters = inspect.signature(factory).parameters
+    known = [name for name in parameters if name not in given]
+    unknown = [name for name in config if name not in known]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ValueError(f"{what} has no option {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
+    return {**{name: value for name, value in given.items() if name in parameters}, **config}

@@ -6,6 +6,8 @@ Suffixes: B examples of a batch, C channels, h rows, w columns, K classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch.nn.functional as F
@@ -21,33 +23,22 @@ _PLAN = PlanOptions(hypernet=periodic(share="layers"))
 class AllConv(nn.Sequential):
     """All-CNN-C (Springenberg et al., 2015, table 1): nine convolutions, strides instead of pooling.
 
-    The net of the genomic bottleneck's CIFAR-10 experiment (Shuvaev et al., PNAS 2024; 1,369,738 parameters).
-
-    Args:
-        channels: channels of an image.
-        width: channels of the first three convolutions; the next five have twice as many.
-        classes: classes.
-        dropout: part of the activations that are dropped in training, after the image and after each stride.
-        norm: batch normalisation after every convolution but the last, which is then without bias.
+    The net of the genomic bottleneck's CIFAR-10 experiment (Shuvaev et al., PNAS 2024; 1,369,738 parameters). The first
+    three convolutions have `width` channels, the next five twice as many. Dropout comes after each stride; batch
+    normalisation after every convolution but the last, which are then without bias.
     """
 
     def __init__(self, channels: int, width: int, classes: int, dropout: float, norm: bool) -> None:
         layers: list[nn.Module] = []
-        wide = 2 * width
-        # (out, kernel, stride, padding) of each convolution but the last.
-        shapes = [(width, 3, 1, 1), (width, 3, 1, 1), (width, 3, 2, 1), (wide, 3, 1, 1), (wide, 3, 1, 1)]
-        shapes += [(wide, 3, 2, 1), (wide, 3, 1, 0), (wide, 1, 1, 0)]
-        before = channels
-        for out, kernel, stride, padding in shapes:
+        outs = [channels] + 3 * [width] + 5 * [2 * width]
+        # (kernel, stride, padding) of each convolution but the last.
+        shapes = [(3, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 0), (1, 1, 0)]
+        for (before, out), (kernel, stride, padding) in zip(pairwise(outs), shapes, strict=True):
             layers.append(nn.Conv2d(before, out, kernel, stride, padding, bias=not norm))
-            if norm:
-                layers.append(nn.BatchNorm2d(out))
+            layers += [nn.BatchNorm2d(out)] if norm else []
             layers.append(nn.ReLU())
-            if stride == 2 and dropout:
-                layers.append(nn.Dropout(dropout))
-            before = out
-        layers += [nn.Conv2d(before, classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        super().__init__(*layers)
+            layers += [nn.Dropout(dropout)] if stride == 2 and dropout else []
+        super().__init__(*layers, nn.Conv2d(outs[-1], classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
         for layer in self:
             if isinstance(layer, nn.Conv2d):
                 # Torch's initial weights are too small for nine layers without normalisation.
@@ -80,34 +71,32 @@ class Residual(nn.Module):
 class ResNet18(nn.Module):
     """ResNet-18 with a stem of 3 x 3 for images of 32 x 32 (He et al., 2015, sections 4.1 and 4.2).
 
-    Args:
-        channels: channels of an image.
-        width: channels of the first stage.
-        classes: classes.
+    Stages of `width` channels, twice, four and eight times as many.
     """
 
     def __init__(self, channels: int, width: int, classes: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
-        widths = [width * 2**stage for stage in range(4)]
-        blocks: list[nn.Module] = []
-        for stage, out in enumerate(widths):
-            blocks += [Residual(widths[max(0, stage - 1)], out, 1 if stage == 0 else 2), Residual(out, out, 1)]
+        blocks: list[nn.Module] = [Residual(width, width, 1), Residual(width, width, 1)]
+        for out in (2 * width, 4 * width, 8 * width):
+            blocks += [Residual(out // 2, out, 2), Residual(out, out, 1)]
         self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(widths[-1], classes)
+        self.head = nn.Linear(8 * width, classes)
 
     def forward(self, x_BChw: Tensor) -> Tensor:
         """[B, C, h, w] -> [B, K]."""
         return self.head(self.blocks(F.relu(self.stem(x_BChw))).mean((-2, -1)))
 
 
-def _image(name: str, interface: Interface, smallest: int) -> int:
-    """Channels of an image that a convolutional network can take."""
+def _check(name: str, interface: Interface, smallest: int, width: Any) -> int:
+    """Channels of an image that a convolutional network of some width can take."""
     if interface.tokens or len(interface.inputs) != 3:
         raise ValueError(f"the p-net {name} reads images: take it for an image task")
     channels, rows, cols = interface.inputs
     if min(rows, cols) < smallest:
         raise ValueError(f"the p-net {name} needs images of {smallest} x {smallest} or more, got {rows} x {cols}")
+    if type(width) is not int or width < 1:
+        raise ValueError(f"width of {name} must be an int >= 1, got {width!r}")
     return channels
 
 
@@ -118,53 +107,37 @@ def _width(name: str, shapes: Shapes) -> int:
     return shapes[name][0]
 
 
-def _check_width(name: str, width: Any) -> None:
-    if type(width) is not int or width < 1:
-        raise ValueError(f"width of {name} must be an int >= 1, got {width!r}")
-
-
 def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, norm: bool = True) -> PNet:
-    """The nine-layer all-convolutional net for an image task.
-
-    Args:
-        interface: of the task.
-        width: channels of the first convolutions.
-        dropout: part of the activations that are dropped in training.
-        norm: batch normalisation.
+    """`AllConv` for an image task, its options as there.
 
     Raises:
         ValueError: if the task has no images of at least 12 x 12, or for options out of range.
     """
-    channels = _image("allconv", interface, 12)
-    _check_width("allconv", width)
+    channels = _check("allconv", interface, 12, width)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout of allconv must be at least 0 and below 1, got {dropout!r}")
     if type(norm) is not bool:
         raise ValueError(f"norm of allconv must be true or false, got {norm!r}")
     config: Mapping[str, Any] = dict(width=width, dropout=dropout, norm=norm)
+    again = partial(all_conv, interface, dropout=dropout, norm=norm)
     return PNet(
         name="allconv",
         make=lambda: AllConv(channels, classes=interface.outputs, **config),
         plan=lambda genome_params: _PLAN,
-        scaled=lambda factor: all_conv(interface, width=scaled_width(width, factor), dropout=dropout, norm=norm),
-        fitted=lambda shapes: all_conv(interface, width=_width("0.weight", shapes), dropout=dropout, norm=norm),
+        scaled=lambda factor: again(width=scaled_width(width, factor)),
+        fitted=lambda shapes: again(width=_width("0.weight", shapes)),
         config=config,
         label=f"allconv, {width} channels",
     )
 
 
 def resnet18(interface: Interface, *, width: int = 64) -> PNet:
-    """ResNet-18 for an image task.
-
-    Args:
-        interface: of the task.
-        width: channels of the first stage.
+    """ResNet-18 for an image task, its first stage of `width` channels.
 
     Raises:
         ValueError: if the task has no images, or for a width below 1.
     """
-    channels = _image("resnet18", interface, 4)
-    _check_width("resnet18", width)
+    channels = _check("resnet18", interface, 4, width)
     return PNet(
         name="resnet18",
         make=lambda: ResNet18(channels, width, interface.outputs),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -98,16 +99,7 @@ def gpt(
     dropout: float = 0.0,
     bias: bool = False,
 ) -> PNet:
-    """GPT for a text task, by default of nanoGPT's size for a CPU.
-
-    Args:
-        interface: of the task.
-        layers: blocks.
-        width: width of the residual stream.
-        heads: attention heads.
-        hidden: units of each block's MLP, by default 4 times the width.
-        dropout: part of the activations that are dropped in training.
-        bias: whether the blocks' linear layers have biases.
+    """`GPT` for a text task, its options as there: by default nanoGPT's size for a CPU, `hidden` 4 times the width.
 
     Raises:
         ValueError: if the task is no text, or the sizes do not fit each other.
@@ -127,16 +119,8 @@ def gpt(
         raise ValueError(f"dropout of gpt must be at least 0 and below 1, got {dropout!r}")
     (context,), vocabulary = interface.inputs, interface.outputs
 
-    def scaled(factor: float) -> PNet:
-        return gpt(
-            interface,
-            layers=layers,
-            width=scaled_width(width, factor, heads),
-            heads=heads,
-            hidden=scaled_width(hidden, factor, heads),
-            dropout=dropout,
-            bias=bias,
-        )
+    config: Mapping[str, Any] = dict(layers=layers, width=width, heads=heads, hidden=asked, dropout=dropout, bias=bias)
+    again = partial(gpt, interface, **config)
 
     def fitted(shapes: Shapes) -> PNet:
         try:
@@ -144,15 +128,13 @@ def gpt(
         except (KeyError, IndexError):
             raise ValueError("expected the parameters of a GPT (blocks.0.up.weight, norm.weight, ...)") from None
         depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
-        biased = "blocks.0.up.bias" in shapes
-        return gpt(interface, layers=depth, heads=heads, dropout=dropout, bias=biased, **widths)
+        return again(layers=depth, bias="blocks.0.up.bias" in shapes, **widths)
 
-    config: Mapping[str, Any] = dict(layers=layers, width=width, heads=heads, hidden=asked, dropout=dropout, bias=bias)
     return PNet(
         name="gpt",
         make=lambda: GPT(vocabulary, context, layers, width, heads, hidden, dropout, bias),
         plan=lambda genome_params: gpt_plan(interface, width, genome_params),
-        scaled=scaled,
+        scaled=lambda f: again(width=scaled_width(width, f, heads), hidden=scaled_width(hidden, f, heads)),
         fitted=fitted,
         config=config,
         label=f"gpt, {layers} layers of {width}",

@@ -19,11 +19,6 @@ def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
     What the task decides is filled in where the configuration does not say it: the vocabulary, the number of classes,
     size and channels of an image, and the length of a text where the model has a table of positions.
 
-    Args:
-        interface: of the task.
-        model_type: name of the configuration's type, such as `"gpt2"`.
-        config: fields of the configuration.
-
     Raises:
         ImportError: if transformers is missing.
         ValueError: for an unknown type, one without a model for such a task, or fields that do not fit.
@@ -74,10 +69,9 @@ def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
 
 
 def _check_outputs(interface: Interface, config: Any, model_type: str) -> None:
-    found = config.vocab_size if interface.tokens else config.num_labels
-    if found < interface.outputs:
-        what = "tokens" if interface.tokens else "classes"
-        raise ValueError(f"{PREFIX}{model_type} has {found} {what}, the task needs {interface.outputs}")
+    outputs, what = (config.vocab_size, "tokens") if interface.tokens else (config.num_labels, "classes")
+    if outputs < interface.outputs:
+        raise ValueError(f"{PREFIX}{model_type} has {outputs} {what}, the task needs {interface.outputs}")
     places = getattr(config, _PLACES, None)
     if interface.tokens and places is not None and places < interface.inputs[0]:
         raise ValueError(f"{PREFIX}{model_type} reads {places} positions, the task's texts have {interface.inputs[0]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -32,12 +33,7 @@ class MLP(nn.Sequential):
 
 
 def mlp(sizes: tuple[int, ...], seed: int) -> nn.Sequential:
-    """An `MLP`; its first weights depend on `seed` alone.
-
-    Args:
-        sizes: units of each layer, inputs first.
-        seed: of the initialisation; torch's global generator is left as it was.
-    """
+    """An `MLP` of so many units in each layer, inputs first; its first weights depend on `seed` alone."""
     with seeded(seed):
         return MLP(sizes)
 
@@ -64,34 +60,25 @@ def mlp_pnet(
         other = "gpt for a text task" if interface.tokens else "actor_critic for a task of control"
         raise ValueError(f"the p-net mlp reads images: take {other}")
     n_inputs = math.prod(interface.inputs)
-    layers = check_sizes(tuple((n_inputs, *hidden, interface.outputs) if sizes is None else sizes), interface)
-
-    def scaled(factor: float) -> PNet:
-        return mlp_pnet(interface, hidden=[scaled_width(n, factor) for n in layers[1:-1]], bandwidth=bandwidth)
-
+    layers = tuple((n_inputs, *hidden, interface.outputs) if sizes is None else sizes)
+    _check_sizes(layers, (n_inputs, interface.outputs), "start with {} inputs and end with {} classes")
+    again = partial(mlp_pnet, interface, bandwidth=bandwidth)
     return PNet(
         name="mlp",
         make=lambda: MLP(layers),
         plan=lambda genome_params: mlp_plan(layers, interface.inputs, bandwidth),
-        scaled=scaled,
-        fitted=lambda shapes: mlp_pnet(interface, sizes=mlp_sizes(shapes), bandwidth=bandwidth),
+        scaled=lambda factor: again(hidden=[scaled_width(n, factor) for n in layers[1:-1]]),
+        fitted=lambda shapes: again(sizes=mlp_sizes(shapes)),
         config={"hidden": list(layers[1:-1]), "bandwidth": bandwidth},
         label="-".join(map(str, layers)),
     )
 
 
-def check_sizes(sizes: tuple[int, ...], interface: Interface) -> tuple[int, ...]:
-    """`sizes`, if they fit the data.
-
-    Raises:
-        ValueError: unless they are positive ints, start with the inputs and end with the classes.
-    """
-    n_inputs, n_classes = math.prod(interface.inputs), interface.outputs
-    fits = all(type(n) is int and n >= 1 for n in sizes) and len(sizes) >= 2
-    if not fits or (*sizes[:1], *sizes[-1:]) != (n_inputs, n_classes):
-        got = " ".join(map(str, sizes)) or "none"
-        raise ValueError(f"sizes must start with {n_inputs} inputs and end with {n_classes} classes, got {got}")
-    return sizes
+def _check_sizes(sizes: tuple[int, ...], ends: tuple[int, int], expected: str, least: int = 2) -> None:
+    """Raise `ValueError` unless at least so many sizes are positive ints that start and end with `ends`."""
+    fits = all(type(n) is int and n >= 1 for n in sizes) and len(sizes) >= least
+    if not fits or (sizes[0], sizes[-1]) != ends:
+        raise ValueError(f"sizes must {expected.format(*ends)}, got {' '.join(map(str, sizes)) or 'none'}")
 
 
 def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -116,20 +103,14 @@ def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) 
     Hidden units have no geometry, so plain bits code them, and so many that their code weights start out smaller.
     Hidden biases stay at zero: the parameters that they would cost do more as features. The biases of the output are
     few and stay direct.
-
-    Args:
-        sizes: units of each layer.
-        inputs: channels, rows and columns of an image.
-        bandwidth: see `gbfunc.grid`.
     """
-    n_layers = len(sizes) - 1
-    frequency = [1.0, *[_HIDDEN_FREQUENCY] * (n_layers - 1), 1.0]
+    n_hidden = len(sizes) - 2
+    frequency = [1.0, *[_HIDDEN_FREQUENCY] * n_hidden, 1.0]
     rules: list[tuple[str, Hypernet | None]] = []
-    for i in range(n_layers):
-        if n_layers > 1:
-            rules.append((rf"^{2 * i}\.weight$", periodic(frequency=(frequency[i + 1], frequency[i]))))
-        if i < n_layers - 1:
-            rules.append((rf"^{2 * i}\.bias$", constant(0.0)))
+    if n_hidden:
+        for i, (n_in, n_out) in enumerate(pairwise(frequency)):
+            rules.append((rf"^{2 * i}\.weight$", periodic(frequency=(n_out, n_in))))
+    rules += [(rf"^{2 * i}\.bias$", constant(0.0)) for i in range(n_hidden)]
     return PlanOptions(encodings={"0.weight": (binary(), grid(*inputs, bandwidth=bandwidth))}, rules=tuple(rules))
 
 
@@ -192,23 +173,19 @@ def actor_critic(
     """
     if interface.actions is None:
         raise ValueError("the p-net actor_critic acts: take it for a task of control")
-    layers = tuple((*interface.inputs, *hidden, interface.outputs) if sizes is None else sizes)
-    ends = (*interface.inputs, interface.outputs)
-    if len(layers) < 3 or any(type(n) is not int or n < 1 for n in layers) or (layers[0], layers[-1]) != ends:
-        raise ValueError(f"sizes must start with the {ends[0]} numbers of an observation, have a hidden layer and end "
-                         f"with the {ends[1]} of an action, got {' '.join(map(str, layers)) or 'none'}")  # fmt: skip
+    ends = (interface.inputs[0], interface.outputs)
+    layers = tuple((ends[0], *hidden, ends[1]) if sizes is None else sizes)
+    expected = "start with the {} numbers of an observation, have a hidden layer and end with the {} of an action"
+    _check_sizes(layers, ends, expected, least=3)
     biases = "|".join(str(2 * i) for i in range(len(layers) - 2))
     rules = ((rf"^actor\.({biases})\.bias$", constant(0.0)),) if odd else ()
-
-    def again(widths: Sequence[int]) -> PNet:
-        return actor_critic(interface, hidden=widths, odd=odd)
-
+    again = partial(actor_critic, interface, odd=odd)
     return PNet(
         name="actor_critic",
         make=lambda: ActorCritic(layers, interface.actions == "vector"),
         plan=lambda genome_params: PlanOptions(rules=rules),
-        scaled=lambda factor: again([scaled_width(n, factor) for n in layers[1:-1]]),
-        fitted=lambda shapes: again(_actor_widths(shapes)),
+        scaled=lambda factor: again(hidden=[scaled_width(n, factor) for n in layers[1:-1]]),
+        fitted=lambda shapes: again(hidden=_actor_widths(shapes)),
         config={"hidden": list(layers[1:-1]), "odd": odd},
         label="-".join(map(str, layers)),
     )
