@@ -100,7 +100,7 @@ class Objective:
         self._sharded, self._rank, self._ranks = layout.sharded, layout.mesh.rank, layout.mesh.world
         layer_by_layer = options.remat == "layer"
         # Dynamo of torch 2.5 does not trace forms of layers: there a compiled step forms every weight.
-        lazy = options.lazy if not options.compile or torch.__version__ >= (2, 6) else False
+        lazy = options.lazy if not options.compile or torch.__version__ >= "2.6" else False
         self._generator = Generator(
             plan, kernel=options.kernel, layout=layout, pnet=pnet, lazy=lazy, remat=layer_by_layer
         )
