@@ -22,7 +22,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import checkpoint
 
-from gbfunc.layers.forms import WeightForm, install
+from gbfunc.layers.forms import Call, WeightForm, install
 from gbfunc.trees import TensorSpec, compare_trees
 from gbfunc.types import Params, TensorMap
 
@@ -212,6 +212,9 @@ class PureNet:
         self._ties = _ties(pnet, forms)
         install(self.skeleton, forms, shown=True)
         self._forms = list(dict.fromkeys(forms.values()))
+        self._shared = Call()
+        for form in self._forms:
+            form.call = self._shared
         self._lock = threading.RLock()
         self._watched = False
 
@@ -254,14 +257,11 @@ class PureNet:
         tensors = {**weights, **buffers}
         # Not by functional_call's own tie_weights, which would go through all parameters at every call.
         tensors |= {alias: tensors[name] for alias, name in self._ties.items()}
-        cache: dict[str, Tensor] = {}
-        for form in self._forms:
-            form.cache = cache
+        self._shared.cache = {}
         try:
             out = functional_call(self.skeleton, tensors, args, kwargs, tie_weights=False)
         finally:
-            for form in self._forms:
-                form.cache = None
+            self._shared.cache = None
         # functional_call leaves what the module assigned to its buffers in the dict it was given.
         for name, buffer in buffers.items():
             if tensors[name] is not buffer:

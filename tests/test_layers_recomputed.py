@@ -48,7 +48,7 @@ def test_made_once_forward_and_once_backward(use: str) -> None:
     assert made["w"] == 1
     (gradient,) = torch.autograd.grad(y.sum(), half)
     assert made["w"] == 2
-    form.cache = {"w": 2 * half}
+    form.call.cache = {"w": 2 * half}
     assert_close(uses[use](), y)
     assert_close(torch.autograd.grad(uses[use]().sum(), half)[0], gradient)
     assert made["w"] == 2

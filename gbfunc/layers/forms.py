@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -78,6 +78,16 @@ class _Inputs(dict[str, Any]):
         return ()
 
 
+class Call:
+    """What the forms of a p-net share during one call of it.
+
+    Attributes:
+        cache: dense weights by name; None outside of a call.
+    """
+
+    cache: dict[str, Tensor] | None = None
+
+
 class WeightForm(nn.Module):
     """The weight of a layer in a form other than dense. Subclasses give `make` and the three operations.
 
@@ -87,7 +97,7 @@ class WeightForm(nn.Module):
 
     Attributes:
         reads: how often someone else than the layer has read the dense weight.
-        cache: `{name: dense weight}` during one call of the p-net; None outside of one.
+        call: of the p-net that it is in.
     """
 
     def __init__(self, name: str, inputs: tuple[str, ...]) -> None:
@@ -95,7 +105,7 @@ class WeightForm(nn.Module):
         self.name, self.inputs = name, inputs
         self.__dict__["_parameters"] = _Inputs.fromkeys(inputs)
         self.reads = 0
-        self.cache: dict[str, Tensor] | None = None
+        self.call = Call()
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Take copies of the inputs as parameters of the form's, as a module for serving has them."""
@@ -125,7 +135,8 @@ class WeightForm(nn.Module):
     @property
     def held(self) -> Tensor | None:
         """The dense weight, if this call of the p-net has it."""
-        return None if self.cache is None else self.cache.get(self.name)
+        cache = self.call.cache
+        return cache.get(self.name) if cache else None
 
     def dense(self) -> Tensor:
         """The dense weight; the same tensor throughout a call of the p-net."""
@@ -135,8 +146,8 @@ class WeightForm(nn.Module):
             # Whoever reads it without gradients may use it with them later; autocast is for the p-net.
             with torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 weight = self.make()
-            if self.cache is not None:
-                self.cache[self.name] = weight
+            if self.call.cache is not None:
+                self.call.cache[self.name] = weight
         return weight
 
     def read(self) -> Tensor:
@@ -165,7 +176,10 @@ class FactoredWeight(WeightForm):
 
     def make(self) -> Tensor:
         """Multiply the factors out."""
-        matrix = join_tiles((self.left @ self.right.mT).flatten(0, 1), self.grid)
+        left, right = self.given["left"], self.given["right"]
+        # One matrix product is faster than a batch of one.
+        single = self.grid.n_tiles == 1
+        matrix = left[0, 0] @ right[0, 0].mT if single else join_tiles((left @ right.mT).flatten(0, 1), self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def _thin(self, batch_rows: int) -> bool:
@@ -178,17 +192,19 @@ class FactoredWeight(WeightForm):
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias` as two thin products."""
-        start, stop = rows.start or 0, self.grid.rows if rows.stop is None else rows.stop
-        tiles = slice(start // self.grid.tile_rows, -(-stop // self.grid.tile_rows))
+        grid, left, right = self.grid, self.left, self.right
+        start, stop = rows.start or 0, grid.rows if rows.stop is None else rows.stop
+        tiles = slice(start // grid.tile_rows, -(-stop // grid.tile_rows))
         # Rows that begin within a tile and end in another one are cut out of the dense weight.
-        across = start % self.grid.tile_rows and tiles.stop - tiles.start > 1
+        across = start % grid.tile_rows and tiles.stop - tiles.start > 1
         if across or not self._thin(math.prod(x.shape[:-1])):
             return dense_linear(self.dense(), self.transposed, rows, x, bias)
-        if x.shape[-1] != self.grid.cols:
-            raise ValueError(f"expected an input with {self.grid.cols} features, got shape {tuple(x.shape)}")
-        left, right = self.left[tiles], self.right[tiles]
-        if len(left) == 1:
-            left = left[:, :, start - tiles.start * self.grid.tile_rows :][:, :, : stop - start]
+        if x.shape[-1] != grid.cols:
+            raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
+        if rows.stop is not None:
+            left, right = left[tiles], right[tiles]
+            if len(left) == 1:
+                left = left[:, :, start - tiles.start * grid.tile_rows :][:, :, : stop - start]
         return _linear(x, left, right, stop - start, bias)
 
     def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
@@ -292,7 +308,11 @@ def _linear_forward(layer: Any, input: Tensor) -> Tensor:
     return layer.weight_form.linear(input, layer.bias)
 
 
-def _conv_forward(conv: Callable[..., Tensor], layer: Any, input: Tensor) -> Tensor:
+_CONVS: tuple[Callable[..., Tensor], ...] = (torch.conv1d, torch.conv2d, torch.conv3d)
+
+
+def _conv_forward(layer: Any, input: Tensor) -> Tensor:
+    conv = _CONVS[len(layer.kernel_size) - 1]
     options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
     if layer.padding_mode != "zeros":
         input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
@@ -326,9 +346,9 @@ def _stock_conv(layer: Any) -> bool:
 FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
     {
         nn.Linear.forward: LayerForm(_linear_forward),
-        nn.Conv1d.forward: LayerForm(partial(_conv_forward, torch.conv1d), plain=_stock_conv),
-        nn.Conv2d.forward: LayerForm(partial(_conv_forward, torch.conv2d), plain=_stock_conv),
-        nn.Conv3d.forward: LayerForm(partial(_conv_forward, torch.conv3d), plain=_stock_conv),
+        nn.Conv1d.forward: LayerForm(_conv_forward, plain=_stock_conv),
+        nn.Conv2d.forward: LayerForm(_conv_forward, plain=_stock_conv),
+        nn.Conv3d.forward: LayerForm(_conv_forward, plain=_stock_conv),
         nn.Embedding.forward: LayerForm(
             _embedding_forward, plain=lambda layer: layer.max_norm is None and not layer.scale_grad_by_freq
         ),
@@ -361,26 +381,22 @@ def formable(layer: nn.Module, attribute: str) -> bool:
 class _Parameters(dict[str, Any]):
     """Parameters of a layer, in which those with a form are the dense weights: for whoever goes through them."""
 
-    def __init__(self, layer: nn.Module, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, parameters: Mapping[str, Any], forms: Mapping[str, WeightForm]) -> None:
         super().__init__(parameters)
-        self.layer = layer
-
-    def _form(self, name: str) -> Any:
-        """The form of a weight during a call; outside of one there is only the skeleton's placeholder."""
-        form = self.layer._modules.get(f"{name}_form")
-        return form if isinstance(form, WeightForm) and form.cache is not None else None
+        self.forms = forms
 
     def __getitem__(self, name: str) -> Any:
-        form = self._form(name)
-        return super().__getitem__(name) if form is None else form.read()
+        form = self.forms.get(name)
+        # Outside of a call there is only the skeleton's placeholder.
+        return super().__getitem__(name) if form is None or form.call.cache is None else form.read()
 
     def __setitem__(self, name: str, value: Any) -> None:
-        form = self._form(name)
-        if form is None:
+        form = self.forms.get(name)
+        if form is None or form.call.cache is None:
             super().__setitem__(name, value)
         else:
             # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
-            form.cache[form.name] = value
+            form.call.cache[form.name] = value
 
     def values(self) -> Any:
         return [self[name] for name in self]
@@ -392,12 +408,8 @@ class _Parameters(dict[str, Any]):
 @lru_cache(maxsize=256)
 def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, ...]) -> type[nn.Module]:
     """A subclass of a layer's class that computes on the forms of these weights."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return form.forward(self, *args, **kwargs)
-
     weights = {a: property(lambda self, a=a: self._modules[f"{a}_form"].read()) for a in attributes}
-    return type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": forward, **weights})
+    return type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": form.forward, **weights})
 
 
 def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> None:
@@ -409,14 +421,14 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> 
         shown: whether whoever goes through the layers' parameters sees the dense weights, as in a skeleton, or the
             forms' parameters alone.
     """
-    layers: dict[nn.Module, tuple[LayerForm, dict[str, None]]] = {}
+    layers: dict[nn.Module, tuple[LayerForm, dict[str, WeightForm]]] = {}
     for name, weight in forms.items():
         prefix, _, attribute = name.rpartition(".")
         layer = net.get_submodule(prefix)
         form = layer_form(layer)
         if form is None or not formable(layer, attribute):
             raise ValueError(f"{name!r} of a {type(layer).__name__} cannot have another form than dense")
-        layers.setdefault(layer, (form, {}))[1][attribute] = None
+        layers.setdefault(layer, (form, {}))[1][attribute] = weight
         layer.add_module(f"{attribute}_form", weight)
     for layer in net.modules():
         # Attention does not call its output projection, but multiplies by its weight.
@@ -427,7 +439,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> 
     for layer, (form, attributes) in layers.items():
         layer.__class__ = _form_class(type(layer), form, tuple(attributes))
         if shown:
-            layer.__dict__["_parameters"] = _Parameters(layer, layer._parameters)
+            layer.__dict__["_parameters"] = _Parameters(layer._parameters, attributes)
         else:
             for attribute in attributes:
                 del layer._parameters[attribute]
