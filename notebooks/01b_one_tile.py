@@ -116,9 +116,9 @@ plt.show()
 L = torch.cat([torch.sin(A) * v, torch.cos(A) * v], 1)
 R = torch.cat([torch.cos(B), torch.sin(B)], 1)
 torch.testing.assert_close(L @ R.T, tile)
-weight = gb.generate(plan, genome, lazy=True)["weight"]
+grown = gb.materialize(plan, genome, layer, factored=True)  # its parameters are the factors
 images = torch.tensor(load_digits().data, dtype=torch.float32) / 16
-torch.testing.assert_close(nn.functional.linear(images, weight), images @ tile.T)
+torch.testing.assert_close(grown(images), images @ tile.T)
 torch.testing.assert_close((images @ R) @ L.T, images @ tile.T)
 print(f"L {tuple(L.shape)}, R {tuple(R.shape)}: {L.numel() + R.numel()} numbers instead of {tile.numel():,}")
 
