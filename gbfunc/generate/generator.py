@@ -112,7 +112,7 @@ class Stack:
         if key not in self._built:
             e = self.ensemble
             row, col = codes_of(e, dtype, device)
-            counts = torch.tensor(self._counts)
+            counts = torch.tensor(self._counts, device="cpu")
             scales = torch.tensor([p.slot.scale for p in e.spans], dtype=dtype, device="cpu")
             scale = scales.repeat_interleave(counts).to(device)
             groups = torch.from_numpy(e.groups).to(device)[self._span] if self._shared else None

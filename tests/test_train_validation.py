@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
+from tests.support.trees_equal import same_bits
 from tests.support.zoo import SGD, ZOO, loss_fn, mlp, step_of
 
 
@@ -74,3 +75,19 @@ def test_checkpointing_belongs_around_the_net_not_into_it(reentrant: bool) -> No
         step(step.init(), batch)
     plain, saving = (gb.make_train_step(plan, pnet, loss, SGD) for loss in (loss_fn, around))
     torch.testing.assert_close(saving(plain.init(), batch), plain(plain.init(), batch))
+
+
+def test_defaults_of_torch_change_no_genome_and_no_step() -> None:
+    pnet, x = mlp(), torch.ones(8, 6)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    states = []
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.float64)):
+        try:
+            torch.set_default_device(device)
+            torch.set_default_dtype(dtype)
+            step = gb.make_train_step(plan, pnet, loss_fn, SGD)
+            states.append(step(step.init(seed=3), x)[0])
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+    assert same_bits(*(state[:3] for state in states))
