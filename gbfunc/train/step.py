@@ -66,7 +66,7 @@ class StepInfo(NamedTuple):
         loss: the loss, detached, averaged over microbatches.
         grad_norm: Euclidean norm of the genome's gradient before clipping.
         finite: whether loss and gradient are finite, a tensor that works as a bool; where not, the step changed
-            nothing but `step`.
+            nothing but `step` (on an accelerator the optimizer's count of steps, too).
         aux: what the loss function returned beside the loss, detached, averaged over microbatches; {} without.
     """
 
@@ -224,7 +224,8 @@ class TrainStep:
         """The state after the optimizer's step, or as it was where loss or gradient are not finite.
 
         On an accelerator nothing is read back to know: both are computed, and one is chosen there. Only the first step,
-        before which the optimizer has no state to keep, is read back.
+        before which the optimizer has no state to keep, is read back. What the optimizer keeps on the CPU there, its
+        count of steps, by which schedules go, counts a step that was not taken as well.
         """
         options, device = self._options, info.finite.device.type
         read = self._reads(device) or options.on_nonfinite == "raise" or int(state.opt.step) == 0
