@@ -94,7 +94,7 @@ class Stack:
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
         linear = hypernet.standardised and not hypernet.stochastic
         self._linear = tuple(k for k, leaf in specs.items() if linear and leaf.role == "linear")
-        self._span = layout.own(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
+        self._span = layout.span(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
         self._built: dict[tuple[torch.dtype, torch.device], tuple[Run, Tensor, Tensor | None]] = {}
 
     def constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:

@@ -324,8 +324,7 @@ def _learning_rate(lr: LearningRate, step: int) -> float:
 
 def _writable(state: Params, p: Tensor, donate: bool) -> Params:
     """The state of leaf `p` as tensors that torch may change in place."""
-    fresh = {e: t.clone() if not donate else t.detach() if t.requires_grad else t for e, t in state.items()}
-    return {e: _aligned(t, p) for e, t in fresh.items()}
+    return {e: _aligned((t.detach() if t.requires_grad else t) if donate else t.clone(), p) for e, t in state.items()}
 
 
 def _aligned(t: Tensor, p: Tensor) -> Tensor:
