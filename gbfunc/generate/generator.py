@@ -6,9 +6,9 @@ A *run* is what g-nets that are generated together are made of: leaves, codes, s
                                     factors ([T, r, k], [T, c, k]) ------------------> layer         factored
     leaves -------------------------------------------------------------------------> layer         recomputed
 
-Evaluated now it gives dense weights; stopped before the product, the factors that a layer applies; closed over and
-called at each use, a weight that is made again in backward; with a gather in between, weights of a genome whose tiles
-are spread over ranks. Which it is for each weight is settled when the generator is made, by the forms of the layers.
+Evaluated now it gives dense weights; stopped before the product, factors that a layer applies; closed over, a weight
+that is made at each use and again in backward. Where ranks hold some tiles each, a gather comes in between. The forms
+of the layers settle which it is for each weight when the generator is made.
 
 Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 """
@@ -33,8 +33,7 @@ from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params
 
 _RUN_BYTES = 2**22
-"""Tiles from which on slots are generated apart: fewer would cost calls, more cost fresh memory, which a CPU pays for
-page by page (2 x 17 MB at once took 15 ms longer than one after the other)."""
+"""Tiles from which on slots are generated apart: fewer cost calls, more cost fresh memory (2 x 17 MB: 15 ms)."""
 
 _FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
 
@@ -52,19 +51,11 @@ class GatheredRun(NamedTuple):
     stack: Stack
     sizes: Sizes
 
-    def filled(self, leaves: Params, noise: Params | None) -> GatheredRun:
-        """The same with other leaves and noise."""
-        return self._replace(run=self.run.filled(leaves, noise))
-
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c] of all ranks, or their factors."""
         gather = self.stack.gather()
         assert gather is not None
         return gather.slot(self.stack.ensemble, self.stack.mine(self.run), self.sizes)
-
-    def matrix(self, grid: TileGrid) -> Tensor:
-        """The one matrix [R, C] that all tiles make."""
-        return join_tiles(dense_tiles(self.tiles()), grid)
 
 
 Part = Tensor | Factors | Run | GatheredRun
@@ -120,10 +111,11 @@ class Stack:
         leaves |= {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in self._linear}
         return bare.filled(leaves, noise and {k: v[self._span] for k, v in noise.items()})
 
-    def bare(self, slot: int, dtype: torch.dtype, device: torch.device) -> Run | GatheredRun:
-        """What makes one slot, without leaves."""
-        first = sum(self._held[:slot])
-        return self._of_all(self.constants(dtype, device)[0].of(slice(first, first + self._held[slot])), slot)
+    def matrix(self, slot: int, leaves: Params, noise: Params | None) -> Tensor:
+        """The matrix of one slot, from what this rank's tiles of it are made of."""
+        like, first = next(iter(leaves.values())), sum(self._held[:slot])
+        bare = self.constants(like.dtype, like.device)[0].of(slice(first, first + self._held[slot]))
+        return matrix_of(self._of_all(bare.filled(leaves, noise), slot), self.grids[slot])
 
     def _of_all(self, run: Run, slot: int) -> Run | GatheredRun:
         """What makes one slot on all ranks, of what makes this rank's tiles of it."""
@@ -171,7 +163,9 @@ def matrix_of(part: Part, grid: TileGrid) -> Tensor:
     """The matrix [R, C] of a slot."""
     if isinstance(part, Tensor):
         return part
-    return join_tiles(dense_tiles(part), grid) if isinstance(part, Factors) else part.matrix(grid)
+    if isinstance(part, Run):
+        return part.matrix(grid)
+    return join_tiles(dense_tiles(part if isinstance(part, Factors) else part.tiles()), grid)
 
 
 def factors_of(part: Part) -> Factors:
@@ -196,8 +190,7 @@ class Generator:
 
     Attributes:
         forms: the form of each weight that is not dense, by name of parameter, names of tied ones included.
-        gather: from each rank's outputs to everyone's, where the genome is split; says whether this rank's gradients
-            count.
+        gather: from each rank's outputs to everyone's, where the genome is split.
     """
 
     def __init__(
@@ -267,10 +260,8 @@ class Generator:
             values: list[dict[str, Params]] = [{"leaf": {}, "noise": {}} for _ in places]
             for (part, what, k), x in zip(names, given, strict=True):
                 values[part][what][k] = x
-            matrices = []
-            for slot, stack, (_, i), of in zip(tensor.slots, stacks, places, values, strict=True):
-                bare = stack.bare(i, given[0].dtype, given[0].device)
-                matrices.append(bare.filled(of["leaf"], of["noise"] or None).matrix(slot.grid))
+            parts = zip(stacks, places, values, strict=True)
+            matrices = [stack.matrix(slot, of["leaf"], of["noise"] or None) for stack, (_, slot), of in parts]
             return _folded(self._plan, tensor, matrices)
 
         return RecomputedWeight(tensor.name, inputs, maker, tensor.kind == "transposed_linear")

@@ -56,8 +56,7 @@ def attention_forward(
     """`nn.MultiheadAttention.forward` on projections in another form than dense; the same arguments and results."""
     options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
     nested = query.is_nested or key.is_nested or value.is_nested
-    wrong = query.shape[-1] != layer.embed_dim if not nested else False
-    if nested or wrong or query.ndim != 3 or (is_causal and attn_mask is None):
+    if nested or query.ndim != 3 or query.shape[-1] != layer.embed_dim or (is_causal and attn_mask is None):
         return nn.MultiheadAttention.forward(layer, query, key, value, *options)
     packed = layer._qkv_same_embed_dim
     itself = query is key and key is value

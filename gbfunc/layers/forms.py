@@ -7,8 +7,7 @@ of it whose inputs are what the g-nets give:
 * `RecomputedWeight` (`gbfunc.layers.recomputed`): `W = make(*leaves)`, made for each use and again in backward.
 
 `torch.func.functional_call` sets these inputs like any parameters. `layer.weight` is a property that gives the dense
-tensor, with its graph, to whoever reads it; for the rest of that call the layer uses that very tensor, so that hooks
-and shared uses mean what they say. No tensor stands for what it is not.
+tensor, with its graph, to whoever reads it; for the rest of that call the layer uses that very tensor.
 
 Suffixes: i tile rows (nr of them), j tile columns (nc), r and c rows and columns of a tile, k rank, B batch rows.
 """
@@ -296,11 +295,8 @@ def _linear_forward(layer: Any, input: Tensor) -> Tensor:
     return layer.weight_form.linear(input, layer.bias)
 
 
-_CONVS: tuple[Callable[..., Tensor], ...] = (torch.conv1d, torch.conv2d, torch.conv3d)
-
-
 def _conv_forward(layer: Any, input: Tensor) -> Tensor:
-    conv = _CONVS[len(layer.kernel_size) - 1]
+    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
     options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
     if layer.padding_mode != "zeros":
         input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
