@@ -348,13 +348,12 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
     """The form that can take the place of a layer; None where its forward is not the stock one."""
-    forward = getattr(type(layer), "forward", None)
-    if "forward" in vars(layer) or not callable(forward):
-        return None
+    forward: Any = getattr(type(layer), "forward", None)
     # The class belongs to a library that need not be installed.
     hugging_face = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    stock = hugging_face is not None and forward is hugging_face.forward
-    form = LayerForm(_linear_forward) if stock else FORMS.get(forward)
+    if hugging_face is not None and forward is hugging_face.forward:
+        forward = nn.Linear.forward
+    form = FORMS.get(forward) if "forward" not in vars(layer) else None
     return form if form is not None and form.plain(layer) else None
 
 

@@ -48,11 +48,11 @@ def _run(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     move = _gather if kind == "gather" else _reduce_scatter
     if mesh is None:
         return move(exchange, xs)
-    # A gather sends all of this rank's rows to every other rank, a reduce-scatter to each its rows.
-    rows = [
-        len(x) * (axis.size - 1) if kind == "gather" else len(x) - s[axis.index] for x, s in zip(xs, sizes, strict=True)
-    ]
-    with mesh.sending(kind, sum(x[:1].nbytes * k for x, k in zip(xs, rows, strict=True))):
+    if kind == "gather":  # All of this rank's rows go to every other rank.
+        n_bytes = sum(x.nbytes for x in xs) * (axis.size - 1)
+    else:  # To every other rank go its rows.
+        n_bytes = sum(x[s[axis.index] :].nbytes for x, s in zip(xs, sizes, strict=True))
+    with mesh.sending(kind, n_bytes):
         return move(exchange, xs)
 
 
@@ -158,7 +158,7 @@ def _apply(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName) -> list[Tensor]:
-    ranks, compiling = mesh.axis(axis), torch.compiler.is_compiling()
+    ranks, compiling = mesh.axes[axis], torch.compiler.is_compiling()
     if ranks.size == 1:
         return xs
     nccl = dist.get_backend(ranks.group) == "nccl"
@@ -181,7 +181,7 @@ def reduce_scatter(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisN
 
 def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
     """The sum over the ranks of an axis, in place."""
-    ranks = mesh.axis(axis)
+    ranks = mesh.axes[axis]
     if ranks.size > 1:
         with mesh.sending("all_reduce", 2 * x.nbytes * (ranks.size - 1) // ranks.size):
             dist.all_reduce(x, group=ranks.group)
@@ -202,7 +202,7 @@ def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:
     """A small object from every rank of an axis, in their order; not counted in `mesh.traffic`."""
-    ranks = mesh.axis(axis)
+    ranks = mesh.axes[axis]
     if ranks.size == 1:
         return [x]
     objects = [None] * ranks.size

@@ -179,7 +179,7 @@ def _number(x: Any) -> Tensor | None:
 
 def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Tensor]:
     """Sums over the ranks of an axis, in one flat buffer of the widest dtype; each in its dtype again."""
-    if layout.mesh.axis(axis).size == 1:
+    if layout.mesh.axes[axis].size == 1:
         return tensors
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
     flat = torch.cat([x.detach().to(layout.mesh.device, dtype).reshape(-1) for x in tensors])

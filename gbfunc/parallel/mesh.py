@@ -65,6 +65,7 @@ class Mesh:
         gnets: ranks along the g-net axis.
         data_index: position along the data axis.
         gnets_index: position along the g-net axis.
+        axes: the ranks along each axis that this one talks to, by `AxisName`.
         device: where tensors that are sent live.
         timeout: seconds after which a collective fails.
         traffic: bytes sent by this rank.
@@ -82,9 +83,9 @@ class Mesh:
         self._began = began
         ranks = torch.arange(self.world, device="cpu").reshape(data, gnets)
         lines = {"world": ranks.reshape(1, -1), "data": ranks.T, "gnets": ranks}
-        self._axes = {name: self._axis(line.tolist()) for name, line in lines.items()}
+        self.axes: dict[str, Axis] = {name: self._axis(line.tolist()) for name, line in lines.items()}
         if began:
-            self.faults.groups = [axis.group for axis in self._axes.values() if axis.size > 1]
+            self.faults.groups = [axis.group for axis in self.axes.values() if axis.size > 1]
 
     def _axis(self, lines: list[list[int]]) -> Axis:
         """This rank's line of ranks, of several that have no rank in common."""
@@ -96,16 +97,12 @@ class Mesh:
             group = dist.new_subgroups_by_enumeration(lines, timeout=timedelta(seconds=self.timeout))[0]
         return Axis(ranks, ranks.index(self.rank), group)
 
-    def axis(self, name: AxisName) -> Axis:
-        """The ranks along an axis."""
-        return self._axes[name]
-
     @cached_property
     def device_mesh(self) -> Any:
         """Torch's `DeviceMesh` over the axes of more than one rank, with their names, for what is built on it."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        axes = {name: self._axes[name] for name in ("data", "gnets") if self._axes[name].size > 1}
+        axes = {name: self.axes[name] for name in ("data", "gnets") if self.axes[name].size > 1}
         if not axes:
             raise ValueError("a mesh of one rank has no DeviceMesh: it needs no process group")
         groups = [a.group for a in axes.values()]

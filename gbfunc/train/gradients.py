@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, sample_noise
 from gbfunc.parallel import Gather, Layout
-from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows, tree_map
@@ -90,7 +89,8 @@ class _Given(NamedTuple):
 class Objective:
     """The loss as a function of the genome, with its gradient."""
 
-    def __init__(self, plan: Plan, pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> None:
+    def __init__(self, pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> None:
+        plan = layout.plan
         self._plan, self._loss_fn, self._layout, self._options = plan, loss_fn, layout, options
         self._stochastic = plan.stochastic
         self._sharded, self._rank, self._ranks = layout.sharded, layout.mesh.rank, layout.mesh.world
@@ -102,6 +102,8 @@ class Objective:
         )
         self.net = PureNet(pnet, self._generator.forms)
         self._from_genome = torch.compile(self._forward) if options.compile else self._forward
+        half = options.amp == torch.float16
+        self._scale = (_FP16_SCALE if self._ranks == 1 else _FP16_SCALE_PER_ROW) if half else 1.0
         self._accumulates = options.microbatches > 1 or options.remat == "generate"
 
     def __call__(
@@ -125,19 +127,15 @@ class Objective:
         # Not dropout's seed: equal seeds draw the same numbers.
         draws = torch.Generator().manual_seed(seed ^ 1) if self._stochastic else None
         noise = None if draws is None else sample_noise(self._plan, draws, wanted[0])
-        half = self._options.amp == torch.float16
-        rows, scale = 1, _FP16_SCALE if half else 1.0
-        weight = scale
+        rows, scale = 1, self._scale
         if self._ranks > 1:
             batch, rows = _share(batch)
-            scale = _FP16_SCALE_PER_ROW if half else 1.0
-            weight = scale * max(rows, 1)
             seed = (seed + _RANK_MIX * self._rank) % 2**63
         if self._generator.gather is not None:
             self._generator.gather = Gather(self._layout, counts=rows > 0)
         with seeded(seed, wanted[0].device), torch.enable_grad():
             way = self._accumulated if self._accumulates else self._at_once
-            loss, aux, gradients = way(_Given(gnets, direct, noise, buffers, batch), wanted, weight)
+            loss, aux, gradients = way(_Given(gnets, direct, noise, buffers, batch), wanted, scale * max(rows, 1))
         if all(g is None for g in gradients):
             raise ValueError(_NO_GRADIENT)
         named = zip(leaves.items(), gradients, strict=True)

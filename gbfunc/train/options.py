@@ -55,11 +55,7 @@ class StepOptions:
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
 
     def check_placement(self, sharded: bool, placement: Placement) -> None:
-        """Refuse what cannot be where the genome is placed so.
-
-        Raises:
-            ValueError: if the options do not go together with it.
-        """
+        """Raise ValueError for options that cannot be where the genome is placed so."""
         if sharded and self.remat == "layer" and self.microbatches > 1:
             # Ranks with fewer rows may have fewer microbatches, and would miss the gathers of the others.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")

@@ -85,14 +85,9 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        pnet: nn.Module,
-        objective: Objective,
-        optimizer: Optimizer,
-        layout: Layout,
-        options: StepOptions,
+        self, pnet: nn.Module, objective: Objective, optimizer: Optimizer, layout: Layout, options: StepOptions
     ) -> None:
+        plan = layout.plan
         self.plan, self.mesh, self._layout = plan, layout.mesh, layout
         self._shapes = layout.shapes if layout.sharded else None
         self._ranks, self._checked = layout.mesh.world, False
@@ -205,7 +200,7 @@ class TrainStep:
             before = {k: state.buffers[k] for k in self._averaged}
             loss, aux, gradients, buffers, norm = reduce_step(self._layout, rows, loss, aux, gradients, buffers, before)
         else:
-            norm = _global_norm(list(gradients.values()))
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
         info = StepInfo(loss, norm, torch.isfinite(loss) & torch.isfinite(norm), aux)
         if self._options.clip_norm is not None:
             factor = (self._options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -217,9 +212,8 @@ class TrainStep:
     ) -> TrainState:
         """The state after the optimizer's step, or as it was where loss or gradient are not finite.
 
-        On an accelerator nothing is read back to know: both are computed, and one is chosen there. Only the first step,
-        before which the optimizer has no state to keep, is read back. What the optimizer keeps on the CPU there, its
-        count of steps, by which schedules go, counts a step that was not taken as well.
+        On an accelerator nothing is read back to know, but at the first step, before which the optimizer has no state:
+        both are computed, and one is chosen there. The optimizer's count of steps, on the CPU, counts either.
         """
         options, device = self._options, info.finite.device.type
         read = self._reads(device) or options.on_nonfinite == "raise" or int(state.opt.step) == 0
@@ -231,11 +225,11 @@ class TrainStep:
         new, opt = self._update(gradients, state.opt, params, donate=options.donate and read)
         if not read:
             old = (params, state.opt.leaves, state.buffers)
-            new, leaves, buffers = tree_map(
-                lambda x, y: torch.where(info.finite, x, y) if x.device.type == device else x,
-                (new, opt.leaves, buffers),
-                old,
-            )
+
+            def choose(x: Tensor, y: Tensor) -> Tensor:
+                return torch.where(info.finite, x, y) if x.device.type == device else x
+
+            new, leaves, buffers = tree_map(choose, (new, opt.leaves, buffers), old)
             opt = opt._replace(leaves=leaves)
         gnets, direct = like_genome(new | frozen, state.gnets, state.direct)
         return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed)
@@ -268,12 +262,7 @@ class TrainStep:
 
 
 def _checked_state(state: Any) -> TrainState:
-    """A state as it is.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: for one of which no gradient can be taken.
-    """
+    """A state as it is; TypeError for anything else, ValueError where no gradient can be taken."""
     if not all(hasattr(state, name) for name in TrainState._fields):
         raise TypeError(
             f"train_step takes (state, batch), the state from train_step.init(seed), got a {type(state).__name__} first"
@@ -283,12 +272,6 @@ def _checked_state(state: Any) -> TrainState:
     if any(leaf.is_inference() for leaf in flat_genome(state.gnets, state.direct).values()):
         raise ValueError("the state was made in torch.inference_mode, where there are no gradients: make it outside")
     return state
-
-
-def _global_norm(tensors: list[Tensor]) -> Tensor:
-    if not tensors:
-        return torch.zeros((), device="cpu")
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
 
 
 def make_train_step(
@@ -325,13 +308,11 @@ def make_train_step(
         clip_norm: largest Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
         lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a
-            count of operations and bytes says that it pays for the rows of input at hand; values are the same up to
-            rounding. Only layers with torch's own forward apply factors: a weight that the p-net's own code reads is
-            dense (`train_step.dense_reads` counts them).
-        remat: what backward makes again instead of keeping: `"generate"` what lies between genome and weights,
-            `"layer"` the weights too, each made just before its layer uses it (where the genome is split, each
-            is gathered once more in backward, none stays factors, and all ranks must use the same layers); `"none"` is
-            fastest.
+            count of operations and bytes says that it pays for the rows of input; values agree up to rounding. Only
+            layers with torch's forward apply factors: other code reads the dense weight (counted by `dense_reads`).
+        remat: what backward makes again instead of keeping: nothing (`"none"`, the fastest), what lies between genome
+            and weights (`"generate"`), or the weights too, each made just before its layer uses it (`"layer"`; where
+            the genome is split each is gathered again, none stays factors, and all ranks must use the same layers).
         on_nonfinite: what to do on a loss or gradient that is not finite: `"skip"` keeps the state and reports it,
             `"raise"` raises.
         kernel: implementation of ReLU g-nets.
@@ -339,7 +320,7 @@ def make_train_step(
         mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
             over the global batch, and all ranks call with the same arguments. None is this process alone.
         placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
-            genome's gradient is summed; `"sharded"`, each rank along the g-net axis owns an equal share of every
+            genome's gradient is summed; `"sharded"`, each rank along the g-net axis holds an equal share of every
             ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
             `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
         check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
@@ -362,4 +343,4 @@ def make_train_step(
     check_equal(layout.mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
     texts = {"options": text_of(options), "optimizer": text_of(optimizer.settings)}
     check_equal(layout.mesh, texts, "ranks must have the same options")
-    return TrainStep(plan, pnet, Objective(plan, pnet, loss_fn, layout, options), optimizer, layout, options)
+    return TrainStep(pnet, Objective(pnet, loss_fn, layout, options), optimizer, layout, options)
