@@ -15,9 +15,8 @@ from gbfunc.layers.linear import LINEAR, TRANSPOSED_LINEAR
 
 __all__ = ["KINDS", "LayerKind", "layer_kind"]
 
-_ORDER = (LINEAR, TRANSPOSED_LINEAR, CONV, CONV_TRANSPOSE, IN_PROJ, PROJ, EMBEDDING, VECTOR, MATRIX)
-
-KINDS: Mapping[str, LayerKind] = MappingProxyType({kind.name: kind for kind in _ORDER})
+_KINDS = (LINEAR, TRANSPOSED_LINEAR, CONV, CONV_TRANSPOSE, IN_PROJ, PROJ, EMBEDDING, VECTOR, MATRIX)
+KINDS: Mapping[str, LayerKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
 """Every layer kind by name; the first that claims a tensor has it, and the last claims all that is left."""
 
 

@@ -99,7 +99,8 @@ def _attend(
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1): values [T, N, E], and weights [N, H, T, S] or None."""
-    q, k, v = (_split_heads(t, heads) for t in (q_TNE, k_SNE, v_SNE))
+    # [L, N, E] -> [N, H, L, D]
+    q, k, v = (t.unflatten(-1, (heads, t.shape[-1] // heads)).permute(1, 2, 0, 3) for t in (q_TNE, k_SNE, v_SNE))
     weights = None
     if need_weights:
         scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.mT
@@ -123,11 +124,6 @@ def _merge_masks(
         padding = _additive(key_padding_mask, dtype)[:, None, None, :]
         mask = padding if mask is None else mask + padding
     return mask
-
-
-def _split_heads(x: Tensor, heads: int) -> Tensor:
-    """[L, N, E] -> [N, H, L, D]."""
-    return x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

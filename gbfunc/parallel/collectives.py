@@ -2,11 +2,10 @@
 
 A gather stacks the rows of all ranks; a reduce-scatter sums over ranks and leaves each its rows; each is the gradient
 of the other. Ranks have uneven, maybe empty numbers of rows, sent without padding. One autograd node exchanges many
-tensors, in one order on every rank, with a rule for `vmap`, forward mode (but for Dynamo, which refuses it) and double
-backward.
+tensors, in one order on every rank, under `vmap`, forward mode (which Dynamo refuses) and double backward too.
 
-On gloo ranks send to each other: gloo's reduce-scatter sends twice the bytes, and its all-to-all takes twice the time.
-A compiled graph, which knows no sends, has the all-to-all.
+On gloo ranks send to each other: gloo's reduce-scatter sends twice the bytes, and its all-to-all, which a compiled
+graph has in its place, takes twice the time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What ranks exchange for a layout: outputs of generation, the sums at the end of a step, and whole states.
 
-*Outputs* go from this rank's tiles (or factors) to everyone's in one autograd node, for which the p-net waits: sending
-each weight by itself took as long (median 1.00, 100 to 1,000 Mbit/s). *Sums*: the loss is the mean over the global
-batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i. *States* are full, as on one rank, or this rank's.
+*Outputs* go from this rank's tiles (or factors) to everyone's in one autograd node, for which the p-net waits. *Sums*:
+the loss is the mean over the global batch, so every rank counts by its rows: sum_i n_i x_i / sum_i n_i. *States* are
+full, as on one rank, or this rank's.
 """
 
 from __future__ import annotations

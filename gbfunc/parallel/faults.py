@@ -1,8 +1,4 @@
-"""When a collective fails: one clear error, which names the missing rank as far as it can be known.
-
-It is told from an error of the caller's code by its class, or, as gloo's errors are plain RuntimeErrors, by a position
-in gloo's source in its message.
-"""
+"""When a collective fails: one clear error, which names the missing rank as far as it can be known."""
 
 from __future__ import annotations
 
@@ -24,9 +20,8 @@ _UNUSED_TAG = 7919
 """Tag of a message that nobody sends."""
 
 _GLOO = re.compile(r"\[(enforce fail at )?[^\]\s]*\bgloo[/\\][^\]\s]*:\d+\]|^Application timeout caused pair closure")
-"""`[.../gloo/transport/tcp/pair.cc:537] Read error`, `[enforce fail at .../gloo/allreduce.cc:80] size > 0`: gloo's
-macros `GLOO_ERROR_MSG` (common/error.h) and `GLOO_ENFORCE` (common/logging.h); and the one message without a position,
-of every operation after one that timed out (transport/tcp/unbound_buffer.cc)."""
+"""Gloo's errors are RuntimeErrors with a position in its source: `[.../gloo/transport/tcp/pair.cc:537] Read error`,
+`[enforce fail at .../gloo/allreduce.cc:80] size > 0`; one message has none, of every operation after a timeout."""
 
 
 class CollectiveError(ConnectionError):
@@ -88,10 +83,9 @@ class Faults:
 
 
 def _abort_connections(group: Any) -> None:
-    """Close this rank's connections of a group.
+    """Close this rank's connections of a group, for ranks that wait for rows which this one will never send.
 
-    A rank may wait for rows that this one, having failed, will never send; it would notice only at its timeout. A
-    receive that times out closes all of gloo's connections; one from a rank that is dead fails before.
+    A receive that times out closes all of gloo's connections; one from a rank that is dead fails before.
     """
     if dist.get_backend(group) != "gloo":
         return

@@ -59,12 +59,9 @@ class Mesh:
     ranks hold the same ones. As a context manager it closes itself.
 
     Attributes:
-        world: ranks in all.
-        rank: which of them this one is: `data_index * gnets + gnets_index`.
-        data: ranks along the data axis.
-        gnets: ranks along the g-net axis.
-        data_index: position along the data axis.
-        gnets_index: position along the g-net axis.
+        world, rank: ranks in all, and which of them this one is: `data_index * gnets + gnets_index`.
+        data, gnets: ranks along each axis.
+        data_index, gnets_index: position of this rank along each axis.
         axes: the ranks along each axis that this one talks to, by `AxisName`.
         device: where tensors that are sent live.
         timeout: seconds after which a collective fails.

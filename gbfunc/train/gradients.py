@@ -94,17 +94,16 @@ class Objective:
         self._plan, self._loss_fn, self._layout, self._options = plan, loss_fn, layout, options
         self._stochastic = plan.stochastic
         self._sharded, self._rank, self._ranks = layout.sharded, layout.mesh.rank, layout.mesh.world
-        layer_by_layer = options.remat == "layer"
         # Dynamo of torch 2.5 does not trace forms of layers: there a compiled step forms every weight.
         lazy = options.lazy if not options.compile or torch.__version__ >= "2.6" else False
         self._generator = Generator(
-            plan, kernel=options.kernel, layout=layout, pnet=pnet, lazy=lazy, remat=layer_by_layer
+            plan, kernel=options.kernel, layout=layout, pnet=pnet, lazy=lazy, remat=options.remat == "layer"
         )
         self.net = PureNet(pnet, self._generator.forms)
         self._from_genome = torch.compile(self._forward) if options.compile else self._forward
         half = options.amp == torch.float16
         self._scale = (_FP16_SCALE if self._ranks == 1 else _FP16_SCALE_PER_ROW) if half else 1.0
-        self._accumulates = options.microbatches > 1 or options.remat == "generate"
+        self._way = self._accumulated if options.microbatches > 1 or options.remat == "generate" else self._at_once
 
     def __call__(
         self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seed: int
@@ -134,19 +133,17 @@ class Objective:
         if self._generator.gather is not None:
             self._generator.gather = Gather(self._layout, counts=rows > 0)
         with seeded(seed, wanted[0].device), torch.enable_grad():
-            way = self._accumulated if self._accumulates else self._at_once
-            loss, aux, gradients = way(_Given(gnets, direct, noise, buffers, batch), wanted, scale * max(rows, 1))
+            given = _Given(gnets, direct, noise, buffers, batch)
+            loss, aux, gradients = self._way(given, wanted, scale * max(rows, 1))
         if all(g is None for g in gradients):
             raise ValueError(_NO_GRADIENT)
         named = zip(leaves.items(), gradients, strict=True)
         filled = {k: torch.zeros_like(v) if g is None else g if scale == 1.0 else g / scale for (k, v), g in named}
         return LossAndGrads(loss, aux, filled, rows)
 
-    def _forward(
-        self, gnets: GNets, direct: Params, noise: Noise | None, buffers: Params, batch: Any
-    ) -> tuple[Tensor, Any]:
+    def _forward(self, given: _Given) -> tuple[Tensor, Any]:
         """Loss and aux in one graph: what `compile` compiles."""
-        return self._loss(self._generator(gnets, direct, noise), buffers, batch)
+        return self._loss(self._generator(given.gnets, given.direct, given.noise), given.buffers, given.batch)
 
     def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
@@ -164,7 +161,7 @@ class Objective:
         if self._options.compile:
             self._generator.prepare(given.gnets, given.direct)
         with self._counted(wanted):
-            loss, aux = self._from_genome(*given)
+            loss, aux = self._from_genome(given)
             gradients = torch.autograd.grad(loss * weight, wanted, allow_unused=True)
         return loss.detach(), _detached(aux), gradients
 

@@ -154,7 +154,7 @@ def torch_optimizer(
             # be another algorithm: NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the
             # first gradient, ASGD's average at the first iterate.
             old = {k: _writable(state.leaves[k], p, donate) for k, p in new.items()} if step else {}
-            # Classes that torch does not ship may add weight decay to the gradient in place, as its own once did.
+            # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
             copy = not donate and cls.__module__.partition(".")[0] != "torch"
             fitted = {k: _aligned(grads[k].clone() if copy else grads[k], p) for k, p in new.items()}
             stepped: dict[str, Params] = {}

@@ -94,7 +94,7 @@ class TrainStep:
         self._pnet, self._objective, self._optimizer, self._options = pnet, objective, optimizer, options
         self._roles = {f"gnets/{e.name}/{k}": leaf.role for e in plan.ensembles for k, leaf in e.leaves.items()}
         self._roles |= {f"direct/{t.name}": "direct" for t in plan.direct}
-        # Running statistics; caches, which are not persistent, are each rank's own.
+        # Running statistics; caches, which are not persistent, stay each rank's.
         self._averaged = [b.name for b in plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
         still = {f"direct/{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
         self._frozen = still & self._roles.keys()
@@ -110,7 +110,7 @@ class TrainStep:
 
         Args:
             seed: of the g-nets, of dropout and of noise: 0 <= seed < 2**63.
-            device: where it lives; None is the p-net's own device, with a mesh of many GPUs the mesh's.
+            device: where it lives; None is the p-net's device, with a mesh of many GPUs the mesh's.
 
         Raises:
             ValueError: for a seed out of range.
