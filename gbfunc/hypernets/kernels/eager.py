@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gbfunc.tiling import TileGrid, copy_from_tiles, join_stack, split_stack
+from gbfunc.tiling import TileGrid, copy_tiles, join_stack, split_stack
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -88,7 +88,7 @@ def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
         for h in range(A.shape[2]):
             torch.add(A_HTb1[h], B_HT1c[h], out=hidden_Tbc).clamp_min_(0)
             W_Tbc.addcmul_(hidden_Tbc, v_HT11[h])
-        copy_from_tiles(W_RC[rows], W_Tbc, block)
+        copy_tiles(W_RC[rows], W_Tbc, block, joins=True)
     return W_RC
 
 
