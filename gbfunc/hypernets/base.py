@@ -5,6 +5,7 @@ Suffixes: T tiles, G groups of tiles, r rows and c columns of a tile, p and q wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -129,13 +130,8 @@ class Hypernet:
 
 def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
     """Parameters of `n_tiles` g-nets in `n_groups` groups, everything counted."""
-    total = 0
-    for leaf in hypernet.leaves(dims).values():
-        count = n_tiles if leaf.scope == "tile" else n_groups
-        for n in leaf.shape:
-            count *= n
-        total += count
-    return total
+    leaves = hypernet.leaves(dims).values()
+    return sum((n_tiles if leaf.scope == "tile" else n_groups) * math.prod(leaf.shape) for leaf in leaves)
 
 
 def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -152,12 +148,11 @@ def draw(
     leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float]
 ) -> Params:
     """Normal leaves of standard deviation `stds[name]` (zeros where it is 0), tile by tile from one generator."""
-    drawn = {}
-    for name, leaf in leaves.items():
-        shape = (n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape)
-        # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
-        drawn[name] = normal(shape, generator) * stds[name]
-    return drawn
+    # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
+    return {
+        name: normal((n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape), generator) * stds[name]
+        for name, leaf in leaves.items()
+    }
 
 
 def check_size(name: str, size: Any) -> None:
@@ -187,7 +182,6 @@ class Sized(Hypernet):
     @property
     def known_size(self) -> int:
         """The size, which a plan has chosen by now."""
-        size = self.size
-        if size is None:
+        if self.size is None:
             raise ValueError(f"{self.type} has no size yet: a plan chooses it")
-        return size
+        return self.size

@@ -1,8 +1,7 @@
 r"""Types without codes: constants, trained factors, and genes with their rules of interaction (the XOX model).
 
-Source of the last, $W = s X_{out} O X_{in}^T$: Barabasi, Beynon, Katona, Perez-Nieves: Complex computation from
-developmental priors (Nature Communications 2023), after Kovacs, Barabasi, Barabasi: Uncovering the genetic blueprint of
-the C. elegans nervous system (PNAS 2020).
+Source of the last, $W = s X_{out} O X_{in}^T$: Barabasi et al., Complex computation from developmental priors (Nature
+Communications 2023).
 """
 
 from __future__ import annotations
@@ -21,12 +20,25 @@ _MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Constant(Hypernet):
-    """See `constant`."""
+    """A tensor left at a constant: it costs no parameters and is never trained.
+
+    Args:
+        value: the constant, of every entry.
+
+    Raises:
+        ValueError: if float32 cannot hold it.
+    """
 
     value: float = 0.0
     type: ClassVar[str] = "constant"
     sizable: ClassVar[bool] = False
     standardised: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        value: Any = self.value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX:
+            raise ValueError(f"value must be a finite number that float32 can hold, got {value!r}")
+        object.__setattr__(self, "value", float(value))
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """None."""
@@ -55,7 +67,14 @@ class _Factored(Sized):
 
 @dataclass(frozen=True)
 class LowRank(_Factored):
-    """See `low_rank`."""
+    """Trained factors: `tile = left @ right.T`.
+
+    Args:
+        rank: columns of the factors; None lets the plan choose (4 without a size target).
+
+    Raises:
+        ValueError: for a rank below 1.
+    """
 
     rank: int | None = None
     type: ClassVar[str] = "low_rank"
@@ -79,7 +98,14 @@ class LowRank(_Factored):
 
 @dataclass(frozen=True)
 class XOX(_Factored):
-    """See `xox`."""
+    """Genetic expression and interaction rules: `tile = scale * X_out @ O @ X_in.T`.
+
+    Args:
+        genes: genes per neuron; None lets the plan choose (8 without a size target).
+
+    Raises:
+        ValueError: for less than one gene.
+    """
 
     genes: int | None = None
     type: ClassVar[str] = "xox"
@@ -103,39 +129,4 @@ class XOX(_Factored):
         return Factors(leaves["row_genes"] @ (leaves["rules"] * leaves["scale"][..., None, None]), leaves["col_genes"])
 
 
-def constant(value: float = 0.0) -> Hypernet:
-    """Leave a tensor at a constant: it costs no parameters and is never trained.
-
-    Args:
-        value: the constant, of every entry.
-
-    Raises:
-        ValueError: if float32 cannot hold it.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX:
-        raise ValueError(f"value must be a finite number that float32 can hold, got {value!r}")
-    return Constant(float(value))
-
-
-def low_rank(rank: int | None = None) -> Hypernet:
-    """Trained factors: `tile = left @ right.T`.
-
-    Args:
-        rank: columns of the factors; None lets the plan choose (4 without a size target).
-
-    Raises:
-        ValueError: for a rank below 1.
-    """
-    return LowRank(rank)
-
-
-def xox(genes: int | None = None) -> Hypernet:
-    """Genetic expression and interaction rules: `tile = scale * X_out @ O @ X_in.T`.
-
-    Args:
-        genes: genes a neuron; None lets the plan choose (8 without a size target).
-
-    Raises:
-        ValueError: for less than one gene.
-    """
-    return XOX(genes)
+constant, low_rank, xox = Constant, LowRank, XOX

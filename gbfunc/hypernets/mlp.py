@@ -5,9 +5,8 @@ Source: Shuvaev, Lachi, Koulakov, Zador: Encoding innate ability through a genom
 A stochastic one has a mean and a log standard deviation per weight, drawn by reparameterisation,
 $w = \mu + e^{s} \epsilon$, $\epsilon \sim N(0, 1)$ (Kingma and Welling, Auto-encoding variational Bayes, 2014, eq. 4).
 
-The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$, one
-product per row and per column, never one per weight. With one ReLU layer the rest is one fused reduction
-(`gbfunc.hypernets.kernels`); other activations and deeper nets run in chunks of rows that are recomputed in backward.
+The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$. With one
+ReLU layer the rest is one fused reduction; other g-nets run in chunks of rows that are recomputed in backward.
 """
 
 from __future__ import annotations
@@ -37,11 +36,31 @@ _INITIAL_LOG_SIGMA = -3.0
 
 @dataclass(frozen=True)
 class GNet(Hypernet):
-    """See `gnet`."""
+    """An MLP over the codes of a weight, of any depth: torchGB's and the paper's g-net.
+
+    Args:
+        hidden: widths of the hidden layers; None is one layer whose width the plan chooses (32 without a size target).
+            A plan with a size target scales nothing that is given here.
+        activation: `"relu"`, `"tanh"`, `"gelu"` or `"sin"`.
+
+    Raises:
+        ValueError: for options out of range.
+    """
 
     hidden: tuple[int, ...] | None = None
     activation: str = "relu"
     type: ClassVar[str] = "gnet"
+
+    def __post_init__(self) -> None:
+        hidden: Any = self.hidden
+        if hidden is not None:
+            if not isinstance(hidden, list | tuple) or not hidden:
+                raise ValueError(f"hidden must be a tuple of one or more widths, or None, got {hidden!r}")
+            for width in hidden:
+                check_size("a hidden width", width or 0)
+            object.__setattr__(self, "hidden", tuple(hidden))
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {self.activation!r}")
 
     @property
     def size(self) -> int | None:
@@ -89,13 +108,19 @@ class GNet(Hypernet):
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
         return drawn
 
-    def _mean(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, head: str, kernel: Kernel) -> Tensor:
-        """The tile of one head: [r, c]."""
-        a_rH = row_codes_rp @ leaves["row_weight"] + leaves["bias"]
-        b_cH = col_codes_cq @ leaves["col_weight"]
+    @property
+    def _is_fused(self) -> bool:
+        return self.activation == "relu" and len(self.hidden or ()) == 1
+
+    def _mean(
+        self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out", grid: TileGrid | None = None
+    ) -> Tensor:
+        """The tile [r, c] of one head; or, where the g-net is fused, the matrix of many."""
+        a_rH = row @ leaves["row_weight"] + leaves["bias"].unsqueeze(-2)
+        b_cH = col @ leaves["col_weight"]
+        if self._is_fused:
+            return relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], leaves[f"{head}_bias"], kernel=kernel, grid=grid)
         depth = len(self.hidden or ())
-        if depth == 1 and self.activation == "relu":
-            return relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], leaves[f"{head}_bias"], kernel=kernel)
         names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")] + [f"{head}_weight"]
         rest = {name: leaves[name] for name in names}
         activation = ACTIVATIONS[self.activation]
@@ -112,22 +137,21 @@ class GNet(Hypernet):
         self, leaves: Params, row_codes_Urp: Tensor, col_codes_Ucq: Tensor, grid: TileGrid, kernel: Kernel
     ) -> Tensor | None:
         """A ReLU layer's matrix, written without its tiles."""
-        if len(self.hidden or ()) != 1 or self.activation != "relu":
-            return None
-        a_TrH = row_codes_Urp @ leaves["row_weight"] + leaves["bias"].unsqueeze(1)
-        b_TcH = col_codes_Ucq @ leaves["col_weight"]
-        return relu_tiles(a_TrH, b_TcH, leaves["out_weight"], leaves["out_bias"], kernel=kernel, grid=grid)
+        return self._mean(leaves, row_codes_Urp, col_codes_Ucq, kernel, grid=grid) if self._is_fused else None
 
     def apply(
         self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, *, kernel: Kernel = "auto", **unused: Any
     ) -> Tensor:
         """The tile [r, c]."""
-        return self._mean(leaves, row_codes_rp, col_codes_cq, "out", kernel)
+        return self._mean(leaves, row_codes_rp, col_codes_cq, kernel)
 
 
 @dataclass(frozen=True)
 class Stochastic(GNet):
-    """See `stochastic`."""
+    """An MLP with two heads: weights are drawn in training (noise is an argument) and at their mean in evaluation.
+
+    Its options are those of `gnet`.
+    """
 
     type: ClassVar[str] = "stochastic"
     stochastic: ClassVar[bool] = True
@@ -157,47 +181,11 @@ class Stochastic(GNet):
         kernel: Kernel = "auto",
     ) -> Tensor:
         """The tile [r, c]: a draw with noise, the mean without."""
-        mean = self._mean(leaves, row_codes_rp, col_codes_cq, "out", kernel)
+        mean = self._mean(leaves, row_codes_rp, col_codes_cq, kernel)
         if noise is None:
             return mean
-        log_sigma = self._mean(leaves, row_codes_rp, col_codes_cq, "log_sigma", kernel)
+        log_sigma = self._mean(leaves, row_codes_rp, col_codes_cq, kernel, "log_sigma")
         return mean + torch.exp(log_sigma) * noise["weight"]
 
 
-def _check_mlp(hidden: tuple[int, ...] | None, activation: str) -> tuple[int, ...] | None:
-    """The hidden widths as a tuple, with every option checked."""
-    if hidden is not None:
-        if not isinstance(hidden, list | tuple) or not hidden:
-            raise ValueError(f"hidden must be a tuple of one or more widths, or None, got {hidden!r}")
-        for width in hidden:
-            check_size("a hidden width", width if width is not None else 0)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
-    return None if hidden is None else tuple(hidden)
-
-
-def gnet(hidden: tuple[int, ...] | None = None, activation: str = "relu") -> Hypernet:
-    """An MLP over the codes of a weight, of any depth: torchGB's and the paper's g-net.
-
-    Args:
-        hidden: widths of the hidden layers; None is one layer whose width the plan chooses (32 without a size target).
-            A plan with a size target scales nothing that is given here.
-        activation: `"relu"`, `"tanh"`, `"gelu"` or `"sin"`.
-
-    Raises:
-        ValueError: for options out of range.
-    """
-    return GNet(_check_mlp(hidden, activation), activation)
-
-
-def stochastic(hidden: tuple[int, ...] | None = None, activation: str = "relu") -> Hypernet:
-    """An MLP with two heads: weights are drawn in training (noise is an argument) and at their mean in evaluation.
-
-    Args:
-        hidden: as for `gnet`.
-        activation: as for `gnet`.
-
-    Raises:
-        ValueError: for options out of range.
-    """
-    return Stochastic(_check_mlp(hidden, activation), activation)
+gnet, stochastic = GNet, Stochastic
