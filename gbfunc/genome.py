@@ -63,22 +63,21 @@ def check_genome(
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
     given = {(e, k): tuple(leaf.shape) for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
     given |= {("direct", name): tuple(leaf.shape) for name, leaf in genome.direct.items()}
-    leaves = dict(given)
     if buffers:
         expected |= {("buffers", b.name): b.shape for b in plan.buffers}
         given |= {("buffers", name): tuple(buffer.shape) for name, buffer in genome.buffers.items()}
     if expected != given:
         missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
-        wrong = [f"{k} is {given[k]}, expected {s}" for k, s in expected.items() if k in given and given[k] != s]
+        wrong = {k: s for k, s in expected.items() if given.get(k, s) != s}
         hint = ""
         if wrong and not missing and not unknown:
-            both = [(given[k], s) for k, s in expected.items() if given[k] != s]
-            if all(f[1:] == s[1:] and f[:1] < s[:1] for f, s in both):
+            if all(given[k][1:] == s[1:] and given[k][:1] < s[:1] for k, s in wrong.items()):
                 hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
-            elif shapes is not None and leaves == plan.leaf_shapes:
+            elif shapes is not None and plan.leaf_shapes.items() <= given.items():
                 hint = "; a whole state becomes this rank's part by train_step.shard(state)"
+        shown = [f"{k} is {given[k]}, expected {s}" for k, s in wrong.items()]
         raise ValueError(
-            f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {wrong}{hint}"
+            f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {shown}{hint}"
         )
 
 
@@ -126,8 +125,7 @@ def init_genome(
         raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: give them some")
     infos = {info.name: info for info in parameter_infos(pnet)}
     if device is None:
-        first = next((info.tensor.device for info in infos.values()), torch.device("cpu"))
-        device = torch.device("cpu") if first.type == "meta" else first
+        device = next((info.tensor.device for info in infos.values() if not info.tensor.is_meta), "cpu")
     generator = torch.Generator("cpu").manual_seed(seed)
     done, total = 0, sum(t.numel for t in plan.generated)
 
@@ -190,11 +188,8 @@ class _Slot(NamedTuple):
         """Factors of the tiles of a span from their leaves, with zeros beyond the edges of the matrix."""
         left, right = cast(Factors, self.run.of(span).filled(leaves, None).tiles())
         g, tile_T = self.grid, torch.arange(span.start, span.stop, device="cpu")
-        if g.rows % g.tile_rows:
-            left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
-        if g.cols % g.tile_cols:
-            right = right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols)
-        return Factors(left, right)
+        left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
+        return Factors(left, right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols))
 
     def spans(self) -> Iterator[slice]:
         """All tiles, as many at a time as a cache holds."""
@@ -238,16 +233,17 @@ def init_leaves(
     specs = hypernet.leaves(dims)
     drawn = hypernet.init(dims, len(groups_T), int(groups_T.max()) + 1, generator)
     leaves = {k: v.to(row_codes_Urp.dtype) for k, v in drawn.items() if 0 not in specs[k].shape}
-    tile_scope = [k for k in leaves if specs[k].scope == "tile"]
     if not hypernet.standardised or not leaves:
         return leaves
+    tile_scope = [k for k in leaves if specs[k].scope == "tile"]
+    linear = [k for k in tile_scope if specs[k].role == "linear"]
     whole = Run.bare(hypernet, dims, "eager", row_codes_Urp, col_codes_Ucq)
     for first, grid in slots:
         span = slice(first, first + grid.n_tiles)
         mine = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
         slot = _Slot(whole.of(span), grid)
         for _ in range(_DRAWS if grid.numel > 1 else 0):
-            if changed := _standardised(slot, mine, tile_scope, [k for k in tile_scope if specs[k].role == "linear"]):
+            if changed := _standardised(slot, mine, tile_scope, linear):
                 mine |= changed
                 break
             # All its weights are equal, as with rectifiers that are off everywhere: such a slot would never train.
@@ -310,21 +306,19 @@ def _centred_factors(slot: _Slot, leaves: Params, linear: list[str]) -> tuple[Pa
 
     Factors are not multiplied out: the sum of all weights of a tile is that of the left rows times that of the right.
     """
-    slopes: dict[str, list[Tensor]] = {k: [] for k in linear}
+    slopes: list[tuple[Tensor, ...]] = []
     mean = square = 0.0
     for span in slot.spans():
-        mine = {k: v[span].detach() for k, v in leaves.items()}
-        mine |= {k: mine[k].requires_grad_() for k in linear}
+        mine = {k: v[span].detach().requires_grad_(k in linear) for k, v in leaves.items()}
         with torch.enable_grad():
             left, right = slot.factors(mine, span)
             total = (left.sum(-2) * right.sum(-2)).sum()
-            for k, slope in zip(linear, torch.autograd.grad(total, [mine[k] for k in linear]), strict=True):
-                slopes[k].append(slope / slot.grid.numel)
+            slopes.append(torch.autograd.grad(total, [mine[k] for k in linear]))
         mean += float(total.detach()) / slot.grid.numel
         # As if the columns of the factors were independent.
         norms = [torch.linalg.vector_norm(x.detach(), dim=(-2, -1)).double() for x in (left, right)]
         square += float((norms[0] * norms[1]).square().sum()) / left.shape[-1] / slot.grid.numel
-    slope = {k: torch.cat(parts) for k, parts in slopes.items()}
+    slope = {k: torch.cat(parts) / slot.grid.numel for k, parts in zip(linear, zip(*slopes, strict=True), strict=True)}
     return _without(mean, {k: leaves[k] for k in linear}, slope), math.sqrt(square)
 
 

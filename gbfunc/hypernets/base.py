@@ -108,12 +108,7 @@ class Hypernet:
     ) -> Tensor | None:
         """The one matrix [R, C] that many g-nets' tiles make, at their mean; None where a type knows no shorter way.
 
-        Args:
-            leaves: leaves of all its g-nets: `{leaf: [T, *shape]}`.
-            row_codes_Urp: codes of the rows; U is 1 where all tiles share them, else T.
-            col_codes_Ucq: codes of the columns.
-            grid: of the matrix.
-            kernel: implementation, where the type has several.
+        Arguments as for `apply`: leaves `{leaf: [T, *shape]}`, codes of U = 1 or T tiles, and the grid of the matrix.
         """
         return None
 

@@ -1,8 +1,8 @@
 """Tiles of any g-net in row blocks that are recomputed in the backward pass: bounded memory, any order of derivative.
 
-A `RowMap` is a function of one g-net whose inputs are either cut along the rows of its tile or shared by all rows, and
-whose outputs are either cut along the rows or summed over them. The derivatives of a row map, in reverse and in forward
-mode, are row maps too, so one `autograd.Function` evaluates them all.
+A `RowMap` is a function of one g-net whose inputs are cut along the rows of its tile or shared by all rows, and whose
+outputs are cut along the rows or summed over them. Its derivatives are row maps too, in reverse and in forward mode, so
+one `autograd.Function` evaluates them all.
 
 Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 """
@@ -75,8 +75,7 @@ def row_jvp(m: RowMap) -> RowMap:
 def _pieces(length: int, longest: int) -> Iterator[slice]:
     """Cut `length` into the fewest pieces of at most `longest`, as even as they can be."""
     step = -(-length // -(-length // longest))
-    for start in range(0, length, step):
-        yield slice(start, min(length, start + step))
+    return (slice(start, min(length, start + step)) for start in range(0, length, step))
 
 
 def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
@@ -164,9 +163,9 @@ def chunked_apply(
 ) -> Tensor:
     """Generate one g-net's tile from separable pre-activations, in row blocks that backward recomputes.
 
-    Under `torch.vmap` over g-nets the blocks run over tiles as well, so the bound holds for the whole ensemble.
-    Inside a function that is being compiled the tile is one expression instead, whose memory the compiler decides.
-    Derivatives of any order and mode reach `A`, `B` and every entry of `params`, and nothing that `fn` closes over.
+    Under `torch.vmap` over g-nets the blocks run over tiles too, so the bound holds for the whole ensemble; within
+    `torch.compile` the tile is one expression. Derivatives of any order and mode reach `A`, `B` and `params`, and
+    nothing that `fn` closes over.
 
     Args:
         fn: what follows the first layer, for some rows: `(pre-activations [rows, c, H], params) -> weights [rows, c]`.
@@ -174,8 +173,7 @@ def chunked_apply(
         A: pre-activations of the rows, bias included [r, H].
         B: pre-activations of the columns [c, H].
         params: parameters of the remaining layers, floating point.
-        max_bytes: memory that the activations of one block may take, as estimated from the widths of the layers.
-            A single row of a single tile is never divided.
+        max_bytes: estimated memory that the activations of one block may take; a single row is never divided.
 
     Returns:
         The tile [r, c].

@@ -1,8 +1,7 @@
 """The ReLU tile in PyTorch: its definition, and eager code where there is no C++ compiler and no Triton.
 
 `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`, with `A` and `B` the halves of what the first layer feeds its ReLU.
-Few weights are one broadcast expression, of O(T r c H) memory; many are made in blocks that stay in cache, one hidden
-unit after the other.
+Few weights are one broadcast expression, of O(T r c H) memory; many are made in blocks that stay in cache.
 
 Suffixes: R, C rows and columns of a matrix; T tiles; r, c of a tile, b rows of it in a block; H hidden units.
 """

@@ -31,11 +31,7 @@ _FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
 
 
 def _command() -> list[str]:
-    """The compiler and its flags.
-
-    Raises:
-        RuntimeError: if there is no compiler.
-    """
+    """The compiler and its flags."""
     named = shlex.split(os.environ.get("CXX", ""))
     found = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
     if found is None:
@@ -44,12 +40,6 @@ def _command() -> list[str]:
     flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
     # Apple's compiler has no OpenMP; there the loops run on one thread.
     return [found, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
-
-
-def _place(command: list[str]) -> Path:
-    """Where the kernel of this source and command is kept between processes."""
-    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"relu_{digest}.so"
 
 
 @functools.cache
@@ -61,7 +51,9 @@ def library() -> ctypes.CDLL:
         RuntimeError: if there is no compiler, or it fails.
     """
     command = _command()
-    place = _place(command)
+    # One file for each source and command, kept between processes.
+    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"relu_{digest}.so"
     if place.exists():
         return ctypes.CDLL(str(place))
     # In a folder that nobody else can write: what lies in a shared one under a name that can be guessed is not loaded.
@@ -80,7 +72,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def is_available() -> bool:
-    """Whether the compiled kernel can be had here; after one warning if it cannot."""
+    """Whether the compiled kernel is available; one warning tells why it is not."""
     try:
         library()
     except (OSError, RuntimeError) as error:
