@@ -23,12 +23,14 @@ class Leaf(NamedTuple):
     Attributes:
         shape: its shape for ONE g-net.
         role: `"linear"` where the tile is (jointly) linear in it, so that `init` may rescale it; else `"code"`.
-        scope: `"tile"`: each tile has its own; `"group"`: the tiles of a group share it.
+        scope: `"tile"`: each tile has one; `"group"`: the tiles of a group share it.
+        std: standard deviation that it is drawn with.
     """
 
     shape: tuple[int, ...]
     role: Literal["code", "linear"]
     scope: Literal["tile", "group"] = "tile"
+    std: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Hypernet:
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """Draw the leaves of all g-nets of an ensemble: `{leaf: [T or G, *shape]}` in float32 on the CPU."""
-        raise NotImplementedError
+        return draw(self.leaves(dims), n_tiles, n_groups, generator)
 
     def apply(
         self,
@@ -140,12 +142,12 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def draw(
-    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float]
+    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float] = {}
 ) -> Params:
-    """Normal leaves of standard deviation `stds[name]` (zeros where it is 0), tile by tile from one generator."""
+    """Normal leaves, tile by tile from one generator, of deviation `stds[name]` or else their `std`; zeros for 0."""
     # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
     return {
-        name: normal((n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape), generator) * stds[name]
+        name: normal((n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape), generator) * stds.get(name, leaf.std)
         for name, leaf in leaves.items()
     }
 

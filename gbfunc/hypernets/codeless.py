@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized, draw
+from gbfunc.hypernets.base import Hypernet, Leaf, Sized
 from gbfunc.types import Factors, Params, TileDims
 
 _MAX = torch.finfo(torch.float32).max
@@ -42,10 +42,6 @@ class Constant(Hypernet):
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """None."""
-        return {}
-
-    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Nothing to draw."""
         return {}
 
     def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Tensor:
@@ -84,12 +80,7 @@ class LowRank(_Factored):
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Two factors: [r, k] and [c, k]."""
         k = self.known_size
-        return {"left": Leaf((dims.rows, k), "linear"), "right": Leaf((dims.cols, k), "code")}
-
-    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Normal factors, of unit deviation their product."""
-        stds = {"left": self.known_size**-0.5, "right": 1.0}
-        return draw(self.leaves(dims), n_tiles, n_groups, generator, stds)
+        return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": Leaf((dims.cols, k), "code")}
 
     def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Factors:
         """The factors as they are."""
@@ -116,12 +107,11 @@ class XOX(_Factored):
         """Expression of the row and column neurons [r, g], [c, g], rules [g, g], and a learned scale."""
         g = self.known_size
         genes = {"row_genes": Leaf((dims.rows, g), "code"), "col_genes": Leaf((dims.cols, g), "code")}
-        return genes | {"rules": Leaf((g, g), "linear"), "scale": Leaf((), "code")}
+        return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """Normal genes and rules, unit scale."""
-        stds = {"row_genes": 1.0, "col_genes": 1.0, "rules": 1 / self.known_size, "scale": 0.0}
-        drawn = draw(self.leaves(dims), n_tiles, n_groups, generator, stds)
+        drawn = super().init(dims, n_tiles, n_groups, generator)
         return drawn | {"scale": torch.ones_like(drawn["scale"])}
 
     def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Factors:

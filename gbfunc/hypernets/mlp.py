@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, check_size, draw, uniform
+from gbfunc.hypernets.base import Hypernet, Leaf, check_size, uniform
 from gbfunc.hypernets.kernels import chunked_apply, relu_tiles
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims
@@ -32,6 +33,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 """Activations of an MLP g-net."""
 
 _INITIAL_LOG_SIGMA = -3.0
+
+
+def _he(inputs: int) -> float:
+    """Deviation of the weights of a layer (He et al., 2015)."""
+    return math.sqrt(2 / max(1, inputs))
 
 
 @dataclass(frozen=True)
@@ -79,32 +85,23 @@ class GNet(Hypernet):
         if self.hidden is None:
             raise ValueError(f"{self.type} has no size yet: a plan chooses it")
         first = self.hidden[0]
+        std = 1.0 if self.activation == "sin" else _he(dims.row_width + dims.col_width)
         leaves = {
-            "row_weight": Leaf((dims.row_width, first), "code"),
-            "col_weight": Leaf((dims.col_width, first), "code"),
+            "row_weight": Leaf((dims.row_width, first), "code", std=std),
+            "col_weight": Leaf((dims.col_width, first), "code", std=std),
             "bias": Leaf((first,), "code"),
         }
-        for i, (n, m) in enumerate(zip(self.hidden, self.hidden[1:], strict=False), start=1):
-            leaves |= {f"weight_{i}": Leaf((n, m), "code"), f"bias_{i}": Leaf((m,), "code")}
+        for i, (n, m) in enumerate(pairwise(self.hidden), start=1):
+            leaves |= {f"weight_{i}": Leaf((n, m), "code", std=_he(n)), f"bias_{i}": Leaf((m,), "code", std=0.0)}
         return leaves | self._head(self.hidden[-1])
 
     def _head(self, width: int) -> dict[str, Leaf]:
-        return {"out_weight": Leaf((width,), "linear"), "out_bias": Leaf((), "linear")}
+        return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """He-normal weights (He et al., 2015); normal biases spread the kinks over the codes."""
-        leaves = self.leaves(dims)
-        sine = self.activation == "sin"
-        stds = {}
-        for name, leaf in leaves.items():
-            if name in ("row_weight", "col_weight"):
-                stds[name] = 1.0 if sine else math.sqrt(2 / max(1, dims.row_width + dims.col_width))
-            elif leaf.shape and "weight" in name:
-                stds[name] = math.sqrt(2 / leaf.shape[0])
-            else:
-                stds[name] = 1.0 if name == "bias" else 0.0
-        drawn = draw(leaves, n_tiles, n_groups, generator, stds)
-        if sine:
+        """He-normal weights; normal biases spread the kinks over the codes, uniform ones the phases."""
+        drawn = super().init(dims, n_tiles, n_groups, generator)
+        if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
         return drawn
 
@@ -161,7 +158,7 @@ class Stochastic(GNet):
         return super()._head(width) | spread
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """As `GNet.init`; every weight's deviation starts at exp(-3), 5 % of the weights' own."""
+        """As `GNet.init`; every weight's deviation starts at exp(-3), 5 % of that of the weights."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         drawn["log_sigma_weight"] = torch.zeros_like(drawn["log_sigma_weight"])
         drawn["log_sigma_bias"] = torch.full_like(drawn["log_sigma_bias"], _INITIAL_LOG_SIGMA)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Leaf, Sized, draw, uniform
+from gbfunc.hypernets.base import Leaf, Sized, uniform
 from gbfunc.types import Factors, Params, TileDims
 
 
@@ -66,22 +66,20 @@ class Periodic(Sized):
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Code weights [p, H] and [q, H] with phase and amplitude, or shared ones with two coefficients a feature."""
         h = self.known_size
+        rows, cols = self._deviations
         scope = "group" if self.shares else "tile"
         codes = {
-            "row_weight": Leaf((dims.row_width, h), "code", scope),
-            "col_weight": Leaf((dims.col_width, h), "code", scope),
+            "row_weight": Leaf((dims.row_width, h), "code", scope, rows),
+            "col_weight": Leaf((dims.col_width, h), "code", scope, cols),
         }
+        coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:
-            return codes | {"sine": Leaf((h,), "linear"), "cosine": Leaf((h,), "linear")}
-        return codes | {"phase": Leaf((h,), "code"), "amplitude": Leaf((h,), "linear")}
+            return codes | {"sine": coefficient, "cosine": coefficient}
+        return codes | {"phase": Leaf((h,), "code"), "amplitude": coefficient}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """Normal code weights of deviation `frequency`, uniform phases, normal coefficients."""
-        rows, cols = self._deviations
-        leaves = self.leaves(dims)
-        scale = math.sqrt((1 if self.shares else 2) / self.known_size)
-        stds = {k: scale if leaf.role == "linear" else cols for k, leaf in leaves.items()} | {"row_weight": rows}
-        drawn = draw(leaves, n_tiles, n_groups, generator, stds)
+        drawn = super().init(dims, n_tiles, n_groups, generator)
         if "phase" in drawn:
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
