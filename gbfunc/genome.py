@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import Run, dense_tiles
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid, join_tiles
-from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, TileDims
+from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
 
 Noise = Mapping[str, Params]
 """`{ensemble: {name: [T, ...]}}`: standard normal noise of the stochastic ensembles."""
@@ -23,14 +22,11 @@ Noise = Mapping[str, Params]
 
 _DRAWS = 8
 _NEWTON_STEPS = 8
-_FLAT = 1e-3
-"""A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean."""
+_FLAT = 1e-3  # A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean
 _LARGE, _MANY = 1 << 20, 64
 """Weights of a slot, and columns of all its factors, from which on the factors tell its mean: the last bits differ."""
-_SMALL = 0.1
-"""A slot of factors of which less than this is left when it is centred is measured again, weight by weight."""
-_CACHED = 1 << 18
-"""Weights, or numbers of their factors, that are at hand at once when a slot is measured."""
+_SMALL = 0.1  # A slot of factors of which less than this is left when it is centred is measured again, weight by weight
+_CACHED = 1 << 18  # Weights, or numbers of their factors, that are at hand at once when a slot is measured
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -139,9 +135,7 @@ def init_genome(
     for e in plan.ensembles:
         if not e.leaves:
             continue
-        codes = codes_of(e, plan.dtype, torch.device("cpu"))
-        slots = [(span.first, span.slot.grid) for span in e.spans]
-        leaves = init_leaves(e.hypernet, e.dims, torch.from_numpy(e.groups), slots, *codes, generator, count)
+        leaves = init_leaves(e, plan.dtype, generator, count)
         gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
@@ -167,9 +161,8 @@ def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = N
     """
     noise: dict[str, Params] = {}
     for e in plan.ensembles:
-        shapes = e.hypernet.noise_shapes(e.dims)
-        drawn = {k: normal((e.n_tiles, *shape), generator) for k, shape in shapes.items()}
-        if drawn:
+        if shapes := e.hypernet.noise_shapes(e.dims):
+            drawn = {k: normal((e.n_tiles, *shape), generator) for k, shape in shapes.items()}
             noise[e.name] = drawn if like is None else {k: v.to(like) for k, v in drawn.items()}
     return noise
 
@@ -205,14 +198,7 @@ def _inside(lengths_T: Tensor, longest: int) -> Tensor:
 
 
 def init_leaves(
-    hypernet: Hypernet,
-    dims: TileDims,
-    groups_T: Tensor,
-    slots: Sequence[tuple[int, TileGrid]],
-    row_codes_Urp: Tensor,
-    col_codes_Ucq: Tensor,
-    generator: torch.Generator,
-    progress: Callable[[int], None] = lambda weights: None,
+    e: Ensemble, dtype: torch.dtype, generator: torch.Generator, progress: Callable[[int], None] = lambda weights: None
 ) -> Params:
     """Draw an ensemble's leaves, tile by tile from one CPU generator: the same wherever tiles are later.
 
@@ -221,25 +207,23 @@ def init_leaves(
     single linear coefficient has its other leaves moved likewise.
 
     Args:
-        hypernet: the g-nets' type.
-        dims: their tile.
-        groups_T: group of every tile.
-        slots: `(first tile, grid)` of every slot.
-        row_codes_Urp: row codes.
-        col_codes_Ucq: column codes.
+        e: the ensemble.
+        dtype: of the leaves.
         generator: CPU generator; its state advances.
         progress: called with the number of weights of every slot that is done.
     """
-    specs = hypernet.leaves(dims)
-    drawn = hypernet.init(dims, len(groups_T), int(groups_T.max()) + 1, generator)
-    leaves = {k: v.to(row_codes_Urp.dtype) for k, v in drawn.items() if 0 not in specs[k].shape}
+    hypernet, specs = e.hypernet, e.leaves
+    drawn = hypernet.init(e.dims, e.n_tiles, e.n_groups, generator)
+    leaves = {k: drawn[k].to(dtype) for k in specs}
     if not hypernet.standardised or not leaves:
         return leaves
     tile_scope = [k for k in leaves if specs[k].scope == "tile"]
     linear = [k for k in tile_scope if specs[k].role == "linear"]
-    whole = Run.bare(hypernet, dims, "eager", row_codes_Urp, col_codes_Ucq)
-    for first, grid in slots:
-        span = slice(first, first + grid.n_tiles)
+    groups_T = torch.from_numpy(e.groups)
+    whole = Run.bare(hypernet, e.dims, "eager", *codes_of(e, dtype, torch.device("cpu")))
+    for p in e.spans:
+        grid = p.slot.grid
+        span = slice(p.first, p.first + grid.n_tiles)
         mine = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
         slot = _Slot(whole.of(span), grid)
         for _ in range(_DRAWS if grid.numel > 1 else 0):
@@ -247,7 +231,7 @@ def init_leaves(
                 mine |= changed
                 break
             # All its weights are equal, as with rectifiers that are off everywhere: such a slot would never train.
-            fresh = hypernet.init(dims, grid.n_tiles, 1, generator)
+            fresh = hypernet.init(e.dims, grid.n_tiles, 1, generator)
             mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
         for k in tile_scope:
             leaves[k][span] = mine[k]

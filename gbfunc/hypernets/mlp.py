@@ -137,10 +137,20 @@ class GNet(Hypernet):
         return self._mean(leaves, row_codes_Urp, col_codes_Ucq, kernel, grid=grid) if self._is_fused else None
 
     def apply(
-        self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, *, kernel: Kernel = "auto", **unused: Any
+        self,
+        leaves: Params,
+        row_codes_rp: Tensor,
+        col_codes_cq: Tensor,
+        *,
+        noise: Params | None = None,
+        kernel: Kernel = "auto",
     ) -> Tensor:
-        """The tile [r, c]."""
-        return self._mean(leaves, row_codes_rp, col_codes_cq, kernel)
+        """The tile [r, c]: a draw with noise, which a stochastic g-net takes, else the mean."""
+        mean = self._mean(leaves, row_codes_rp, col_codes_cq, kernel)
+        if noise is None:
+            return mean
+        log_sigma = self._mean(leaves, row_codes_rp, col_codes_cq, kernel, "log_sigma")
+        return mean + torch.exp(log_sigma) * noise["weight"]
 
 
 @dataclass(frozen=True)
@@ -167,22 +177,6 @@ class Stochastic(GNet):
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
         """One number for each weight."""
         return {"weight": (dims.rows, dims.cols)}
-
-    def apply(
-        self,
-        leaves: Params,
-        row_codes_rp: Tensor,
-        col_codes_cq: Tensor,
-        *,
-        noise: Params | None = None,
-        kernel: Kernel = "auto",
-    ) -> Tensor:
-        """The tile [r, c]: a draw with noise, the mean without."""
-        mean = self._mean(leaves, row_codes_rp, col_codes_cq, kernel)
-        if noise is None:
-            return mean
-        log_sigma = self._mean(leaves, row_codes_rp, col_codes_cq, kernel, "log_sigma")
-        return mean + torch.exp(log_sigma) * noise["weight"]
 
 
 gnet, stochastic = GNet, Stochastic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import get_ident
 from typing import Any, ClassVar
 
@@ -49,23 +49,20 @@ def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
     if not isinstance(module, nn.Module):
         return frozenset()
     weights = {name: p.detach().double() for name, p in module.named_parameters()}
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(8, width, generator=generator, dtype=torch.float64, device="cpu")
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
+    x = random(8, width)
     heads = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and m.out_features == 1]
     for head in reversed(heads):
         names = [n for n in weights if n.rpartition(".")[0] == head and n.rpartition(".")[2] in ("weight", "bias")]
-        u, v = (
-            {n: torch.randn(weights[n].shape, generator=generator, dtype=torch.float64, device="cpu") for n in names}
-            for _ in range(2)
-        )
+        u, v = ({n: random(weights[n].shape) for n in names} for _ in range(2))
 
         def end(values: Params) -> Tensor:
             return functional_call(module, weights | values, (x,))
 
         # Tried out, because nothing but the forward pass says what follows the layer.
         with torch.no_grad():
-            found, expected = end({n: v[n] - 2 * u[n] for n in names}), end(v) - 2 * end(u)
-        if torch.allclose(found, expected, rtol=1e-9, atol=1e-9):
+            got, expected = end({n: v[n] - 2 * u[n] for n in names}), end(v) - 2 * end(u)
+        if torch.allclose(got, expected, rtol=1e-9, atol=1e-9):
             return frozenset(names)
     return frozenset()
 
@@ -114,7 +111,7 @@ class FromModule(Hypernet):
         return leaves if linear else leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """The module's own initialisation, one seed a tile."""
+        """The module's initialisation, one seed per tile."""
         width = dims.row_width + dims.col_width
         seeds = torch.randint(0, 2**62, (n_tiles,), generator=generator, dtype=torch.int64, device="cpu").tolist()
         drawn, _ = stack_module_state([_build(self.factory, width, seed) for seed in seeds])

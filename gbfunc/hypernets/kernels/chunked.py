@@ -154,12 +154,7 @@ def apply_row_map(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
 
 
 def chunked_apply(
-    fn: Callable[[Tensor, Params], Tensor],
-    A: Tensor,
-    B: Tensor,
-    params: Params,
-    *,
-    max_bytes: int = DEFAULT_MAX_BYTES,
+    fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> Tensor:
     """Generate one g-net's tile from separable pre-activations, in row blocks that backward recomputes.
 

@@ -86,8 +86,7 @@ def is_available() -> bool:
     return True
 
 
-_THREAD_WORK = 2**16
-"""Hidden activations that repay one more thread: about 10 us."""
+_THREAD_WORK = 2**16  # Hidden activations that repay one more thread: about 10 us
 
 
 def _call(direction: str, grid: TileGrid, hidden: int, parts: int, *arrays: Tensor) -> None:
