@@ -63,13 +63,11 @@ class Encoding:
         """Raise `ValueError` where the encoding cannot code an axis of `n`."""
 
     def tile_codes(self, n: int, tile: int) -> Array:
-        """Codes of the tiles that cut an axis of `n` into pieces of `tile`: [u, t, k], u = 1 where tiles share them.
-
-        Positions past the end of the axis repeat the last one; what is generated for them is cropped.
-        """
+        """Codes of the tiles that cut an axis of `n` into pieces of `tile`: [u, t, k], u = 1 where tiles share them."""
         if self.local:
             return self.codes(tile)[None]
         n_tiles = -(-n // tile)
+        # Positions past the end repeat the last one; what is generated for them is cropped.
         index = np.minimum(np.arange(n_tiles * tile), n - 1)
         return self.codes(n)[index].reshape(n_tiles, tile, self.width(n))
 
@@ -157,15 +155,28 @@ class Grid(Encoding):
 
 @dataclass(frozen=True)
 class PerAxis(Encoding):
-    """Channels x kernel positions (row-major): the code of the channel beside the code of the position.
+    """Code of a convolution's columns: `channels` for the input channel, `positions` for the place in the kernel.
 
-    Tiles cut channels and never positions, so the positions' code is the same in every tile.
+    Args:
+        channels: code of the input channels.
+        positions: code of the kernel positions, such as `grid(3, 3)`; the same in every tile, as tiles cut channels.
+        n_positions: positions of the kernel, 9 for 3 x 3.
+
+    Raises:
+        ValueError: if `n_positions` is below 1 or not what `positions` codes, or if either code is nested too deep.
     """
 
     channels: Encoding
     positions: Encoding
     n_positions: int
     type: ClassVar[str] = "per_axis"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n_positions, int) or self.n_positions < 1:
+            raise ValueError(f"n_positions must be an int >= 1, got {self.n_positions!r}")
+        self.positions.check(self.n_positions)
+        if (depth := _depth(self)) > _MAX_DEPTH:
+            raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {depth}")
 
     @property
     def local(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -194,7 +205,11 @@ class PerAxis(Encoding):
         return {"type": self.type, **parts, "n_positions": self.n_positions}
 
 
-binary, gray, one_hot = Binary, Gray, OneHot
+def _depth(code: Encoding) -> int:
+    return 1 + max(_depth(code.channels), _depth(code.positions)) if isinstance(code, PerAxis) else 0
+
+
+binary, gray, one_hot, per_axis = Binary, Gray, OneHot, PerAxis
 
 
 def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate", bandwidth: float = 6.0) -> Encoding:
@@ -217,30 +232,6 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
     if not (isinstance(bandwidth, int | float) and 0 < bandwidth <= _MAX_BANDWIDTH):
         raise ValueError(f"bandwidth must be a positive number, at most {_MAX_BANDWIDTH:g}, got {bandwidth!r}")
     return Grid(tuple(dims), code, float(bandwidth))
-
-
-def per_axis(channels: Encoding, positions: Encoding, n_positions: int) -> Encoding:
-    """Code of a convolution's columns: `channels` for the input channel, `positions` for the place in the kernel.
-
-    Args:
-        channels: code of the input channels.
-        positions: code of the kernel positions, such as `grid(3, 3)`.
-        n_positions: positions of the kernel, 9 for 3 x 3.
-
-    Raises:
-        ValueError: if `n_positions` is below 1 or not what `positions` codes, or if either code is nested too deep.
-    """
-    if not isinstance(n_positions, int) or n_positions < 1:
-        raise ValueError(f"n_positions must be an int >= 1, got {n_positions!r}")
-    positions.check(n_positions)
-    encoding = PerAxis(channels, positions, n_positions)
-    if (depth := _depth(encoding)) > _MAX_DEPTH:
-        raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {depth}")
-    return encoding
-
-
-def _depth(code: Encoding) -> int:
-    return 1 + max(_depth(code.channels), _depth(code.positions)) if isinstance(code, PerAxis) else 0
 
 
 ENCODINGS: Mapping[str, Callable[..., Encoding]] = MappingProxyType(

@@ -19,7 +19,6 @@ from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
 Noise = Mapping[str, Params]
 """`{ensemble: {name: [T, ...]}}`: standard normal noise of the stochastic ensembles."""
 
-
 _DRAWS = 8
 _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean
@@ -286,16 +285,14 @@ def _without(value: float, leaves: Params, slopes: Params) -> Params:
 
 
 def _centred_factors(slot: _Slot, leaves: Params, linear: list[str]) -> tuple[Params, float]:
-    """The linear leaves moved so that the mean is zero, and the size of the weights before, roughly.
-
-    Factors are not multiplied out: the sum of all weights of a tile is that of the left rows times that of the right.
-    """
+    """The linear leaves moved so that the mean is zero, and roughly the size of the weights before, from factors."""
     slopes: list[tuple[Tensor, ...]] = []
     mean = square = 0.0
     for span in slot.spans():
         mine = {k: v[span].detach().requires_grad_(k in linear) for k, v in leaves.items()}
         with torch.enable_grad():
             left, right = slot.factors(mine, span)
+            # The sum of all weights of a tile is that of the left rows times that of the right ones.
             total = (left.sum(-2) * right.sum(-2)).sum()
             slopes.append(torch.autograd.grad(total, [mine[k] for k in linear]))
         mean += float(total.detach()) / slot.grid.numel

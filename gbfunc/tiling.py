@@ -66,7 +66,7 @@ MaxTile = int | tuple[int, int] | None
 
 
 def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
-    """The largest tile as (rows, columns), or None for one tile a matrix.
+    """The largest tile as (rows, columns), or None for one tile per matrix.
 
     Raises:
         ValueError: unless `max_tile` is None, an int >= 1 or a pair of them.
@@ -167,10 +167,7 @@ def _joined(tiles: Tensor, grid: TileGrid) -> Tensor:
 
 
 def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> None:
-    """Copy tiles [..., T, r, c] into their matrix [..., R, C], or a matrix into its tiles, with zeros beyond its edges.
-
-    Both may be some rows of tiles of the grid.
-    """
+    """Copy tiles [..., T, r, c] of a grid, or some rows of them, into a matrix [..., R, C]; or back, zero beyond it."""
     r, c = grid.tile_rows, grid.tile_cols
     blocks = tiles.unflatten(-3, (-1, grid.n_cols))
     top, left = blocks.shape[-4] - 1, grid.n_cols - 1
@@ -189,10 +186,7 @@ def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> No
 
 
 class _Retile(torch.autograd.Function):
-    """Join tiles into matrices, or its transpose: cut matrices into tiles, zero beyond their edges.
-
-    One copy there and one back, where slices would each fill and copy gradients of all.
-    """
+    """Join tiles into matrices, or cut matrices into tiles: one copy there and one back, as slices would not."""
 
     @staticmethod
     def forward(joins: bool, grids: tuple[TileGrid, ...], *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

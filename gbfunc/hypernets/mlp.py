@@ -1,7 +1,6 @@
 r"""MLP g-nets over the codes of a weight, as in the genomic bottleneck, plain and stochastic.
 
-Source: Shuvaev, Lachi, Koulakov, Zador: Encoding innate ability through a genomic bottleneck (PNAS 2024, doi
-10.1073/pnas.2409160121).
+Source: Shuvaev et al., Encoding innate ability through a genomic bottleneck (PNAS 2024, doi 10.1073/pnas.2409160121).
 A stochastic one has a mean and a log standard deviation per weight, drawn by reparameterisation,
 $w = \mu + e^{s} \epsilon$, $\epsilon \sim N(0, 1)$ (Kingma and Welling, Auto-encoding variational Bayes, 2014, eq. 4).
 

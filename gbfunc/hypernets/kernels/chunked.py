@@ -40,7 +40,7 @@ class RowMap(NamedTuple):
     inputs: tuple[int, int]
     outputs: tuple[int, int]
     row_bytes: int
-    max_bytes: int
+    max_bytes: int = DEFAULT_MAX_BYTES
 
 
 def _cut(x: Tensors, n: int) -> tuple[Tensors, Tensors]:

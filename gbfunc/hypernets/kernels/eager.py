@@ -8,12 +8,19 @@ Suffixes: R, C rows and columns of a matrix; T tiles; r, c of a tile, b rows of 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from gbfunc.tiling import TileGrid, copy_tiles, join_stack, split_stack
+
+
+def warn_of_use(reason: str, cure: str) -> None:
+    """Warn that this form is used in the place of a compiled one."""
+    words = f"{reason}; large ReLU ensembles use the slower eager kernel; install {cure}, or ask for kernel='eager'"
+    warnings.warn(f"{words} to silence this", RuntimeWarning, stacklevel=3)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,8 +38,8 @@ def reference_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
 def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     """Generate tiles as compiles best, `W[i, j] = b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`.
 
-    It is linear in everything but the activity, so what automatic differentiation makes of it are the two sums of the
-    hand-derived backward pass, and a compiler fuses both: half the time that the plain expression takes.
+    Its automatic derivative is the two sums of the hand-derived backward pass, which a compiler fuses: half the time of
+    the plain expression.
     """
     A_rH, B_cH, v_1H = (x.to(compute_dtype(A.dtype)) for x in (A, B, v.unsqueeze(-2)))
     active_rcH = A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3) > 0
@@ -50,11 +57,7 @@ def _is_small(A: Tensor, B: Tensor) -> bool:
 
 
 def _blocks(grid: TileGrid, device: torch.device) -> Iterator[tuple[slice, slice, slice, TileGrid]]:
-    """Cut a matrix into blocks: several rows of tiles, or some rows of one row of tiles.
-
-    Yields:
-        The block's tiles, its rows in them, its rows in the matrix, and its grid.
-    """
+    """Blocks of a matrix, some rows of tiles or a part of one: its tiles, rows in them and in the matrix, and grid."""
     size, per_row = block_size(device), grid.n_cols * grid.tile_cols
     height = min(grid.tile_rows, max(1, size // per_row))
     count = max(1, size // (per_row * grid.tile_rows))

@@ -15,14 +15,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gbfunc.files import replace_file
-from gbfunc.hypernets.kernels.eager import compute_dtype
+from gbfunc.hypernets.kernels.eager import compute_dtype, warn_of_use
 from gbfunc.tiling import TileGrid
 
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -76,12 +75,7 @@ def is_available() -> bool:
     try:
         library()
     except (OSError, RuntimeError) as error:
-        warnings.warn(
-            f"{error}; large ReLU ensembles use the slower eager kernel; install a C++ compiler, or ask for "
-            "kernel='eager' to silence this",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_of_use(str(error), "a C++ compiler")
         return False
     return True
 

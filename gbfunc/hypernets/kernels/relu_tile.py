@@ -13,7 +13,6 @@ Suffixes: T tiles; R, C rows and columns of a matrix; r, c of a tile; H hidden u
 from __future__ import annotations
 
 import functools
-import warnings
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 
 from gbfunc.hypernets.kernels import eager, native
 from gbfunc.hypernets.kernels.chunked import (
-    DEFAULT_MAX_BYTES,
     InputsOnly,
     RowMap,
     Tensors,
@@ -65,12 +63,7 @@ def _accelerator_form(device_type: str) -> ModuleType:
             raise RuntimeError(f"it makes a weight of {weight} where 3 is right")
         return triton
     except Exception as error:  # no Triton, no driver or no C compiler for it: each shows in another way
-        warnings.warn(
-            f"Triton does not work on {device_type!r} ({type(error).__name__}: {error}), so large ReLU ensembles use "
-            "the slower eager kernel; install triton, or ask for kernel='eager' to silence this",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        eager.warn_of_use(f"Triton does not work on {device_type!r} ({type(error).__name__}: {error})", "triton")
         return eager
 
 
@@ -97,7 +90,7 @@ def _row_map(A: Tensor, cols: int) -> RowMap:
         return (reference_tiles(*rows, *shared),), ()
 
     row_bytes = 4 * cols * A.shape[-1] * compute_dtype(A.dtype).itemsize
-    return RowMap(fn, (1, 3), (1, 0), row_bytes, DEFAULT_MAX_BYTES)
+    return RowMap(fn, (1, 3), (1, 0), row_bytes)
 
 
 class _How(NamedTuple):
