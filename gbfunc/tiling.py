@@ -6,7 +6,7 @@ Suffixes: R, C rows and columns of the matrix; T tiles, row-major; r, c rows and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,7 @@ def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
     if max_tile is None:
         return None
     pair = (max_tile, max_tile) if isinstance(max_tile, int) else max_tile
-    good = isinstance(pair, tuple) and len(pair) == 2
-    if not good or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair):
+    if not isinstance(pair, tuple) or len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair):
         raise ValueError(f"max_tile must be None, an int >= 1 or (rows, cols), got {max_tile!r}")
     return pair
 
@@ -185,6 +184,11 @@ def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> No
                 outer.copy_(inner) if joins else inner.copy_(outer)
 
 
+def unbatched(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Tensors of a vmap with its dimension of `size` in front; those without it repeat."""
+    return (x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims, strict=True))
+
+
 class _Retile(torch.autograd.Function):
     """Join tiles into matrices, or cut matrices into tiles: one copy there and one back, as slices would not."""
 
@@ -206,13 +210,8 @@ class _Retile(torch.autograd.Function):
         return None, None, *_Retile.apply(not ctx.joins, ctx.grids, *gradients)  # pyright: ignore[reportGeneralTypeIssues]
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], joins: bool, grids: tuple[TileGrid, ...], *inputs: Tensor
-    ) -> tuple[Any, Any]:
-        moved = (
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(inputs, in_dims[2:], strict=True)
-        )
+    def vmap(info: Any, in_dims: tuple[Any, ...], joins: bool, grids: tuple[TileGrid, ...], *inputs: Tensor) -> Any:
+        moved = unbatched(info.batch_size, in_dims[2:], inputs)
         return _Retile.apply(joins, grids, *moved), (0,) * (len(grids) if joins else 1)
 
     @staticmethod

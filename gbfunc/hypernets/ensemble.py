@@ -7,7 +7,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, p and q 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class Run(NamedTuple):
         scale: scale of every tile's slot [T]; None where it is in the leaves, or there is none.
         leaves: leaf of every tile: `{name: [T, ...]}`; {} for a type without any.
         noise: `{name: [T, ...]}` for stochastic types, None for the mean.
+        empty: shapes of the leaves that have no entries, which no genome holds.
     """
 
     hypernet: Hypernet
@@ -42,13 +43,15 @@ class Run(NamedTuple):
     scale: Tensor | None
     leaves: Params
     noise: Params | None
+    empty: Mapping[str, tuple[int, ...]]
 
     @staticmethod
     def bare(
         hypernet: Hypernet, dims: TileDims, kernel: Kernel, row: Tensor, col: Tensor, scale: Tensor | None = None
     ) -> Run:
         """A run without leaves, to be `filled`."""
-        return Run(hypernet, dims, kernel, row, col, scale, {}, None)
+        empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
+        return Run(hypernet, dims, kernel, row, col, scale, {}, None, empty)
 
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]."""
@@ -56,9 +59,8 @@ class Run(NamedTuple):
         return made if self.scale is None else dense_tiles(made) * self.scale[:, None, None]
 
     def _filled(self, *lead: int) -> Params:
-        """The leaves with those that have no entries, which no genome holds."""
-        specs = self.hypernet.leaves(self.dims).items()
-        return self.leaves | {k: self.row.new_zeros((*lead, *leaf.shape)) for k, leaf in specs if 0 in leaf.shape}
+        """The leaves with those that have no entries."""
+        return self.leaves | {k: self.row.new_zeros((*lead, *shape)) for k, shape in self.empty.items()}
 
     def _apply(self) -> Tensor | Factors:
         def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:

@@ -74,10 +74,8 @@ class GNet(Hypernet):
 
     def with_size(self, size: int) -> Hypernet:
         """All layers scaled so that the first has `size` units."""
-        if self.hidden is None:
-            return replace(self, hidden=(size,))
-        hidden = tuple(max(1, round(n * size / self.hidden[0])) for n in self.hidden[1:])
-        return replace(self, hidden=(size, *hidden))
+        first, *rest = self.hidden or (size,)
+        return replace(self, hidden=(size, *(max(1, round(n * size / first)) for n in rest)))
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Separable first layer, hidden layers `weight_i` and `bias_i`, and the head."""
@@ -163,8 +161,7 @@ class Stochastic(GNet):
     stochastic: ClassVar[bool] = True
 
     def _head(self, width: int) -> dict[str, Leaf]:
-        spread = {"log_sigma_weight": Leaf((width,), "code"), "log_sigma_bias": Leaf((), "code")}
-        return super()._head(width) | spread
+        return super()._head(width) | {"log_sigma_weight": Leaf((width,), "code"), "log_sigma_bias": Leaf((), "code")}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """As `GNet.init`; every weight's deviation starts at exp(-3), 5 % of that of the weights."""

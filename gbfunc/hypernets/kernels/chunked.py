@@ -17,6 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
+from gbfunc.tiling import unbatched
 from gbfunc.types import Params
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -101,10 +102,7 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
 
 def batch_tiles(size: int, in_dims: tuple[int | None, ...], tensors: Tensors) -> Tensors:
     """Fold the dimension of a vmap into that of the tiles: N of [T, ...] -> [N T, ...]; unbatched tensors repeat."""
-    batched = (
-        x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims, strict=True)
-    )
-    return tuple(x.flatten(0, 1) for x in batched)
+    return tuple(x.flatten(0, 1) for x in unbatched(size, in_dims, tensors))
 
 
 def filled_tangents(primals: Tensors, tangents: tuple[Tensor | None, ...]) -> Tensors:
@@ -156,7 +154,7 @@ def apply_row_map(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
 def chunked_apply(
     fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> Tensor:
-    """Generate one g-net's tile from separable pre-activations, in row blocks that backward recomputes.
+    """Generate one g-net's tile [r, c] from separable pre-activations, in row blocks that backward recomputes.
 
     Under `torch.vmap` over g-nets the blocks run over tiles too, so the bound holds for the whole ensemble; within
     `torch.compile` the tile is one expression. Derivatives of any order and mode reach `A`, `B` and `params`, and
@@ -170,12 +168,8 @@ def chunked_apply(
         params: parameters of the remaining layers, floating point.
         max_bytes: estimated memory that the activations of one block may take; a single row is never divided.
 
-    Returns:
-        The tile [r, c].
-
     Raises:
-        ValueError: if `A` and `B` are not matrices of the same width, `max_bytes` is not positive, or `fn` returns
-            another shape.
+        ValueError: for `A` and `B` that are not matrices of one width, `max_bytes` below 1, or another shape from `fn`.
     """
     if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[1]:
         raise ValueError(f"expected A [r, H] and B [c, H] of one g-net, got {list(A.shape)} and {list(B.shape)}")
@@ -195,8 +189,7 @@ def chunked_apply(
     if torch.compiler.is_compiling():
         # Dynamo refuses a Function with a `jvp`, and has no batching rule for the gradient of any other Function.
         return row_fn((A,), (B, *leaves))[0][0]
-    # A layer's weight and bias both reach its width, so this counts each activation about twice: before and after its
-    # nonlinearity, which is what a forward pass keeps for backward.
+    # By weight and bias this counts each activation about twice, as a forward pass keeps it: around its nonlinearity.
     floats = 2 * hidden + sum(max(p.shape, default=1) for p in leaves)
     m = RowMap(row_fn, (1, 1 + len(leaves)), (1, 0), cols * floats * A.element_size(), max_bytes)
     (W_1rc,) = apply_row_map(m, (A[None],), (B[None], *(p[None] for p in leaves)))

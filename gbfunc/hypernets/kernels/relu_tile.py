@@ -177,7 +177,7 @@ def _check(A: Tensor, B: Tensor, v: Tensor, b: Tensor, kernel: Kernel, grid: Til
 def relu_tiles(
     A: Tensor, B: Tensor, v: Tensor, b: Tensor, *, kernel: Kernel = "auto", grid: TileGrid | None = None
 ) -> Tensor:
-    """Generate the tiles of ReLU g-nets: `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`.
+    """Generate the tiles [..., r, c] of ReLU g-nets: `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`.
 
     Every form sums half precisions in float32, returns the inputs' dtype, and is differentiable to any order, in
     reverse and forward mode, under `torch.func` and `torch.vmap`. Within `torch.compile`, "auto", "eager" and
@@ -192,10 +192,7 @@ def relu_tiles(
             kept in `$XDG_CACHE_HOME/gbfunc` or `~/.cache/gbfunc`, and on a GPU a Triton kernel; "auto" is "compiled"
             from `COMPILE_WORK` hidden activations on, and "eager" below or, after a warning, where nothing compiles;
             "reference" is the plain expression, of O(T r c H) memory.
-        grid: of the one matrix that the tiles of A [T, r, H] make; its tiles are then never all in memory.
-
-    Returns:
-        The tiles [..., r, c], or the matrix [R, C].
+        grid: of the one matrix [R, C] that the tiles of A [T, r, H] make: it is returned, written without its tiles.
 
     Raises:
         RuntimeError: if "compiled" is asked for on a CPU, and there is no C++ compiler that works.
