@@ -72,20 +72,19 @@ def _blocks(grid: TileGrid, device: torch.device) -> Iterator[tuple[slice, slice
 
 def _by_hidden(A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
     """One hidden unit after the other: [T, b, H], [T, c, H] -> [H, T, b, 1], [H, T, 1, c] with whole rows of c."""
-    dtype = compute_dtype(A_TbH.dtype)
-    B_HTc = B_TcH.permute(2, 0, 1).to(dtype).contiguous()
-    return A_TbH.permute(2, 0, 1).unsqueeze(-1).to(dtype), B_HTc.unsqueeze(-2)
+    return A_TbH.permute(2, 0, 1).unsqueeze(-1), B_TcH.permute(2, 0, 1).contiguous().unsqueeze(-2)
 
 
 def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
     """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
     if _is_small(A, B):
         return join_stack(reference_tiles(A, B, v, b), grid)
-    W_RC, dtype = A.new_empty(grid.rows, grid.cols), compute_dtype(A.dtype)
+    W_RC = A.new_empty(grid.rows, grid.cols)
+    A, B, v, b = (x.to(compute_dtype(A.dtype)) for x in (A, B, v, b))
     for t, i, rows, block in _blocks(grid, A.device):
         A_HTb1, B_HT1c = _by_hidden(A[t, i], B[t])
-        v_HT11 = v[t].T[..., None, None].to(dtype)
-        W_Tbc = b[t, None, None].to(dtype).repeat(1, block.tile_rows, block.tile_cols)
+        v_HT11 = v[t].T[..., None, None]
+        W_Tbc = b[t, None, None].repeat(1, block.tile_rows, block.tile_cols)
         hidden_Tbc = torch.empty_like(W_Tbc)
         for h in range(A.shape[2]):
             torch.add(A_HTb1[h], B_HT1c[h], out=hidden_Tbc).clamp_min_(0)
@@ -96,8 +95,7 @@ def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
 
 def _active_sums(g: Tensor, A: Tensor, B: Tensor) -> Tensor:
     """Sum over active columns, `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`: [T, r, c] ... -> [T, r, H]."""
-    active_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) > 0
-    return torch.where(active_TrcH, g.unsqueeze(-1), 0).sum(-2)
+    return torch.where(A.unsqueeze(-2) + B.unsqueeze(-3) > 0, g.unsqueeze(-1), 0).sum(-2)
 
 
 def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,14 +114,13 @@ def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Te
 
 def _sums(g: Tensor, A: Tensor, B: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of the cotangent over active columns, active rows and whole tiles: [T, r, H], [T, c, H], [T]."""
-    dtype = compute_dtype(A.dtype)
     if _is_small(A, B):
-        g_Trc, A, B = (x.to(dtype) for x in (split_stack(g, grid), A, B))
+        g_Trc = split_stack(g, grid).to(A.dtype)
         return _active_sums(g_Trc, A, B), _active_sums(g_Trc.mT, B, A), g_Trc.sum((1, 2))
-    SA_TrH, SB_TcH = torch.zeros_like(A, dtype=dtype), torch.zeros_like(B, dtype=dtype)
+    SA_TrH, SB_TcH = torch.zeros_like(A), torch.zeros_like(B)
     db_T = SA_TrH.new_zeros(grid.n_tiles)
     for t, i, rows, block in _blocks(grid, A.device):
-        g_Tbc = split_stack(g[rows], block).to(dtype)
+        g_Tbc = split_stack(g[rows], block).to(A.dtype)
         SA_TrH[t, i], part_TcH = _block_sums(g_Tbc, A[t, i], B[t])
         SB_TcH[t] += part_TcH
         db_T[t] += g_Tbc.sum((1, 2))
@@ -132,7 +129,8 @@ def _sums(g: Tensor, A: Tensor, B: Tensor, grid: TileGrid) -> tuple[Tensor, Tens
 
 def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
     """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
+    A, B, v = (x.to(compute_dtype(g.dtype)) for x in (A, B, v))
     SA_TrH, SB_TcH, db_T = _sums(g, A, B, grid)
-    dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1).to(SA_TrH.dtype)
+    dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1)
     # In place: the sums are fresh, and as large as the inputs.
-    return tuple(x.to(A.dtype) for x in (SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, db_T))
+    return tuple(x.to(g.dtype) for x in (SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, db_T))
