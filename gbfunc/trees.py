@@ -90,11 +90,11 @@ def like_genome(flat: Params, gnets: GNets, direct: Params) -> tuple[GNets, Para
     return unflatten_tree(flat, gnets, GNET), unflatten_tree(flat, direct, DIRECT)
 
 
-def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor]) -> str:
-    """What tells two flat trees apart, in words, or ""; a tensor that is expected may be on any device.
+def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
+    """Check that a flat tree is what is expected; tensors that are expected may be on any device.
 
-    >>> tree_difference({"a": TensorSpec((2,)), "b": TensorSpec(())}, {"a": torch.ones(3), "c": torch.ones(1)})
-    "missing ['b'], unknown ['c'], wrong shape ['a is (3,), expected (2,)']"
+    Raises:
+        ValueError: `what`, and what is missing, unknown or of a wrong shape, dtype or device.
     """
     parts = []
     if expected.keys() != got.keys():
@@ -108,19 +108,11 @@ def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[st
         if x is None or (shape in (None, x.shape) and dtype in (None, x.dtype) and device in (None, x.device)):
             continue
         pairs = zip(TensorSpec._fields, (shape and tuple(shape), dtype, device), spec_of(x), strict=True)
-        what, a, b = next((what, a, b) for what, a, b in pairs if a is not None and a != b)
-        wrong.setdefault(what, []).append(f"{name} is {b}, expected {a}")
-    return ", ".join(parts + [f"wrong {k} {_some(sorted(wrong[k]))}" for k in TensorSpec._fields if k in wrong])
-
-
-def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
-    """Check that a flat tree is what is expected.
-
-    Raises:
-        ValueError: `what`, and what is missing, unknown or of a wrong shape, dtype or device.
-    """
-    if difference := tree_difference(expected, got):
-        raise ValueError(f"{what}: {difference}")
+        field, a, b = next((field, a, b) for field, a, b in pairs if a is not None and a != b)
+        wrong.setdefault(field, []).append(f"{name} is {b}, expected {a}")
+    parts += [f"wrong {k} {_some(sorted(wrong[k]))}" for k in TensorSpec._fields if k in wrong]
+    if parts:
+        raise ValueError(f"{what}: {', '.join(parts)}")
 
 
 def _some(items: list[str], most: int = 8) -> str:

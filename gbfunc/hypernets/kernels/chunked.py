@@ -43,34 +43,37 @@ class RowMap(NamedTuple):
     row_bytes: int
     max_bytes: int = DEFAULT_MAX_BYTES
 
+    def vjp(self) -> RowMap:
+        """Reverse derivative: `(row inputs + row cotangents, shared inputs + sum cotangents) -> gradients`."""
+
+        def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
+            (rows, row_cotangents), (shared, sum_cotangents) = map(_cut, (rows, shared), self.inputs)
+            return torch.func.vjp(self.fn, rows, shared)[1]((row_cotangents, sum_cotangents))
+
+        n, k = (i + o for i, o in zip(self.inputs, self.outputs, strict=True))
+        return self._replace(fn=fn, inputs=(n, k), outputs=self.inputs, row_bytes=2 * self.row_bytes)
+
+    def jvp(self) -> RowMap:
+        """Forward derivative: `(row inputs + row tangents, shared inputs + their tangents) -> tangents`."""
+
+        def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
+            (rows, row_tangents), (shared, shared_tangents) = map(_cut, (rows, shared), self.inputs)
+            # The gradient is linear in the cotangents, and its own gradient in them is the forward derivative.
+            # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
+            outputs, pull = torch.func.vjp(self.fn, rows, shared)[:2]
+            push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))[1]
+            return push((row_tangents, shared_tangents))[0]
+
+        n, k = self.inputs
+        return self._replace(fn=fn, inputs=(2 * n, 2 * k), row_bytes=2 * self.row_bytes)
+
+    def apply(self, rows: Tensors, shared: Tensors) -> Tensors:
+        """Evaluate it for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> outputs [T, ...]."""
+        return _RowMapFunction.apply(self, *rows, *shared)
+
 
 def _cut(x: Tensors, n: int) -> tuple[Tensors, Tensors]:
     return x[:n], x[n:]
-
-
-def row_vjp(m: RowMap) -> RowMap:
-    """Reverse derivative: `(row inputs + row cotangents, shared inputs + sum cotangents) -> gradients of inputs`."""
-
-    def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        (rows, row_cotangents), (shared, sum_cotangents) = map(_cut, (rows, shared), m.inputs)
-        return torch.func.vjp(m.fn, rows, shared)[1]((row_cotangents, sum_cotangents))
-
-    n, k = (i + o for i, o in zip(m.inputs, m.outputs, strict=True))
-    return m._replace(fn=fn, inputs=(n, k), outputs=m.inputs, row_bytes=2 * m.row_bytes)
-
-
-def row_jvp(m: RowMap) -> RowMap:
-    """Forward derivative: `(row inputs + row tangents, shared inputs + shared tangents) -> tangents of the outputs`."""
-
-    def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        (rows, row_tangents), (shared, shared_tangents) = map(_cut, (rows, shared), m.inputs)
-        # The gradient is linear in the cotangents, and its own gradient in them is the forward derivative.
-        # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
-        outputs, pull = torch.func.vjp(m.fn, rows, shared)[:2]
-        push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))[1]
-        return push((row_tangents, shared_tangents))[0]
-
-    return m._replace(fn=fn, inputs=(2 * m.inputs[0], 2 * m.inputs[1]), row_bytes=2 * m.row_bytes)
 
 
 def _pieces(length: int, longest: int) -> Iterator[slice]:
@@ -132,23 +135,18 @@ class _RowMapFunction(InputsOnly):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         rows, shared = _cut(ctx.saved_tensors, ctx.what.inputs[0])
         row_cotangents, sum_cotangents = _cut(cotangents, ctx.what.outputs[0])
-        return (None, *apply_row_map(row_vjp(ctx.what), rows + row_cotangents, shared + sum_cotangents))
+        return (None, *ctx.what.vjp().apply(rows + row_cotangents, shared + sum_cotangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], m: RowMap, *inputs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
-        outputs = apply_row_map(m, *_cut(batch_tiles(info.batch_size, in_dims[1:], inputs), m.inputs[0]))
+        outputs = m.apply(*_cut(batch_tiles(info.batch_size, in_dims[1:], inputs), m.inputs[0]))
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
         rows, shared = _cut(ctx.saved_tensors, ctx.what.inputs[0])
         row_tangents, shared_tangents = _cut(filled_tangents(ctx.saved_tensors, tangents), ctx.what.inputs[0])
-        return apply_row_map(row_jvp(ctx.what), rows + row_tangents, shared + shared_tangents)
-
-
-def apply_row_map(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
-    """Evaluate a row map for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> outputs [T, ...]."""
-    return _RowMapFunction.apply(m, *rows, *shared)
+        return ctx.what.jvp().apply(rows + row_tangents, shared + shared_tangents)
 
 
 def chunked_apply(
@@ -192,5 +190,5 @@ def chunked_apply(
     # By weight and bias this counts each activation about twice, as a forward pass keeps it: around its nonlinearity.
     floats = 2 * hidden + sum(max(p.shape, default=1) for p in leaves)
     m = RowMap(row_fn, (1, 1 + len(leaves)), (1, 0), cols * floats * A.element_size(), max_bytes)
-    (W_1rc,) = apply_row_map(m, (A[None],), (B[None], *(p[None] for p in leaves)))
+    (W_1rc,) = m.apply((A[None],), (B[None], *(p[None] for p in leaves)))
     return W_1rc[0]

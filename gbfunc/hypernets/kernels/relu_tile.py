@@ -20,16 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.hypernets.kernels import eager, native
-from gbfunc.hypernets.kernels.chunked import (
-    InputsOnly,
-    RowMap,
-    Tensors,
-    apply_row_map,
-    batch_tiles,
-    filled_tangents,
-    row_jvp,
-    row_vjp,
-)
+from gbfunc.hypernets.kernels.chunked import InputsOnly, RowMap, Tensors, batch_tiles, filled_tangents
 from gbfunc.hypernets.kernels.eager import compute_dtype, reference_tiles, traced_tiles
 from gbfunc.tiling import TileGrid, join_stack, split_stack
 from gbfunc.types import Kernel
@@ -83,13 +74,13 @@ def _stack_grid(A: Tensor, B: Tensor) -> TileGrid:
     return TileGrid(tiles * rows, cols, rows, cols)
 
 
-def _row_map(A: Tensor, cols: int) -> RowMap:
+def _row_map(A: Tensor, B: Tensor) -> RowMap:
     """The reference as a row map of rows (A,) and shared (B, v, b), for the derivatives that are not worth a kernel."""
 
     def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         return (reference_tiles(*rows, *shared),), ()
 
-    row_bytes = 4 * cols * A.shape[-1] * compute_dtype(A.dtype).itemsize
+    row_bytes = 4 * B.shape[1] * A.shape[-1] * compute_dtype(A.dtype).itemsize
     return RowMap(fn, (1, 3), (1, 0), row_bytes)
 
 
@@ -108,8 +99,8 @@ class _ReluGradients(InputsOnly):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (g, A, *shared), (cA, *sums), grid = ctx.saved_tensors, cotangents, ctx.what.grid
-        second = row_vjp(row_vjp(_row_map(A, shared[0].shape[1])))
-        dA, dg, *rest = apply_row_map(second, (A, split_stack(g, grid), cA), (*shared, *sums))
+        second = _row_map(A, shared[0]).vjp().vjp()
+        dA, dg, *rest = second.apply((A, split_stack(g, grid), cA), (*shared, *sums))
         return None, join_stack(dg, grid), dA, *rest
 
     @staticmethod
@@ -126,7 +117,7 @@ class _ReluGradients(InputsOnly):
         g, A, *shared = ctx.saved_tensors
         tg, tA, *moved = filled_tangents(ctx.saved_tensors, tangents)
         g, tg = (split_stack(x, ctx.what.grid) for x in (g, tg))
-        return apply_row_map(row_jvp(row_vjp(_row_map(A, shared[0].shape[1]))), (A, g, tA, tg), (*shared, *moved))
+        return _row_map(A, shared[0]).vjp().jvp().apply((A, g, tA, tg), (*shared, *moved))
 
 
 class _ReluTiles(InputsOnly):
@@ -149,7 +140,7 @@ class _ReluTiles(InputsOnly):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
         A, *shared = ctx.saved_tensors
         tA, *moved = filled_tangents(ctx.saved_tensors, tangents)
-        (tile_tangents,) = apply_row_map(row_jvp(_row_map(A, shared[0].shape[1])), (A, tA), (*shared, *moved))
+        (tile_tangents,) = _row_map(A, shared[0]).jvp().apply((A, tA), (*shared, *moved))
         return join_stack(tile_tangents, ctx.what.grid)
 
 
