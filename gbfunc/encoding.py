@@ -139,7 +139,7 @@ class Grid(Encoding):
             raise ValueError(f"grid({size}) codes {math.prod(self.dims)} positions, but the axis has {n}")
 
     def width(self, n: int) -> int:
-        """One number an axis for coordinates, ceil(log2) an axis for bits."""
+        """One number per axis for coordinates, ceil(log2) per axis for bits."""
         return sum(1 if self.code == "coordinate" else bit_width(d) for d in self.dims if d > 1)
 
     def codes(self, n: int) -> Array:
@@ -217,7 +217,7 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
 
     Args:
         dims: lengths of the axes, row-major, 16 at most; their product is the length of the coded axis.
-        code: `"coordinate"`: each axis as one number in [-bandwidth, bandwidth]; `"gray"` or `"binary"`: bits an axis.
+        code: `"coordinate"`: each axis as one number in [-bandwidth, bandwidth]; `"gray"` or `"binary"`: bits.
         bandwidth: largest coordinate; more makes weights vary faster along the axis.
 
     Raises:

@@ -132,10 +132,9 @@ def init_genome(
 
     gnets: GNets = {}
     for e in plan.ensembles:
-        if not e.leaves:
-            continue
-        leaves = init_leaves(e, plan.dtype, generator, count)
-        gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
+        if e.leaves:
+            leaves = init_leaves(e, plan.dtype, generator, count)
+            gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
 

@@ -1,8 +1,8 @@
 """What must happen before torch is imported, where Python runs for the command line: this module comes first.
 
 OpenMP's threads spin at the end of every operation, which makes the steps of a small p-net take five to ten times as
-long where another program has a core. How they wait is read once, when torch's library is loaded. (A script sets
-`OMP_WAIT_POLICY=passive` in its environment, or calls `torch.set_num_threads(1)`, which serves tiny steps best.)
+long where another program has a core. How they wait is read once, when torch's library is loaded; scripts set
+`OMP_WAIT_POLICY=passive` in their environment, or call `torch.set_num_threads(1)`.
 
 Ctrl-C during the imports ends the process with one line and exit status 130, until `gbfunc.cli.main` takes over.
 """

@@ -52,7 +52,7 @@ class Hypernet:
     batched: ClassVar[bool] = False
     """True where `apply` broadcasts over leading dimensions as it is: then no `vmap` is needed for many tiles."""
     standardised: ClassVar[bool] = True
-    """True where a tile is scaled to the p-net's own initial deviation; False where it is the weight as it stands."""
+    """True where a tile is scaled to the p-net's initial deviation; False where it is the weight as it stands."""
 
     @property
     def size(self) -> int | None:

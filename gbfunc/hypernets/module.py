@@ -105,9 +105,8 @@ class FromModule(Hypernet):
         """The module's parameters; where its end is not linear, a gain and a shift beside them."""
         width = dims.row_width + dims.col_width
         linear = _linear_leaves(self.factory, width)
-        leaves = {}
-        for name, parameter in _skeleton(self.factory, width, get_ident()).named_parameters():
-            leaves[name] = Leaf(tuple(parameter.shape), "linear" if name in linear else "code")
+        parameters = _skeleton(self.factory, width, get_ident()).named_parameters()
+        leaves = {k: Leaf(tuple(p.shape), "linear" if k in linear else "code") for k, p in parameters}
         return leaves if linear else leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:

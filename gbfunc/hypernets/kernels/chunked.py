@@ -58,7 +58,7 @@ class RowMap(NamedTuple):
 
         def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
             (rows, row_tangents), (shared, shared_tangents) = map(_cut, (rows, shared), self.inputs)
-            # The gradient is linear in the cotangents, and its own gradient in them is the forward derivative.
+            # The gradient is linear in the cotangents, and its gradient in them is the forward derivative.
             # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
             outputs, pull = torch.func.vjp(self.fn, rows, shared)[:2]
             push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))[1]

@@ -26,19 +26,19 @@ from gbfunc.tiling import TileGrid
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
-"""By what torch found on this machine. Never -march=native: a home folder may be shared by machines of many kinds."""
+"""By what this machine has. Never -march=native: a home folder may be shared by machines of many kinds."""
 
 
 def _command() -> list[str]:
     """The compiler and its flags."""
     named = shlex.split(os.environ.get("CXX", ""))
-    found = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
+    if compiler is None:
         looked_for = f"CXX={os.environ['CXX']!r}" if named else "c++, g++ and clang++"
         raise RuntimeError(f"the compiled ReLU kernel needs a C++ compiler, found none of {looked_for} on the path")
     flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
     # Apple's compiler has no OpenMP; there the loops run on one thread.
-    return [found, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
+    return [compiler, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL:
         run = subprocess.run([*command, str(_SOURCE), "-o", str(made)], capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{shlex.join(command)} failed on the ReLU kernel: {run.stderr.strip()[-2000:]}")
-        # Where nothing can be kept, each process compiles its own; a library stays loaded when its file is gone.
+        # Where nothing can be kept, each process compiles one; a library stays loaded when its file is gone.
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             replace_file(place, made.read_bytes())
