@@ -45,7 +45,7 @@ def _product(*axes_nk: Array) -> Array:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How one axis of a matrix is coded. Subclasses are static, hashable descriptions."""
+    """How one axis of a matrix is coded: a static, hashable description."""
 
     type: ClassVar[str]
     local: ClassVar[bool] = True

@@ -35,10 +35,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Hypernet:
-    """A type of g-net with its options: static, hashable, JSON-able. Subclasses are made by their factory.
-
-    Its size (features, hidden width, rank, genes) is None until a plan chooses it.
-    """
+    """A type of g-net with its options: static, hashable, JSON-able; its size is None until a plan chooses it."""
 
     type: ClassVar[str]
     default_size: ClassVar[int] = 32
