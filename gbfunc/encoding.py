@@ -1,8 +1,8 @@
 """Codes of the rows and columns of a weight matrix: what a g-net sees instead of an index.
 
-Bit codes (`binary`, `gray`, `one_hot`) number the rows *of a tile*, so all tiles of a shape share them. `grid` codes
-describe a position on an axis that has a geometry (an image, a kernel), so they are global and sliced per tile.
-Bits are +-1 and come from integer arithmetic alone: the same on every device.
+`binary`, `gray` and `one_hot` number the rows *of a tile*, so all tiles of a shape share them; `grid` describes a
+position on an axis with a geometry (an image, a kernel), so it is global and sliced per tile. Bits come from integer
+arithmetic alone: the same on every device.
 
 Suffixes: n rows or columns of the axis, k width of a code, u blocks (distinct tiles along the axis), t rows of a tile.
 """
@@ -31,15 +31,25 @@ def bit_width(n: int) -> int:
     return (n - 1).bit_length()
 
 
+def _bits(numbers_n: NDArray[np.int64]) -> Array:
+    """Bits of a permutation of 0 .. n-1 as +-1, most significant first: [n] -> [n, k]."""
+    shifts = np.arange(bit_width(len(numbers_n)) - 1, -1, -1, dtype=np.int64)
+    return (2 * ((numbers_n[:, None] >> shifts) & 1) - 1).astype(np.float64)
+
+
+def _product(*axes_nk: Array) -> Array:
+    """Codes of the (row-major) product of some axes, side by side: [n1, k1], ... -> [n1 n2 ..., k1 + k2 + ...]."""
+    index = np.indices([len(axis) for axis in axes_nk]).reshape(len(axes_nk), -1)
+    return np.concatenate([axis[i] for axis, i in zip(axes_nk, index, strict=True)], 1)
+
+
 @dataclass(frozen=True)
 class Encoding:
-    """How one axis of a matrix is coded. Subclasses are static, hashable descriptions."""
+    """How one axis of a matrix is coded: a static, hashable description."""
 
     type: ClassVar[str]
     local: ClassVar[bool] = True
     """True where the code numbers positions within a tile, so that every tile has the same one."""
-    depth: ClassVar[int] = 0
-    """Levels of encodings within it."""
 
     def width(self, n: int) -> int:
         """Numbers per code on an axis of `n`."""
@@ -53,13 +63,11 @@ class Encoding:
         """Raise `ValueError` where the encoding cannot code an axis of `n`."""
 
     def tile_codes(self, n: int, tile: int) -> Array:
-        """Codes of the tiles that cut an axis of `n` into pieces of `tile`: [u, t, k], u = 1 where tiles share them.
-
-        Positions past the end of the axis repeat the last one; what is generated for them is cropped.
-        """
+        """Codes of the tiles that cut an axis of `n` into pieces of `tile`: [u, t, k], u = 1 where tiles share them."""
         if self.local:
             return self.codes(tile)[None]
         n_tiles = -(-n // tile)
+        # Positions past the end repeat the last one; what is generated for them is cropped.
         index = np.minimum(np.arange(n_tiles * tile), n - 1)
         return self.codes(n)[index].reshape(n_tiles, tile, self.width(n))
 
@@ -74,7 +82,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Binary(Encoding):
-    """Plain binary numbers as +-1 bits."""
+    """Plain binary code of the position within a tile: ceil(log2(n)) numbers of +-1."""
 
     type: ClassVar[str] = "binary"
 
@@ -84,26 +92,24 @@ class Binary(Encoding):
 
     def codes(self, n: int) -> Array:
         """[n, ceil(log2(n))], most significant bit first."""
-        shifts = np.arange(bit_width(n) - 1, -1, -1, dtype=np.int64)
-        return (2 * ((self._numbers(n)[:, None] >> shifts) & 1) - 1).astype(np.float64)
-
-    def _numbers(self, n: int) -> NDArray[np.int64]:
-        return np.arange(n, dtype=np.int64)
+        return _bits(np.arange(n, dtype=np.int64))
 
 
 @dataclass(frozen=True)
 class Gray(Binary):
-    """Reflected binary (Gray) numbers as +-1 bits: neighbours differ in one bit."""
+    """Gray code of the position within a tile: ceil(log2(n)) numbers of +-1; neighbours differ in one."""
 
     type: ClassVar[str] = "gray"
 
-    def _numbers(self, n: int) -> NDArray[np.int64]:
-        return super()._numbers(n) ^ (super()._numbers(n) >> 1)
+    def codes(self, n: int) -> Array:
+        """[n, ceil(log2(n))], most significant bit first."""
+        i = np.arange(n, dtype=np.int64)
+        return _bits(i ^ (i >> 1))
 
 
 @dataclass(frozen=True)
 class OneHot(Encoding):
-    """One indicator per position (0 or 1)."""
+    """One indicator (0 or 1) per position within a tile: n numbers."""
 
     type: ClassVar[str] = "one_hot"
 
@@ -133,28 +139,31 @@ class Grid(Encoding):
             raise ValueError(f"grid({size}) codes {math.prod(self.dims)} positions, but the axis has {n}")
 
     def width(self, n: int) -> int:
-        """One number an axis for coordinates, ceil(log2) an axis for bits."""
+        """One number per axis for coordinates, ceil(log2) per axis for bits."""
         return sum(1 if self.code == "coordinate" else bit_width(d) for d in self.dims if d > 1)
 
     def codes(self, n: int) -> Array:
         """[n, k]: the codes of all axes side by side."""
         self.check(n)
-        axes = []
-        for index, d in zip(np.indices(self.dims).reshape(len(self.dims), -1), self.dims, strict=True):
-            if d == 1:
-                continue
-            if self.code == "coordinate":
-                axes.append(np.linspace(-self.bandwidth, self.bandwidth, d)[index][:, None])
-            else:
-                axes.append((gray() if self.code == "gray" else binary()).codes(d)[index])
-        return np.concatenate(axes, 1) if axes else np.zeros((n, 0))
+        return _product(*map(self._axis, self.dims))
+
+    def _axis(self, d: int) -> Array:
+        if self.code != "coordinate":
+            return (Gray() if self.code == "gray" else Binary()).codes(d)
+        return np.linspace(-self.bandwidth, self.bandwidth, d)[:, None] if d > 1 else np.zeros((1, 0))
 
 
 @dataclass(frozen=True)
 class PerAxis(Encoding):
-    """Channels x kernel positions (row-major): the code of the channel beside the code of the position.
+    """Code of a convolution's columns: `channels` for the input channel, `positions` for the place in the kernel.
 
-    Tiles cut channels and never positions, so the positions' code is the same in every tile.
+    Args:
+        channels: code of the input channels.
+        positions: code of the kernel positions, such as `grid(3, 3)`; the same in every tile, as tiles cut channels.
+        n_positions: positions of the kernel, 9 for 3 x 3.
+
+    Raises:
+        ValueError: if `n_positions` is below 1 or not what `positions` codes, or if either code is nested too deep.
     """
 
     channels: Encoding
@@ -162,15 +171,17 @@ class PerAxis(Encoding):
     n_positions: int
     type: ClassVar[str] = "per_axis"
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.n_positions, int) or self.n_positions < 1:
+            raise ValueError(f"n_positions must be an int >= 1, got {self.n_positions!r}")
+        self.positions.check(self.n_positions)
+        if (depth := _depth(self)) > _MAX_DEPTH:
+            raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {depth}")
+
     @property
     def local(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As the channels' code."""
         return self.channels.local
-
-    @property
-    def depth(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One more than its parts."""
-        return 1 + max(self.channels.depth, self.positions.depth)
 
     def check(self, n: int) -> None:
         """Raise `ValueError` unless whole kernels fill the axis."""
@@ -186,9 +197,7 @@ class PerAxis(Encoding):
     def codes(self, n: int) -> Array:
         """[n, k_channels + k_positions]."""
         self.check(n)
-        channels, positions = n // self.n_positions, self.n_positions
-        of_channels = np.repeat(self.channels.codes(channels), positions, 0)
-        return np.concatenate([of_channels, np.tile(self.positions.codes(positions), (channels, 1))], 1)
+        return _product(self.channels.codes(n // self.n_positions), self.positions.codes(self.n_positions))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description."""
@@ -196,19 +205,11 @@ class PerAxis(Encoding):
         return {"type": self.type, **parts, "n_positions": self.n_positions}
 
 
-def binary() -> Encoding:
-    """Plain binary code of the position within a tile: ceil(log2(n)) numbers of +-1."""
-    return Binary()
+def _depth(code: Encoding) -> int:
+    return 1 + max(_depth(code.channels), _depth(code.positions)) if isinstance(code, PerAxis) else 0
 
 
-def gray() -> Encoding:
-    """Gray code of the position within a tile: ceil(log2(n)) numbers of +-1; neighbours differ in one."""
-    return Gray()
-
-
-def one_hot() -> Encoding:
-    """One indicator per position within a tile: n numbers."""
-    return OneHot()
+binary, gray, one_hot, per_axis = Binary, Gray, OneHot, PerAxis
 
 
 def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate", bandwidth: float = 6.0) -> Encoding:
@@ -216,7 +217,7 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
 
     Args:
         dims: lengths of the axes, row-major, 16 at most; their product is the length of the coded axis.
-        code: `"coordinate"`: each axis as one number in [-bandwidth, bandwidth]; `"gray"` or `"binary"`: bits an axis.
+        code: `"coordinate"`: each axis as one number in [-bandwidth, bandwidth]; `"gray"` or `"binary"`: bits.
         bandwidth: largest coordinate; more makes weights vary faster along the axis.
 
     Raises:
@@ -233,38 +234,10 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
     return Grid(tuple(dims), code, float(bandwidth))
 
 
-def per_axis(channels: Encoding, positions: Encoding, n_positions: int) -> Encoding:
-    """Code of a convolution's columns: `channels` for the input channel, `positions` for the place in the kernel.
-
-    Args:
-        channels: code of the input channels.
-        positions: code of the kernel positions, such as `grid(3, 3)`.
-        n_positions: positions of the kernel, 9 for 3 x 3.
-
-    Raises:
-        ValueError: if `n_positions` is below 1 or not what `positions` codes, or if either code is nested too deep.
-    """
-    if not isinstance(n_positions, int) or n_positions < 1:
-        raise ValueError(f"n_positions must be an int >= 1, got {n_positions!r}")
-    positions.check(n_positions)
-    encoding = PerAxis(channels, positions, n_positions)
-    if encoding.depth > _MAX_DEPTH:
-        raise ValueError(f"per_axis can be nested {_MAX_DEPTH} deep, got {encoding.depth}")
-    return encoding
-
-
-ENCODINGS: Mapping[str, Callable[[dict[str, Any]], Encoding]] = MappingProxyType(
-    {
-        "binary": lambda d: binary(),
-        "gray": lambda d: gray(),
-        "one_hot": lambda d: one_hot(),
-        "grid": lambda d: grid(*d["dims"], code=d["code"], bandwidth=d["bandwidth"]),
-        "per_axis": lambda d: per_axis(
-            encoding_from_json(d["channels"]), encoding_from_json(d["positions"]), d["n_positions"]
-        ),
-    }
+ENCODINGS: Mapping[str, Callable[..., Encoding]] = MappingProxyType(
+    {"binary": binary, "gray": gray, "one_hot": one_hot, "grid": grid, "per_axis": per_axis}
 )
-"""Every encoding by its type, as a reader of its JSON form."""
+"""Every encoding by its type, as its factory."""
 
 
 def encoding_from_json(data: dict[str, Any]) -> Encoding:
@@ -274,6 +247,7 @@ def encoding_from_json(data: dict[str, Any]) -> Encoding:
         ValueError: for an unknown type or fields that do not fit it.
     """
     try:
-        return ENCODINGS[data["type"]](data)
-    except (KeyError, TypeError, RecursionError) as error:
+        fields = {k: encoding_from_json(v) if isinstance(v, dict) else v for k, v in data.items() if k != "type"}
+        return ENCODINGS[data["type"]](*fields.pop("dims", ()), **fields)
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not an encoding: {reprlib.repr(data)}; known types are {sorted(ENCODINGS)}") from error

@@ -9,9 +9,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` in the place of a file, whole or not at all, also after a kill or a loss of power.
-
-    It is written to `.<name>.<random>` beside its place first; only a kill leaves that behind.
+    """Put `data` in the place of a file, also after a loss of power; only a kill leaves `.<name>.<random>` beside it.
 
     Raises:
         OSError: if it cannot be written; what was there before is intact.

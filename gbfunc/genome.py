@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import Run, dense_tiles
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid, join_tiles
-from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, TileDims
+from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
 
 Noise = Mapping[str, Params]
 """`{ensemble: {name: [T, ...]}}`: standard normal noise of the stochastic ensembles."""
 
-
 _DRAWS = 8
 _NEWTON_STEPS = 8
-_FLAT = 1e-3
-"""A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean."""
+_FLAT = 1e-3  # A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean
 _LARGE, _MANY = 1 << 20, 64
 """Weights of a slot, and columns of all its factors, from which on the factors tell its mean: the last bits differ."""
-_SMALL = 0.1
-"""A slot of factors of which less than this is left when it is centred is measured again, weight by weight."""
-_CACHED = 1 << 18
-"""Weights, or numbers of their factors, that are at hand at once when a slot is measured."""
+_SMALL = 0.1  # A slot of factors of which less than this is left when it is centred is measured again, weight by weight
+_CACHED = 1 << 18  # Weights, or numbers of their factors, that are at hand at once when a slot is measured
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -63,22 +58,21 @@ def check_genome(
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
     given = {(e, k): tuple(leaf.shape) for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
     given |= {("direct", name): tuple(leaf.shape) for name, leaf in genome.direct.items()}
-    leaves = dict(given)
     if buffers:
         expected |= {("buffers", b.name): b.shape for b in plan.buffers}
         given |= {("buffers", name): tuple(buffer.shape) for name, buffer in genome.buffers.items()}
     if expected != given:
         missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
-        wrong = [f"{k} is {given[k]}, expected {s}" for k, s in expected.items() if k in given and given[k] != s]
+        wrong = {k: s for k, s in expected.items() if given.get(k, s) != s}
         hint = ""
         if wrong and not missing and not unknown:
-            both = [(given[k], s) for k, s in expected.items() if given[k] != s]
-            if all(f[1:] == s[1:] and f[:1] < s[:1] for f, s in both):
+            if all(given[k][1:] == s[1:] and given[k][:1] < s[:1] for k, s in wrong.items()):
                 hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
-            elif shapes is not None and leaves == plan.leaf_shapes:
+            elif shapes is not None and plan.leaf_shapes.items() <= given.items():
                 hint = "; a whole state becomes this rank's part by train_step.shard(state)"
+        shown = [f"{k} is {given[k]}, expected {s}" for k, s in wrong.items()]
         raise ValueError(
-            f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {wrong}{hint}"
+            f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {shown}{hint}"
         )
 
 
@@ -126,8 +120,7 @@ def init_genome(
         raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: give them some")
     infos = {info.name: info for info in parameter_infos(pnet)}
     if device is None:
-        first = next((info.tensor.device for info in infos.values()), torch.device("cpu"))
-        device = torch.device("cpu") if first.type == "meta" else first
+        device = next((info.tensor.device for info in infos.values() if not info.tensor.is_meta), "cpu")
     generator = torch.Generator("cpu").manual_seed(seed)
     done, total = 0, sum(t.numel for t in plan.generated)
 
@@ -139,12 +132,9 @@ def init_genome(
 
     gnets: GNets = {}
     for e in plan.ensembles:
-        if not e.leaves:
-            continue
-        codes = codes_of(e, plan.dtype, torch.device("cpu"))
-        slots = [(span.first, span.slot.grid) for span in e.spans]
-        leaves = init_leaves(e.hypernet, e.dims, torch.from_numpy(e.groups), slots, *codes, generator, count)
-        gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
+        if e.leaves:
+            leaves = init_leaves(e, plan.dtype, generator, count)
+            gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
 
@@ -169,9 +159,8 @@ def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = N
     """
     noise: dict[str, Params] = {}
     for e in plan.ensembles:
-        shapes = e.hypernet.noise_shapes(e.dims)
-        drawn = {k: normal((e.n_tiles, *shape), generator) for k, shape in shapes.items()}
-        if drawn:
+        if shapes := e.hypernet.noise_shapes(e.dims):
+            drawn = {k: normal((e.n_tiles, *shape), generator) for k, shape in shapes.items()}
             noise[e.name] = drawn if like is None else {k: v.to(like) for k, v in drawn.items()}
     return noise
 
@@ -190,11 +179,8 @@ class _Slot(NamedTuple):
         """Factors of the tiles of a span from their leaves, with zeros beyond the edges of the matrix."""
         left, right = cast(Factors, self.run.of(span).filled(leaves, None).tiles())
         g, tile_T = self.grid, torch.arange(span.start, span.stop, device="cpu")
-        if g.rows % g.tile_rows:
-            left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
-        if g.cols % g.tile_cols:
-            right = right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols)
-        return Factors(left, right)
+        left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
+        return Factors(left, right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols))
 
     def spans(self) -> Iterator[slice]:
         """All tiles, as many at a time as a cache holds."""
@@ -210,14 +196,7 @@ def _inside(lengths_T: Tensor, longest: int) -> Tensor:
 
 
 def init_leaves(
-    hypernet: Hypernet,
-    dims: TileDims,
-    groups_T: Tensor,
-    slots: Sequence[tuple[int, TileGrid]],
-    row_codes_Urp: Tensor,
-    col_codes_Ucq: Tensor,
-    generator: torch.Generator,
-    progress: Callable[[int], None] = lambda weights: None,
+    e: Ensemble, dtype: torch.dtype, generator: torch.Generator, progress: Callable[[int], None] = lambda weights: None
 ) -> Params:
     """Draw an ensemble's leaves, tile by tile from one CPU generator: the same wherever tiles are later.
 
@@ -226,32 +205,31 @@ def init_leaves(
     single linear coefficient has its other leaves moved likewise.
 
     Args:
-        hypernet: the g-nets' type.
-        dims: their tile.
-        groups_T: group of every tile.
-        slots: `(first tile, grid)` of every slot.
-        row_codes_Urp: row codes.
-        col_codes_Ucq: column codes.
+        e: the ensemble.
+        dtype: of the leaves.
         generator: CPU generator; its state advances.
         progress: called with the number of weights of every slot that is done.
     """
-    specs = hypernet.leaves(dims)
-    drawn = hypernet.init(dims, len(groups_T), int(groups_T.max()) + 1, generator)
-    leaves = {k: v.to(row_codes_Urp.dtype) for k, v in drawn.items() if 0 not in specs[k].shape}
-    tile_scope = [k for k in leaves if specs[k].scope == "tile"]
+    hypernet, specs = e.hypernet, e.leaves
+    drawn = hypernet.init(e.dims, e.n_tiles, e.n_groups, generator)
+    leaves = {k: drawn[k].to(dtype) for k in specs}
     if not hypernet.standardised or not leaves:
         return leaves
-    whole = Run.bare(hypernet, dims, "eager", row_codes_Urp, col_codes_Ucq)
-    for first, grid in slots:
-        span = slice(first, first + grid.n_tiles)
+    tile_scope = [k for k in leaves if specs[k].scope == "tile"]
+    linear = [k for k in tile_scope if specs[k].role == "linear"]
+    groups_T = torch.from_numpy(e.groups)
+    whole = Run.bare(hypernet, e.dims, "eager", *codes_of(e, dtype, torch.device("cpu")))
+    for p in e.spans:
+        grid = p.slot.grid
+        span = slice(p.first, p.first + grid.n_tiles)
         mine = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
         slot = _Slot(whole.of(span), grid)
         for _ in range(_DRAWS if grid.numel > 1 else 0):
-            if changed := _standardised(slot, mine, tile_scope, [k for k in tile_scope if specs[k].role == "linear"]):
+            if changed := _standardised(slot, mine, tile_scope, linear):
                 mine |= changed
                 break
             # All its weights are equal, as with rectifiers that are off everywhere: such a slot would never train.
-            fresh = hypernet.init(dims, grid.n_tiles, 1, generator)
+            fresh = hypernet.init(e.dims, grid.n_tiles, 1, generator)
             mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
         for k in tile_scope:
             leaves[k][span] = mine[k]
@@ -306,25 +284,21 @@ def _without(value: float, leaves: Params, slopes: Params) -> Params:
 
 
 def _centred_factors(slot: _Slot, leaves: Params, linear: list[str]) -> tuple[Params, float]:
-    """The linear leaves moved so that the mean is zero, and the size of the weights before, roughly.
-
-    Factors are not multiplied out: the sum of all weights of a tile is that of the left rows times that of the right.
-    """
-    slopes: dict[str, list[Tensor]] = {k: [] for k in linear}
+    """The linear leaves moved so that the mean is zero, and roughly the size of the weights before, from factors."""
+    slopes: list[tuple[Tensor, ...]] = []
     mean = square = 0.0
     for span in slot.spans():
-        mine = {k: v[span].detach() for k, v in leaves.items()}
-        mine |= {k: mine[k].requires_grad_() for k in linear}
+        mine = {k: v[span].detach().requires_grad_(k in linear) for k, v in leaves.items()}
         with torch.enable_grad():
             left, right = slot.factors(mine, span)
+            # The sum of all weights of a tile is that of the left rows times that of the right ones.
             total = (left.sum(-2) * right.sum(-2)).sum()
-            for k, slope in zip(linear, torch.autograd.grad(total, [mine[k] for k in linear]), strict=True):
-                slopes[k].append(slope / slot.grid.numel)
+            slopes.append(torch.autograd.grad(total, [mine[k] for k in linear]))
         mean += float(total.detach()) / slot.grid.numel
         # As if the columns of the factors were independent.
         norms = [torch.linalg.vector_norm(x.detach(), dim=(-2, -1)).double() for x in (left, right)]
         square += float((norms[0] * norms[1]).square().sum()) / left.shape[-1] / slot.grid.numel
-    slope = {k: torch.cat(parts) for k, parts in slopes.items()}
+    slope = {k: torch.cat(parts) / slot.grid.numel for k, parts in zip(linear, zip(*slopes, strict=True), strict=True)}
     return _without(mean, {k: leaves[k] for k in linear}, slope), math.sqrt(square)
 
 

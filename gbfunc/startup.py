@@ -1,12 +1,10 @@
 """What must happen before torch is imported, where Python runs for the command line: this module comes first.
 
-OpenMP's threads spin at the end of every operation until the last of them is there. Where another program has one of
-the cores, the tiny steps of a small p-net then take five to ten times as long; threads that sleep cost nothing that
-large steps would notice. How they wait is read once, when torch's library is loaded. (A script sets
-`OMP_WAIT_POLICY=passive` in its environment, or calls `torch.set_num_threads(1)`, which serves tiny steps best.)
+OpenMP's threads spin at the end of every operation, which makes the steps of a small p-net take five to ten times as
+long where another program has a core. How they wait is read once, when torch's library is loaded; scripts set
+`OMP_WAIT_POLICY=passive` in their environment, or call `torch.set_num_threads(1)`.
 
-Ctrl-C during the seconds of the imports ends the process with one line and exit status 130, as it does later, when
-`gbfunc.cli.main` takes over.
+Ctrl-C during the imports ends the process with one line and exit status 130, until `gbfunc.cli.main` takes over.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from collections.abc import MutableMapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
@@ -39,18 +38,19 @@ def _end(signum: int, frame: FrameType | None) -> None:
     os._exit(130)
 
 
+def _replace_handler(old: Any, new: Any) -> None:
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is old:
+        signal.signal(signal.SIGINT, new)
+
+
 def interrupts_end() -> None:
     """Let Ctrl-C end the process with one line, unless something else handles it."""
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
+    _replace_handler(signal.default_int_handler, _end)
 
 
 def interrupts_raise() -> None:
     """Undo `interrupts_end`: Ctrl-C raises `KeyboardInterrupt` again."""
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _replace_handler(_end, signal.default_int_handler)
 
 
 if is_command_line(sys.argv, sys.orig_argv):

@@ -66,7 +66,7 @@ MaxTile = int | tuple[int, int] | None
 
 
 def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
-    """The largest tile as (rows, columns), or None for one tile a matrix.
+    """The largest tile as (rows, columns), or None for one tile per matrix.
 
     Raises:
         ValueError: unless `max_tile` is None, an int >= 1 or a pair of them.
@@ -74,8 +74,7 @@ def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
     if max_tile is None:
         return None
     pair = (max_tile, max_tile) if isinstance(max_tile, int) else max_tile
-    good = isinstance(pair, tuple) and len(pair) == 2
-    if not good or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair):
+    if not isinstance(pair, tuple) or len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair):
         raise ValueError(f"max_tile must be None, an int >= 1 or (rows, cols), got {max_tile!r}")
     return pair
 
@@ -130,15 +129,13 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
     counts = [grid.n_tiles for grid in grids]
     if tuple(tiles_Trc.shape) != (sum(counts), r, c) or any((g.tile_rows, g.tile_cols) != (r, c) for g in grids):
         raise ValueError(f"expected the tiles of {list(grids)}, got {tuple(tiles_Trc.shape)}")
-    if sum(counts) == 1:
-        return (tiles_Trc.reshape(r, c),)
-    if len(counts) == sum(counts):
+    if 1 < len(counts) == sum(counts):
         return tiles_Trc.unbind()
     whole = len(grids) == 1 and grids[0].rows % r == 0 and grids[0].cols % c == 0
     if not whole and not torch.compiler.is_compiling():
         return _Retile.apply(True, tuple(grids), tiles_Trc)  # pyright: ignore[reportReturnType]
     # The compiler fuses the plain expression, and knows no Function with a jvp.
-    return tuple(_joined(own, grid) for own, grid in zip(tiles_Trc.split(counts), grids, strict=True))
+    return tuple(map(_joined, tiles_Trc.split(counts), grids))
 
 
 def _is_stack(grid: TileGrid) -> bool:
@@ -168,53 +165,40 @@ def _joined(tiles: Tensor, grid: TileGrid) -> Tensor:
     return blocks.reshape(*tiles.shape[:-3], grid.n_rows * r, grid.n_cols * c)[..., : grid.rows, : grid.cols]
 
 
-def _pairs(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of a matrix [..., R, C] and of its tiles [..., T, r, c] with the same entries: inside and edges.
-
-    Both may be some rows of tiles of the grid.
-    """
+def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> None:
+    """Copy tiles [..., T, r, c] of a grid, or some rows of them, into a matrix [..., R, C]; or back, zero beyond it."""
     r, c = grid.tile_rows, grid.tile_cols
     blocks = tiles.unflatten(-3, (-1, grid.n_cols))
-    n_rows = blocks.shape[-4]
-    top, left = n_rows - 1, grid.n_cols - 1
-    for i, height in (slice(0, top), r), (slice(top, None), matrix.shape[-2] - top * r):
-        for j, width in (slice(0, left), c), (slice(left, None), grid.cols - left * c):
+    top, left = blocks.shape[-4] - 1, grid.n_cols - 1
+    last_height, last_width = matrix.shape[-2] - top * r, grid.cols - left * c
+    if not joins:
+        blocks[..., -1, :, last_height:, :] = 0
+        blocks[..., -1, :, last_width:] = 0
+    for i, height in (slice(0, top), r), (slice(top, None), last_height):
+        for j, width in (slice(0, left), c), (slice(left, None), last_width):
             inner = blocks[..., i, j, :height, :width].transpose(-3, -2)
             part = matrix[..., i.start * r : i.start * r + inner.shape[-4] * height, :]
             part = part[..., j.start * c : j.start * c + inner.shape[-2] * width]
             if inner.numel():
-                yield part.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)), inner
+                outer = part.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+                outer.copy_(inner) if joins else inner.copy_(outer)
 
 
-def copy_from_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> None:
-    """Write into a matrix [..., R, C], or some of its rows of tiles, what the tiles [..., T, r, c] of these hold."""
-    for target, source in _pairs(matrix, tiles, grid):
-        target.copy_(source)
-
-
-def _copy_to_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid) -> None:
-    """Write into tiles [..., T, r, c] what a matrix [..., R, C], or some of its rows of tiles, holds; zero beyond."""
-    blocks = tiles.unflatten(-3, (-1, grid.n_cols))
-    blocks[..., -1, :, matrix.shape[-2] - (blocks.shape[-4] - 1) * grid.tile_rows :, :] = 0
-    blocks[..., -1, :, grid.cols - (grid.n_cols - 1) * grid.tile_cols :] = 0
-    for source, target in _pairs(matrix, tiles, grid):
-        target.copy_(source)
+def unbatched(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Tensors of a vmap with its dimension of `size` in front; those without it repeat."""
+    return (x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims, strict=True))
 
 
 class _Retile(torch.autograd.Function):
-    """Join tiles into matrices, or its transpose: cut matrices into tiles, zero beyond their edges.
-
-    One copy there and one back, where slices would each fill and copy gradients of all.
-    """
+    """Join tiles into matrices, or cut matrices into tiles: one copy there and one back, as slices would not."""
 
     @staticmethod
     def forward(joins: bool, grids: tuple[TileGrid, ...], *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         first, counts, lead = inputs[0], [grid.n_tiles for grid in grids], inputs[0].shape[: -3 if joins else -2]
-        tile = grids[0].tile_rows, grids[0].tile_cols
-        tiles = first if joins else first.new_empty((*lead, sum(counts), *tile))
+        tiles = first if joins else first.new_empty((*lead, sum(counts), grids[0].tile_rows, grids[0].tile_cols))
         matrices = tuple(first.new_empty((*lead, g.rows, g.cols)) for g in grids) if joins else inputs
         for matrix, part, grid in zip(matrices, tiles.split(counts, dim=-3), grids, strict=True):
-            (copy_from_tiles if joins else _copy_to_tiles)(matrix, part, grid)
+            copy_tiles(matrix, part, grid, joins)
         return matrices if joins else (tiles,)
 
     @staticmethod
@@ -226,13 +210,8 @@ class _Retile(torch.autograd.Function):
         return None, None, *_Retile.apply(not ctx.joins, ctx.grids, *gradients)  # pyright: ignore[reportGeneralTypeIssues]
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], joins: bool, grids: tuple[TileGrid, ...], *inputs: Tensor
-    ) -> tuple[Any, Any]:
-        moved = (
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(inputs, in_dims[2:], strict=True)
-        )
+    def vmap(info: Any, in_dims: tuple[Any, ...], joins: bool, grids: tuple[TileGrid, ...], *inputs: Tensor) -> Any:
+        moved = unbatched(info.batch_size, in_dims[2:], inputs)
         return _Retile.apply(joins, grids, *moved), (0,) * (len(grids) if joins else 1)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Trees of tensors, flattened to `{name: tensor}` and rebuilt by name, never by position.
 
-A tree nests dicts and other mappings, tuples, lists and NamedTuples. The name of a tensor is the path to it, joined by
-"/": `gnets/<ensemble>/<leaf>`, `direct/<parameter>`, `buffers/<buffer>`, `opt/leaves/<parameter>/<entry>`.
+A tree nests mappings, tuples and lists. The name of a tensor is the path to it: `gnets/<ensemble>/<leaf>`,
+`direct/<parameter>`, `buffers/<buffer>`, `opt/leaves/<parameter>/<entry>`.
 """
 
 from __future__ import annotations
@@ -90,13 +90,11 @@ def like_genome(flat: Params, gnets: GNets, direct: Params) -> tuple[GNets, Para
     return unflatten_tree(flat, gnets, GNET), unflatten_tree(flat, direct, DIRECT)
 
 
-def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor]) -> str:
-    """What tells two flat trees apart, in words; "" where names, shapes, dtypes and devices are those expected.
+def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
+    """Check that a flat tree is what is expected; tensors that are expected may be on any device.
 
-    A tensor that is expected may be on any device.
-
-    >>> tree_difference({"a": TensorSpec((2,)), "b": TensorSpec(())}, {"a": torch.ones(3), "c": torch.ones(1)})
-    "missing ['b'], unknown ['c'], wrong shape ['a is (3,), expected (2,)']"
+    Raises:
+        ValueError: `what`, and what is missing, unknown or of a wrong shape, dtype or device.
     """
     parts = []
     if expected.keys() != got.keys():
@@ -110,19 +108,11 @@ def tree_difference(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[st
         if x is None or (shape in (None, x.shape) and dtype in (None, x.dtype) and device in (None, x.device)):
             continue
         pairs = zip(TensorSpec._fields, (shape and tuple(shape), dtype, device), spec_of(x), strict=True)
-        what, a, b = next((what, a, b) for what, a, b in pairs if a is not None and a != b)
-        wrong.setdefault(what, []).append(f"{name} is {b}, expected {a}")
-    return ", ".join(parts + [f"wrong {k} {_some(sorted(wrong[k]))}" for k in TensorSpec._fields if k in wrong])
-
-
-def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
-    """Check that a flat tree is what is expected.
-
-    Raises:
-        ValueError: `what`, and what is missing, unknown or of a wrong shape, dtype or device.
-    """
-    if difference := tree_difference(expected, got):
-        raise ValueError(f"{what}: {difference}")
+        field, a, b = next((field, a, b) for field, a, b in pairs if a is not None and a != b)
+        wrong.setdefault(field, []).append(f"{name} is {b}, expected {a}")
+    parts += [f"wrong {k} {_some(sorted(wrong[k]))}" for k in TensorSpec._fields if k in wrong]
+    if parts:
+        raise ValueError(f"{what}: {', '.join(parts)}")
 
 
 def _some(items: list[str], most: int = 8) -> str:
@@ -179,10 +169,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
-    """A batch in `n` shares as even as can be, some of them empty, the longer ones first: [b, ...] -> [b_i, ...].
-
-    Scalars and what is no tensor are in every share.
-    """
+    """A batch in `n` shares, some maybe empty, the longer ones first; scalars and what is no tensor are in each."""
     pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in tree_leaves(batch)]
 
     def share(i: int) -> Any:
@@ -206,10 +193,7 @@ def n_rows(batch: Any) -> int | None:
 
 
 def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-    """The mean of every leaf over trees of the same structure, as a floating-point tensor.
-
-    `weights`, whose sum is 1, weigh the trees; None weighs all alike.
-    """
+    """The mean of every leaf over trees of one structure, in floating point; `weights`, of sum 1, weigh the trees."""
 
     def mean(*values: Any) -> Tensor:
         stacked = torch.stack([torch.as_tensor(x) for x in values])

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.encoding import Encoding
-from gbfunc.genome import check_genome, init_leaves
+from gbfunc.genome import check_genome, codes_of, init_leaves
 from gbfunc.hypernets import Hypernet
 from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.plan.ensembles import Ensemble, TileSpan
+from gbfunc.plan.slots import Slot
 from gbfunc.tiling import TileGrid, join_tiles, tile_grid
 from gbfunc.types import Params, TileDims
 from tests.support import oracles
@@ -79,18 +81,10 @@ def test_leaves_of_no_numbers_may_be_left_out(hypernet: Hypernet) -> None:
 
 def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, seed: int = 0) -> Tensor:
     """The matrix of one slot as `init_leaves` makes it."""
-    widths = row.tile_width(grid.rows, grid.tile_rows), col.tile_width(grid.cols, grid.tile_cols)
-    dims = TileDims(grid.tile_rows, grid.tile_cols, *widths)
-    ensemble_codes = []
-    for codes, axis in ((row.tile_codes(grid.rows, grid.tile_rows), 1), (col.tile_codes(grid.cols, grid.tile_cols), 0)):
-        full = np.expand_dims(codes, axis)
-        full = np.broadcast_to(full, (grid.n_rows, grid.n_cols, *codes.shape[1:]))
-        ensemble_codes.append(torch.from_numpy(full.reshape(grid.n_tiles, *codes.shape[1:]).copy()).float())
-    groups = torch.arange(grid.n_tiles)
-    generator = torch.Generator().manual_seed(seed)
-    row_codes, col_codes = ensemble_codes
-    leaves = init_leaves(hypernet, dims, groups, [(0, grid)], row_codes, col_codes, generator)
-    tiles = tiles_of(hypernet, dims, leaves, row_codes, col_codes)
+    slot = Slot(hypernet, grid, row, col, scale=1.0)
+    ensemble = Ensemble("one", hypernet, slot.dims, (TileSpan(0, 0, 0, slot),))
+    leaves = init_leaves(ensemble, torch.float32, torch.Generator().manual_seed(seed))
+    tiles = tiles_of(hypernet, slot.dims, leaves, *codes_of(ensemble, torch.float32, torch.device("cpu")))
     return join_tiles(tiles, grid)
 
 

@@ -35,17 +35,9 @@ __all__ = [
 ]
 
 HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(
-    {
-        "periodic": periodic,
-        "constant": constant,
-        "gnet": gnet,
-        "stochastic": stochastic,
-        "low_rank": low_rank,
-        "xox": xox,
-        "module": from_module,
-    }
+    {t.type: t for t in (periodic, constant, gnet, stochastic, low_rank, xox, from_module)}
 )
-"""Every hypernetwork by its type, as its factory."""
+"""Every hypernetwork by its type."""
 
 
 def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:

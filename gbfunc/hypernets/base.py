@@ -5,6 +5,7 @@ Suffixes: T tiles, G groups of tiles, r rows and c columns of a tile, p and q wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -22,20 +23,19 @@ class Leaf(NamedTuple):
     Attributes:
         shape: its shape for ONE g-net.
         role: `"linear"` where the tile is (jointly) linear in it, so that `init` may rescale it; else `"code"`.
-        scope: `"tile"`: each tile has its own; `"group"`: the tiles of a group share it.
+        scope: `"tile"`: each tile has one; `"group"`: the tiles of a group share it.
+        std: standard deviation that it is drawn with.
     """
 
     shape: tuple[int, ...]
     role: Literal["code", "linear"]
     scope: Literal["tile", "group"] = "tile"
+    std: float = 1.0
 
 
 @dataclass(frozen=True)
 class Hypernet:
-    """A type of g-net with its options: static, hashable, JSON-able. Subclasses are made by their factory.
-
-    Its size (features, hidden width, rank, genes) is None until a plan chooses it.
-    """
+    """A type of g-net with its options: static, hashable, JSON-able; its size is None until a plan chooses it."""
 
     type: ClassVar[str]
     default_size: ClassVar[int] = 32
@@ -49,7 +49,7 @@ class Hypernet:
     batched: ClassVar[bool] = False
     """True where `apply` broadcasts over leading dimensions as it is: then no `vmap` is needed for many tiles."""
     standardised: ClassVar[bool] = True
-    """True where a tile is scaled to the p-net's own initial deviation; False where it is the weight as it stands."""
+    """True where a tile is scaled to the p-net's initial deviation; False where it is the weight as it stands."""
 
     @property
     def size(self) -> int | None:
@@ -80,7 +80,7 @@ class Hypernet:
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """Draw the leaves of all g-nets of an ensemble: `{leaf: [T or G, *shape]}` in float32 on the CPU."""
-        raise NotImplementedError
+        return draw(self.leaves(dims), n_tiles, n_groups, generator)
 
     def apply(
         self,
@@ -107,12 +107,7 @@ class Hypernet:
     ) -> Tensor | None:
         """The one matrix [R, C] that many g-nets' tiles make, at their mean; None where a type knows no shorter way.
 
-        Args:
-            leaves: leaves of all its g-nets: `{leaf: [T, *shape]}`.
-            row_codes_Urp: codes of the rows; U is 1 where all tiles share them, else T.
-            col_codes_Ucq: codes of the columns.
-            grid: of the matrix.
-            kernel: implementation, where the type has several.
+        Arguments as for `apply`: leaves `{leaf: [T, *shape]}`, codes of U = 1 or T tiles, and the grid of the matrix.
         """
         return None
 
@@ -129,13 +124,8 @@ class Hypernet:
 
 def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
     """Parameters of `n_tiles` g-nets in `n_groups` groups, everything counted."""
-    total = 0
-    for leaf in hypernet.leaves(dims).values():
-        count = n_tiles if leaf.scope == "tile" else n_groups
-        for n in leaf.shape:
-            count *= n
-        total += count
-    return total
+    leaves = hypernet.leaves(dims).values()
+    return sum((n_tiles if leaf.scope == "tile" else n_groups) * math.prod(leaf.shape) for leaf in leaves)
 
 
 def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -149,15 +139,14 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def draw(
-    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float]
+    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float] = {}
 ) -> Params:
-    """Normal leaves of standard deviation `stds[name]` (zeros where it is 0), tile by tile from one generator."""
-    drawn = {}
-    for name, leaf in leaves.items():
-        shape = (n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape)
-        # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
-        drawn[name] = normal(shape, generator) * stds[name]
-    return drawn
+    """Normal leaves, tile by tile from one generator, of deviation `stds[name]` or else their `std`; zeros for 0."""
+    # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
+    return {
+        name: normal((n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape), generator) * stds.get(name, leaf.std)
+        for name, leaf in leaves.items()
+    }
 
 
 def check_size(name: str, size: Any) -> None:
@@ -187,7 +176,6 @@ class Sized(Hypernet):
     @property
     def known_size(self) -> int:
         """The size, which a plan has chosen by now."""
-        size = self.size
-        if size is None:
+        if self.size is None:
             raise ValueError(f"{self.type} has no size yet: a plan chooses it")
-        return size
+        return self.size

@@ -1,8 +1,7 @@
 r"""Types without codes: constants, trained factors, and genes with their rules of interaction (the XOX model).
 
-Source of the last, $W = s X_{out} O X_{in}^T$: Barabasi, Beynon, Katona, Perez-Nieves: Complex computation from
-developmental priors (Nature Communications 2023), after Kovacs, Barabasi, Barabasi: Uncovering the genetic blueprint of
-the C. elegans nervous system (PNAS 2020).
+Source of the last, $W = s X_{out} O X_{in}^T$: Barabasi et al., Complex computation from developmental priors (Nature
+Communications 2023).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized, draw
+from gbfunc.hypernets.base import Hypernet, Leaf, Sized
 from gbfunc.types import Factors, Params, TileDims
 
 _MAX = torch.finfo(torch.float32).max
@@ -21,19 +20,28 @@ _MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Constant(Hypernet):
-    """See `constant`."""
+    """A tensor left at a constant: it costs no parameters and is never trained.
+
+    Args:
+        value: the constant, of every entry.
+
+    Raises:
+        ValueError: if float32 cannot hold it.
+    """
 
     value: float = 0.0
     type: ClassVar[str] = "constant"
     sizable: ClassVar[bool] = False
     standardised: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        value: Any = self.value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX:
+            raise ValueError(f"value must be a finite number that float32 can hold, got {value!r}")
+        object.__setattr__(self, "value", float(value))
+
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """None."""
-        return {}
-
-    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Nothing to draw."""
         return {}
 
     def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Tensor:
@@ -55,7 +63,14 @@ class _Factored(Sized):
 
 @dataclass(frozen=True)
 class LowRank(_Factored):
-    """See `low_rank`."""
+    """Trained factors: `tile = left @ right.T`.
+
+    Args:
+        rank: columns of the factors; None lets the plan choose (4 without a size target).
+
+    Raises:
+        ValueError: for a rank below 1.
+    """
 
     rank: int | None = None
     type: ClassVar[str] = "low_rank"
@@ -65,12 +80,7 @@ class LowRank(_Factored):
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Two factors: [r, k] and [c, k]."""
         k = self.known_size
-        return {"left": Leaf((dims.rows, k), "linear"), "right": Leaf((dims.cols, k), "code")}
-
-    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Normal factors, of unit deviation their product."""
-        stds = {"left": self.known_size**-0.5, "right": 1.0}
-        return draw(self.leaves(dims), n_tiles, n_groups, generator, stds)
+        return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": Leaf((dims.cols, k), "code")}
 
     def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Factors:
         """The factors as they are."""
@@ -79,7 +89,14 @@ class LowRank(_Factored):
 
 @dataclass(frozen=True)
 class XOX(_Factored):
-    """See `xox`."""
+    """Genetic expression and interaction rules: `tile = scale * X_out @ O @ X_in.T`.
+
+    Args:
+        genes: genes per neuron; None lets the plan choose (8 without a size target).
+
+    Raises:
+        ValueError: for less than one gene.
+    """
 
     genes: int | None = None
     type: ClassVar[str] = "xox"
@@ -90,12 +107,11 @@ class XOX(_Factored):
         """Expression of the row and column neurons [r, g], [c, g], rules [g, g], and a learned scale."""
         g = self.known_size
         genes = {"row_genes": Leaf((dims.rows, g), "code"), "col_genes": Leaf((dims.cols, g), "code")}
-        return genes | {"rules": Leaf((g, g), "linear"), "scale": Leaf((), "code")}
+        return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """Normal genes and rules, unit scale."""
-        stds = {"row_genes": 1.0, "col_genes": 1.0, "rules": 1 / self.known_size, "scale": 0.0}
-        drawn = draw(self.leaves(dims), n_tiles, n_groups, generator, stds)
+        drawn = super().init(dims, n_tiles, n_groups, generator)
         return drawn | {"scale": torch.ones_like(drawn["scale"])}
 
     def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Factors:
@@ -103,39 +119,4 @@ class XOX(_Factored):
         return Factors(leaves["row_genes"] @ (leaves["rules"] * leaves["scale"][..., None, None]), leaves["col_genes"])
 
 
-def constant(value: float = 0.0) -> Hypernet:
-    """Leave a tensor at a constant: it costs no parameters and is never trained.
-
-    Args:
-        value: the constant, of every entry.
-
-    Raises:
-        ValueError: if float32 cannot hold it.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX:
-        raise ValueError(f"value must be a finite number that float32 can hold, got {value!r}")
-    return Constant(float(value))
-
-
-def low_rank(rank: int | None = None) -> Hypernet:
-    """Trained factors: `tile = left @ right.T`.
-
-    Args:
-        rank: columns of the factors; None lets the plan choose (4 without a size target).
-
-    Raises:
-        ValueError: for a rank below 1.
-    """
-    return LowRank(rank)
-
-
-def xox(genes: int | None = None) -> Hypernet:
-    """Genetic expression and interaction rules: `tile = scale * X_out @ O @ X_in.T`.
-
-    Args:
-        genes: genes a neuron; None lets the plan choose (8 without a size target).
-
-    Raises:
-        ValueError: for less than one gene.
-    """
-    return XOX(genes)
+constant, low_rank, xox = Constant, LowRank, XOX

@@ -8,7 +8,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, p and q 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -58,32 +58,26 @@ class Run(NamedTuple):
         made = self._apply()
         return made if self.scale is None else dense_tiles(made) * self.scale[:, None, None]
 
-    def _filled(self, leaves: Params, *lead: int) -> Params:
+    def _filled(self, *lead: int) -> Params:
         """The leaves with those that have no entries."""
-        return leaves | {k: self.row.new_zeros((*lead, *shape)) for k, shape in self.empty.items()}
+        return self.leaves | {k: self.row.new_zeros((*lead, *shape)) for k, shape in self.empty.items()}
 
     def _apply(self) -> Tensor | Factors:
-        hypernet = self.hypernet
-
-        def one(leaves: Params, row_rp: Tensor, col_cq: Tensor, noise: Params | None) -> Tensor | Factors:
-            return hypernet.apply(self._filled(leaves), row_rp, col_cq, noise=noise, kernel=self.kernel)
+        def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
+            return self.hypernet.apply(leaves, row, col, noise=noise, kernel=self.kernel)
 
         if not self.leaves:
             # Without leaves there is nothing to map over, and all tiles with the same codes are the same.
-            tile = one({}, self.row[0], self.col[0], None)
+            tile = apply(self._filled(), self.row[0], self.col[0], None)
             return tile[None] if isinstance(tile, Tensor) else Factors(tile.left[None], tile.right[None])
         (row, row_dim), (col, col_dim) = ((x[0], None) if len(x) == 1 else (x, 0) for x in (self.row, self.col))
-        if hypernet.batched:
-            leaves = self._filled(self.leaves, self.n_tiles)
-            return hypernet.apply(leaves, row, col, noise=self.noise, kernel=self.kernel)
-        return vmap(one, (0, row_dim, col_dim, None if self.noise is None else 0))(self.leaves, row, col, self.noise)
+        many = apply if self.hypernet.batched else vmap(apply, (0, row_dim, col_dim, None if self.noise is None else 0))
+        return many(self._filled(self.n_tiles), row, col, self.noise)
 
     def matrix(self, grid: TileGrid) -> Tensor:
         """The one matrix [R, C] that all tiles make."""
-        whole = type(self.hypernet).matrix is not Hypernet.matrix
-        if whole and self.leaves and self.noise is None and self.scale is None:
-            leaves = self._filled(self.leaves, self.n_tiles)
-            matrix = self.hypernet.matrix(leaves, self.row, self.col, grid, self.kernel)
+        if self.leaves and self.noise is None and self.scale is None:
+            matrix = self.hypernet.matrix(self._filled(self.n_tiles), self.row, self.col, grid, self.kernel)
             if matrix is not None:
                 return matrix
         tiles = dense_tiles(self.tiles())
@@ -99,17 +93,14 @@ class Run(NamedTuple):
         """So many tiles each, in order."""
         if len(counts) == 1:
             return [self]
-        ends = list(accumulate(counts, initial=0))
+        spans = [slice(*ends) for ends in pairwise(accumulate(counts, initial=0))]
         # One split node has one backward; slices would each fill a gradient of all tiles.
         leaves = {k: v.split(list(counts)) for k, v in self.leaves.items()}
-        return [
-            self.of(slice(*ends[i : i + 2]))._replace(leaves={k: v[i] for k, v in leaves.items()})
-            for i in range(len(counts))
-        ]
+        return [self.of(span)._replace(leaves={k: v[i] for k, v in leaves.items()}) for i, span in enumerate(spans)]
 
     @property
     def n_tiles(self) -> int:
-        """Tiles that it makes; those of a type without leaves are all alike, and count as none."""
+        """Number of tiles; 0 for a type without leaves, whose tiles are all alike."""
         return len(next(iter(self.leaves.values()), ()))
 
     def filled(self, leaves: Params, noise: Params | None) -> Run:

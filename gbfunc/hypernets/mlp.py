@@ -1,13 +1,11 @@
 r"""MLP g-nets over the codes of a weight, as in the genomic bottleneck, plain and stochastic.
 
-Source: Shuvaev, Lachi, Koulakov, Zador: Encoding innate ability through a genomic bottleneck (PNAS 2024, doi
-10.1073/pnas.2409160121).
+Source: Shuvaev et al., Encoding innate ability through a genomic bottleneck (PNAS 2024, doi 10.1073/pnas.2409160121).
 A stochastic one has a mean and a log standard deviation per weight, drawn by reparameterisation,
 $w = \mu + e^{s} \epsilon$, $\epsilon \sim N(0, 1)$ (Kingma and Welling, Auto-encoding variational Bayes, 2014, eq. 4).
 
-The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$, one
-product per row and per column, never one per weight. With one ReLU layer the rest is one fused reduction
-(`gbfunc.hypernets.kernels`); other activations and deeper nets run in chunks of rows that are recomputed in backward.
+The first layer is separable: its pre-activation is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$ and $B = X_c W_c$. With one
+ReLU layer the rest is one fused reduction; other g-nets run in chunks of rows that are recomputed in backward.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, check_size, draw, uniform
+from gbfunc.hypernets.base import Hypernet, Leaf, check_size, uniform
 from gbfunc.hypernets.kernels import chunked_apply, relu_tiles
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims
@@ -35,13 +34,38 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 _INITIAL_LOG_SIGMA = -3.0
 
 
+def _he(inputs: int) -> float:
+    """Deviation of the weights of a layer (He et al., 2015)."""
+    return math.sqrt(2 / max(1, inputs))
+
+
 @dataclass(frozen=True)
 class GNet(Hypernet):
-    """See `gnet`."""
+    """An MLP over the codes of a weight, of any depth: torchGB's and the paper's g-net.
+
+    Args:
+        hidden: widths of the hidden layers; None is one layer whose width the plan chooses (32 without a size target).
+            A plan with a size target scales nothing that is given here.
+        activation: `"relu"`, `"tanh"`, `"gelu"` or `"sin"`.
+
+    Raises:
+        ValueError: for options out of range.
+    """
 
     hidden: tuple[int, ...] | None = None
     activation: str = "relu"
     type: ClassVar[str] = "gnet"
+
+    def __post_init__(self) -> None:
+        hidden: Any = self.hidden
+        if hidden is not None:
+            if not isinstance(hidden, list | tuple) or not hidden:
+                raise ValueError(f"hidden must be a tuple of one or more widths, or None, got {hidden!r}")
+            for width in hidden:
+                check_size("a hidden width", width or 0)
+            object.__setattr__(self, "hidden", tuple(hidden))
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {self.activation!r}")
 
     @property
     def size(self) -> int | None:
@@ -50,52 +74,47 @@ class GNet(Hypernet):
 
     def with_size(self, size: int) -> Hypernet:
         """All layers scaled so that the first has `size` units."""
-        if self.hidden is None:
-            return replace(self, hidden=(size,))
-        hidden = tuple(max(1, round(n * size / self.hidden[0])) for n in self.hidden[1:])
-        return replace(self, hidden=(size, *hidden))
+        first, *rest = self.hidden or (size,)
+        return replace(self, hidden=(size, *(max(1, round(n * size / first)) for n in rest)))
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Separable first layer, hidden layers `weight_i` and `bias_i`, and the head."""
         if self.hidden is None:
             raise ValueError(f"{self.type} has no size yet: a plan chooses it")
         first = self.hidden[0]
+        std = 1.0 if self.activation == "sin" else _he(dims.row_width + dims.col_width)
         leaves = {
-            "row_weight": Leaf((dims.row_width, first), "code"),
-            "col_weight": Leaf((dims.col_width, first), "code"),
+            "row_weight": Leaf((dims.row_width, first), "code", std=std),
+            "col_weight": Leaf((dims.col_width, first), "code", std=std),
             "bias": Leaf((first,), "code"),
         }
-        for i, (n, m) in enumerate(zip(self.hidden, self.hidden[1:], strict=False), start=1):
-            leaves |= {f"weight_{i}": Leaf((n, m), "code"), f"bias_{i}": Leaf((m,), "code")}
+        for i, (n, m) in enumerate(pairwise(self.hidden), start=1):
+            leaves |= {f"weight_{i}": Leaf((n, m), "code", std=_he(n)), f"bias_{i}": Leaf((m,), "code", std=0.0)}
         return leaves | self._head(self.hidden[-1])
 
     def _head(self, width: int) -> dict[str, Leaf]:
-        return {"out_weight": Leaf((width,), "linear"), "out_bias": Leaf((), "linear")}
+        return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """He-normal weights (He et al., 2015); normal biases spread the kinks over the codes."""
-        leaves = self.leaves(dims)
-        sine = self.activation == "sin"
-        stds = {}
-        for name, leaf in leaves.items():
-            if name in ("row_weight", "col_weight"):
-                stds[name] = 1.0 if sine else math.sqrt(2 / max(1, dims.row_width + dims.col_width))
-            elif leaf.shape and "weight" in name:
-                stds[name] = math.sqrt(2 / leaf.shape[0])
-            else:
-                stds[name] = 1.0 if name == "bias" else 0.0
-        drawn = draw(leaves, n_tiles, n_groups, generator, stds)
-        if sine:
+        """He-normal weights; normal biases spread the kinks over the codes, uniform ones the phases."""
+        drawn = super().init(dims, n_tiles, n_groups, generator)
+        if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
         return drawn
 
-    def _mean(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, head: str, kernel: Kernel) -> Tensor:
-        """The tile of one head: [r, c]."""
-        a_rH = row_codes_rp @ leaves["row_weight"] + leaves["bias"]
-        b_cH = col_codes_cq @ leaves["col_weight"]
+    @property
+    def _is_fused(self) -> bool:
+        return self.activation == "relu" and len(self.hidden or ()) == 1
+
+    def _mean(
+        self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out", grid: TileGrid | None = None
+    ) -> Tensor:
+        """The tile [r, c] of one head; or, where the g-net is fused, the matrix of many."""
+        a_rH = row @ leaves["row_weight"] + leaves["bias"].unsqueeze(-2)
+        b_cH = col @ leaves["col_weight"]
+        if self._is_fused:
+            return relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], leaves[f"{head}_bias"], kernel=kernel, grid=grid)
         depth = len(self.hidden or ())
-        if depth == 1 and self.activation == "relu":
-            return relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], leaves[f"{head}_bias"], kernel=kernel)
         names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")] + [f"{head}_weight"]
         rest = {name: leaves[name] for name in names}
         activation = ACTIVATIONS[self.activation]
@@ -112,40 +131,7 @@ class GNet(Hypernet):
         self, leaves: Params, row_codes_Urp: Tensor, col_codes_Ucq: Tensor, grid: TileGrid, kernel: Kernel
     ) -> Tensor | None:
         """A ReLU layer's matrix, written without its tiles."""
-        if len(self.hidden or ()) != 1 or self.activation != "relu":
-            return None
-        a_TrH = row_codes_Urp @ leaves["row_weight"] + leaves["bias"].unsqueeze(1)
-        b_TcH = col_codes_Ucq @ leaves["col_weight"]
-        return relu_tiles(a_TrH, b_TcH, leaves["out_weight"], leaves["out_bias"], kernel=kernel, grid=grid)
-
-    def apply(
-        self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, *, kernel: Kernel = "auto", **unused: Any
-    ) -> Tensor:
-        """The tile [r, c]."""
-        return self._mean(leaves, row_codes_rp, col_codes_cq, "out", kernel)
-
-
-@dataclass(frozen=True)
-class Stochastic(GNet):
-    """See `stochastic`."""
-
-    type: ClassVar[str] = "stochastic"
-    stochastic: ClassVar[bool] = True
-
-    def _head(self, width: int) -> dict[str, Leaf]:
-        spread = {"log_sigma_weight": Leaf((width,), "code"), "log_sigma_bias": Leaf((), "code")}
-        return super()._head(width) | spread
-
-    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """As `GNet.init`; every weight's deviation starts at exp(-3), 5 % of the weights' own."""
-        drawn = super().init(dims, n_tiles, n_groups, generator)
-        drawn["log_sigma_weight"] = torch.zeros_like(drawn["log_sigma_weight"])
-        drawn["log_sigma_bias"] = torch.full_like(drawn["log_sigma_bias"], _INITIAL_LOG_SIGMA)
-        return drawn
-
-    def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
-        """One number for each weight."""
-        return {"weight": (dims.rows, dims.cols)}
+        return self._mean(leaves, row_codes_Urp, col_codes_Ucq, kernel, grid=grid) if self._is_fused else None
 
     def apply(
         self,
@@ -156,48 +142,37 @@ class Stochastic(GNet):
         noise: Params | None = None,
         kernel: Kernel = "auto",
     ) -> Tensor:
-        """The tile [r, c]: a draw with noise, the mean without."""
-        mean = self._mean(leaves, row_codes_rp, col_codes_cq, "out", kernel)
+        """The tile [r, c]: a draw with noise, which a stochastic g-net takes, else the mean."""
+        mean = self._mean(leaves, row_codes_rp, col_codes_cq, kernel)
         if noise is None:
             return mean
-        log_sigma = self._mean(leaves, row_codes_rp, col_codes_cq, "log_sigma", kernel)
+        log_sigma = self._mean(leaves, row_codes_rp, col_codes_cq, kernel, "log_sigma")
         return mean + torch.exp(log_sigma) * noise["weight"]
 
 
-def _check_mlp(hidden: tuple[int, ...] | None, activation: str) -> tuple[int, ...] | None:
-    """The hidden widths as a tuple, with every option checked."""
-    if hidden is not None:
-        if not isinstance(hidden, list | tuple) or not hidden:
-            raise ValueError(f"hidden must be a tuple of one or more widths, or None, got {hidden!r}")
-        for width in hidden:
-            check_size("a hidden width", width if width is not None else 0)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
-    return None if hidden is None else tuple(hidden)
-
-
-def gnet(hidden: tuple[int, ...] | None = None, activation: str = "relu") -> Hypernet:
-    """An MLP over the codes of a weight, of any depth: torchGB's and the paper's g-net.
-
-    Args:
-        hidden: widths of the hidden layers; None is one layer whose width the plan chooses (32 without a size target).
-            A plan with a size target scales nothing that is given here.
-        activation: `"relu"`, `"tanh"`, `"gelu"` or `"sin"`.
-
-    Raises:
-        ValueError: for options out of range.
-    """
-    return GNet(_check_mlp(hidden, activation), activation)
-
-
-def stochastic(hidden: tuple[int, ...] | None = None, activation: str = "relu") -> Hypernet:
+@dataclass(frozen=True)
+class Stochastic(GNet):
     """An MLP with two heads: weights are drawn in training (noise is an argument) and at their mean in evaluation.
 
-    Args:
-        hidden: as for `gnet`.
-        activation: as for `gnet`.
-
-    Raises:
-        ValueError: for options out of range.
+    Its options are those of `gnet`.
     """
-    return Stochastic(_check_mlp(hidden, activation), activation)
+
+    type: ClassVar[str] = "stochastic"
+    stochastic: ClassVar[bool] = True
+
+    def _head(self, width: int) -> dict[str, Leaf]:
+        return super()._head(width) | {"log_sigma_weight": Leaf((width,), "code"), "log_sigma_bias": Leaf((), "code")}
+
+    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
+        """As `GNet.init`; every weight's deviation starts at exp(-3), 5 % of that of the weights."""
+        drawn = super().init(dims, n_tiles, n_groups, generator)
+        drawn["log_sigma_weight"] = torch.zeros_like(drawn["log_sigma_weight"])
+        drawn["log_sigma_bias"] = torch.full_like(drawn["log_sigma_bias"], _INITIAL_LOG_SIGMA)
+        return drawn
+
+    def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
+        """One number for each weight."""
+        return {"weight": (dims.rows, dims.cols)}
+
+
+gnet, stochastic = GNet, Stochastic

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import get_ident
 from typing import Any, ClassVar
 
@@ -25,22 +24,16 @@ _GAIN, _SHIFT = "gain", "shift"
 
 def _build(factory: Factory, width: int, seed: int, device: str = "cpu") -> nn.Module:
     """A module drawn from a seed, in float32; torch's generator and defaults are left as they were."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device(device), _float32():
+    default = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device(device):
         # A tile of one weight has codes of width 0, which torch warns of for good reason elsewhere.
         warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op", UserWarning)
         torch.manual_seed(seed)
-        return factory(width)
-
-
-@contextmanager
-def _float32() -> Iterator[None]:
-    """Float32 as torch's default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)
+        try:
+            return factory(width)
+        finally:
+            torch.set_default_dtype(default)
 
 
 @lru_cache(maxsize=64)
@@ -56,48 +49,68 @@ def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
     if not isinstance(module, nn.Module):
         return frozenset()
     weights = {name: p.detach().double() for name, p in module.named_parameters()}
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(8, width, generator=generator, dtype=torch.float64, device="cpu")
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
+    x = random(8, width)
     heads = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and m.out_features == 1]
     for head in reversed(heads):
-        names = [
-            n for n in weights if n in (f"{head}.weight", f"{head}.bias") or (not head and n in ("weight", "bias"))
-        ]
-        u, v = (
-            {n: torch.randn(weights[n].shape, generator=generator, dtype=torch.float64, device="cpu") for n in names}
-            for _ in range(2)
-        )
+        names = [n for n in weights if n.rpartition(".")[0] == head and n.rpartition(".")[2] in ("weight", "bias")]
+        u, v = ({n: random(weights[n].shape) for n in names} for _ in range(2))
 
         def end(values: Params) -> Tensor:
             return functional_call(module, weights | values, (x,))
 
         # Tried out, because nothing but the forward pass says what follows the layer.
         with torch.no_grad():
-            found, expected = end({n: v[n] - 2 * u[n] for n in names}), end(v) - 2 * end(u)
-        if torch.allclose(found, expected, rtol=1e-9, atol=1e-9):
+            got, expected = end({n: v[n] - 2 * u[n] for n in names}), end(v) - 2 * end(u)
+        if torch.allclose(got, expected, rtol=1e-9, atol=1e-9):
             return frozenset(names)
     return frozenset()
 
 
 @dataclass(frozen=True)
 class FromModule(Hypernet):
-    """See `from_module`."""
+    """A g-net from any module: `factory(width)` builds an `nn.Module` that maps [..., width] -> [..., 1].
+
+    Its input is the row code beside the column code of a weight. Where it ends in an `nn.Linear` of one output, `init`
+    rescales that; else the g-net gets a learned gain and shift (two parameters per tile, counted).
+
+    Args:
+        factory: builds the module; it must be importable by name if the genome is to be saved, and is given to
+            `load` again.
+
+    Raises:
+        TypeError: if it is not callable.
+        ValueError: if what it builds is no module of one output without buffers, or names a parameter gain or shift.
+    """
 
     factory: Factory
     type: ClassVar[str] = "module"
     sizable: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        if not callable(self.factory):
+            raise TypeError(f"from_module expects a callable (width -> nn.Module), got {type(self.factory).__name__}")
+        module = _skeleton(self.factory, 2, get_ident())
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"the factory must return an nn.Module, got {type(module).__name__}")
+        if any(True for _ in module.buffers()):
+            raise ValueError("a g-net module must have no buffers (batch norm is out of place there)")
+        if {_GAIN, _SHIFT} & {name for name, _ in module.named_parameters()}:
+            raise ValueError(f"a g-net module must not have parameters called {_GAIN!r} or {_SHIFT!r}")
+        out = module(torch.empty(3, 2, device="meta"))
+        if tuple(out.shape) != (3, 1):
+            raise ValueError(f"the factory's module must map [..., width] to [..., 1]; [3, 2] gave {list(out.shape)}")
+
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """The module's parameters; where its end is not linear, a gain and a shift beside them."""
         width = dims.row_width + dims.col_width
         linear = _linear_leaves(self.factory, width)
-        leaves = {}
-        for name, parameter in _skeleton(self.factory, width, get_ident()).named_parameters():
-            leaves[name] = Leaf(tuple(parameter.shape), "linear" if name in linear else "code")
+        parameters = _skeleton(self.factory, width, get_ident()).named_parameters()
+        leaves = {k: Leaf(tuple(p.shape), "linear" if k in linear else "code") for k, p in parameters}
         return leaves if linear else leaves | {_GAIN: Leaf((), "linear"), _SHIFT: Leaf((), "linear")}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """The module's own initialisation, one seed a tile."""
+        """The module's initialisation, one seed per tile."""
         width = dims.row_width + dims.col_width
         seeds = torch.randint(0, 2**62, (n_tiles,), generator=generator, dtype=torch.int64, device="cpu").tolist()
         drawn, _ = stack_module_state([_build(self.factory, width, seed) for seed in seeds])
@@ -130,30 +143,4 @@ class FromModule(Hypernet):
         return {"type": self.type, "factory": path}
 
 
-def from_module(factory: Factory) -> Hypernet:
-    """A g-net from any module: `factory(width)` builds an `nn.Module` that maps [..., width] -> [..., 1].
-
-    Its input is the row code beside the column code of a weight. Where it ends in an `nn.Linear` of one output, `init`
-    rescales that; else the g-net gets a learned gain and shift (two parameters a tile, counted).
-
-    Args:
-        factory: builds the module; it must be importable by name if the genome is to be saved, and is given to
-            `load` again.
-
-    Raises:
-        TypeError: if it is not callable.
-        ValueError: if what it builds is no module of one output without buffers, or names a parameter gain or shift.
-    """
-    if not callable(factory):
-        raise TypeError(f"from_module expects a callable (width -> nn.Module), got {type(factory).__name__}")
-    module = _skeleton(factory, 2, get_ident())
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"the factory must return an nn.Module, got {type(module).__name__}")
-    if any(True for _ in module.buffers()):
-        raise ValueError("a g-net module must have no buffers (batch norm is out of place there)")
-    if {_GAIN, _SHIFT} & {name for name, _ in module.named_parameters()}:
-        raise ValueError(f"a g-net module must not have parameters of its own called {_GAIN!r} or {_SHIFT!r}")
-    out = module(torch.empty(3, 2, device="meta"))
-    if tuple(out.shape) != (3, 1):
-        raise ValueError(f"the factory's module must map [..., width] to [..., 1]; [3, 2] gave {list(out.shape)}")
-    return FromModule(factory)
+from_module = FromModule

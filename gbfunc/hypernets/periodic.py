@@ -1,34 +1,57 @@
 r"""Periodic g-nets: a sum of sines over the codes, which is exactly a product of two thin matrices.
 
-Own code weights (`share="none"`): $g_{ij} = \sum_h v_h \sin(A_{ih} + B_{jh})$ with $A = X_r W_r + \phi$, $B = X_c W_c$.
-Shared code weights (`share="layers"`): $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$, where
+With `share="none"`, $g_{ij} = \sum_h v_h \sin(A_{ih} + B_{jh})$ with $A = X_r W_r + \phi$, $B = X_c W_c$.
+With `share="layers"`, $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$, where
 $W_r, W_c$ belong to the group and $s, t$ to the tile. The addition theorem gives the factors, of 2 H columns each.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, Sized, draw, uniform
+from gbfunc.hypernets.base import Leaf, Sized, uniform
 from gbfunc.types import Factors, Params, TileDims
 
 
 @dataclass(frozen=True)
 class Periodic(Sized):
-    """See `periodic`."""
+    """Sums of sines over the codes: the default g-net, fast (a batched GEMM) and good at high compression.
+
+    Args:
+        features: sines per tile; None lets the plan choose (32 without a size target).
+        share: `"layers"`: tiles of the same kind and position in other layers share their code weights.
+        frequency: standard deviation of the initial code weights, or that of the rows' and that of the columns';
+            None is 1.0, or 2.5 for shared ones.
+
+    Raises:
+        ValueError: for options out of range.
+    """
 
     features: int | None = None
     share: Literal["none", "layers"] = "none"
-    frequency: float | tuple[float, float] | None = None
+    frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
     type: ClassVar[str] = "periodic"
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
     batched: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.share not in ("none", "layers"):
+            raise ValueError(f"share must be 'none' or 'layers', got {self.share!r}")
+        if len(self._deviations) != 2 or not all(math.isfinite(f) and f > 0 for f in self._deviations):
+            raise ValueError(f"frequency must be a positive number, two of them or None, got {self.frequency!r}")
+
+    @property
+    def _deviations(self) -> tuple[float, float]:
+        """Of the initial code weights of the rows and of the columns."""
+        frequency = (2.5 if self.shares else 1.0) if self.frequency is None else self.frequency
+        return frequency if isinstance(frequency, tuple) else (frequency, frequency)
 
     @property
     def factor_width(self) -> int:
@@ -43,23 +66,20 @@ class Periodic(Sized):
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Code weights [p, H] and [q, H] with phase and amplitude, or shared ones with two coefficients a feature."""
         h = self.known_size
+        rows, cols = self._deviations
         scope = "group" if self.shares else "tile"
         codes = {
-            "row_weight": Leaf((dims.row_width, h), "code", scope),
-            "col_weight": Leaf((dims.col_width, h), "code", scope),
+            "row_weight": Leaf((dims.row_width, h), "code", scope, rows),
+            "col_weight": Leaf((dims.col_width, h), "code", scope, cols),
         }
+        coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:
-            return codes | {"sine": Leaf((h,), "linear"), "cosine": Leaf((h,), "linear")}
-        return codes | {"phase": Leaf((h,), "code"), "amplitude": Leaf((h,), "linear")}
+            return codes | {"sine": coefficient, "cosine": coefficient}
+        return codes | {"phase": Leaf((h,), "code"), "amplitude": coefficient}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """Normal code weights of deviation `frequency`, uniform phases, normal coefficients."""
-        frequency = (2.5 if self.shares else 1.0) if self.frequency is None else self.frequency
-        rows, cols = frequency if isinstance(frequency, tuple) else (frequency, frequency)
-        leaves = self.leaves(dims)
-        scale = math.sqrt((1 if self.shares else 2) / self.known_size)
-        stds = {k: scale if leaf.role == "linear" else cols for k, leaf in leaves.items()} | {"row_weight": rows}
-        drawn = draw(leaves, n_tiles, n_groups, generator, stds)
+        drawn = super().init(dims, n_tiles, n_groups, generator)
         if "phase" in drawn:
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
@@ -79,26 +99,4 @@ class Periodic(Sized):
         return Factors(left, torch.cat([torch.cos(b_cH), torch.sin(b_cH)], -1))
 
 
-def periodic(
-    features: int | None = None,
-    share: Literal["none", "layers"] = "none",
-    *,
-    frequency: float | tuple[float, float] | None = None,
-) -> Hypernet:
-    """Sums of sines over the codes: the default g-net, fast (a batched GEMM) and good at high compression.
-
-    Args:
-        features: sines a tile; None lets the plan choose (32 without a size target).
-        share: `"layers"`: tiles of the same kind and position in other layers share their code weights.
-        frequency: standard deviation of the initial code weights, or that of the rows' and that of the columns';
-            None is 1.0, or 2.5 for shared ones.
-
-    Raises:
-        ValueError: for options out of range.
-    """
-    if share not in ("none", "layers"):
-        raise ValueError(f"share must be 'none' or 'layers', got {share!r}")
-    pair = frequency if isinstance(frequency, tuple) else (1.0 if frequency is None else frequency,) * 2
-    if len(pair) != 2 or not all(math.isfinite(f) and f > 0 for f in pair):
-        raise ValueError(f"frequency must be a positive number, two of them or None, got {frequency!r}")
-    return Periodic(features, share, frequency)
+periodic = Periodic

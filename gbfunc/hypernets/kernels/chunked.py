@@ -1,8 +1,8 @@
 """Tiles of any g-net in row blocks that are recomputed in the backward pass: bounded memory, any order of derivative.
 
-A `RowMap` is a function of one g-net whose inputs are either cut along the rows of its tile or shared by all rows, and
-whose outputs are either cut along the rows or summed over them. The derivatives of a row map, in reverse and in forward
-mode, are row maps too, so one `autograd.Function` evaluates them all.
+A `RowMap` is a function of one g-net whose inputs are cut along the rows of its tile or shared by all rows, and whose
+outputs are cut along the rows or summed over them. Its derivatives are row maps too, in reverse and in forward mode, so
+one `autograd.Function` evaluates them all.
 
 Suffixes: T tiles; r, c rows and columns of a tile; H hidden units.
 """
@@ -17,6 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
+from gbfunc.tiling import unbatched
 from gbfunc.types import Params
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -40,43 +41,45 @@ class RowMap(NamedTuple):
     inputs: tuple[int, int]
     outputs: tuple[int, int]
     row_bytes: int
-    max_bytes: int
+    max_bytes: int = DEFAULT_MAX_BYTES
+
+    def vjp(self) -> RowMap:
+        """Reverse derivative: `(row inputs + row cotangents, shared inputs + sum cotangents) -> gradients`."""
+
+        def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
+            (rows, row_cotangents), (shared, sum_cotangents) = map(_cut, (rows, shared), self.inputs)
+            return torch.func.vjp(self.fn, rows, shared)[1]((row_cotangents, sum_cotangents))
+
+        n, k = (i + o for i, o in zip(self.inputs, self.outputs, strict=True))
+        return self._replace(fn=fn, inputs=(n, k), outputs=self.inputs, row_bytes=2 * self.row_bytes)
+
+    def jvp(self) -> RowMap:
+        """Forward derivative: `(row inputs + row tangents, shared inputs + their tangents) -> tangents`."""
+
+        def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
+            (rows, row_tangents), (shared, shared_tangents) = map(_cut, (rows, shared), self.inputs)
+            # The gradient is linear in the cotangents, and its gradient in them is the forward derivative.
+            # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
+            outputs, pull = torch.func.vjp(self.fn, rows, shared)[:2]
+            push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))[1]
+            return push((row_tangents, shared_tangents))[0]
+
+        n, k = self.inputs
+        return self._replace(fn=fn, inputs=(2 * n, 2 * k), row_bytes=2 * self.row_bytes)
+
+    def apply(self, rows: Tensors, shared: Tensors) -> Tensors:
+        """Evaluate it for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> outputs [T, ...]."""
+        return _RowMapFunction.apply(self, *rows, *shared)
 
 
 def _cut(x: Tensors, n: int) -> tuple[Tensors, Tensors]:
     return x[:n], x[n:]
 
 
-def row_vjp(m: RowMap) -> RowMap:
-    """Reverse derivative: `(row inputs + row cotangents, shared inputs + sum cotangents) -> gradients of inputs`."""
-
-    def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        (rows, row_cotangents), (shared, sum_cotangents) = map(_cut, (rows, shared), m.inputs)
-        return torch.func.vjp(m.fn, rows, shared)[1]((row_cotangents, sum_cotangents))
-
-    n, k = (i + o for i, o in zip(m.inputs, m.outputs, strict=True))
-    return m._replace(fn=fn, inputs=(n, k), outputs=m.inputs, row_bytes=2 * m.row_bytes)
-
-
-def row_jvp(m: RowMap) -> RowMap:
-    """Forward derivative: `(row inputs + row tangents, shared inputs + shared tangents) -> tangents of the outputs`."""
-
-    def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-        (rows, row_tangents), (shared, shared_tangents) = map(_cut, (rows, shared), m.inputs)
-        # The gradient is linear in the cotangents, and its own gradient in them is the forward derivative.
-        # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
-        outputs, pull = torch.func.vjp(m.fn, rows, shared)[:2]
-        push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))[1]
-        return push((row_tangents, shared_tangents))[0]
-
-    return m._replace(fn=fn, inputs=(2 * m.inputs[0], 2 * m.inputs[1]), row_bytes=2 * m.row_bytes)
-
-
 def _pieces(length: int, longest: int) -> Iterator[slice]:
     """Cut `length` into the fewest pieces of at most `longest`, as even as they can be."""
     step = -(-length // -(-length // longest))
-    for start in range(0, length, step):
-        yield slice(start, min(length, start + step))
+    return (slice(start, min(length, start + step)) for start in range(0, length, step))
 
 
 def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
@@ -102,10 +105,7 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
 
 def batch_tiles(size: int, in_dims: tuple[int | None, ...], tensors: Tensors) -> Tensors:
     """Fold the dimension of a vmap into that of the tiles: N of [T, ...] -> [N T, ...]; unbatched tensors repeat."""
-    batched = (
-        x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims, strict=True)
-    )
-    return tuple(x.flatten(0, 1) for x in batched)
+    return tuple(x.flatten(0, 1) for x in unbatched(size, in_dims, tensors))
 
 
 def filled_tangents(primals: Tensors, tangents: tuple[Tensor | None, ...]) -> Tensors:
@@ -135,38 +135,28 @@ class _RowMapFunction(InputsOnly):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         rows, shared = _cut(ctx.saved_tensors, ctx.what.inputs[0])
         row_cotangents, sum_cotangents = _cut(cotangents, ctx.what.outputs[0])
-        return (None, *apply_row_map(row_vjp(ctx.what), rows + row_cotangents, shared + sum_cotangents))
+        return (None, *ctx.what.vjp().apply(rows + row_cotangents, shared + sum_cotangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], m: RowMap, *inputs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
-        outputs = apply_row_map(m, *_cut(batch_tiles(info.batch_size, in_dims[1:], inputs), m.inputs[0]))
+        outputs = m.apply(*_cut(batch_tiles(info.batch_size, in_dims[1:], inputs), m.inputs[0]))
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
         rows, shared = _cut(ctx.saved_tensors, ctx.what.inputs[0])
         row_tangents, shared_tangents = _cut(filled_tangents(ctx.saved_tensors, tangents), ctx.what.inputs[0])
-        return apply_row_map(row_jvp(ctx.what), rows + row_tangents, shared + shared_tangents)
-
-
-def apply_row_map(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
-    """Evaluate a row map for a stack of g-nets: row inputs [T, r, ...], shared inputs [T, ...] -> outputs [T, ...]."""
-    return _RowMapFunction.apply(m, *rows, *shared)
+        return ctx.what.jvp().apply(rows + row_tangents, shared + shared_tangents)
 
 
 def chunked_apply(
-    fn: Callable[[Tensor, Params], Tensor],
-    A: Tensor,
-    B: Tensor,
-    params: Params,
-    *,
-    max_bytes: int = DEFAULT_MAX_BYTES,
+    fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> Tensor:
-    """Generate one g-net's tile from separable pre-activations, in row blocks that backward recomputes.
+    """Generate one g-net's tile [r, c] from separable pre-activations, in row blocks that backward recomputes.
 
-    Under `torch.vmap` over g-nets the blocks run over tiles as well, so the bound holds for the whole ensemble.
-    Inside a function that is being compiled the tile is one expression instead, whose memory the compiler decides.
-    Derivatives of any order and mode reach `A`, `B` and every entry of `params`, and nothing that `fn` closes over.
+    Under `torch.vmap` over g-nets the blocks run over tiles too, so the bound holds for the whole ensemble; within
+    `torch.compile` the tile is one expression. Derivatives of any order and mode reach `A`, `B` and `params`, and
+    nothing that `fn` closes over.
 
     Args:
         fn: what follows the first layer, for some rows: `(pre-activations [rows, c, H], params) -> weights [rows, c]`.
@@ -174,15 +164,10 @@ def chunked_apply(
         A: pre-activations of the rows, bias included [r, H].
         B: pre-activations of the columns [c, H].
         params: parameters of the remaining layers, floating point.
-        max_bytes: memory that the activations of one block may take, as estimated from the widths of the layers.
-            A single row of a single tile is never divided.
-
-    Returns:
-        The tile [r, c].
+        max_bytes: estimated memory that the activations of one block may take; a single row is never divided.
 
     Raises:
-        ValueError: if `A` and `B` are not matrices of the same width, `max_bytes` is not positive, or `fn` returns
-            another shape.
+        ValueError: for `A` and `B` that are not matrices of one width, `max_bytes` below 1, or another shape from `fn`.
     """
     if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[1]:
         raise ValueError(f"expected A [r, H] and B [c, H] of one g-net, got {list(A.shape)} and {list(B.shape)}")
@@ -202,9 +187,8 @@ def chunked_apply(
     if torch.compiler.is_compiling():
         # Dynamo refuses a Function with a `jvp`, and has no batching rule for the gradient of any other Function.
         return row_fn((A,), (B, *leaves))[0][0]
-    # A layer's weight and bias both reach its width, so this counts each activation about twice: before and after its
-    # nonlinearity, which is what a forward pass keeps for backward.
+    # By weight and bias this counts each activation about twice, as a forward pass keeps it: around its nonlinearity.
     floats = 2 * hidden + sum(max(p.shape, default=1) for p in leaves)
     m = RowMap(row_fn, (1, 1 + len(leaves)), (1, 0), cols * floats * A.element_size(), max_bytes)
-    (W_1rc,) = apply_row_map(m, (A[None],), (B[None], *(p[None] for p in leaves)))
+    (W_1rc,) = m.apply((A[None],), (B[None], *(p[None] for p in leaves)))
     return W_1rc[0]

@@ -1,20 +1,26 @@
 """The ReLU tile in PyTorch: its definition, and eager code where there is no C++ compiler and no Triton.
 
 `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`, with `A` and `B` the halves of what the first layer feeds its ReLU.
-Few weights are one broadcast expression, of O(T r c H) memory; many are made in blocks that stay in cache, one hidden
-unit after the other.
+Few weights are one broadcast expression, of O(T r c H) memory; many are made in blocks that stay in cache.
 
 Suffixes: R, C rows and columns of a matrix; T tiles; r, c of a tile, b rows of it in a block; H hidden units.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from gbfunc.tiling import TileGrid, copy_from_tiles, join_stack, split_stack
+from gbfunc.tiling import TileGrid, copy_tiles, join_stack, split_stack
+
+
+def warn_of_use(reason: str, cure: str) -> None:
+    """Warn that this form is used in the place of a compiled one."""
+    words = f"{reason}; large ReLU ensembles use the slower eager kernel; install {cure}, or ask for kernel='eager'"
+    warnings.warn(f"{words} to silence this", RuntimeWarning, stacklevel=3)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,8 +38,8 @@ def reference_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
 def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     """Generate tiles as compiles best, `W[i, j] = b + sum_h [A + B > 0] (v[h] A[i, h] + v[h] B[j, h])`.
 
-    It is linear in everything but the activity, so what automatic differentiation makes of it are the two sums of the
-    hand-derived backward pass, and a compiler fuses both: half the time that the plain expression takes.
+    Its automatic derivative is the two sums of the hand-derived backward pass, which a compiler fuses: half the time of
+    the plain expression.
     """
     A_rH, B_cH, v_1H = (x.to(compute_dtype(A.dtype)) for x in (A, B, v.unsqueeze(-2)))
     active_rcH = A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3) > 0
@@ -51,11 +57,7 @@ def _is_small(A: Tensor, B: Tensor) -> bool:
 
 
 def _blocks(grid: TileGrid, device: torch.device) -> Iterator[tuple[slice, slice, slice, TileGrid]]:
-    """Cut a matrix into blocks: several rows of tiles, or some rows of one row of tiles.
-
-    Yields:
-        The block's tiles, its rows in them, its rows in the matrix, and its grid.
-    """
+    """Blocks of a matrix, some rows of tiles or a part of one: its tiles, rows in them and in the matrix, and grid."""
     size, per_row = block_size(device), grid.n_cols * grid.tile_cols
     height = min(grid.tile_rows, max(1, size // per_row))
     count = max(1, size // (per_row * grid.tile_rows))
@@ -70,32 +72,30 @@ def _blocks(grid: TileGrid, device: torch.device) -> Iterator[tuple[slice, slice
 
 def _by_hidden(A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
     """One hidden unit after the other: [T, b, H], [T, c, H] -> [H, T, b, 1], [H, T, 1, c] with whole rows of c."""
-    dtype = compute_dtype(A_TbH.dtype)
-    B_HTc = B_TcH.permute(2, 0, 1).to(dtype).contiguous()
-    return A_TbH.permute(2, 0, 1).unsqueeze(-1).to(dtype), B_HTc.unsqueeze(-2)
+    return A_TbH.permute(2, 0, 1).unsqueeze(-1), B_TcH.permute(2, 0, 1).contiguous().unsqueeze(-2)
 
 
 def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
     """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
     if _is_small(A, B):
         return join_stack(reference_tiles(A, B, v, b), grid)
-    W_RC, dtype = A.new_empty(grid.rows, grid.cols), compute_dtype(A.dtype)
+    W_RC = A.new_empty(grid.rows, grid.cols)
+    A, B, v, b = (x.to(compute_dtype(A.dtype)) for x in (A, B, v, b))
     for t, i, rows, block in _blocks(grid, A.device):
         A_HTb1, B_HT1c = _by_hidden(A[t, i], B[t])
-        v_HT11 = v[t].T[..., None, None].to(dtype)
-        W_Tbc = b[t, None, None].to(dtype).repeat(1, block.tile_rows, block.tile_cols)
+        v_HT11 = v[t].T[..., None, None]
+        W_Tbc = b[t, None, None].repeat(1, block.tile_rows, block.tile_cols)
         hidden_Tbc = torch.empty_like(W_Tbc)
         for h in range(A.shape[2]):
             torch.add(A_HTb1[h], B_HT1c[h], out=hidden_Tbc).clamp_min_(0)
             W_Tbc.addcmul_(hidden_Tbc, v_HT11[h])
-        copy_from_tiles(W_RC[rows], W_Tbc, block)
+        copy_tiles(W_RC[rows], W_Tbc, block, joins=True)
     return W_RC
 
 
 def _active_sums(g: Tensor, A: Tensor, B: Tensor) -> Tensor:
     """Sum over active columns, `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`: [T, r, c] ... -> [T, r, H]."""
-    active_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) > 0
-    return torch.where(active_TrcH, g.unsqueeze(-1), 0).sum(-2)
+    return torch.where(A.unsqueeze(-2) + B.unsqueeze(-3) > 0, g.unsqueeze(-1), 0).sum(-2)
 
 
 def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,14 +114,13 @@ def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Te
 
 def _sums(g: Tensor, A: Tensor, B: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of the cotangent over active columns, active rows and whole tiles: [T, r, H], [T, c, H], [T]."""
-    dtype = compute_dtype(A.dtype)
     if _is_small(A, B):
-        g_Trc, A, B = (x.to(dtype) for x in (split_stack(g, grid), A, B))
+        g_Trc = split_stack(g, grid).to(A.dtype)
         return _active_sums(g_Trc, A, B), _active_sums(g_Trc.mT, B, A), g_Trc.sum((1, 2))
-    SA_TrH, SB_TcH = torch.zeros_like(A, dtype=dtype), torch.zeros_like(B, dtype=dtype)
+    SA_TrH, SB_TcH = torch.zeros_like(A), torch.zeros_like(B)
     db_T = SA_TrH.new_zeros(grid.n_tiles)
     for t, i, rows, block in _blocks(grid, A.device):
-        g_Tbc = split_stack(g[rows], block).to(dtype)
+        g_Tbc = split_stack(g[rows], block).to(A.dtype)
         SA_TrH[t, i], part_TcH = _block_sums(g_Tbc, A[t, i], B[t])
         SB_TcH[t] += part_TcH
         db_T[t] += g_Tbc.sum((1, 2))
@@ -130,7 +129,8 @@ def _sums(g: Tensor, A: Tensor, B: Tensor, grid: TileGrid) -> tuple[Tensor, Tens
 
 def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
     """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
+    A, B, v = (x.to(compute_dtype(g.dtype)) for x in (A, B, v))
     SA_TrH, SB_TcH, db_T = _sums(g, A, B, grid)
-    dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1).to(SA_TrH.dtype)
+    dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1)
     # In place: the sums are fresh, and as large as the inputs.
-    return tuple(x.to(A.dtype) for x in (SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, db_T))
+    return tuple(x.to(g.dtype) for x in (SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, db_T))

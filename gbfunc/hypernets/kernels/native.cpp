@@ -1,64 +1,56 @@
 // The ReLU tile on a CPU: W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h]), written straight into the matrix that the
 // tiles make, and its gradients, read straight from that of the matrix.
 //
-// A work item is one tile, or some rows of one where there are few tiles; threads take them as they become free. What
-// items of one tile share (the gradients of B, v and b) is summed by the caller.
+// Threads take work items as they become free: a tile each, or some rows of one where there are few tiles. What items
+// of one tile share (the gradients of B, v and b) is summed by the caller.
 //
-// All arrays are contiguous. Suffixes: T tiles, row-major; r, c rows and columns of a tile; H hidden units; P parts of a
-// tile. Each function is there for float (f32) and double (f64).
+// All arrays are contiguous. Suffixes: T tiles, row-major; r, c rows and columns of a tile; H hidden units; P parts of
+// a tile. Each function is there for float (f32) and double (f64).
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <vector>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-namespace {
 
 using Size = std::int64_t;
 
 #if defined(__AVX2__)
+#include <immintrin.h>
 constexpr Size kBytes = 32;
 #else
 constexpr Size kBytes = 16;
 #endif
 
+namespace {
+
 template <class S>
-struct Vectors {
-  typedef S Aligned __attribute__((vector_size(kBytes)));
-  typedef S Loose __attribute__((vector_size(kBytes), aligned(sizeof(S)), may_alias));
+struct Vector {
+  typedef S type __attribute__((vector_size(kBytes)));
 };
 template <class S>
-using Vec = typename Vectors<S>::Aligned;
+using Vec = typename Vector<S>::type;
 template <class S>
 constexpr Size kLanes = kBytes / sizeof(S);
 
+// The first `count` numbers of a vector; the others are zero.
 template <class S>
-Vec<S> load(const S* from) {
-  return *reinterpret_cast<const typename Vectors<S>::Loose*>(from);
-}
-
-template <class S>
-void store(S* to, Vec<S> x) {
-  *reinterpret_cast<typename Vectors<S>::Loose*>(to) = x;
-}
-
-// The first `count` numbers of a vector, or all; the others are zero.
-template <class S>
-Vec<S> load_some(const S* from, Size count) {
-  if (count >= kLanes<S>) return load(from);
+Vec<S> load(const S* from, Size count = kLanes<S>) {
   Vec<S> x = {};
-  for (Size l = 0; l < count; l++) x[l] = from[l];
+  if (count >= kLanes<S>)
+    std::memcpy(&x, from, kBytes);
+  else
+    for (Size l = 0; l < count; l++) x[l] = from[l];
   return x;
 }
 
 template <class S>
-void store_some(S* to, Vec<S> x, Size count) {
-  if (count >= kLanes<S>) return store(to, x);
-  for (Size l = 0; l < count; l++) to[l] = x[l];
+void store(S* to, Vec<S> x, Size count = kLanes<S>) {
+  if (count >= kLanes<S>)
+    std::memcpy(to, &x, kBytes);
+  else
+    for (Size l = 0; l < count; l++) to[l] = x[l];
 }
 
 template <class S>
@@ -67,25 +59,16 @@ Vec<S> spread(S x) {
 }
 
 // NaN stays NaN, as in torch.
-template <class V>
-V relu(V x) {
-  const V zero = {};
-  return zero > x ? zero : x;
-}
-#if defined(__AVX2__)
-template <>
-inline Vec<float> relu(Vec<float> x) {
-  return _mm256_max_ps(Vec<float>{}, x);
-}
-template <>
-inline Vec<double> relu(Vec<double> x) {
-  return _mm256_max_pd(Vec<double>{}, x);
-}
-#endif
-
 template <class S>
-Vec<S> where(decltype(Vec<S>{} > Vec<S>{}) mask, Vec<S> x) {
-  return reinterpret_cast<Vec<S>>(reinterpret_cast<decltype(mask)>(x) & mask);
+Vec<S> relu(Vec<S> x) {
+#if defined(__AVX2__)
+  if constexpr (sizeof(S) == 4)
+    return _mm256_max_ps(Vec<S>{}, x);
+  else
+    return _mm256_max_pd(Vec<S>{}, x);
+#else
+  return x < Vec<S>{} ? Vec<S>{} : x;
+#endif
 }
 
 Size round_up(Size n, Size step) { return (n + step - 1) / step * step; }
@@ -105,19 +88,19 @@ Item item_of(const Grid& g, Size index) {
   const Size tile = index / g.parts, part = index % g.parts;
   const Size top = tile / g.tiles_across() * g.tile_rows, left = tile % g.tiles_across() * g.tile_cols;
   const Size rows = std::min(g.tile_rows, g.rows - top), step = (g.tile_rows + g.parts - 1) / g.parts;
-  return {tile,
-          part,
-          std::min(rows, part * step),
-          std::min(rows, (part + 1) * step),
-          std::min(g.tile_cols, g.cols - left),
-          top * g.cols + left};
+  const Size first = std::min(rows, part * step), end = std::min(rows, (part + 1) * step);
+  return {tile, part, first, end, std::min(g.tile_cols, g.cols - left), top * g.cols + left};
 }
-
-template <int N>
-using Constant = std::integral_constant<int, N>;
 
 constexpr Size kColumns = 256;  // at once, so that what is read for each row stays in the first-level cache
 constexpr int kRows = 4;        // at once, so that their sums stay in registers and share each load
+
+// Calls f with the first of every `kRows` rows, then of every row that is left.
+template <class F>
+void by_rows(Size first, Size end, F f) {
+  for (; first + kRows <= end; first += kRows) f(first, std::integral_constant<int, kRows>{});
+  for (; first < end; first++) f(first, std::integral_constant<int, 1>{});
+}
 
 // Sums of R rows and K vectors of columns: a [R, H], Bt [H, width] -> out [R, width].
 template <class S, int R, int K>
@@ -131,7 +114,7 @@ void weights(const S* a, const S* Bt, const S* v, S b, S* out, Size hidden, Size
     const Vec<S> scale = spread(v[h]);
     for (int r = 0; r < R; r++) {
       const Vec<S> row = spread(a[r * hidden + h]);
-      for (int k = 0; k < K; k++) sums[r][k] += relu<Vec<S>>(row + column[k]) * scale;
+      for (int k = 0; k < K; k++) sums[r][k] += relu<S>(row + column[k]) * scale;
     }
   }
   for (int r = 0; r < R; r++)
@@ -153,21 +136,15 @@ void forward(const S* A, const S* B, const S* v, const S* b, S* W, Grid g, int t
         const Size cols = std::min(kColumns, it.cols - left), padded = round_up(cols, lanes);
         for (Size h = 0; h < H; h++)
           for (Size j = 0; j < cols; j++) Bt[h * width + j] = B[(it.tile * g.tile_cols + left + j) * H + h];
-        Size i = it.first;
-        const auto rows_at_once = [&](auto count) {
+        by_rows(it.first, it.end, [&](Size i, auto count) {
           constexpr int R = decltype(count)::value;
-          for (; i + R <= it.end; i += R) {
-            const S* a = A + (it.tile * g.tile_rows + i) * H;
-            Size j = 0;
-            for (; j + 2 * lanes <= padded; j += 2 * lanes)
-              weights<S, R, 2>(a, &Bt[j], vt, b[it.tile], &out[j], H, width);
-            if (j < padded) weights<S, R, 1>(a, &Bt[j], vt, b[it.tile], &out[j], H, width);
-            for (int r = 0; r < R; r++)
-              std::copy_n(&out[r * width], cols, W + it.corner + (i + r) * g.cols + left);
-          }
-        };
-        rows_at_once(Constant<kRows>{});
-        rows_at_once(Constant<1>{});
+          const S* a = A + (it.tile * g.tile_rows + i) * H;
+          Size j = 0;
+          for (; j + 2 * lanes <= padded; j += 2 * lanes)
+            weights<S, R, 2>(a, &Bt[j], vt, b[it.tile], &out[j], H, width);
+          if (j < padded) weights<S, R, 1>(a, &Bt[j], vt, b[it.tile], &out[j], H, width);
+          for (int r = 0; r < R; r++) std::copy_n(&out[r * width], cols, W + it.corner + (i + r) * g.cols + left);
+        });
       }
     }
   }
@@ -176,16 +153,13 @@ void forward(const S* A, const S* B, const S* v, const S* b, S* W, Grid g, int t
 // Adds g where a > -b to the sums of R rows and of all columns, for the hidden units of one vector.
 template <class S, int R>
 void active_sums(const S* a, const S* minus_b, const S* g, Size stride, S* row_sums, S* col_sums, Size cols) {
-  Vec<S> rows[R], sums[R];
-  for (int r = 0; r < R; r++) {
-    rows[r] = load(a + r * kLanes<S>);
-    sums[r] = Vec<S>{};
-  }
+  Vec<S> rows[R], sums[R] = {};
+  for (int r = 0; r < R; r++) rows[r] = load(a + r * kLanes<S>);
   for (Size j = 0; j < cols; j++) {
     const Vec<S> threshold = load(minus_b + j * kLanes<S>);
     Vec<S> active[R];
     for (int r = 0; r < R; r++) {
-      active[r] = where<S>(rows[r] > threshold, spread(g[r * stride + j]));
+      active[r] = rows[r] > threshold ? spread(g[r * stride + j]) : Vec<S>{};
       sums[r] += active[r];
     }
     Vec<S> sum = load(col_sums + j * kLanes<S>);
@@ -203,27 +177,27 @@ void active_sums(const S* a, const S* minus_b, const S* g, Size stride, S* row_s
 template <class S>
 void by_vectors(const S* from, S sign, S* to, Size rows, Size hidden) {
   for (Size h = 0; h < hidden; h += kLanes<S>)
-    for (Size i = 0; i < rows; i++, to += kLanes<S>) store(to, load_some(from + i * hidden + h, hidden - h) * sign);
+    for (Size i = 0; i < rows; i++, to += kLanes<S>) store(to, load(from + i * hidden + h, hidden - h) * sign);
 }
 
 // Gradient of A (or B) from its sums [H / lanes, rows, lanes], and its part of that of v: `sums v` and `sum_i A sums`.
 template <class S>
 void finish(const S* sums, const S* A, const S* v, S* dA, S* dv, Size rows, Size hidden) {
   for (Size h = 0; h < hidden; h += kLanes<S>) {
-    const Vec<S> scale = load_some(v + h, hidden - h);
-    Vec<S> total = load_some(dv + h, hidden - h);
+    const Vec<S> scale = load(v + h, hidden - h);
+    Vec<S> total = load(dv + h, hidden - h);
     for (Size i = 0; i < rows; i++, sums += kLanes<S>) {
-      total += load(sums) * load_some(A + i * hidden + h, hidden - h);
-      store_some(dA + i * hidden + h, load(sums) * scale, hidden - h);
+      total += load(sums) * load(A + i * hidden + h, hidden - h);
+      store(dA + i * hidden + h, load(sums) * scale, hidden - h);
     }
-    store_some(dv + h, total, hidden - h);
+    store(dv + h, total, hidden - h);
   }
 }
 
 // Gradient of W [rows, cols] -> those of A [T, r, H], B [P, T, c, H], v [P, T, H], b [P, T]; all start at zero.
 template <class S>
 void backward(const S* dW, const S* A, const S* B, const S* v, S* dA, S* dB, S* dv, S* db, Grid g, int threads) {
-  const Size H = g.hidden, vectors = (H + kLanes<S> - 1) / kLanes<S>, padded = vectors * kLanes<S>;
+  const Size H = g.hidden, lanes = kLanes<S>, padded = round_up(H, lanes), vectors = padded / lanes;
   const Size tile_columns = std::min(g.tile_cols, kColumns);
 #pragma omp parallel num_threads(threads)
   {
@@ -243,24 +217,21 @@ void backward(const S* dW, const S* A, const S* B, const S* v, S* dA, S* dB, S* 
         by_vectors(Bt, S(-1), minus_b.data(), cols, H);
         std::fill(SB.begin(), SB.end(), S(0));
         for (Size k = 0; k < vectors; k++) {
-          Size i = 0;
-          const auto rows_at_once = [&](auto count) {
-            constexpr int R = decltype(count)::value;
-            for (; i + R <= rows; i += R)
-              active_sums<S, R>(&a[(k * rows + i) * kLanes<S>], &minus_b[k * cols * kLanes<S>], gt + i * g.cols, g.cols,
-                                &SA[(k * rows + i) * kLanes<S>], &SB[k * cols * kLanes<S>], cols);
-          };
-          rows_at_once(Constant<kRows>{});
-          rows_at_once(Constant<1>{});
+          S *ak = &a[k * rows * lanes], *bk = &minus_b[k * cols * lanes];
+          S *SAk = &SA[k * rows * lanes], *SBk = &SB[k * cols * lanes];
+          by_rows(0, rows, [&](Size i, auto count) {
+            active_sums<S, decltype(count)::value>(ak + i * lanes, bk, gt + i * g.cols, g.cols, SAk + i * lanes, SBk,
+                                                   cols);
+          });
         }
         finish(SB.data(), Bt, vt, dB + (offset * g.tile_cols + left) * H, dvt, cols, H);
         for (Size i = 0; i < rows; i++) {
           Vec<S> sum = {};
           Size j = 0;
-          for (; j + kLanes<S> <= cols; j += kLanes<S>) sum += load(gt + i * g.cols + j);
+          for (; j + lanes <= cols; j += lanes) sum += load(gt + i * g.cols + j);
           S total = 0;
           for (; j < cols; j++) total += gt[i * g.cols + j];
-          for (Size l = 0; l < kLanes<S>; l++) total += sum[l];
+          for (Size l = 0; l < lanes; l++) total += sum[l];
           db[offset] += total;
         }
       }
@@ -271,13 +242,13 @@ void backward(const S* dW, const S* A, const S* B, const S* v, S* dA, S* dB, S* 
 
 }  // namespace
 
-#define GBFUNC_EXPORT(S, NAME)                                                                                    \
-  extern "C" void relu_forward_##NAME(const S* A, const S* B, const S* v, const S* b, S* W, const Size* g, int threads) { \
-    forward<S>(A, B, v, b, W, Grid{g[0], g[1], g[2], g[3], g[4], g[5]}, threads);                                 \
-  }                                                                                                               \
+#define GBFUNC_EXPORT(S, NAME)                                                                                  \
+  extern "C" void relu_forward_##NAME(const S* A, const S* B, const S* v, const S* b, S* W, const Grid* g, int n) { \
+    forward<S>(A, B, v, b, W, *g, n);                                                                           \
+  }                                                                                                             \
   extern "C" void relu_backward_##NAME(const S* dW, const S* A, const S* B, const S* v, S* dA, S* dB, S* dv, S* db, \
-                                       const Size* g, int threads) {                                              \
-    backward<S>(dW, A, B, v, dA, dB, dv, db, Grid{g[0], g[1], g[2], g[3], g[4], g[5]}, threads);                  \
+                                       const Grid* g, int n) {                                                  \
+    backward<S>(dW, A, B, v, dA, dB, dv, db, *g, n);                                                            \
   }
 
 GBFUNC_EXPORT(float, f32)

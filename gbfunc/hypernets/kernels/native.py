@@ -15,41 +15,30 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gbfunc.files import replace_file
-from gbfunc.hypernets.kernels.eager import compute_dtype
+from gbfunc.hypernets.kernels.eager import compute_dtype, warn_of_use
 from gbfunc.tiling import TileGrid
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
-"""By what torch found on this machine. Never -march=native: a home folder may be shared by machines of many kinds."""
+"""By what this machine has. Never -march=native: a home folder may be shared by machines of many kinds."""
 
 
 def _command() -> list[str]:
-    """The compiler and its flags.
-
-    Raises:
-        RuntimeError: if there is no compiler.
-    """
+    """The compiler and its flags."""
     named = shlex.split(os.environ.get("CXX", ""))
-    found = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
+    if compiler is None:
         looked_for = f"CXX={os.environ['CXX']!r}" if named else "c++, g++ and clang++"
         raise RuntimeError(f"the compiled ReLU kernel needs a C++ compiler, found none of {looked_for} on the path")
     flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
     # Apple's compiler has no OpenMP; there the loops run on one thread.
-    return [found, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
-
-
-def _place(command: list[str]) -> Path:
-    """Where the kernel of this source and command is kept between processes."""
-    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"relu_{digest}.so"
+    return [compiler, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
 
 
 @functools.cache
@@ -61,7 +50,9 @@ def library() -> ctypes.CDLL:
         RuntimeError: if there is no compiler, or it fails.
     """
     command = _command()
-    place = _place(command)
+    # One file for each source and command, kept between processes.
+    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"relu_{digest}.so"
     if place.exists():
         return ctypes.CDLL(str(place))
     # In a folder that nobody else can write: what lies in a shared one under a name that can be guessed is not loaded.
@@ -70,7 +61,7 @@ def library() -> ctypes.CDLL:
         run = subprocess.run([*command, str(_SOURCE), "-o", str(made)], capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{shlex.join(command)} failed on the ReLU kernel: {run.stderr.strip()[-2000:]}")
-        # Where nothing can be kept, each process compiles its own; a library stays loaded when its file is gone.
+        # Where nothing can be kept, each process compiles one; a library stays loaded when its file is gone.
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             replace_file(place, made.read_bytes())
@@ -80,22 +71,16 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def is_available() -> bool:
-    """Whether the compiled kernel can be had here; after one warning if it cannot."""
+    """Whether the compiled kernel is available; one warning tells why it is not."""
     try:
         library()
     except (OSError, RuntimeError) as error:
-        warnings.warn(
-            f"{error}; large ReLU ensembles use the slower eager kernel; install a C++ compiler, or ask for "
-            "kernel='eager' to silence this",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_of_use(str(error), "a C++ compiler")
         return False
     return True
 
 
-_THREAD_WORK = 2**16
-"""Hidden activations that repay one more thread: about 10 us."""
+_THREAD_WORK = 2**16  # Hidden activations that repay one more thread: about 10 us
 
 
 def _call(direction: str, grid: TileGrid, hidden: int, parts: int, *arrays: Tensor) -> None:

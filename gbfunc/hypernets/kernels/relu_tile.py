@@ -1,12 +1,11 @@
 """Tiles of ReLU g-nets, `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`, without a hidden activation per weight.
 
-With `g` the cotangent of a tile, the derivatives are sums over the active hidden units:
-`SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, likewise `SB[j, h]` over the rows, and then `dA = SA v`,
-`dB = SB v`, `dv[h] = sum_i A SA + sum_j B SB`, because `x [x > 0] = relu(x)`, and `db = sum_ij g`.
+With `g` the cotangent of a tile, `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]` and `SB[j, h]` likewise over the
+rows, the gradients are `dA = SA v`, `dB = SB v`, `dv[h] = sum_i A SA + sum_j B SB` and `db = sum_ij g`.
 
 The modules `native` (CPU), `triton` (GPU) and `eager` compute both: `tiles(A, B, v, b, grid)` is the matrix that the
-tiles of a grid make, and `gradients(g, A, B, v, grid)` are those of the inputs. Here they are chosen and made
-differentiable; derivatives beyond the first gradient are those of the reference, row by row (`chunked`).
+tiles of a grid make, and `gradients(g, A, B, v, grid)` are those of the inputs. Here one is chosen, and made
+differentiable; further derivatives are those of the reference, row by row (`chunked`).
 
 Suffixes: T tiles; R, C rows and columns of a matrix; r, c of a tile; H hidden units.
 """
@@ -14,7 +13,6 @@ Suffixes: T tiles; R, C rows and columns of a matrix; r, c of a tile; H hidden u
 from __future__ import annotations
 
 import functools
-import warnings
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
@@ -22,17 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.hypernets.kernels import eager, native
-from gbfunc.hypernets.kernels.chunked import (
-    DEFAULT_MAX_BYTES,
-    InputsOnly,
-    RowMap,
-    Tensors,
-    apply_row_map,
-    batch_tiles,
-    filled_tangents,
-    row_jvp,
-    row_vjp,
-)
+from gbfunc.hypernets.kernels.chunked import InputsOnly, RowMap, Tensors, batch_tiles, filled_tangents
 from gbfunc.hypernets.kernels.eager import compute_dtype, reference_tiles, traced_tiles
 from gbfunc.tiling import TileGrid, join_stack, split_stack
 from gbfunc.types import Kernel
@@ -40,8 +28,7 @@ from gbfunc.types import Kernel
 KERNELS: tuple[str, ...] = get_args(Kernel)
 
 COMPILE_WORK = 2**20
-"""Hidden activations T r c H from which `kernel="auto"` compiles. Below, the eager form is one broadcast expression;
-from there on a training repays the compilation: some seconds, on a CPU once for all shapes and processes."""
+"""Hidden activations T r c H from which `kernel="auto"` compiles: a training then repays the seconds that it takes."""
 
 
 def _has_memory(x: Tensor) -> bool:
@@ -67,12 +54,7 @@ def _accelerator_form(device_type: str) -> ModuleType:
             raise RuntimeError(f"it makes a weight of {weight} where 3 is right")
         return triton
     except Exception as error:  # no Triton, no driver or no C compiler for it: each shows in another way
-        warnings.warn(
-            f"Triton does not work on {device_type!r} ({type(error).__name__}: {error}), so large ReLU ensembles use "
-            "the slower eager kernel; install triton, or ask for kernel='eager' to silence this",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        eager.warn_of_use(f"Triton does not work on {device_type!r} ({type(error).__name__}: {error})", "triton")
         return eager
 
 
@@ -92,14 +74,14 @@ def _stack_grid(A: Tensor, B: Tensor) -> TileGrid:
     return TileGrid(tiles * rows, cols, rows, cols)
 
 
-def _row_map(A: Tensor, cols: int) -> RowMap:
+def _row_map(A: Tensor, B: Tensor) -> RowMap:
     """The reference as a row map of rows (A,) and shared (B, v, b), for the derivatives that are not worth a kernel."""
 
     def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         return (reference_tiles(*rows, *shared),), ()
 
-    row_bytes = 4 * cols * A.shape[-1] * compute_dtype(A.dtype).itemsize
-    return RowMap(fn, (1, 3), (1, 0), row_bytes, DEFAULT_MAX_BYTES)
+    row_bytes = 4 * B.shape[1] * A.shape[-1] * compute_dtype(A.dtype).itemsize
+    return RowMap(fn, (1, 3), (1, 0), row_bytes)
 
 
 class _How(NamedTuple):
@@ -117,8 +99,8 @@ class _ReluGradients(InputsOnly):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (g, A, *shared), (cA, *sums), grid = ctx.saved_tensors, cotangents, ctx.what.grid
-        second = row_vjp(row_vjp(_row_map(A, shared[0].shape[1])))
-        dA, dg, *rest = apply_row_map(second, (A, split_stack(g, grid), cA), (*shared, *sums))
+        second = _row_map(A, shared[0]).vjp().vjp()
+        dA, dg, *rest = second.apply((A, split_stack(g, grid), cA), (*shared, *sums))
         return None, join_stack(dg, grid), dA, *rest
 
     @staticmethod
@@ -135,7 +117,7 @@ class _ReluGradients(InputsOnly):
         g, A, *shared = ctx.saved_tensors
         tg, tA, *moved = filled_tangents(ctx.saved_tensors, tangents)
         g, tg = (split_stack(x, ctx.what.grid) for x in (g, tg))
-        return apply_row_map(row_jvp(row_vjp(_row_map(A, shared[0].shape[1]))), (A, g, tA, tg), (*shared, *moved))
+        return _row_map(A, shared[0]).vjp().jvp().apply((A, g, tA, tg), (*shared, *moved))
 
 
 class _ReluTiles(InputsOnly):
@@ -158,7 +140,7 @@ class _ReluTiles(InputsOnly):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
         A, *shared = ctx.saved_tensors
         tA, *moved = filled_tangents(ctx.saved_tensors, tangents)
-        (tile_tangents,) = apply_row_map(row_jvp(_row_map(A, shared[0].shape[1])), (A, tA), (*shared, *moved))
+        (tile_tangents,) = _row_map(A, shared[0]).jvp().apply((A, tA), (*shared, *moved))
         return join_stack(tile_tangents, ctx.what.grid)
 
 
@@ -171,17 +153,13 @@ def _check(A: Tensor, B: Tensor, v: Tensor, b: Tensor, kernel: Kernel, grid: Til
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {list(KERNELS)}, got {kernel!r}")
     if not (A.dtype == B.dtype == v.dtype == b.dtype and A.is_floating_point()):
-        dtypes = f"{A.dtype}, {B.dtype}, {v.dtype} and {b.dtype}"
-        raise TypeError(f"A, B, v and b must have one floating-point dtype, got {dtypes}")
-    if (
-        A.ndim < 2
-        or B.shape != (*A.shape[:-2], *B.shape[-2:-1], A.shape[-1])
-        or v.shape != (*A.shape[:-2], A.shape[-1])
-        or b.shape != A.shape[:-2]
-    ):
-        shapes = f"{list(A.shape)}, {list(B.shape)}, {list(v.shape)} and {list(b.shape)}"
+        got = f"{A.dtype}, {B.dtype}, {v.dtype} and {b.dtype}"
+        raise TypeError(f"A, B, v and b must have one floating-point dtype, got {got}")
+    lead, width = A.shape[:-2], A.shape[-1:]
+    if A.ndim < 2 or B.shape != (*lead, *B.shape[-2:-1], *width) or v.shape != (*lead, *width) or b.shape != lead:
         raise ValueError(
-            f"expected A [..., r, H], B [..., c, H], v [..., H] and b [...] with equal leading dimensions, got {shapes}"
+            "expected A [..., r, H], B [..., c, H], v [..., H] and b [...] with equal leading dimensions, got "
+            f"{list(A.shape)}, {list(B.shape)}, {list(v.shape)} and {list(b.shape)}"
         )
     if grid is not None and A.shape[:-1] != (grid.n_tiles, grid.tile_rows):
         raise ValueError(f"expected A [T, r, H] of the tiles of {grid}, got {list(A.shape)}")
@@ -190,11 +168,10 @@ def _check(A: Tensor, B: Tensor, v: Tensor, b: Tensor, kernel: Kernel, grid: Til
 def relu_tiles(
     A: Tensor, B: Tensor, v: Tensor, b: Tensor, *, kernel: Kernel = "auto", grid: TileGrid | None = None
 ) -> Tensor:
-    """Generate the tiles of ReLU g-nets: `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`.
+    """Generate the tiles [..., r, c] of ReLU g-nets: `W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h])`.
 
     Every form sums half precisions in float32, returns the inputs' dtype, and is differentiable to any order, in
-    reverse and forward mode, under `torch.func`, `torch.vmap` and `torch.compile`. Derivatives beyond the first
-    gradient run through the reference, in blocks. Inside a function that is being compiled, "auto", "eager" and
+    reverse and forward mode, under `torch.func` and `torch.vmap`. Within `torch.compile`, "auto", "eager" and
     "compiled" are one expression that becomes part of its graph.
 
     Args:
@@ -203,15 +180,10 @@ def relu_tiles(
         v: weights of the last layer [..., H].
         b: its bias [...].
         kernel: "eager" works in blocks of bounded memory; "compiled" is, on a CPU, a C++ loop that is compiled once and
-            kept, in `$XDG_CACHE_HOME/gbfunc` or `~/.cache/gbfunc`, and on a GPU a Triton kernel; "auto" is "compiled"
-            from `COMPILE_WORK` hidden activations on, and "eager" below; "reference" is the plain expression, of
-            O(T r c H) memory. What cannot be compiled is "eager" after one warning, but for a C++ loop that was asked
-            for by "compiled".
-        grid: of the one matrix that the tiles of A [T, r, H] make; it is then written at once, and its tiles are never
-            all in memory.
-
-    Returns:
-        The tiles [..., r, c], or the matrix [R, C].
+            kept in `$XDG_CACHE_HOME/gbfunc` or `~/.cache/gbfunc`, and on a GPU a Triton kernel; "auto" is "compiled"
+            from `COMPILE_WORK` hidden activations on, and "eager" below or, after a warning, where nothing compiles;
+            "reference" is the plain expression, of O(T r c H) memory.
+        grid: of the one matrix [R, C] that the tiles of A [T, r, H] make: it is returned, written without its tiles.
 
     Raises:
         RuntimeError: if "compiled" is asked for on a CPU, and there is no C++ compiler that works.

@@ -1,9 +1,8 @@
 """The ReLU tile on a GPU, by Triton (Tillet et al., 2019): tiles are written into their matrix and read from it.
 
 Forward, a program makes one block of a tile, a hidden unit at a time. Backward, a program takes some rows of a tile and
-some hidden units, sums the cotangent over the active columns, and so has its part of the gradients of A, v and b; the
-same program with rows and columns exchanged gives those of B and v. Nothing is added to by two programs, so the
-results are the same each time. Sums are in float32, or float64 for float64.
+some hidden units, for its part of the gradients of A, v and b; with rows and columns exchanged it gives those of B and
+v. No two programs add to one place, so results are reproducible. Sums are in float32, or float64 for float64.
 
 Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units; P its parts.
 """
@@ -19,9 +18,9 @@ from torch import Tensor
 from gbfunc.hypernets.kernels.eager import compute_dtype
 from gbfunc.tiling import TileGrid
 
+# Block of a program: rows and columns forward; `_COLS` rows (or columns) and hidden units backward. Its sums take 8 or
+# 16 registers of each thread.
 _ROWS, _COLS, _HIDDEN = 32, 64, 16
-"""Block of a program: rows and columns forward; `_COLS` rows (or columns) and hidden units backward. Its sums take 8 or
-16 registers of each thread."""
 
 
 # No `from __future__ import annotations`: the interpreter of Triton 3.1 does not read annotations that are strings.
@@ -56,7 +55,7 @@ def backward_kernel(
 ):  # fmt: skip
     """`dA = SA v` with `SA[i, h] = sum_j g[i, j] [A[i, h] + B[j, h] > 0]`, and parts of `sum_i A SA` and of `db`.
 
-    BY_ROWS says that i are rows of the tile; otherwise they are its columns, and A and B stand for B and A.
+    Without BY_ROWS, i are columns of the tile, and A and B stand for B and A.
     """
     across = tl.cdiv(C, c)
     parts = tl.cdiv(r if BY_ROWS else c, ROWS)
@@ -87,16 +86,16 @@ def backward_kernel(
         tl.store(db + at_part, tl.sum(total, axis=0))
 
 
-def _parts(length: int, block: int) -> int:
-    return -(-length // block)
-
-
 def _launch(kernel: Any, programs: tuple[int, int], tensors: Sequence[Tensor], grid: TileGrid, *blocks: int) -> None:
     """Run a kernel on the device of its tensors [..., H], which say the type of its sums."""
     hidden, is_double = tensors[1].shape[-1], tensors[1].dtype == torch.float64
     sizes = (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden)
     with torch.cuda.device_of(tensors[1]):
         kernel[programs](*tensors, *sizes, *blocks, tl.float64 if is_double else tl.float32)
+
+
+def _parts(length: int, block: int) -> int:
+    return -(-length // block)
 
 
 def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
