@@ -1,4 +1,4 @@
-"""Many ranks: a mesh, collectives that carry gradients, and where the genome lives on the mesh.
+"""Many ranks: a mesh, collectives that carry gradients, where the genome lives on the mesh, and simulated schedules.
 
 The only user of `torch.distributed`.
 """
@@ -18,18 +18,26 @@ from gbfunc.parallel.placement import (
     placement_cost,
     shares_of,
 )
+from gbfunc.parallel.rank_program import ScheduleCosts
+from gbfunc.parallel.schedule import Event, Schedule, ScheduleError, Timeline, simulate
+from gbfunc.parallel.training_schedule import make_schedule
 
 __all__ = [
     "AxisName",
     "CollectiveError",
     "Cost",
+    "Event",
     "Gather",
     "Layout",
     "Mesh",
     "Placement",
     "Reduced",
     "Rows",
+    "Schedule",
+    "ScheduleCosts",
+    "ScheduleError",
     "Sizes",
+    "Timeline",
     "all_gather",
     "check_equal",
     "choose_placement",
@@ -37,6 +45,7 @@ __all__ = [
     "gather_objects",
     "gather_state",
     "make_layout",
+    "make_schedule",
     "mesh",
     "no_tiles",
     "placement_cost",
@@ -44,6 +53,7 @@ __all__ = [
     "reduce_step",
     "shard_state",
     "shares_of",
+    "simulate",
     "single_rank_mesh",
     "sum_ranks",
     "text_of",
