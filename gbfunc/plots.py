@@ -16,6 +16,8 @@ from matplotlib.ticker import EngFormatter, LogFormatter, LogLocator, NullFormat
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gbfunc.parallel.schedule import Kind, Span, Timeline
+
 # M. Okabe and K. Ito, Color Universal Design (2008): told apart with every common colour vision deficiency.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
@@ -24,6 +26,22 @@ HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 # Diverging and without red-green contrast.
 WEIGHTS = "PuOr"
 _MAX_FIELDS = 64
+# Colour and hatch of each kind of event: colours for what is computed, greys for what travels.
+EVENTS: Mapping[Kind, tuple[str, str]] = {
+    "forward": ("#0072B2", ""),
+    "backward": ("#D55E00", ""),
+    "backward_input": ("#D55E00", ""),
+    "backward_weight": ("#E69F00", ""),
+    "loss": ("#000000", ""),
+    "update": ("#009E73", ""),
+    "generate": ("#56B4E9", ""),
+    "generate_backward": ("#CC79A7", ""),
+    "all_reduce": ("#444444", ""),
+    "all_gather": ("#999999", ""),
+    "reduce_scatter": ("#999999", "////"),
+    "send": ("#CCCCCC", ""),
+    "receive": ("#CCCCCC", "////"),
+}
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, NDArray[Any]]:
@@ -258,3 +276,73 @@ def _show(axes: Axes, image: NDArray[np.float32], title: str, xlabel: str, ylabe
     axes.set(xlabel=xlabel, ylabel=ylabel)
     bar = axes.figure.colorbar(shown, ax=axes, shrink=0.8)
     bar.set_label("weight")
+
+
+def plot_schedule(timeline: Timeline, unit: str = "", memory_unit: str = "") -> Figure:
+    """What each rank of a simulated schedule does over time, and below it what it stores.
+
+    Computation is marked with its microbatch, or with its layer where there is one microbatch.
+
+    Args:
+        timeline: of the schedule.
+        unit: of time, such as `"s"`.
+        memory_unit: such as `"B"`.
+
+    Raises:
+        ValueError: if nothing happens in it.
+    """
+    if not timeline.duration:
+        raise ValueError("plot_schedule expects a timeline with events that take time, got none")
+    n_ranks = len(timeline.ranks)
+    figure, grid = _figure(9.6, 1.6 + (0.8 if n_ranks <= 8 else 0.6) * n_ranks, rows=2)
+    events_axes, memory_axes = grid[:, 0]
+    _draw_events(events_axes, timeline)
+    _draw_memory(memory_axes, timeline, memory_unit)
+    for axes in (events_axes, memory_axes):
+        axes.set(yticks=range(n_ranks), ylim=(n_ranks - 0.5, -0.5), xlim=(0.0, timeline.duration), ylabel="rank")
+        axes.spines[["top", "right"]].set_visible(False)
+    events_axes.set_title(f"duration {timeline.duration:.4g}{f' {unit}' * bool(unit)}, bubble {timeline.bubble:.1%}")
+    memory_axes.set_xlabel(f"time ({unit})" if unit else "time")
+    return figure
+
+
+def _draw_events(axes: Axes, timeline: Timeline) -> None:
+    """A bar for each event that takes time, one row per rank, with a legend of their kinds."""
+    spans = [span for rank in timeline.ranks for span in rank if span.end > span.start]
+    for kind, (color, hatch) in EVENTS.items():
+        if same := [span for span in spans if span.event.kind == kind]:
+            starts, widths = [span.start for span in same], [span.end - span.start for span in same]
+            style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
+            axes.barh([span.rank for span in same], widths, 0.8, starts, label=kind.replace("_", " "), **style)
+    _mark(axes, spans, timeline.duration)
+    axes.figure.legend(*axes.get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=7)
+
+
+def _mark(axes: Axes, spans: Sequence[Span], duration: float) -> None:
+    """Write the microbatch or layer into bars that are wide enough."""
+    by_layer = len({span.event.microbatch for span in spans if span.event.microbatch is not None}) < 2
+    for span in spans:
+        mark = span.event.layer if by_layer else span.event.microbatch
+        travels = span.event.peer is not None or span.event.ranks
+        if mark is None or travels or (span.end - span.start) / duration < 0.007 * len(str(mark)):
+            continue
+        middle = (span.start + span.end) / 2
+        axes.text(middle, span.rank, str(mark), color="white", fontsize=7, ha="center", va="center", clip_on=True)
+
+
+def _draw_memory(axes: Axes, timeline: Timeline, unit: str) -> None:
+    """What each rank stores, on one scale, in a row per rank with its peak beside it."""
+    scale = 0.85 / (timeline.peak_memory or 1.0)
+    formatter = EngFormatter(unit=unit, places=2)
+    for rank, (spans, peak) in enumerate(zip(timeline.ranks, timeline.peaks, strict=True)):
+        base = rank + 0.45
+        memory = [span.memory for span in spans] or [0.0]
+        # From the beginning, where the first event may start later, to the end of the whole schedule.
+        times = [0.0, *(span.start for span in spans), timeline.duration]
+        heights = [memory[0], *[span.memory for span in spans], memory[-1]]
+        tops = [base - scale * height for height in heights]
+        axes.fill_between(times, base, tops, step="post", color=PALETTE[0], alpha=0.35, linewidth=0)
+        axes.step(times, tops, where="post", color=PALETTE[0], linewidth=0.9)
+        label = f"peak {formatter(peak)}"
+        axes.text(1.01, rank, label, transform=axes.get_yaxis_transform(), fontsize=7, va="center")
+    axes.set_title("memory stored when events start", fontsize=9)

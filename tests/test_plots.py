@@ -11,7 +11,17 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gbfunc.plots import PALETTE, learning_curve, return_curve, tradeoff_curves, weight_images
+from gbfunc.parallel.schedule import Event, Schedule, Timeline, simulate
+from gbfunc.parallel.training_schedule import make_schedule
+from gbfunc.plots import (
+    EVENTS,
+    PALETTE,
+    learning_curve,
+    plot_schedule,
+    return_curve,
+    tradeoff_curves,
+    weight_images,
+)
 
 ROWS = [{"epoch": i, "step": 10 * i, "train_loss": 2.0 / i, "val_accuracy": 1 - 0.5 / i} for i in (1, 2, 3)]
 
@@ -123,6 +133,39 @@ def test_nothing_to_draw_is_an_error() -> None:
         weight_images({"a": {"w": torch.zeros(3, 2)}, "b": {"w": torch.zeros(2, 3)}})
     with pytest.raises(ValueError, match="rows of 2 weights are no images"):
         weight_images({"a": {"w": torch.zeros(3, 2)}}, (3, 3))
+
+
+def test_schedules_show_every_event_that_takes_time_and_memory() -> None:
+    timeline = simulate(make_schedule("gpipe", layers=2, ranks=2, microbatches=3))
+    figure = plot_schedule(timeline, "s", "B")
+    events, memory = figure.axes
+    spans = [span for rank in timeline.ranks for span in rank if span.end > span.start]
+    bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for group in events.containers for bar in group]
+    expected = [(span.start, span.end) for span in spans]
+    assert np.asarray(sorted(bars)) == pytest.approx(np.asarray(sorted(expected)))
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == ["forward", "backward", "update", "send", "receive"]
+    assert sorted(text.get_text() for text in events.texts) == sorted("012" * 4)
+    assert "bubble" in events.get_title() and memory.get_xlabel() == "time (s)"
+    assert len(memory.lines) == 2 and "B" in memory.texts[0].get_text()
+    # From the base of its row up, by the part of the highest peak.
+    rows = [np.asarray(line.get_ydata(), dtype=float) for line in memory.lines]
+    heights = [rank + 0.45 - tops.min() for rank, tops in enumerate(rows)]
+    assert heights == pytest.approx([0.85 * peak / timeline.peak_memory for peak in timeline.peaks])
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_schedules_mark_layers_where_there_is_one_microbatch() -> None:
+    events = plot_schedule(simulate(make_schedule("ddp", layers=2, ranks=2))).axes[0]
+    assert sorted(text.get_text() for text in events.texts) == sorted("01" * 6)
+
+
+def test_schedules_draw_every_kind_and_ranks_that_do_nothing() -> None:
+    alone = [Event(kind, 1.0, ranks=(0,)) for kind in EVENTS if kind not in ("send", "receive")]
+    figure = plot_schedule(simulate(Schedule([alone, []], [{}, {}])))
+    assert len(figure.axes[0].containers) == len(alone) and png(figure).startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="events that take time"):
+        plot_schedule(Timeline(((),)))
 
 
 def test_pyplot_is_not_needed() -> None:

@@ -1,4 +1,4 @@
-"""Many ranks: a mesh, collectives that carry gradients, and where the genome lives on the mesh.
+"""Many ranks: a mesh, collectives that carry gradients, where the genome lives on the mesh, and simulated schedules.
 
 The only user of `torch.distributed`.
 """
@@ -17,15 +17,23 @@ from gbfunc.parallel.placement import (
     placement_cost,
     shares_of,
 )
+from gbfunc.parallel.rank_program import ScheduleCosts
+from gbfunc.parallel.schedule import Event, Schedule, ScheduleError, Timeline, simulate
+from gbfunc.parallel.training_schedule import make_schedule
 
 __all__ = [
     "CollectiveError",
+    "Event",
     "Gather",
     "Layout",
     "Mesh",
     "Placement",
     "Rows",
+    "Schedule",
+    "ScheduleCosts",
+    "ScheduleError",
     "Sizes",
+    "Timeline",
     "all_gather",
     "check_equal",
     "choose_placement",
@@ -33,6 +41,7 @@ __all__ = [
     "gather_objects",
     "gather_state",
     "make_layout",
+    "make_schedule",
     "mesh",
     "no_tiles",
     "placement_cost",
@@ -40,6 +49,7 @@ __all__ = [
     "reduce_step",
     "shard_state",
     "shares_of",
+    "simulate",
     "single_rank_mesh",
     "sum_ranks",
     "text_of",

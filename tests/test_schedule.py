@@ -1,0 +1,311 @@
+"""Schedules: the published rows exactly, laws of pipelines, torch's own orders, and errors."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order, stage_ranks
+from gbfunc.parallel.rank_program import ScheduleCosts
+from gbfunc.parallel.schedule import Event, Schedule, ScheduleError, Timeline, simulate
+from gbfunc.parallel.training_schedule import RECIPES, ScheduleKind, make_schedule
+
+A, W = 131_072, 262_144
+SIZES = st.integers(1, 5)
+# No time for messages and updates; forward takes as long as each half of backward.
+COMPUTE = ScheduleCosts(backward=2.0, backward_input=1.0, backward_weight=1.0, send=0.0, receive=0.0, update=0.0)
+PIPELINES: tuple[PipelineOrder, ...] = ("gpipe", "1f1b", "interleaved", "zbv")
+
+
+def run(kind: ScheduleKind, **sizes: Any) -> Timeline:
+    return simulate(make_schedule(kind, **sizes))
+
+
+def cost(timeline: Timeline) -> tuple[float, float]:
+    """Steps and memory, without the rounding errors of binary fractions."""
+    return round(timeline.steps, 9), round(timeline.peak_memory, 6)
+
+
+def closed_form(steps: float, memory: float) -> tuple[float, float]:
+    return round(steps, 9), round(memory, 6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "steps", "memory"),
+    [
+        ("basic", {"layers": 2, "microbatches": 4}, 16.5, 2_621_440),
+        ("accumulation", {"layers": 2, "microbatches": 4}, 16.5, 1_966_080),
+        ("ddp", {"layers": 2, "ranks": 4}, 5.1, 1_835_008),
+        ("sharded", {"layers": 6, "ranks": 4}, 19.9, 2_752_512),
+        ("fsdp", {"layers": 6, "ranks": 4}, 19.9, 2_359_296),
+        ("pipeline", {"layers": 8, "ranks": 4, "microbatches": 4}, 66.9, 3_145_728),
+        ("gpipe", {"layers": 8, "ranks": 4, "microbatches": 4}, 33.3, 4_194_304),
+        ("pipeline_fsdp", {"layers": 4, "ranks": 16}, 15.5, 966_656),
+    ],
+)
+def test_published_rows_are_exact(kind: ScheduleKind, sizes: dict[str, int], steps: float, memory: float) -> None:
+    assert cost(run(kind, **sizes)) == (steps, memory)
+
+
+@given(SIZES, st.integers(2, 6))
+def test_one_rank_equals_the_closed_forms(L: int, B: int) -> None:
+    steps = 2 * L * B + 0.5 * L - 0.5
+    assert cost(run("basic", layers=L, microbatches=B)) == closed_form(steps, 2 * L * W + (L + 1) * B * A)
+    assert cost(run("accumulation", layers=L, microbatches=B)) == closed_form(steps, 3 * L * W + (L + 1) * A)
+
+
+@given(st.integers(2, 6), st.integers(2, 6))
+def test_data_parallel_equals_the_closed_forms(L: int, R: int) -> None:
+    assert cost(run("ddp", layers=L, ranks=R)) == closed_form(2.8 * L - 0.5, 3 * L * W + 2 * A)
+    steps, shards = 3.4 * L - 0.5, 2 * L * W / R
+    assert cost(run("sharded", layers=L, ranks=R)) == closed_form(steps, shards + L * W + 3 * A)
+    assert cost(run("fsdp", layers=L, ranks=R)) == closed_form(steps, shards + 2 * W + (L + 2) * A)
+
+
+@given(SIZES, st.integers(2, 6), st.integers(1, 5))
+def test_pipelines_equal_the_closed_forms(p: int, B: int, R: int) -> None:
+    update = 0.5 * p - 0.5
+    steps = 2 * R * p * B + 0.8 * (R - 1) + update
+    got = cost(run("pipeline", layers=p * R, ranks=R, microbatches=B))
+    assert got == closed_form(steps, 2 * p * W + (p + 2) * B * A)
+    if R > 2:
+        # With two ranks none both receives and sends in a pass, and the table's form does not hold.
+        steps = 2 * ((R + B - 3) * (p + 0.4) + 2 * (p + 0.2)) + update
+        got = cost(run("gpipe", layers=p * R, ranks=R, microbatches=B))
+        assert got == closed_form(steps, 2 * p * W + p * B * W + 2 * B * A)
+
+
+@given(st.integers(2, 5), st.integers(2, 5))
+def test_pipeline_with_fsdp_equals_its_closed_form(L: int, copies: int) -> None:
+    R = L * copies
+    memory = 2 * L * W / R + 2 * W + (L - 1) * W / R + 2 * A
+    steps = 3.7 * (L - 1) + 2.9 + 0.5 * L - 0.5
+    assert cost(run("pipeline_fsdp", layers=L, ranks=R)) == closed_form(steps, memory)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+def test_bubbles_follow_their_laws(S: int, rounds: int, v: int) -> None:
+    """(S - 1) / (S - 1 + M), and with v stages per rank the wait is divided by v (Narayanan et al. 2021, section 2)."""
+    M = S * rounds
+    sizes: dict[str, Any] = {"ranks": S, "microbatches": M, "costs": COMPUTE}
+    expected = pytest.approx((S - 1) / (S - 1 + M))
+    assert run("gpipe", layers=S, **sizes).bubble == expected
+    assert run("1f1b", layers=S, **sizes).bubble == expected
+    interleaved = run("interleaved", layers=S * v, virtual=v, **sizes)
+    assert interleaved.bubble == pytest.approx((S - 1) / v / ((S - 1) / v + M))
+
+
+@given(st.integers(2, 6), st.integers(0, 12))
+def test_zero_bubble_waits_less_than_1f1b(S: int, more: int) -> None:
+    sizes: dict[str, Any] = {"layers": 2 * S, "ranks": S, "microbatches": S + more, "costs": COMPUTE}
+    assert run("zbv", **sizes).bubble < run("1f1b", **sizes).bubble
+
+
+@given(st.integers(2, 5), st.integers(0, 9))
+def test_1f1b_stores_activations_of_as_many_microbatches_as_stages(S: int, more: int) -> None:
+    """Not of all microbatches, as GPipe does."""
+    costs = ScheduleCosts(weight=0.0, optimizer=0.0, activation=1.0)
+    sizes: dict[str, Any] = {"layers": S, "ranks": S, "costs": costs}
+    few, many = (run("1f1b", microbatches=M, **sizes) for M in (S, S + more))
+    assert many.peaks == few.peaks and max(many.peaks) <= S + 2
+    assert run("gpipe", microbatches=S + more, **sizes).peak_memory >= S + more
+
+
+@given(
+    st.sampled_from(sorted(RECIPES)),
+    st.sampled_from(["stored", "generated", "remat"]),
+    st.integers(1, 3),
+    st.integers(1, 2),
+)
+def test_nothing_but_weights_and_optimizer_is_left(kind: ScheduleKind, weights: Any, R: int, replicas: int) -> None:
+    """What is stored after a step is what was stored before it, but for the ends that the published ones keep."""
+    data_parallel = RECIPES[kind].data_parallel
+    sizes: dict[str, Any] = {
+        "ranks": 1 if kind in ("basic", "accumulation") else R,
+        "replicas": 1 if data_parallel else replicas,
+    }
+    sizes |= {"microbatches": 1 if data_parallel else 2 * R, "layers": R if kind == "pipeline_fsdp" else 2 * R}
+    schedule = make_schedule(kind, weights=weights, **sizes)
+    for events, stored in zip(schedule.events, schedule.stored, strict=True):
+        left = set(stored)
+        for event in events:
+            left = (left | set(event.loads) | set(event.stores)) - set(event.frees)
+        ends = {name for name in left if "activation[" in name}
+        assert left - ends == set(stored) and (RECIPES[kind].keeps_ends or not ends)
+    assert simulate(schedule).steps > 0
+
+
+@pytest.mark.parametrize("weights", ["generated", "remat"])
+@pytest.mark.parametrize("kind", sorted(RECIPES))
+def test_generated_weights_are_never_sent(kind: ScheduleKind, weights: Any) -> None:
+    sizes: dict[str, Any] = {
+        "ranks": 1 if kind in ("basic", "accumulation") else 4,
+        "layers": 4 if kind == "pipeline_fsdp" else 8,
+    }
+    schedule = make_schedule(kind, weights=weights, **sizes)
+    tags = {e.tag for events in schedule.events for e in events if e.tag}
+    assert not any("weight" in tag for tag in tags)
+    reduced = [[e for e in events if e.kind == "all_reduce"] for events in schedule.events]
+    assert all([e.tag for e in r] == ["dgenome"] for r in reduced) if sizes["ranks"] > 1 else reduced == [[]]
+    generated = [sum(e.kind == "generate" for e in events) for events in schedule.events]
+    layers = [len({e.layer for e in events if e.kind.startswith("backward")}) for events in schedule.events]
+    assert generated == [n * (2 if weights == "remat" else 1) for n in layers]
+
+
+@pytest.mark.parametrize("kind", ["basic", "ddp", "gpipe", "1f1b", "interleaved", "zbv"])
+def test_remat_stores_least(kind: ScheduleKind) -> None:
+    sizes: dict[str, Any] = {
+        "layers": 16,
+        "ranks": 1 if kind == "basic" else 4,
+        "microbatches": 1 if kind == "ddp" else 4,
+    }
+    stored, generated, remat = (run(kind, weights=w, **sizes) for w in ("stored", "generated", "remat"))
+    assert remat.peak_memory < generated.peak_memory < stored.peak_memory
+    assert run("ddp", layers=16, ranks=4, weights="remat").peak_memory < run("fsdp", layers=16, ranks=4).peak_memory
+
+
+def torch_order(order: PipelineOrder, ranks: int, microbatches: int, virtual: int) -> list[list[tuple[str, int, int]]]:
+    """What torch's schedule has each rank do, of F, B, I and W."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    names = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+    kind = getattr(schedules, f"Schedule{names[order]}", None)
+    if kind is None:
+        pytest.skip(f"this torch has no schedule {names[order]}")
+    mine = [stage for stage, rank in enumerate(stage_ranks(order, ranks, virtual)) if rank == 0]
+    n_stages = ranks * virtual
+    shared = {"num_stages": n_stages, "group_size": ranks, "group_rank": 0, "submod": None}
+    stages = [SimpleNamespace(stage_index=i, is_first=i == 0, is_last=i == n_stages - 1, **shared) for i in mine]
+    schedule = kind(stages if order in ("interleaved", "zbv") else stages[0], microbatches)
+    if not getattr(schedule, "pipeline_order", None):
+        pytest.skip(f"this torch does not say the order of {names[order]}")
+    matches = [[re.fullmatch(r"(\d+)([FBIW])(\d+)", str(a)) for a in schedule.pipeline_order[r]] for r in range(ranks)]
+    return [[(m[2], int(m[1]), int(m[3])) for m in found if m] for found in matches]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8, 12])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("order", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)]
+)
+def test_orders_are_those_of_torch(order: PipelineOrder, virtual: int, ranks: int, microbatches: int) -> None:
+    if order == "1f1b":
+        microbatches = max(microbatches, ranks)  # torch's has at least one microbatch per stage
+    if order == "interleaved" and microbatches % max(1, microbatches // ranks):
+        pytest.skip("torch's interleaved schedule has equal rounds")
+    for rank, expected in enumerate(torch_order(order, ranks, microbatches, virtual)):
+        if order == "1f1b" and rank == ranks - 1:
+            # In what torch prints, forwards of the last stage are counted from one; it runs them from zero.
+            expected = [(op, stage, i - (op == "F" and min(expected)[0] == "B")) for op, stage, i in expected]
+        assert [tuple(a) for a in pipeline_order(order, rank, ranks, microbatches, virtual)] == expected
+
+
+@given(st.sampled_from(PIPELINES), st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
+def test_orders_do_everything_once(order: PipelineOrder, ranks: int, microbatches: int, virtual: int) -> None:
+    virtual = {"interleaved": virtual, "zbv": 2}.get(order, 1)
+    if order == "interleaved":
+        microbatches *= ranks
+    place = stage_ranks(order, ranks, virtual)
+    for rank in range(ranks):
+        ops = "FIW" if order == "zbv" else "FB"
+        stages = [stage for stage, r in enumerate(place) if r == rank]
+        actions = pipeline_order(order, rank, ranks, microbatches, virtual)
+        assert sorted(actions) == sorted(Action(op, s, i) for op in ops for s in stages for i in range(microbatches))  # type: ignore[arg-type]
+
+
+def test_layers_may_differ() -> None:
+    """The slowest stage sets the pace."""
+    costs = COMPUTE._replace(forward=[1.0, 3.0], backward=[2.0, 6.0], weight=[1.0, 2.0], activation=[1.0, 1.0, 5.0])
+    timeline = run("1f1b", layers=2, ranks=2, microbatches=10, costs=costs)
+    assert timeline.duration == 1 + 10 * 9 + 2 and timeline.idle == (timeline.duration - 30, 3.0)
+    with pytest.raises(ValueError, match="expected one number or 4 for forward of 4 layers, got 2"):
+        make_schedule("basic", layers=4, costs=costs)
+
+
+def test_transit_delays_a_message_and_neither_rank() -> None:
+    sent = Event("send", 1.0, peer=1, tag="x", transit=5.0)
+    timeline = simulate(Schedule([[sent, Event("loss", 2.0)], [Event("receive", 1.0, peer=0, tag="x")]], [{}, {}]))
+    assert [[(s.start, s.end) for s in spans] for spans in timeline.ranks] == [[(0, 1), (1, 3)], [(6, 7)]]
+    assert timeline.idle == (4, 6) and timeline.bubble == 10 / 14 and timeline.steps == 6
+
+
+def test_collectives_start_when_the_last_rank_arrives() -> None:
+    reduce = Event("all_reduce", 1.0, ranks=(0, 2), tag="g")
+    events = [[Event("forward", 2.0), reduce], [Event("forward", 9.0)], [Event("forward", 5.0), reduce]]
+    assert [spans[-1].end for spans in simulate(Schedule(events, [{}] * 3)).ranks] == [6, 9, 6]
+
+
+def test_memory_is_sampled_at_starts_with_every_entry() -> None:
+    events = [
+        Event("forward", loads={"x": 1.0}, stores={"y": 2.0, "alias of y": 2.0}),
+        Event("backward", stores={"y": 10.0}, frees=("x", "alias of y")),
+        Event("update"),
+    ]
+    timeline = simulate(Schedule([events], [{"weight": 100.0}]))
+    assert [span.memory for span in timeline.ranks[0]] == [101, 105, 110]
+    assert timeline.peaks == (110,)
+
+
+SEND, RECEIVE = Event("send", peer=1, tag="x"), Event("receive", peer=0, tag="x")
+REDUCE, GATHER = Event("all_reduce", ranks=(0, 1), tag="g"), Event("all_gather", ranks=(0, 1), tag="g")
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([[], [RECEIVE]], "deadlock: rank 1 waits in receive of x from rank 0; 1 ranks have ended"),
+        ([[SEND], [RECEIVE._replace(tag="y")]], "rank 1 waits in receive of y from rank 0"),
+        (
+            [[RECEIVE._replace(peer=1), SEND], [RECEIVE, SEND._replace(peer=0)]],
+            "rank 0 waits .*; rank 1 waits .* 0 ranks",
+        ),
+        ([[REDUCE], []], r"rank 0 waits in all_reduce of g on ranks \[0, 1\]; 1 ranks have ended"),
+        ([[REDUCE], [GATHER]], "ranks disagree: rank 1 is in all_gather of g .*, rank 0 in all_reduce of g"),
+        ([[REDUCE], [REDUCE._replace(ranks=(1, 2))], []], "rank 0 waits in all_reduce .*; rank 1 waits in all_reduce"),
+        ([[REDUCE._replace(ranks=(1,))], []], "rank 0 is not among the ranks of its all_reduce"),
+        ([[SEND], []], "rank 0 sends x to rank 1, which never receives it"),
+        ([[SEND._replace(peer=7)], []], "rank 0 sends x to rank 7, which never receives it"),
+        ([[SEND, SEND], [RECEIVE, RECEIVE]], "rank 0 sends x to rank 1 again before it is received"),
+        ([[Event("send", tag="x")]], "expected the peer of a send of x, got none"),
+        ([[Event("update", layer=3, frees=("w",))]], r"rank 0 frees w after update layer 3, but stores \['v'\]"),
+    ],
+)
+def test_what_cannot_run_is_one_clear_error(events: list[list[Event]], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        simulate(Schedule(events, [{"v": 1.0}] * len(events)))
+
+
+def test_stored_entries_of_every_rank_are_needed() -> None:
+    with pytest.raises(ScheduleError, match="expected stored entries of 1 ranks, got those of 0"):
+        simulate(Schedule([[]], []))
+    assert simulate(Schedule([[]], [{}])) == Timeline(((),)) and Timeline(((),)).bubble == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        ("fast", {}, "expected a schedule of .*'zbv'.*, got 'fast'"),
+        ("ddp", {"weights": "dense"}, "expected weights 'stored', 'generated' or 'remat', got 'dense'"),
+        ("gpipe", {"ranks": 0}, "expected sizes of at least 1, got .*'ranks': 0"),
+        ("gpipe", {"ranks": 3}, "'gpipe' expects layers in multiples of its 3 stages, got 4"),
+        ("zbv", {"ranks": 4}, "'zbv' expects layers in multiples of its 8 stages, got 4"),
+        ("basic", {"ranks": 2}, "'basic' expects 1 rank, got 2"),
+        ("ddp", {"ranks": 2, "microbatches": 2}, "'ddp' expects one microbatch per rank"),
+        ("pipeline_fsdp", {"ranks": 6}, "'pipeline_fsdp' expects ranks in multiples of its 4 layers, got 6"),
+        ("interleaved", {"ranks": 2, "microbatches": 5}, "expects microbatches in 2 equal rounds, got 5"),
+    ],
+)
+def test_schedules_that_cannot_be_made(kind: Any, sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_schedule(kind, layers=4, **sizes)
+
+
+def test_orders_that_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="expected a pipeline order of .*, got 'dualpipe'"):
+        pipeline_order("dualpipe", 0, 2, 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'1f1b' expects 1 stages per rank, got 2"):
+        pipeline_order("1f1b", 0, 2, 4, virtual=2)
