@@ -50,9 +50,9 @@ def _run(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return move(exchange, xs)
     # A gather sends all of this rank's rows to every other rank, a reduce-scatter to each its rows.
     rows = [
-        len(x) * (axis.size - 1) if kind == "gather" else len(x) - s[axis.index] for x, s in zip(xs, sizes, strict=True)
+        len(x) * (axis.size - 1) if kind == "gather" else len(x) - s[axis.rank] for x, s in zip(xs, sizes, strict=True)
     ]
-    with mesh.sending(kind, sum(x[:1].nbytes * k for x, k in zip(xs, rows, strict=True))):
+    with mesh.sending(kind, sum(x[:1].nbytes * k for x, k in zip(xs, rows, strict=True)), axis.name):
         return move(exchange, xs)
 
 
@@ -63,15 +63,15 @@ def _gather(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if transport == "p2p":
         taken = [out.split(s) for out, s in zip(whole, sizes, strict=True)]
         for parts, x in zip(taken, xs, strict=True):
-            parts[axis.index].copy_(x)
-        _send([[parts[axis.index]] * axis.size for parts in taken], taken, axis)
+            parts[axis.rank].copy_(x)
+        _send([[parts[axis.rank]] * axis.size for parts in taken], taken, axis)
         return whole
     for out, x, s in zip(whole, xs, sizes, strict=True):
         if transport == "nccl" and len(set(s)) == 1:
             _gather_even(out, x.contiguous(), group=axis.group)
         else:
             copies = x.repeat(axis.size, *(1 for _ in x.shape[1:]))
-            dist.all_to_all_single(out, copies, list(s), [s[axis.index]] * axis.size, group=axis.group)
+            dist.all_to_all_single(out, copies, list(s), [s[axis.rank]] * axis.size, group=axis.group)
     return whole
 
 
@@ -81,14 +81,14 @@ def _reduce_scatter(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, 
     xs = [x.contiguous() for x in xs]
     if transport == "p2p":
         given = [x.split(s) for x, s in zip(xs, sizes, strict=True)]
-        taken = [[torch.empty_like(parts[axis.index]) for _ in parts] for parts in given]
+        taken = [[torch.empty_like(parts[axis.rank]) for _ in parts] for parts in given]
         for mine, parts in zip(taken, given, strict=True):
-            mine[axis.index] = parts[axis.index]
+            mine[axis.rank] = parts[axis.rank]
         _send(given, taken, axis)
         return tuple(_total(parts) for parts in taken)
     mine = []
     for x, s in zip(xs, sizes, strict=True):
-        n = s[axis.index]
+        n = s[axis.rank]
         even = transport == "nccl" and len(set(s)) == 1
         parts = x.new_empty((n if even else axis.size * n, *x.shape[1:]))
         if even:
@@ -114,7 +114,7 @@ def _send(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], 
     Receives come first: gloo tells a sender that its receiver is ready on the connection that the receiver's rows
     take, and behind these if they were there before.
     """
-    others = [(i, rank) for i, rank in enumerate(axis.ranks) if i != axis.index]
+    others = [(i, rank) for i, rank in enumerate(axis.ranks) if i != axis.rank]
     works: list[Any] = []
     for call, tensors in ((dist.irecv, taken), (dist.isend, given)):
         works += [call(p[i], rank, group=axis.group) for p in tensors for i, rank in others if p[i].numel()]
@@ -166,6 +166,12 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
     return list(_apply(_Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh), xs))
 
 
+def exchange_rows(mesh: Mesh, axis: Axis, kind: Kind, rows: Tensor, sizes: Sizes) -> Tensor:
+    """A gather or reduce-scatter of one tensor's rows along an axis of more than one rank, without a graph."""
+    transport: Transport = "nccl" if dist.get_backend(axis.group) == "nccl" else "p2p"
+    return _run(_Exchange(kind, (sizes,), axis, transport, mesh), [rows])[0]
+
+
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
     """Rows of all ranks of an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...]; `sizes` may hold 0.
 
@@ -183,7 +189,7 @@ def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
     """The sum over the ranks of an axis, in place."""
     ranks = mesh.axis(axis)
     if ranks.size > 1:
-        with mesh.sending("all_reduce", 2 * x.nbytes * (ranks.size - 1) // ranks.size):
+        with mesh.sending("all_reduce", 2 * x.nbytes * (ranks.size - 1) // ranks.size, ranks.name):
             dist.all_reduce(x, group=ranks.group)
     return x
 

@@ -150,11 +150,11 @@ def reduce_step(
     mesh = layout.mesh
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
-        split = dict(zip(split, _sum_flat(layout, list(split.values()), "data"), strict=True))
+        split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
     # Of the gradients' dtype on every rank: what ranks decide by must be the same bits.
     wide = any(g.dtype == torch.float64 for g in gradients.values())
     square = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=mesh.device)
-    if mesh.data_index == 0:
+    if mesh.axis("replicas").rank == 0:
         square = square + sum(torch.linalg.vector_norm(g).square() for g in split.values())
     leaves, structure = optree.tree_flatten(aux)
     numbers = [_number(x) for x in leaves]

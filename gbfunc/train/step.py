@@ -272,7 +272,7 @@ class TrainStep:
         same = {k: v for k, v in flat.items() if k not in self._layout.split}
         what = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
         check_equal(self.mesh, {**same, "step": state.step, "seed": state.seed}, what)
-        check_equal(self.mesh, {k: flat[k] for k in self._layout.split}, what, "data")
+        check_equal(self.mesh, {k: flat[k] for k in self._layout.split}, what, "replicas")
 
 
 def _checked_state(state: Any) -> TrainState:
