@@ -52,27 +52,15 @@ class GatheredRun(NamedTuple):
     stack: Stack
     sizes: Sizes
 
-    @property
-    def leaves(self) -> Params:
-        """This rank's."""
-        return self.run.leaves
-
-    @property
-    def noise(self) -> Params | None:
-        """Of this rank's tiles."""
-        return self.run.noise
-
     def filled(self, leaves: Params, noise: Params | None) -> GatheredRun:
         """The same with other leaves and noise."""
         return self._replace(run=self.run.filled(leaves, noise))
 
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c] of all ranks, or their factors."""
-        gather, e = self.stack.gather(), self.stack.ensemble
+        gather = self.stack.gather()
         assert gather is not None
-        some = self.sizes[gather.layout.mesh.gnets_index]
-        mine = self.run.tiles() if some else no_tiles(gather.layout, e, self.leaves)
-        return gather.slot(e, mine, self.sizes)
+        return gather.slot(self.stack.ensemble, self.stack.mine(self.run), self.sizes)
 
     def matrix(self, grid: TileGrid) -> Tensor:
         """The one matrix [R, C] that all tiles make."""
@@ -99,6 +87,9 @@ class Stack:
         self._kernel: Kernel = kernel
         self.grids = [p.slot.grid for p in ensemble.spans]
         self._counts = [grid.n_tiles for grid in self.grids]
+        # Tiles of each slot that every rank has, and that this one has.
+        self._sizes = [layout.sizes_of(ensemble, i) for i in range(len(self.grids))] if layout else None
+        self._held = [s[layout.mesh.gnets_index] for s in self._sizes] if layout and self._sizes else self._counts
         hypernet, specs = ensemble.hypernet, ensemble.leaves
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
         linear = hypernet.standardised and not hypernet.stochastic
@@ -131,26 +122,20 @@ class Stack:
 
     def bare(self, slot: int, dtype: torch.dtype, device: torch.device) -> Run | GatheredRun:
         """What makes one slot, without leaves."""
-        first = self._first(slot)
-        run = self.constants(dtype, device)[0].of(slice(first, first + self._tiles(slot)))
-        return run if self.layout is None else GatheredRun(run, self, self.layout.sizes_of(self.ensemble, slot))
+        first = sum(self._held[:slot])
+        return self._of_all(self.constants(dtype, device)[0].of(slice(first, first + self._held[slot])), slot)
 
-    def _tiles(self, slot: int) -> int:
-        """This rank's tiles of a slot."""
-        layout = self.layout
-        return self._counts[slot] if layout is None else layout.sizes_of(self.ensemble, slot)[layout.mesh.gnets_index]
-
-    def _first(self, slot: int) -> int:
-        return sum(self._tiles(i) for i in range(slot))
+    def _of_all(self, run: Run, slot: int) -> Run | GatheredRun:
+        """What makes one slot on all ranks, of what makes this rank's tiles of it."""
+        return run if self._sizes is None else GatheredRun(run, self, self._sizes[slot])
 
     def runs(self, run: Run) -> list[Part]:
         """What makes each slot."""
-        counts = [self._tiles(i) for i in range(len(self.grids))]
-        parts: Any = run.split(counts)
-        if self.layout is None:
-            return parts
-        sizes = [self.layout.sizes_of(self.ensemble, i) for i in range(len(parts))]
-        return [GatheredRun(part, self, s) for part, s in zip(parts, sizes, strict=True)]
+        return [self._of_all(part, slot) for slot, part in enumerate(run.split(self._held))]
+
+    def mine(self, run: Run) -> Tensor | Factors:
+        """This rank's tiles or factors, to be gathered; it may hold none."""
+        return run.tiles() if run.n_tiles or not self.layout else no_tiles(self.layout, self.ensemble, run.leaves)
 
     def factors(self, run: Run) -> list[Part]:
         """The factors of each slot."""
@@ -234,36 +219,31 @@ class Generator:
         # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
         # Where each slot is: its stack, and its place there.
-        self._places = {
-            (p.tensor, p.part): (number, i) for number, e in enumerate(plan.ensembles) for i, p in enumerate(e.spans)
-        }
+        place = {(p.tensor, p.part): (n, i) for n, e in enumerate(plan.ensembles) for i, p in enumerate(e.spans)}
         self.forms: dict[str, WeightForm] = {}
-        modes = {}
+        self._tensors: list[tuple[TensorPlan, Callable[..., Params], list[tuple[int, int]]]] = []
+        write = {FactoredWeight: self._factored, RecomputedWeight: self._recomputed, type(None): self._dense}
         for index, tensor in enumerate(plan.tensors):
-            names = (tensor.name, *tensor.aliases)
-            if tensor.slots and pnet is not None and all(_formable(pnet, name) for name in names):
-                form = self._form(index, tensor, lazy, remat)
-                if form is not None:
-                    self.forms |= dict.fromkeys(names, form)
-                    modes[index] = type(form)
+            places = [place[index, part] for part in range(len(tensor.slots))]
+            names, form = (tensor.name, *tensor.aliases), None
+            if places and pnet is not None and all(_formable(pnet, name) for name in names):
+                form = self._form(tensor, places, lazy, remat)
+            if form is not None:
+                self.forms |= dict.fromkeys(names, form)
+            self._tensors.append((tensor, write[type(form)], places))
         # Gathered are the outputs of whole ensembles, or of each slot where they are not to be kept.
         gathered = self._layout is not None and not remat
         self._made: list[Callable[[Run], list[Part]] | None] = []
         for stack in self._stacks:
-            kinds = {modes.get(p.tensor) for p in stack.ensemble.spans}
+            kinds = {type(self.forms.get(plan.tensors[p.tensor].name)) for p in stack.ensemble.spans}
             if stack.layout is not None:
                 self._made.append(None if gathered else stack.runs)
             elif RecomputedWeight in kinds:
                 self._made.append(stack.runs)
             else:
                 self._made.append(stack.factors if FactoredWeight in kinds else stack.matrices)
-        self._tensors: list[tuple[TensorPlan, Callable[..., Params], tuple[tuple[int, int], ...]]] = []
-        write = {FactoredWeight: self._factored, RecomputedWeight: self._recomputed, None: self._dense}
-        for index, tensor in enumerate(plan.tensors):
-            places = tuple(self._places[index, part] for part in range(len(tensor.slots)))
-            self._tensors.append((tensor, write[modes.get(index)], places))
 
-    def _form(self, index: int, tensor: TensorPlan, lazy: Any, remat: bool) -> WeightForm | None:
+    def _form(self, tensor: TensorPlan, places: list[tuple[int, int]], lazy: Any, remat: bool) -> WeightForm | None:
         """The form of a tensor whose layers can have one, None for dense."""
         layout = self._layout
         # With a gather for each use none stays factors, nor where it is tiles that are gathered.
@@ -274,25 +254,23 @@ class Generator:
             return FactoredWeight(
                 tensor.name, tensor.shape, grid, tensor.kind == "transposed_linear", auto=lazy == "auto"
             )
-        places = [self._places[index, part] for part in range(len(tensor.slots))]
         stacks = [self._stacks[number] for number, _ in places]
         if not remat or not all(stack.ensemble.leaves for stack in stacks):
             return None
-        names: list[tuple[int, str, bool]] = []
-        for part, stack in enumerate(stacks):
-            hypernet, dims = stack.ensemble.hypernet, stack.ensemble.dims
-            names += [(part, k, False) for k in stack.ensemble.leaves]
-            names += [(part, k, True) for k in hypernet.noise_shapes(dims)]
-        inputs = tuple(f"{'noise' if drawn else 'leaf'}_{part}_{k.replace('.', '_')}" for part, k, drawn in names)
+        names: list[tuple[int, str, str]] = []
+        for part, e in enumerate(stack.ensemble for stack in stacks):
+            names += [(part, "leaf", k) for k in e.leaves]
+            names += [(part, "noise", k) for k in e.hypernet.noise_shapes(e.dims)]
+        inputs = tuple(f"{what}_{part}_{k.replace('.', '_')}" for part, what, k in names)
 
         def maker(*given: Tensor) -> Tensor:
+            values: list[dict[str, Params]] = [{"leaf": {}, "noise": {}} for _ in places]
+            for (part, what, k), x in zip(names, given, strict=True):
+                values[part][what][k] = x
             matrices = []
-            for part, slot in enumerate(tensor.slots):
-                values = [(k, drawn, v) for (p, k, drawn), v in zip(names, given, strict=False) if p == part]
-                leaves = {k: v for k, drawn, v in values if not drawn}
-                noise = {k: v for k, drawn, v in values if drawn} or None
-                bare = stacks[part].bare(places[part][1], given[0].dtype, given[0].device)
-                matrices.append(bare.filled(leaves, noise).matrix(slot.grid))
+            for slot, stack, (_, i), of in zip(tensor.slots, stacks, places, values, strict=True):
+                bare = stack.bare(i, given[0].dtype, given[0].device)
+                matrices.append(bare.filled(of["leaf"], of["noise"] or None).matrix(slot.grid))
             return _folded(self._plan, tensor, matrices)
 
         return RecomputedWeight(tensor.name, inputs, maker, tensor.kind == "transposed_linear")
@@ -310,14 +288,10 @@ class Generator:
         """
         dtype, device = self._kind(gnets, direct)
         noise = noise or {}
-
-        def run(stack: Stack) -> Run:
-            name = stack.ensemble.name
-            return stack.run(gnets.get(name, {}), noise.get(name), dtype, device)
-
         # A caller's autocast is for the p-net.
         with torch.autocast(device.type, enabled=False):
-            runs = [run(stack) for stack in self._stacks]
+            named = [(stack, stack.ensemble.name) for stack in self._stacks]
+            runs = [stack.run(gnets.get(name, {}), noise.get(name), dtype, device) for stack, name in named]
             parts = self._gather(runs)
             parts |= {i: make(runs[i]) for i, make in enumerate(self._made) if make is not None}
             tensors: Params = {}
@@ -342,16 +316,12 @@ class Generator:
 
     def _gather(self, runs: list[Run]) -> dict[int, list[Part]]:
         """Every slot of the ensembles that are gathered whole, from each rank's tiles."""
-        gather, made = self.gather, {}
-        gathered = [i for i, make in enumerate(self._made) if make is None]
-        if gather is None or not gathered:
+        gathered = {i: self._stacks[i] for i, make in enumerate(self._made) if make is None}
+        if self.gather is None or not gathered:
             return {}
-        for i in gathered:
-            e = self._stacks[i].ensemble
-            made[e.name] = runs[i].tiles() if runs[i].n_tiles else no_tiles(gather.layout, e, runs[i].leaves)
         # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
-        whole = gather.outputs(made)
-        return {i: self._stacks[i].parts(whole[self._stacks[i].ensemble.name]) for i in gathered}
+        whole = self.gather.outputs({stack.ensemble.name: stack.mine(runs[i]) for i, stack in gathered.items()})
+        return {i: stack.parts(whole[stack.ensemble.name]) for i, stack in gathered.items()}
 
     def _dense(self, tensor: TensorPlan, parts: list[Part]) -> Params:
         """The tensor itself."""
@@ -371,10 +341,10 @@ class Generator:
         """What its g-nets are made of."""
         given: list[Tensor] = []
         for part in parts:
-            assert isinstance(part, Run | GatheredRun)
-            given += [*part.leaves.values(), *(part.noise or {}).values()]
-        # Without noise a draw is the mean.
-        return {f"{tensor.name}_form.{k}": v for k, v in zip(self.forms[tensor.name].inputs, given, strict=False)}
+            run = part.run if isinstance(part, GatheredRun) else part
+            assert isinstance(run, Run)
+            given += [*run.leaves.values(), *(run.noise or {}).values()]
+        return {f"{tensor.name}_form.{k}": v for k, v in zip(self.forms[tensor.name].inputs, given, strict=True)}
 
 
 def _formable(pnet: nn.Module, name: str) -> bool:
@@ -434,8 +404,7 @@ def generate_piece(plan: Plan, genome: GenomeLike, name: str, rows: slice, cols:
     tensor = next((t for t in plan.generated if t.name == name), None)
     if tensor is None or len(tensor.slots) != 1:
         raise ValueError(f"{name!r} is not a generated parameter of one matrix")
-    index = plan.tensors.index(tensor)
-    e, slot = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.tensor == index)
+    e, slot = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is tensor.slots[0])
     stack = Stack(e, "auto", None, lambda: None)
     leaves = genome.gnets.get(e.name, {})
     like = next(iter(leaves.values()), torch.zeros((), dtype=plan.dtype))

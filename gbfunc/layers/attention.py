@@ -39,19 +39,7 @@ IN_PROJ = LayerKind(
     lambda weight: list(weight.chunk(3)),
 )
 
-PROJ = LayerKind(
-    "attention",
-    True,
-    _is_separate,
-    lambda s: (MatrixDims(s[0], s[1]),),
-    lambda m, s: m[0].reshape(s),
-    lambda weight: [weight],
-)
-
-
-def plain_attention(layer: Any) -> bool:
-    """Whether attention has none of the rare options that only the stock forward knows."""
-    return layer.bias_k is None and layer.bias_v is None and not layer.add_zero_attn
+PROJ = LayerKind("attention", True, _is_separate)
 
 
 def attention_forward(
@@ -111,21 +99,7 @@ def _attend(
     is_causal: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1) of projected inputs.
-
-    Args:
-        q_TNE: Queries [T, N, E].
-        k_SNE: Keys [S, N, E].
-        v_SNE: Values [S, N, E].
-        heads: Number of heads, a divisor of E.
-        mask: Additive mask that broadcasts to [N, H, T, S], or None.
-        dropout: Probability of dropping an attention weight.
-        is_causal: Mask the future, in place of `mask`.
-        need_weights: Return the attention weights too.
-
-    Returns:
-        The mixed values [T, N, E], and the attention weights [N, H, T, S] or None.
-    """
+    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1): values [T, N, E], and weights [N, H, T, S] or None."""
     q, k, v = (_split_heads(t, heads) for t in (q_TNE, k_SNE, v_SNE))
     weights = None
     if need_weights:

@@ -26,17 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gbfunc.layers.attention import attention_forward, plain_attention
+from gbfunc.layers.attention import attention_forward
 from gbfunc.tiling import TileGrid, join_tiles
 
-# An element written or read costs about as much as this many floating-point operations: a processor with
-# 10 FLOP per byte of memory bandwidth, 4 bytes per element.
 _FLOPS_PER_ELEMENT = 40
-# Times that a training step writes or reads each element of the weight and its gradient (form, apply, apply
-# in backward, gradient out, gradient into both factors), and of the thin product and its gradient, which the
-# two batched products of a grid hold in two orders.
-_WEIGHT_PASSES = 6
-_THIN_PASSES = 15
+"""Floating-point operations in the time that writing or reading an element takes: 10 per byte, 4 bytes."""
 
 
 def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: int) -> bool:
@@ -48,8 +42,9 @@ def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: 
         dense    = 6 R C (B + k) + 6 e R C                  three GEMMs each for layer and generation
         factored = 6 B k (nr C + nc R) + 15 e B nr nc k     three pairs of thin GEMMs
 
-    Inputs, outputs and factors are read and written alike by both and are left out. For large B the factored
-    FLOPs equal the dense ones at k = min(r, c) / 2 with square tiles r = R / nr, c = C / nc.
+    An element of the weight or its gradient is moved 6 times, one of the thin product, in two orders, 15 times;
+    inputs, outputs and factors, moved alike by both, are left out. For large B the factored FLOPs equal the dense
+    ones at k = min(r, c) / 2 with square tiles r = R / nr, c = C / nc.
 
     Args:
         rows: rows of the matrix.
@@ -62,10 +57,9 @@ def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: 
     (True, False)
     """
     tile_rows, tile_cols = tiles
-    dense = 6 * rows * cols * (batch_rows + k) + _WEIGHT_PASSES * _FLOPS_PER_ELEMENT * rows * cols
-    thin = batch_rows * tile_rows * tile_cols * k
-    factored = 6 * batch_rows * k * (tile_rows * cols + tile_cols * rows) + _THIN_PASSES * _FLOPS_PER_ELEMENT * thin
-    return factored < dense
+    dense = 6 * rows * cols * (batch_rows + k + _FLOPS_PER_ELEMENT)
+    thin = 6 * (tile_rows * cols + tile_cols * rows) + 15 * _FLOPS_PER_ELEMENT * tile_rows * tile_cols
+    return batch_rows * k * thin < dense
 
 
 class _Inputs(dict[str, Any]):
@@ -186,9 +180,8 @@ class FactoredWeight(WeightForm):
         """Whether the factors are used and not the dense weight."""
         if self.held is not None:
             return False
-        grid = self.grid
-        cut = (grid.n_rows, grid.n_cols)
-        return not self.auto or lazy_pays(grid.rows, grid.cols, self.left.shape[-1], cut, batch_rows)
+        grid, (nr, nc, _, k) = self.grid, self.left.shape
+        return not self.auto or lazy_pays(grid.rows, grid.cols, k, (nr, nc), batch_rows)
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias` as two thin products."""
@@ -285,20 +278,15 @@ def _linear(x: Tensor, left: Tensor, right: Tensor, rows: int, bias: Tensor | No
 
 def _positions(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -> int:
     """Rows of the matrix product that a convolution is: its output positions, batch included."""
-    n = len(kernel)
-    stride, dilation = (_per_axis(options[key], n) for key in ("stride", "dilation"))
+    n, padding = len(kernel), options["padding"]
     batch = x.shape[0] if x.ndim == n + 2 else 1
-    if options["padding"] == "same":
+    if padding == "same":
         return batch * math.prod(x.shape[-n:])
-    padding = (0,) * n if options["padding"] == "valid" else _per_axis(options["padding"], n)
+    padding = (0,) * n if padding == "valid" else padding
     # A loop: the compiler does not take a generator of sizes that it does not know.
-    for size, k, s, p, d in zip(x.shape[-n:], kernel, stride, padding, dilation, strict=True):
+    for size, k, s, p, d in zip(x.shape[-n:], kernel, options["stride"], padding, options["dilation"], strict=True):
         batch *= (size + 2 * p - d * (k - 1) - 1) // s + 1
     return batch
-
-
-def _per_axis(value: Any, n: int) -> tuple[int, ...]:
-    return (value,) * n if isinstance(value, int) else tuple(value)
 
 
 # The forms of layers: the stock forward, on whatever form the weight has.
@@ -353,7 +341,9 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
             _embedding_forward, plain=lambda layer: layer.max_norm is None and not layer.scale_grad_by_freq
         ),
         nn.MultiheadAttention.forward: LayerForm(
-            attention_forward, ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"), plain_attention
+            attention_forward,
+            ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+            plain=lambda layer: layer.bias_k is None and layer.bias_v is None and not layer.add_zero_attn,
         ),
     }
 )
@@ -421,22 +411,21 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> 
         shown: whether whoever goes through the layers' parameters sees the dense weights, as in a skeleton, or the
             forms' parameters alone.
     """
-    layers: dict[nn.Module, tuple[LayerForm, dict[str, WeightForm]]] = {}
+    layers: dict[nn.Module, dict[str, WeightForm]] = {}
     for name, weight in forms.items():
         prefix, _, attribute = name.rpartition(".")
         layer = net.get_submodule(prefix)
-        form = layer_form(layer)
-        if form is None or not formable(layer, attribute):
+        if not formable(layer, attribute):
             raise ValueError(f"{name!r} of a {type(layer).__name__} cannot have another form than dense")
-        layers.setdefault(layer, (form, {}))[1][attribute] = weight
+        layers.setdefault(layer, {})[attribute] = weight
         layer.add_module(f"{attribute}_form", weight)
     for layer in net.modules():
         # Attention does not call its output projection, but multiplies by its weight.
-        if isinstance(layer, nn.MultiheadAttention) and layer.out_proj in layers and layer not in layers:
-            form = layer_form(layer)
-            if form is not None:
-                layers[layer] = (form, {})
-    for layer, (form, attributes) in layers.items():
+        if isinstance(layer, nn.MultiheadAttention) and layer.out_proj in layers and layer_form(layer):
+            layers.setdefault(layer, {})
+    for layer, attributes in layers.items():
+        form = layer_form(layer)
+        assert form is not None
         layer.__class__ = _form_class(type(layer), form, tuple(attributes))
         if shown:
             layer.__dict__["_parameters"] = _Parameters(layer._parameters, attributes)

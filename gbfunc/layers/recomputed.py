@@ -5,9 +5,10 @@ Suffixes: b rows of a flattened batch, o out features, i in features.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 from gbfunc.layers.forms import WeightForm, dense_linear
 
 Make = Callable[..., Tensor]
+
+Pull = Callable[[Tensor, Sequence[Tensor], list[bool], Tensor], list[Tensor | None]]
+"""`(W, others, needs, dy) -> gradients` of (W, *others), None for those that need none."""
 
 
 class RecomputedWeight(WeightForm):
@@ -42,13 +46,11 @@ class RecomputedWeight(WeightForm):
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias`; the whole weight is made for some rows, too."""
-        if rows.stop is None and not self.transposed:
-            return self._recompute(_LINEAR, x, bias)
 
         def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return dense_linear(weight, self.transposed, rows, x, bias)
 
-        return self._recompute(_by_vjp(forward), x, bias)
+        return self._recompute(forward, x, bias, _linear_pull if rows.stop is None and not self.transposed else None)
 
     def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """`conv(x, W, bias, **options)`, any groups."""
@@ -56,7 +58,7 @@ class RecomputedWeight(WeightForm):
         def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return conv(x, weight, bias, **options)
 
-        return self._recompute(_by_vjp(forward), x, bias)
+        return self._recompute(forward, x, bias)
 
     def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
         """Rows of the weight."""
@@ -64,35 +66,32 @@ class RecomputedWeight(WeightForm):
         def forward(weight: Tensor, index: Tensor) -> Tensor:
             return F.embedding(index, weight, padding_idx)
 
-        return self._recompute(_by_vjp(forward), index, None)
+        return self._recompute(forward, index, None)
 
-    def _recompute(self, operation: _Operation, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _recompute(
+        self, forward: Callable[..., Tensor], x: Tensor, bias: Tensor | None, pull: Pull | None = None
+    ) -> Tensor:
         others = (x,) if bias is None else (x, bias)
         if self.held is not None:
-            return operation.forward(self.held, *others)
+            return forward(self.held, *others)
         inputs = tuple(self.given[k] for k in self.inputs)
         device = inputs[0].device.type
-        use = _Use(self.maker, len(inputs), operation, _autocast_dtype(device), device)
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        use = _Use(self.maker, len(inputs), forward, pull, autocast, device)
         function = _Recompute if torch.compiler.is_compiling() else _RecomputeForward
         return function.apply(use, *inputs, *others)  # pyright: ignore[reportReturnType]
 
 
-class _Operation(NamedTuple):
-    """What is done with a weight: forward(W, *others) -> y and pull(W, others, needs, dy) -> gradients.
-
-    `needs` says which of (W, *others) want a gradient; `pull` returns one entry for each, None where not.
-    """
-
-    forward: Callable[..., Tensor]
-    pull: Callable[[Tensor, tuple[Tensor, ...], tuple[bool, ...], Tensor], list[Tensor | None]]
-
-
 class _Use(NamedTuple):
-    """One use of a weight: how it is made, from how many tensors, for what, under which autocast."""
+    """One use of a weight: how it is made, from how many tensors, for what operation, under which autocast.
+
+    Without a `pull`, the gradients of the operation come from running `forward(W, *others)` once more.
+    """
 
     make: Make
     inputs: int
-    operation: _Operation
+    forward: Callable[..., Tensor]
+    pull: Pull | None
     autocast: torch.dtype | None
     device_type: str
 
@@ -106,7 +105,7 @@ class _Recompute(torch.autograd.Function):
     def forward(use: _Use, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(use.device_type, enabled=False):
             weight = use.make(*tensors[: use.inputs])
-        return use.operation.forward(weight, *tensors[use.inputs :])
+        return use.forward(weight, *tensors[use.inputs :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -117,31 +116,18 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         use: _Use = ctx.use
-        inputs, others = ctx.saved_tensors[: use.inputs], ctx.saved_tensors[use.inputs :]
-        needs = tuple(
-            need and tensor.is_floating_point()
-            for need, tensor in zip(ctx.needs_input_grad[1:], ctx.saved_tensors, strict=True)
-        )
-        wanted = [i for i in range(use.inputs) if needs[i]]
-
-        def make_from(*chosen: Tensor) -> Tensor:
-            merged = list(inputs)
-            for i, tensor in zip(wanted, chosen, strict=True):
-                merged[i] = tensor
-            return use.make(*merged)
-
-        gradients: list[Tensor | None] = [None] * use.inputs
-        if wanted:
-            weight, pull_make = _vjp(make_from, *(inputs[i] for i in wanted))
-        else:
-            weight, pull_make = use.make(*inputs), None
-        with _autocast(use):
-            d_weight, *d_others = use.operation.pull(weight, others, (bool(wanted), *needs[use.inputs :]), dy)
+        n, tensors = use.inputs, ctx.saved_tensors
+        needs = [need and x.is_floating_point() for need, x in zip(ctx.needs_input_grad[1:], tensors, strict=True)]
+        weight, pull_make = _vjp(use.make, tensors[:n], needs[:n])
+        needs_weight = [any(needs[:n]), *needs[n:]]
+        # Backward does not inherit the autocast state of the forward pass.
+        with torch.autocast(use.device_type, use.autocast) if use.autocast else nullcontext():
+            if use.pull is None:
+                d_weight, *d_others = _vjp(use.forward, (weight, *tensors[n:]), needs_weight)[1](dy)
+            else:
+                d_weight, *d_others = use.pull(weight, tensors[n:], needs_weight, dy)
         del weight
-        if pull_make is not None and d_weight is not None:
-            for i, gradient in zip(wanted, pull_make(d_weight), strict=True):
-                gradients[i] = gradient
-        return (None, *gradients, *d_others)
+        return (None, *pull_make(d_weight), *d_others)
 
 
 class _RecomputeForward(_Recompute):
@@ -149,22 +135,13 @@ class _RecomputeForward(_Recompute):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        use: _Use = ctx.use
         moved = [i for i, tangent in enumerate(tangents) if tangent is not None]
-
-        def run(*chosen: Tensor) -> Tensor:
-            merged = list(ctx.saved_tensors)
-            for i, tensor in zip(moved, chosen, strict=True):
-                merged[i] = tensor
-            return _Recompute.forward(use, *merged)
-
+        run = _of_some(partial(_Recompute.forward, ctx.use), ctx.saved_tensors, moved)
         points = tuple(ctx.saved_tensors[i] for i in moved)
         return torch.func.jvp(run, points, tuple(tangents[i] for i in moved))[1]
 
 
-def _linear_pull(
-    weight_oi: Tensor, others: tuple[Tensor, ...], needs: tuple[bool, ...], dy: Tensor
-) -> list[Tensor | None]:
+def _linear_pull(weight_oi: Tensor, others: Sequence[Tensor], needs: list[bool], dy: Tensor) -> list[Tensor | None]:
     """Gradients of `x @ W.T + b`: dW = dy.T x, dx = dy W, db = sum dy, in dtypes as autocast has them."""
     x = others[0]
     batch = math.prod(dy.shape[:-1])
@@ -179,47 +156,30 @@ def _linear_pull(
     return gradients
 
 
-def _linear_forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
+def _vjp(
+    function: Callable[..., Tensor], values: Sequence[Tensor], needs: list[bool]
+) -> tuple[Tensor, Callable[[Any], list[Tensor | None]]]:
+    """`function(*values)`, and what takes its gradient to those of the values, None for those that need none."""
+    wanted = [i for i, need in enumerate(needs) if need]
+    if not wanted:
+        return function(*values), lambda dy: [None] * len(values)
+    made: Any = torch.func.vjp(_of_some(function, values, wanted), *(values[i] for i in wanted))
+    out, pull = made
+
+    def gradients(dy: Tensor) -> list[Tensor | None]:
+        pulled = iter(pull(dy))
+        return [next(pulled) if need else None for need in needs]
+
+    return out, gradients
 
 
-def _by_vjp(forward: Callable[..., Tensor]) -> _Operation:
-    """An operation whose gradients come from running it once more."""
+def _of_some(function: Callable[..., Tensor], values: Sequence[Tensor], places: list[int]) -> Callable[..., Tensor]:
+    """A function of the values at some places alone."""
 
-    def pull(weight: Tensor, others: tuple[Tensor, ...], needs: tuple[bool, ...], dy: Tensor) -> list[Tensor | None]:
-        values = (weight, *others)
-        wanted = [i for i, need in enumerate(needs) if need]
+    def run(*chosen: Tensor) -> Tensor:
+        merged = list(values)
+        for i, x in zip(places, chosen, strict=True):
+            merged[i] = x
+        return function(*merged)
 
-        def run(*chosen: Tensor) -> Tensor:
-            merged = list(values)
-            for i, tensor in zip(wanted, chosen, strict=True):
-                merged[i] = tensor
-            return forward(*merged)
-
-        gradients: list[Tensor | None] = [None] * len(values)
-        _, pull_back = _vjp(run, *(values[i] for i in wanted))
-        for i, gradient in zip(wanted, pull_back(dy), strict=True):
-            gradients[i] = gradient
-        return gradients
-
-    return _Operation(forward, pull)
-
-
-def _vjp(function: Callable[..., Tensor], *primals: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """`torch.func.vjp` of a function without auxiliary output."""
-    result: Any = torch.func.vjp(function, *primals)
-    return result
-
-
-_LINEAR = _Operation(_linear_forward, _linear_pull)
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-def _autocast(use: _Use) -> contextlib.AbstractContextManager[Any]:
-    """The autocast state of the forward pass, which backward does not inherit."""
-    if use.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast(use.device_type, dtype=use.autocast)
+    return run
