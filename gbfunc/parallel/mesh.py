@@ -106,7 +106,9 @@ class Mesh:
         key = tuple(map(tuple, lines))
         if key not in groups:
             groups[key] = None
-            if len(ranks) == self.world > 1:
+            if not _initialised():
+                pass  # A mesh to compute with.
+            elif len(ranks) == self.world > 1:
                 groups[key] = dist.group.WORLD
             elif len(ranks) > 1:
                 limit = timedelta(seconds=self.timeout)

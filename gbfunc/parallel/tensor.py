@@ -17,14 +17,14 @@ Suffixes: i tile rows (nr), j tile columns (nc), r and c rows and columns of a t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -78,7 +78,9 @@ def divide(module: nn.Module, names: tuple[str, ...], ranks: int) -> None:
         n = getattr(module, name)
         if n % ranks:
             fits = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-            raise ValueError(f"{name} = {n} of a {type(module).__name__} cannot be split over {ranks} ranks: {fits} fit")
+            raise ValueError(
+                f"{name} = {n} of a {type(module).__name__} cannot be split over {ranks} ranks: {fits} fit"
+            )
         setattr(module, name, n // ranks)
 
 
@@ -353,7 +355,11 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
             return F.linear(x, _piece_of(form, split), bias)
         whole = scale_gradient(form.held, split.wire.axis.size)
         whole = whole.t() if form.transposed else whole
-        piece = torch.cat([whole[a:b] for a, b in split.ranges]) if split.by == "rows" else whole[:, slice(*split.ranges[0])]
+        piece = (
+            torch.cat([whole[a:b] for a, b in split.ranges])
+            if split.by == "rows"
+            else whole[:, slice(*split.ranges[0])]
+        )
         return F.linear(x, piece, bias)
     if form is not None:
         return form.linear(x, bias)
@@ -495,7 +501,9 @@ def _embedding(layer: Any, input: Tensor) -> Any:
     if layer.padding_idx is not None:
         # The row of padding has no gradient.
         padding = index == layer.padding_idx % sum(split.sizes)
-    rows = F.embedding(torch.where(here, index - first, 0), weight if len(weight) else weight.new_zeros(1, weight.shape[1]))
+    rows = F.embedding(
+        torch.where(here, index - first, 0), weight if len(weight) else weight.new_zeros(1, weight.shape[1])
+    )
     if layer.padding_idx is not None:
         rows = torch.where(padding.unsqueeze(-1), rows.detach(), rows)
     part = torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows))
