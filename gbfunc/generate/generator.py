@@ -104,7 +104,7 @@ class Stack:
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
         linear = hypernet.standardised and not hypernet.stochastic
         self._linear = tuple(k for k, leaf in specs.items() if linear and leaf.role == "linear")
-        self._span: slice | Tensor = layout.own(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
+        self._span: slice | Tensor = layout.span(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
         self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
         if self._some:
             numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]

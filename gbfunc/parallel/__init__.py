@@ -5,11 +5,10 @@ The only user of `torch.distributed`.
 
 from gbfunc.parallel.checks import check_equal, text_of
 from gbfunc.parallel.collectives import Sizes, all_gather, from_rank_0, gather_objects, reduce_scatter, sum_ranks
-from gbfunc.parallel.exchange import Gather, Reduced, gather_state, no_tiles, reduce_step, shard_state
+from gbfunc.parallel.exchange import Gather, gather_state, no_tiles, reduce_step, shard_state
 from gbfunc.parallel.faults import CollectiveError
-from gbfunc.parallel.mesh import AxisName, Mesh, mesh, single_rank_mesh
+from gbfunc.parallel.mesh import Mesh, mesh, single_rank_mesh
 from gbfunc.parallel.placement import (
-    Cost,
     Layout,
     Placement,
     Rows,
@@ -20,14 +19,11 @@ from gbfunc.parallel.placement import (
 )
 
 __all__ = [
-    "AxisName",
     "CollectiveError",
-    "Cost",
     "Gather",
     "Layout",
     "Mesh",
     "Placement",
-    "Reduced",
     "Rows",
     "Sizes",
     "all_gather",

@@ -111,7 +111,7 @@ def _parts(x: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
 def _difference(first: str, text: str) -> str:
     """How a text differs from the first rank's: ` (clip_norm: 0.5, not None)`."""
     try:
-        a, b = _flat(json.loads(first)), _flat(json.loads(text))
+        a, b = (_flat(json.loads(x)) for x in (first, text))
     except (ValueError, RecursionError):
         a, b = {"": repr(first)}, {"": repr(text)}
     pairs = [(k, a.get(k, _ABSENT), b.get(k, _ABSENT)) for k in a | b if a.get(k) != b.get(k)]
@@ -121,13 +121,10 @@ def _difference(first: str, text: str) -> str:
 
 def _flat(x: Any, path: str = "") -> dict[str, str]:
     """Every value of a JSON document, by its path."""
-    if isinstance(x, dict):
-        inside = [(f"{path}.{k}" if path else k, v) for k, v in x.items()]
-    elif isinstance(x, list):
-        inside = [(f"{path}[{i}]", v) for i, v in enumerate(x)]
-    else:
-        return {path: repr(x)}
-    return {k: v for here, part in inside for k, v in _flat(part, here).items()}
+    if not isinstance(x, dict | list):
+        return {path.removeprefix("."): repr(x)}
+    parts = [(f".{k}", v) for k, v in x.items()] if isinstance(x, dict) else [(f"[{i}]", v) for i, v in enumerate(x)]
+    return {k: v for key, part in parts for k, v in _flat(part, path + key).items()}
 
 
 def _short(text: str, other: str) -> str:

@@ -21,13 +21,11 @@ from gbfunc.parallel.collectives import Sizes, all_gather, sum_ranks
 from gbfunc.parallel.mesh import AxisName
 from gbfunc.parallel.placement import Layout, sent_dtype
 from gbfunc.plan import Ensemble
-from gbfunc.trees import GNET
+from gbfunc.trees import GNET, flatten_tree, unflatten_tree
 from gbfunc.types import Factors, Params
 
 BUCKET_BYTES = 2**20
 """Outputs of less than this, for each rank, are sent together: below it a collective's latency is what it costs."""
-
-Outputs = dict[str, Tensor | Factors]
 
 
 class Gather(NamedTuple):
@@ -40,7 +38,7 @@ class Gather(NamedTuple):
     layout: Layout
     counts: bool = True
 
-    def outputs(self, mine: Outputs) -> Outputs:
+    def outputs(self, mine: Mapping[str, Tensor | Factors]) -> dict[str, Tensor | Factors]:
         """Every rank's outputs of every ensemble, from the scaled tiles [t, r, c] or factors that this rank holds."""
         ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
         sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
@@ -117,22 +115,9 @@ def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
     return [*buckets, *small.values()]
 
 
-class Reduced(NamedTuple):
-    """What a step has computed for the global batch: the same on every rank, but for the rows of split leaves.
-
-    `norm` is that of the gradient of the whole genome.
-    """
-
-    loss: Tensor
-    aux: Any
-    gradients: Params
-    buffers: Params
-    norm: Tensor
-
-
 def reduce_step(
     layout: Layout, rows: int, loss: Tensor, aux: Any, gradients: Params, buffers: Params, before: Mapping[str, Tensor]
-) -> Reduced:
+) -> tuple[Tensor, Any, Params, Params, Tensor]:
     """Means over the global batch, in one all-reduce (and one more, of the split leaves, along the data axis).
 
     Args:
@@ -143,6 +128,9 @@ def reduce_step(
         gradients: of `rows` times the loss; those of split leaves are summed over the g-net axis already.
         buffers: after the step.
         before: the buffers to average, as they were before the step, when they were equal on all ranks.
+
+    Returns:
+        Loss, aux, gradients (on each rank of the rows that it holds), buffers, and the norm of the whole gradient.
 
     Raises:
         ValueError: for an aux with tensors that are no scalars, and for an empty global batch.
@@ -177,7 +165,7 @@ def reduce_step(
     squares = [torch.linalg.vector_norm(mean[k]).square() for k in whole]
     norm = (sum(squares, square.to(loss) / n.to(loss).square())).sqrt()
     aux = optree.tree_unflatten(structure, mean_aux)
-    return Reduced(loss, aux, {k: mean[k] for k in gradients}, buffers, norm)
+    return loss, aux, {k: mean[k] for k in gradients}, buffers, norm
 
 
 def _number(x: Any) -> Tensor | None:
@@ -204,12 +192,12 @@ def shard_state(layout: Layout, state: Any) -> Any:
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state
-    rows: dict[tuple[str, str], Tensor] = {}
-    for (name, k), x in _split_tensors(layout, state).items():
-        first, count, _ = layout.ownership[name]
+    flat = flatten_tree(state)
+    for name, leaf in _split_tensors(layout, flat).items():
+        first, count, _ = layout.ownership[leaf]
         # A copy: a view would keep the whole alive.
-        rows[name, k] = x[first : first + count].clone() if x.ndim else x
-    return _with_tensors(state, rows)
+        flat[name] = flat[name][first : first + count].clone() if flat[name].ndim else flat[name]
+    return unflatten_tree(flat, state)
 
 
 def gather_state(layout: Layout, state: Any) -> Any:
@@ -217,27 +205,19 @@ def gather_state(layout: Layout, state: Any) -> Any:
     check_genome(layout.plan, state, layout.shapes)
     if not layout.sharded:
         return state
-    # All ranks must send in one order, whatever that of their dicts.
-    sent = dict(sorted(_split_tensors(layout, state).items()))
-    tiles = [layout.sizes[name.removeprefix(GNET).rpartition("/")[0]] for name, _ in sent]
-    sizes = [of if x.ndim else (1,) * len(of) for of, x in zip(tiles, sent.values(), strict=True)]
-    pieces = [(x if x.ndim else x.reshape(1)).detach().to(layout.mesh.device) for x in sent.values()]
-    whole: dict[tuple[str, str], Tensor] = {}
-    for (key, x), of, full in zip(sent.items(), tiles, _gather_in_buckets(layout, pieces, sizes), strict=True):
+    flat = flatten_tree(state)
+    sent = {name: (leaf, flat[name]) for name, leaf in _split_tensors(layout, flat).items()}
+    tiles = [layout.sizes[leaf.removeprefix(GNET).rpartition("/")[0]] for leaf, _ in sent.values()]
+    sizes = [of if x.ndim else (1,) * len(of) for of, (_, x) in zip(tiles, sent.values(), strict=True)]
+    pieces = [torch.atleast_1d(x.detach()).to(layout.mesh.device) for _, x in sent.values()]
+    for name, of, whole in zip(sent, tiles, _gather_in_buckets(layout, pieces, sizes), strict=True):
         # A number for all rows (the step of Adam) is that of a rank that has rows.
-        whole[key] = (full if x.ndim else full[next(r for r, n in enumerate(of) if n)]).to(x.device)
-    return _with_tensors(state, whole)
+        x = flat[name]
+        flat[name] = (whole if x.ndim else whole[next(r for r, n in enumerate(of) if n)]).to(x.device)
+    return unflatten_tree(flat, state)
 
 
-def _split_tensors(layout: Layout, state: Any) -> dict[tuple[str, str], Tensor]:
-    """The split leaves, by (flat name, ""), and the optimizer's tensors for them, by (flat name, entry)."""
-    leaves = {(f"{GNET}{e}/{k}", ""): x for e, of in state.gnets.items() for k, x in of.items()}
-    opt = {(name, k): x for name, entries in state.opt.leaves.items() for k, x in entries.items()}
-    return {key: x for key, x in (leaves | opt).items() if key[0] in layout.split}
-
-
-def _with_tensors(state: Any, new: Mapping[tuple[str, str], Tensor]) -> Any:
-    """A state with some of its leaves and of the optimizer's tensors replaced."""
-    gnets = {e: {k: new.get((f"{GNET}{e}/{k}", ""), x) for k, x in of.items()} for e, of in state.gnets.items()}
-    opt = {name: {k: new.get((name, k), x) for k, x in of.items()} for name, of in state.opt.leaves.items()}
-    return state._replace(gnets=gnets, opt=state.opt._replace(leaves=opt))
+def _split_tensors(layout: Layout, flat: Params) -> dict[str, str]:
+    """Names of a state's split tensors, the optimizer's among them, and of their leaves: in one order everywhere."""
+    leaf_of = {k: k if k.startswith(GNET) else k.removeprefix("opt/leaves/").rpartition("/")[0] for k in sorted(flat)}
+    return {name: leaf for name, leaf in leaf_of.items() if leaf in layout.split}

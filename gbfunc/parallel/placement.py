@@ -63,7 +63,7 @@ class Layout:
                 # Who has one tile more in this ensemble has none in the next ones.
                 turn = (turn + e.n_tiles) % mesh.gnets
 
-    def own(self, e: Ensemble) -> slice:
+    def span(self, e: Ensemble) -> slice:
         """This rank's tiles of an ensemble."""
         if not self.sharded:
             return slice(0, e.n_tiles)
@@ -90,23 +90,21 @@ class Layout:
     @cached_property
     def ownership(self) -> Mapping[str, Rows]:
         """The rows of every trained leaf that this rank holds, by flat name (`gnets/ENSEMBLE/LEAF`, `direct/NAME`)."""
-        whole = {f"{DIRECT}{t.name}": t.shape[0] if t.shape else 1 for t in self.plan.direct}
-        whole |= {f"{GNET}{e.name}/{k}": shape[0] for e in self.plan.ensembles for k, shape in e.shapes.items()}
-        rows = {name: Rows(0, total, total) for name, total in whole.items()}
+        counts = {f"{DIRECT}{t.name}": t.shape[0] if t.shape else 1 for t in self.plan.direct}
+        rows = {name: Rows(0, count, count) for name, count in counts.items()}
         for e in self.plan.ensembles:
-            for name in self.split & {f"{GNET}{e.name}/{k}" for k in e.leaves}:
-                mine = self.own(e)
-                rows[name] = Rows(mine.start, mine.stop - mine.start, e.n_tiles)
+            for k, shape in e.shapes.items():
+                name = f"{GNET}{e.name}/{k}"
+                mine = self.span(e) if name in self.split else slice(0, shape[0])
+                rows[name] = Rows(mine.start, mine.stop - mine.start, shape[0])
         return rows
 
     @cached_property
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """Shape of every leaf as this rank holds it, by (ensemble, leaf) and ("direct", name)."""
-        shapes = dict(self.plan.leaf_shapes)
-        for e in self.plan.ensembles:
-            for k in e.leaves:
-                shapes[e.name, k] = (self.ownership[f"{GNET}{e.name}/{k}"].count, *shapes[e.name, k][1:])
-        return shapes
+        names = {(e.name, k): f"{GNET}{e.name}/{k}" for e in self.plan.ensembles for k in e.leaves}
+        held = {key: self.ownership[name].count for key, name in names.items()}
+        return {key: (held[key], *s[1:]) if key in held else s for key, s in self.plan.leaf_shapes.items()}
 
     def wire_bytes(self, itemsize: int) -> tuple[int, int]:
         """Bytes that this rank sends to gather all outputs once, and for their gradients; `itemsize` is the leaves'."""
@@ -155,10 +153,6 @@ class Cost(NamedTuple):
     bytes: float
     operations: float
 
-    def seconds(self, operations_per_byte: float) -> float:
-        """Time in units of a byte's."""
-        return self.bytes + self.operations / operations_per_byte
-
 
 def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
     """The cost of a placement on `data` x `gnets` ranks, where weights may or may not stay factors."""
@@ -190,8 +184,8 @@ def choose_placement(
     factors.
     """
     balance = operations_per_byte or OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
-    costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy).seconds(balance) for p in PLACEMENTS}
-    return min(PLACEMENTS, key=lambda p: costs[p])
+    costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy) for p in PLACEMENTS}
+    return min(PLACEMENTS, key=lambda p: costs[p].bytes + costs[p].operations / balance)
 
 
 def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:

@@ -41,6 +41,8 @@ _RANK_MIX = 0xBF58476D1CE4E5B9
 _DEFAULT_GENERATORS = threading.RLock()
 """Held while a step seeds torch's default generators, which all threads share."""
 
+Gradients = tuple[Tensor | None, ...]
+
 _NO_GRADIENT = (
     "the loss does not depend on any trained leaf: it must come from net(...), the first argument of loss_fn, with its "
     "graph, and not from the p-net itself"
@@ -50,19 +52,13 @@ _NO_GRADIENT = (
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's default generators (dropout draws from them), and put them back after; threads take turns."""
-    generators = [torch.default_generator]
+    gpus = []
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    with _DEFAULT_GENERATORS:
-        states = [g.get_state() for g in generators]
-        try:
-            for g in generators:
-                g.manual_seed(seed)
-            yield
-        finally:
-            for g, s in zip(generators, states, strict=True):
-                g.set_state(s)
+        gpus = [torch.cuda.current_device() if device.index is None else device.index]
+    with _DEFAULT_GENERATORS, torch.random.fork_rng(gpus):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in gpus)):
+            generator.manual_seed(seed)
+        yield
 
 
 class LossAndGrads(NamedTuple):
@@ -165,9 +161,7 @@ class Objective:
             raise ValueError(_NO_GRADIENT)
         return loss.reshape(()), aux
 
-    def _at_once(
-        self, given: _Given, wanted: list[Tensor], weight: float
-    ) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
+    def _at_once(self, given: _Given, wanted: list[Tensor], weight: float) -> tuple[Tensor, Any, Gradients]:
         """Loss, aux and gradients of `weight` times the loss, in one graph."""
         if self._options.compile:
             self._generator.prepare(given.gnets, given.direct)
@@ -176,17 +170,16 @@ class Objective:
             gradients = torch.autograd.grad(loss * weight, wanted, allow_unused=True)
         return loss.detach(), _detached(aux), gradients
 
-    def _accumulated(
-        self, given: _Given, wanted: list[Tensor], weight: float
-    ) -> tuple[Tensor, Any, tuple[Tensor | None, ...]]:
+    def _accumulated(self, given: _Given, wanted: list[Tensor], weight: float) -> tuple[Tensor, Any, Gradients]:
         """The same, with gradients that add up on the weights and go through the g-nets once."""
         gnets, direct, noise, buffers, batch = given
         again = self._options.remat == "generate"
         with torch.no_grad() if again else nullcontext():
             weights = self._generator(gnets, direct, noise)
-        numbers = {k: w.is_floating_point() or w.is_complex() for k, w in weights.items()}
-        cut = {k: w.detach().requires_grad_(numbers[k] and (again or w.requires_grad)) for k, w in weights.items()}
-        live = [k for k, w in cut.items() if w.requires_grad]
+        live = [
+            k for k, w in weights.items() if w.requires_grad or (again and (w.is_floating_point() or w.is_complex()))
+        ]
+        cut = {k: w.detach() for k, w in weights.items()} | {k: weights[k].detach().requires_grad_() for k in live}
         sums: Params = {}
         parts, losses, auxes = self._split(batch), [], []
         for small, fraction in parts:
@@ -203,11 +196,10 @@ class Objective:
         used = [k for k in sums if weights[k].requires_grad]
         if not used:
             raise ValueError(_NO_GRADIENT)
-        made, gradients = [weights[k] for k in used], [sums[k] for k in used]
-        found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
+        gradients = torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
         fractions = [fraction for _, fraction in parts]
         aux = mean_tree(auxes, fractions) if len(auxes) > 1 else auxes[0]
-        return mean_tree(losses, fractions), aux, found
+        return mean_tree(losses, fractions), aux, gradients
 
     def _counted(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         """Counts and names what a compiled graph's collectives, which have no Python inside, send and fail of."""
@@ -222,21 +214,16 @@ class Objective:
     def _split(self, batch: Any) -> list[tuple[Any, float]]:
         """The microbatches, each with its part of the rows; equal ones but for uneven shares of a mesh."""
         n = self._options.microbatches
-        rows = n_rows(batch) if self._ranks > 1 and n > 1 else None
         if n == 1:
             return [(batch, 1.0)]
-        if rows is None:
+        if self._ranks == 1 or (rows := n_rows(batch)) is None:
             return [(small, 1 / n) for small in split_batch(batch, n)]
         # Only generation has collectives, so ranks with fewer rows may take fewer microbatches.
         return [(small, (n_rows(small) or 0) / rows) for small in split_rows(batch, min(n, rows))]
 
 
 def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:
-    """What a loss function returned, as a scalar tensor and aux.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """What a loss function returned, as a scalar tensor and aux; ValueError for anything else."""
     pair = isinstance(out, tuple) and len(out) == 2
     loss, aux = out if pair else (out, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -255,10 +242,5 @@ def _share(batch: Any) -> tuple[Any, int]:
     rows = n_rows(batch)
     if rows != 0:
         return batch, 1 if rows is None else rows
-    # All ranks must build the same graph, for they take part in the same collectives.
-    return tree_map(_zero_rows, batch), 0
-
-
-def _zero_rows(x: Any) -> Any:
-    # Two: some layers (batch norm) refuse a single one.
-    return x.new_zeros((2, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x
+    # All ranks must build the same graph, for they take part in the same collectives. Some layers refuse a single row.
+    return tree_map(lambda x: x.new_zeros((2, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x, batch), 0

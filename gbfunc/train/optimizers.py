@@ -12,7 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import isfinite
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from gbfunc.trees import TensorSpec, compare_trees, spec_of
+from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of
 from gbfunc.types import Params
 
 Roles: TypeAlias = Mapping[str, str]
@@ -117,9 +117,10 @@ def torch_optimizer(
     group_of = _param_groups(cls, {"lr": lr, **options}, {"code": code, "linear": linear, "direct": direct})
     fingerprint = _fingerprint(cls.__name__)
 
-    @lru_cache(maxsize=16)
-    def prepare(leaves: tuple[_Leaf, ...]) -> _Prepared:
-        return _prepare(leaves, group_of)
+    cached = lru_cache(maxsize=16)(partial(_prepare, group_of))
+
+    def prepare(params: Params, roles: Roles) -> _Prepared:
+        return cached(tuple((k, roles.get(k), p.shape, p.dtype, p.device) for k, p in params.items()))
 
     def init(params: Params, roles: Roles) -> OptState:
         """A state with the structure that torch gives it in one step.
@@ -129,7 +130,7 @@ def torch_optimizer(
             TypeError: for a class that keeps anything but tensors.
         """
         leaves: dict[str, Params] = {k: {} for k in params}
-        for (k, entry), (shape, dtype, device) in prepare(_describe(params, roles)).specs.items():
+        for (k, entry), (shape, dtype, device) in prepare(params, roles).specs.items():
             leaves[k][entry] = torch.zeros(shape or (), dtype=dtype, device=device)
         return OptState(torch.zeros((), dtype=torch.int64, device="cpu"), leaves, fingerprint.clone())
 
@@ -143,9 +144,8 @@ def torch_optimizer(
             ValueError: for a state of another class or of other leaves; names, shapes, dtypes or roles that do not fit;
                 a learning rate that is negative.
         """
-        calls, specs = prepare(_describe(params, roles))
-        if not _alike(params, grads):
-            compare_trees({k: spec_of(p) for k, p in params.items()}, grads, "grads do not fit params")
+        calls, leaves, specs = prepare(params, roles)
+        compare_trees(leaves, grads, "grads do not fit params")
         _check_state(state, params, specs, cls.__name__, fingerprint)
         step = int(state.step)
         with torch.no_grad():
@@ -160,8 +160,8 @@ def torch_optimizer(
             stepped: dict[str, Params] = {}
             for call in calls:
                 stepped |= call.step(step, new, fitted, old)
-        leaves = {k: stepped[k] for k in params}
-        return new, OptState(state.step + 1, leaves, state.fingerprint if donate else state.fingerprint.clone())
+        ordered = {k: stepped[k] for k in params}
+        return new, OptState(state.step + 1, ordered, state.fingerprint if donate else state.fingerprint.clone())
 
     settings = {"cls": cls, "lr": lr, "code": code, "linear": linear, "direct": direct, "options": options}
     return Optimizer(init, update, settings)
@@ -232,17 +232,14 @@ class _Call(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What an update of such leaves calls, and every tensor `(leaf, entry)` of its state."""
+    """What an update of such leaves calls, the leaves, and every tensor `(leaf, entry)` of its state."""
 
     calls: list[_Call]
+    leaves: dict[str, TensorSpec]
     specs: dict[tuple[str, str], TensorSpec]
 
 
-def _describe(params: Params, roles: Roles) -> tuple[_Leaf, ...]:
-    return tuple((k, roles.get(k), p.shape, p.dtype, p.device) for k, p in params.items())
-
-
-def _prepare(leaves: tuple[_Leaf, ...], group_of: Callable[[str, str, tuple[int, ...]], ParamGroup]) -> _Prepared:
+def _prepare(group_of: Callable[[str, str, tuple[int, ...]], ParamGroup], leaves: tuple[_Leaf, ...]) -> _Prepared:
     """Which leaves are stepped together, and the structure of their state: that after a step on zeros."""
     names: dict[tuple[ParamGroup, bool], list[str]] = {}
     zeros: Params = {}
@@ -258,7 +255,8 @@ def _prepare(leaves: tuple[_Leaf, ...], group_of: Callable[[str, str, tuple[int,
     with torch.no_grad():
         for call in calls:
             states |= call.step(0, zeros, grads, {})
-    return _Prepared(calls, {(k, entry): spec_of(t) for k in zeros for entry, t in states[k].items()})
+    specs = {(k, entry): spec_of(t) for k in zeros for entry, t in states[k].items()}
+    return _Prepared(calls, {k: spec_of(p) for k, p in zeros.items()}, specs)
 
 
 def _param_groups(
@@ -324,8 +322,7 @@ def _learning_rate(lr: LearningRate, step: int) -> float:
 
 def _writable(state: Params, p: Tensor, donate: bool) -> Params:
     """The state of leaf `p` as tensors that torch may change in place."""
-    fresh = {e: t.clone() if not donate else t.detach() if t.requires_grad else t for e, t in state.items()}
-    return {e: _aligned(t, p) for e, t in fresh.items()}
+    return {e: _aligned((t.detach() if t.requires_grad else t) if donate else t.clone(), p) for e, t in state.items()}
 
 
 def _aligned(t: Tensor, p: Tensor) -> Tensor:
@@ -367,20 +364,10 @@ def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tens
             raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
 
 
-def _alike(params: Params, grads: Params) -> bool:
-    """Whether names, shapes, dtypes and devices are the same: fast, for every step."""
-    return params.keys() == grads.keys() and all(
-        [
-            g.shape == p.shape and g.dtype == p.dtype and g.device == p.device
-            for p, g in ((p, grads[k]) for k, p in params.items())
-        ]
-    )
-
-
 def _check_state(
     state: OptState, params: Params, specs: dict[tuple[str, str], TensorSpec], cls: str, fingerprint: Tensor
 ) -> None:
-    """Compare a state with what the class needs: some kernels write beyond a tensor that is too small."""
+    """Check that a state is what the class needs: some kernels write beyond a tensor that is too small."""
     if not isinstance(state, OptState):
         raise TypeError(f"state must be an OptState from init or update, got {type(state).__name__}")
     if (got := int(state.fingerprint)) != int(fingerprint):
@@ -393,7 +380,7 @@ def _check_state(
     what = f"the state does not fit {cls} and the parameters"
     # On any device: torch reads numbers of steps wherever they are.
     expected = {f"{k}/{entry}": spec._replace(device=None) for (k, entry), spec in specs.items()}
-    compare_trees(expected, {f"{k}/{entry}": t for k, of in state.leaves.items() for entry, t in of.items()}, what)
+    compare_trees(expected, flatten_tree(state.leaves), what)
     if state.leaves.keys() != params.keys():  # Some classes keep nothing that could be compared.
         raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(state.leaves)}")
 

@@ -32,7 +32,7 @@ from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import Lazy, Remat, StepOptions
-from gbfunc.trees import flat_genome, like_genome, tree_map
+from gbfunc.trees import flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
 from gbfunc.types import Genome, GNets, Kernel, Params
 
 _MIX = 0x9E3779B97F4A7C15
@@ -103,10 +103,10 @@ class TrainStep:
         self._averaged = [b.name for b in plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
         still = {f"direct/{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
         self._frozen = still & self._roles.keys()
-        shapes = plan.leaf_shapes if self._shapes is None else self._shapes
-        leaves = {f"{e}/{k}" if e == "direct" else f"gnets/{e}/{k}": shape for (e, k), shape in shapes.items()}
+        leaves = {f"{e}/{k}" if e == "direct" else f"gnets/{e}/{k}": shape for (e, k), shape in layout.shapes.items()}
         self._expected = leaves | {f"buffers/{b.name}": b.shape for b in plan.buffers}
 
+    @torch.inference_mode(False)
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
         """A fresh state; the same seed gives the same genome, whatever the mesh and the placement.
 
@@ -123,21 +123,15 @@ class TrainStep:
         """
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"seed must be an int with 0 <= seed < 2**63, got {seed!r}")
-        with torch.inference_mode(False):
-            return self._init(seed, device)
-
-    def _init(self, seed: int, device: torch.device | str | None) -> TrainState:
         if device is None and self.mesh.world > 1 and self.mesh.device.type != "cpu":
             device = self.mesh.device
-        genome = init_genome(self.plan, self._pnet, seed, device=device)
+        genome: Genome = init_genome(self.plan, self._pnet, seed, device=device)
         if self.mesh.world > 1:
-            named = flat_genome(genome.gnets, genome.direct) | {f"buffers/{k}": v for k, v in genome.buffers.items()}
-            equal = dict(zip(named, from_rank_0(self.mesh, list(named.values())), strict=True))
-            buffers = {k: equal[f"buffers/{k}"] for k in genome.buffers}
-            genome = Genome(*like_genome(equal, genome.gnets, genome.direct), buffers)
+            named = flatten_tree(genome)
+            equal = from_rank_0(self.mesh, list(named.values()))
+            genome = unflatten_tree(dict(zip(named, equal, strict=True)), genome)
         named = flat_genome(genome.gnets, genome.direct)
-        flat = {k: v for k, v in named.items() if k not in self._frozen}
-        opt = self._optimizer.init(flat, {k: self._roles[k] for k in flat})
+        opt = self._optimizer.init({k: v for k, v in named.items() if k not in self._frozen}, self._roles)
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
         return self.shard(TrainState(*genome, opt, step, number))
 
@@ -254,15 +248,13 @@ class TrainStep:
     def _update(self, gradients: Params, opt: OptState, params: Params, donate: bool) -> tuple[Params, OptState]:
         """The optimizer's step on the leaves of which this rank has rows."""
         empty = {k for k in self._layout.split if not len(params[k])}
-        own = {k: v for k, v in params.items() if k not in empty}
-        roles = {k: self._roles[k] for k in own}
-        some = opt._replace(leaves={k: opt.leaves[k] for k in own}) if empty else opt
-        gradients = {k: gradients[k] for k in own}
-        new, made = self._optimizer.update(gradients, some, own, roles, donate=donate)
         if not empty:
-            return new, made
-        leaves = {k: made.leaves[k] if k in own else opt.leaves[k] for k in params}
-        return {k: new[k] if k in own else v for k, v in params.items()}, made._replace(leaves=leaves)
+            return self._optimizer.update(gradients, opt, params, self._roles, donate=donate)
+        held = {k: v for k, v in params.items() if k not in empty}
+        some = opt._replace(leaves={k: opt.leaves[k] for k in held})
+        gradients = {k: gradients[k] for k in held}
+        new, made = self._optimizer.update(gradients, some, held, self._roles, donate=donate)
+        return params | new, made._replace(leaves=opt.leaves | made.leaves)
 
     def _check_ranks(self, state: TrainState, flat: Params) -> None:
         """Compare what must be equal between ranks, at the first step and every so many."""
