@@ -195,9 +195,15 @@ class PureNet:
     Args:
         pnet: the module.
         forms: forms of weights that are not dense, by name; `weights` has their inputs, as `NAME_form.INPUT`.
+        adapt: changes the skeleton further, and names the parameters that it takes in another shape or kind.
     """
 
-    def __init__(self, pnet: nn.Module, forms: Mapping[str, WeightForm] | None = None) -> None:
+    def __init__(
+        self,
+        pnet: nn.Module,
+        forms: Mapping[str, WeightForm] | None = None,
+        adapt: Callable[[nn.Module], Collection[str]] = lambda skeleton: (),
+    ) -> None:
         check_pnet(pnet)
         forms = forms or {}
         self.skeleton = skeleton_of(pnet)
@@ -211,6 +217,7 @@ class PureNet:
         self._buffers = dict.fromkeys(buffers_of(pnet), _ANY)
         self._ties = _ties(pnet, forms)
         install(self.skeleton, forms, shown=True)
+        self._parameters |= {name: _ANY for name in adapt(self.skeleton) if name in self._parameters}
         self._forms = list(dict.fromkeys(forms.values()))
         self._shared = Call()
         for form in self._forms:

@@ -312,7 +312,8 @@ class Generator:
                 matrices.append(matrix_of(bare.filled(of["leaf"], of["noise"] or None), self._stacks[number].cuts[i]))
             return self._folded(tensor, matrices)
 
-        return RecomputedWeight(tensor.name, inputs, maker, tensor.kind == "transposed_linear")
+        piece = tensor.name in self._pieces
+        return RecomputedWeight(tensor.name, inputs, maker, tensor.kind == "transposed_linear", piece)
 
     def __call__(self, gnets: GNets, direct: Params, noise: Noise | None = None) -> Params:
         """What the p-net's skeleton takes: all its parameters by name, those with a form as the inputs of the form.

@@ -116,13 +116,19 @@ def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
 
 
 def reduce_step(
-    layout: Layout, rows: int, loss: Tensor, aux: Any, gradients: Params, buffers: Params, before: Mapping[str, Tensor]
+    layout: Layout,
+    rows: float,
+    loss: Tensor,
+    aux: Any,
+    gradients: Params,
+    buffers: Params,
+    before: Mapping[str, Tensor],
 ) -> tuple[Tensor, Any, Params, Params, Tensor]:
     """Means over the global batch, in one all-reduce (and one more, of the split leaves, along the data axis).
 
     Args:
         layout: which rows of which leaf each rank holds.
-        rows: of this rank's shard of the batch; 0 counts for nothing.
+        rows: of this rank's shard of the batch, divided by the ranks that have the same; 0 counts for nothing.
         loss: mean over the shard.
         aux: means over the shard. Numbers and scalar tensors are averaged, what is neither stays this rank's.
         gradients: of `rows` times the loss; those of split leaves are summed over the g-net axis already.

@@ -25,19 +25,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from gbfunc.layers.forms import FactoredWeight, layer_form
 from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
-from gbfunc.parallel.collectives import Sizes
+from gbfunc.parallel.collectives import Sizes, gather_objects
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.placement import OPERATIONS_PER_BYTE
+from gbfunc.pnet import skeleton_of
 from gbfunc.tiling import Piece, TileGrid
 from gbfunc.types import Params
 
 Styles = Mapping[str, ParallelStyle]
 """What `torch.distributed.tensor.parallel.parallelize_module` takes: a style by name of module, wildcards too."""
+
+_ALIKE = 1e-3
+"""Largest relative difference of what ranks compute alike, which half precisions round."""
 
 _ELEMENT = 40
 """Operations in the time of writing or reading an element (see `gbfunc.layers.forms`)."""
@@ -94,6 +103,7 @@ class Split(NamedTuple):
         into: layout of a plain input.
         out: layout of the output.
         local: whether the output is a plain tensor, and not a DTensor.
+        transposed: whether the layer stores the transpose of its matrix.
         wire: the ranks.
     """
 
@@ -103,6 +113,7 @@ class Split(NamedTuple):
     into: Any
     out: Any
     local: bool
+    transposed: bool
     wire: Wire
 
 
@@ -113,11 +124,10 @@ class TensorParallel:
         pnet: the p-net.
         styles: style of each module.
         mesh: the ranks.
-        device_mesh: torch's mesh of the tensor axis alone.
 
     Attributes:
         pieces: which part of a parameter's matrix this rank has, by name; of all others it has the whole.
-        layout: how the output of the last layer that ran is spread, with its numbers here: whose loss it is.
+        spread: rows of this rank's part of the last layer's output, 0 where it is whole: whose loss it is.
 
     Raises:
         ValueError: for a style that names no module, or a layer that cannot be split so.
@@ -130,16 +140,19 @@ class TensorParallel:
         self.pieces: dict[str, Piece] = {}
         self._splits: dict[str, Split] = {}
         self._placements: dict[str, tuple[Any, tuple[int, ...]]] = {}
-        self.layout: tuple[Any, int] | None = None
-        self.plain_gradients: dict[str, list[Tensor]] | None = None
+        self.spread = 0
+        self.plain_gradients: dict[str, list[Tensor]] | None = {}
         if self.ranks == 1:
             return
         owners = {id(p): n for n, p in reversed(list(pnet.named_parameters(remove_duplicate=False)))}
+        scratch = skeleton_of(pnet)
         for name, style in self._styles.items():
             module = pnet.get_submodule(name)
             if isinstance(style, ColwiseParallel | RowwiseParallel) and layer_form(module) is not None:
                 self._splits[name] = self._split(name, module, style)
                 self._cut(module, self._splits[name], owners)
+            elif not isinstance(style, DividedAttributes):
+                self._by_torch(name, scratch.get_submodule(name), style)
 
     def _split(self, name: str, module: nn.Module, style: Any) -> Split:
         rows, cols = matrix_dims(name, module)
@@ -157,15 +170,15 @@ class TensorParallel:
         ranges = tuple((p * length // parts + start, p * length // parts + start + mine) for p in range(parts))
         out, into = style.output_layouts[0], style.input_layouts[0]
         sizes = tuple(parts * n for n in part)
-        return Split(by, sizes, ranges, into, out, style.use_local_output, self.wire)
+        transposed = tuple(module.weight.shape) != (rows, cols) or type(module).__name__ == "Conv1D"
+        return Split(by, sizes, ranges, into, out, style.use_local_output, transposed, self.wire)
 
     def _cut(self, module: nn.Module, split: Split, owners: Mapping[int, str]) -> None:
         """Note which piece of a layer's weight and bias this rank has."""
         weight: Any = module.weight
         rows, cols = matrix_dims("", module)
         piece = Piece(split.ranges, (0, cols)) if split.by == "rows" else Piece(((0, rows),), split.ranges[0])
-        transposed = tuple(weight.shape) != (rows, cols)
-        dim = int((split.by == "columns") != transposed)
+        dim = int((split.by == "columns") != split.transposed)
         self._note(owners[id(weight)], piece, Shard(dim), tuple(weight.shape))
         bias = getattr(module, "bias", None)
         if bias is not None and split.by == "rows":
@@ -181,8 +194,12 @@ class TensorParallel:
         """Torch's mesh of the tensor axis alone."""
         return self.wire.mesh.device_mesh["tensor"]
 
-    def adapt(self, skeleton: nn.Module) -> None:
-        """Put the layers' parallel forms, and torch's styles where there are none, into a p-net's skeleton."""
+    def adapt(self, skeleton: nn.Module) -> frozenset[str]:
+        """Put the layers' parallel forms, and torch's styles where there are none, into a p-net's skeleton.
+
+        Returns:
+            The parameters that it takes in another shape or kind than the p-net has.
+        """
         for name, style in self._styles.items():
             module = skeleton.get_submodule(name)
             if name in self._splits:
@@ -190,9 +207,11 @@ class TensorParallel:
             elif isinstance(style, DividedAttributes):
                 divide(module, style.names, self.ranks)
             elif self.ranks > 1:
-                self._adapt_by_torch(name, module, style)
+                self._by_torch(name, module, style)
+        return frozenset(self._placements)
 
-    def _adapt_by_torch(self, name: str, module: nn.Module, style: ParallelStyle) -> None:
+    def _by_torch(self, name: str, module: nn.Module, style: ParallelStyle) -> None:
+        """Let torch apply a style to a module of a skeleton, and note what it has made of the parameters."""
         before = dict(module.named_parameters())
         parallelize_module(module, self.device_mesh, style)
         for key, parameter in module.named_parameters():
@@ -206,7 +225,7 @@ class TensorParallel:
         def note(_: nn.Module, args: Any, out: Any) -> None:
             if isinstance(out, DTensor):
                 self.note(out.placements[0], out.to_local())
-            elif hasattr(style, "sequence_sharding"):
+            elif isinstance(style, SequenceParallel):
                 self.note(style.sequence_sharding[0], out)
 
         module.register_forward_hook(note, prepend=True)
@@ -219,8 +238,34 @@ class TensorParallel:
         return Piece((mine,), (0, shape[1])) if placement.dim == 0 else Piece(((0, shape[0]),), mine)
 
     def note(self, placement: Any, local: Tensor) -> None:
-        """Remember how the last layer's output is spread."""
-        self.layout = placement, math.prod(local.shape[:-1])
+        """Remember how the last layer's output is spread: whether the loss is that of this rank's part of it."""
+        split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
+        self.spread = math.prod(local.shape[:-1]) if split else 0
+
+    def compare(self, loss: Tensor) -> None:
+        """At the first step, check that ranks agree in what they must have alike.
+
+        Raises:
+            ValueError: if the loss of whole outputs, or the gradient of what no style names, differs between ranks.
+            CollectiveError: if a rank is missing.
+        """
+        if self.ranks == 1 or self.plain_gradients is None:
+            return
+        seen = {k: torch.stack(g).sum(0) for k, g in self.plain_gradients.items() if g}
+        numbers = {k: (float(torch.linalg.vector_norm(g)), float(g.real.sum())) for k, g in seen.items()}
+        self.plain_gradients = None
+        if not self.spread:
+            numbers["the loss"] = float(loss), 0.0
+        for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, numbers, "tensor"), strict=True):
+            for name, (norm, total) in numbers.items():
+                there = other.get(name, (math.nan, math.nan))
+                apart = max(abs(norm - there[0]), abs(total - there[1]))
+                if not apart <= _ALIKE * max(abs(norm), abs(there[0]), 1e-30) and math.isfinite(norm):
+                    raise ValueError(
+                        f"{name} is {norm:.6g} on rank {self.wire.mesh.rank} and {there[0]:.6g} on rank {rank} (of a "
+                        "parameter: its gradient's norm): tensor ranks must get the same batch, and a layer that runs "
+                        "on a part of the sequence needs a style (SequenceParallel())"
+                    )
 
     def place(self, tensors: Params) -> Params:
         """What the generator made, as the skeleton takes it: pieces as DTensors, and gradients that are summands.
@@ -232,7 +277,10 @@ class TensorParallel:
         placed = {}
         for name, x in tensors.items():
             placement, shape = self._placements.get(name, (None, ()))
-            if placement is None:
+            weight, _, given = name.rpartition("_form.")
+            if placement is None and weight in self.pieces and given not in ("left", "right"):
+                placed[name] = x  # What this rank's piece is made of.
+            elif placement is None:
                 placed[name] = _whole(x, 1 / self.ranks, self._watch(name)) if x.requires_grad else x
             else:
                 placed[name] = _as_dtensor(x, self.device_mesh, placement, shape)
@@ -335,8 +383,8 @@ def _install(layer: nn.Module, parallel: TensorParallel, split: Split) -> None:
     """Give a layer of the skeleton its parallel forward."""
     layer.__dict__["parallel"] = parallel
     layer.__dict__["split"] = split
-    forward = _embedding if isinstance(layer, nn.Embedding) else _by_rows if split.by == "rows" else _by_columns
-    stock = type(layer)
+    forward: Any = _embedding if isinstance(layer, nn.Embedding) else _by_rows if split.by == "rows" else _by_columns
+    stock: Any = type(layer)
     layer.__class__ = type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": forward})
 
 
@@ -364,8 +412,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     if form is not None:
         return form.linear(x, bias)
     weight = layer.weight.to_local()
-    transposed = type(layer).__mro__[1].__name__ == "Conv1D" or "Conv1D" in {c.__name__ for c in type(layer).__mro__}
-    return F.linear(x, weight.t() if transposed else weight, bias)
+    return F.linear(x, weight.t() if split.transposed else weight, bias)
 
 
 def _piece_of(form: FactoredWeight, split: Split) -> Tensor:
@@ -463,10 +510,10 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     cols = split.ranges[0]
     if x.shape[-1] != cols[1] - cols[0]:
         raise ValueError(f"expected {cols[1] - cols[0]} of {sum(split.sizes)} features here, got {tuple(x.shape)}")
-    rows = layer.weight_form.grid.rows if form is not None else matrix_dims("", layer)[0]
-    thin = form is not None and _thin_pays(form, split, math.prod(x.shape[:-1]), rows, True)
-    y = None
-    if thin:
+    rows = matrix_dims("", layer)[0] if form is None else form.grid.rows
+    if form is not None and not _thin_pays(form, split, math.prod(x.shape[:-1]), rows, True):
+        form = None
+    if form is not None:
         right = scale_gradient(form.right, wire.axis.size)
         part = thin_product(x, right, form.grid, cols)
     else:
@@ -478,7 +525,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     else:
         sizes, factor = (), 1.0
         y = wire.partial_to_whole(part)
-    if thin:
+    if form is not None:
         y = from_thin(y, scale_gradient(form.left, factor), form.grid, ((0, rows),))
     if bias is not None:
         y = y + scale_gradient(bias, factor).to(y.dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from gbfunc.pnet import PureNet
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows, tree_map
 from gbfunc.types import GNets, Params
+
+if TYPE_CHECKING:
+    from gbfunc.parallel.tensor import TensorParallel
 
 LossFn = Callable[[Callable[..., Any], Any], Any]
 """`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net closed over its generated weights."""
@@ -67,14 +70,15 @@ class LossAndGrads(NamedTuple):
     Attributes:
         loss: mean over the share.
         aux: what the loss function returned beside it.
-        gradients: by flat name; with a mesh of more than one rank, of `rows` times the loss.
-        rows: of the share; 0 if it is empty, and what comes of rows of zeros in its place counts for nothing.
+        gradients: by flat name; with a mesh of more than one rank, summands of that of the rows' losses.
+        rows: of the share, divided by the ranks that have the same ones; 0 if it is empty, and what comes of rows of
+            zeros in its place counts for nothing.
     """
 
     loss: Tensor
     aux: Any
     gradients: Params
-    rows: int
+    rows: float
 
 
 class _Given(NamedTuple):
@@ -85,22 +89,37 @@ class _Given(NamedTuple):
     noise: Noise | None
     buffers: Params
     batch: Any
+    rows: int
 
 
 class Objective:
     """The loss as a function of the genome, with its gradient."""
 
-    def __init__(self, plan: Plan, pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        pnet: nn.Module,
+        loss_fn: LossFn,
+        layout: Layout,
+        options: StepOptions,
+        tensor: TensorParallel | None = None,
+    ) -> None:
         self._plan, self._loss_fn, self._layout, self._options = plan, loss_fn, layout, options
-        self._stochastic = plan.stochastic
-        self._sharded, self._rank, self._ranks = layout.sharded, layout.mesh.rank, layout.mesh.world
+        self._stochastic, self._tensor = plan.stochastic, tensor
+        self._sharded, self._shard, self._ranks = layout.sharded, layout.mesh.shard, layout.mesh.world
         layer_by_layer = options.remat == "layer"
         # Dynamo of torch 2.5 does not trace forms of layers: there a compiled step forms every weight.
         lazy = options.lazy if not options.compile or torch.__version__ >= "2.6" else False
         self._generator = Generator(
-            plan, kernel=options.kernel, layout=layout, pnet=pnet, lazy=lazy, remat=layer_by_layer
+            plan,
+            kernel=options.kernel,
+            layout=layout,
+            pnet=pnet,
+            lazy=lazy,
+            remat=layer_by_layer,
+            pieces=tensor.pieces if tensor else None,
         )
-        self.net = PureNet(pnet, self._generator.forms)
+        self.net = PureNet(pnet, self._generator.forms, tensor.adapt if tensor else lambda skeleton: ())
         self._from_genome = torch.compile(self._forward) if options.compile else self._forward
         self._accumulates = options.microbatches > 1 or options.remat == "generate"
 
@@ -127,22 +146,23 @@ class Objective:
         noise = None if draws is None else sample_noise(self._plan, draws, wanted[0])
         half = self._options.amp == torch.float16
         rows, scale = 1, _FP16_SCALE if half else 1.0
-        weight = scale
         if self._ranks > 1:
             batch, rows = _share(batch)
             scale = _FP16_SCALE_PER_ROW if half else 1.0
-            weight = scale * max(rows, 1)
-            seed = (seed + _RANK_MIX * self._rank) % 2**63
+            seed = (seed + _RANK_MIX * self._shard) % 2**63
         if self._generator.gather is not None:
             self._generator.gather = Gather(self._layout, counts=rows > 0)
         with seeded(seed, wanted[0].device), torch.enable_grad():
             way = self._accumulated if self._accumulates else self._at_once
-            loss, aux, gradients = way(_Given(gnets, direct, noise, buffers, batch), wanted, weight)
+            loss, aux, gradients, counted = way(_Given(gnets, direct, noise, buffers, batch, rows), wanted, scale)
         if all(g is None for g in gradients):
             raise ValueError(_NO_GRADIENT)
         named = zip(leaves.items(), gradients, strict=True)
         filled = {k: torch.zeros_like(v) if g is None else g if scale == 1.0 else g / scale for (k, v), g in named}
-        return LossAndGrads(loss, aux, filled, rows)
+        if self._tensor is not None:
+            self._tensor.compare(loss)
+            counted /= 1 if self._tensor.spread else self._tensor.ranks
+        return LossAndGrads(loss, aux, filled, counted if rows else 0)
 
     def _forward(
         self, gnets: GNets, direct: Params, noise: Noise | None, buffers: Params, batch: Any
@@ -152,6 +172,7 @@ class Objective:
 
     def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
+        weights = weights if self._tensor is None else self._tensor.place(weights)
         net, amp = self.net.bind(weights, buffers), self._options.amp
         device = next((w.device.type for w in weights.values()), "cpu")
         with torch.autocast(device, amp) if amp else nullcontext():
@@ -161,18 +182,23 @@ class Objective:
             raise ValueError(_NO_GRADIENT)
         return loss.reshape(()), aux
 
-    def _at_once(self, given: _Given, wanted: list[Tensor], weight: float) -> tuple[Tensor, Any, Gradients]:
-        """Loss, aux and gradients of `weight` times the loss, in one graph."""
+    def _at_once(self, given: _Given, wanted: list[Tensor], scale: float) -> tuple[Tensor, Any, Gradients, float]:
+        """Loss, aux, gradients of `scale` times the rows' losses, and rows, in one graph."""
         if self._options.compile:
             self._generator.prepare(given.gnets, given.direct)
         with self._counted(wanted):
-            loss, aux = self._from_genome(*given)
-            gradients = torch.autograd.grad(loss * weight, wanted, allow_unused=True)
-        return loss.detach(), _detached(aux), gradients
+            loss, aux = self._from_genome(*given[:-1])
+            rows = self._rows(max(given.rows, 1))
+            gradients = torch.autograd.grad(loss * (scale * rows), wanted, allow_unused=True)
+        return loss.detach(), _detached(aux), gradients, rows
 
-    def _accumulated(self, given: _Given, wanted: list[Tensor], weight: float) -> tuple[Tensor, Any, Gradients]:
+    def _rows(self, rows: float) -> float:
+        """Rows whose mean the last loss was: those of this rank's outputs, where they are spread over ranks."""
+        return self._tensor.spread if self._tensor is not None and self._tensor.spread else rows
+
+    def _accumulated(self, given: _Given, wanted: list[Tensor], scale: float) -> tuple[Tensor, Any, Gradients, float]:
         """The same, with gradients that add up on the weights and go through the g-nets once."""
-        gnets, direct, noise, buffers, batch = given
+        gnets, direct, noise, buffers, batch, rows = given
         again = self._options.remat == "generate"
         with torch.no_grad() if again else nullcontext():
             weights = self._generator(gnets, direct, noise)
@@ -181,13 +207,14 @@ class Objective:
         ]
         cut = {k: w.detach() for k, w in weights.items()} | {k: weights[k].detach().requires_grad_() for k in live}
         sums: Params = {}
-        parts, losses, auxes = self._split(batch), [], []
-        for small, fraction in parts:
+        counts, losses, auxes = [], [], []
+        for small, n in self._split(batch, max(rows, 1)):
             loss, aux = self._loss(cut, buffers, small)
+            counts.append(self._rows(n))
             buffers.update({k: v.detach() for k, v in buffers.items()})
             losses.append(loss.detach())
             auxes.append(_detached(aux))
-            gradients = torch.autograd.grad(loss * (weight * fraction), [cut[k] for k in live], allow_unused=True)
+            gradients = torch.autograd.grad(loss * (scale * counts[-1]), [cut[k] for k in live], allow_unused=True)
             for k, g in zip(live, gradients, strict=True):
                 if g is not None:
                     sums[k] = sums[k] + g if k in sums else g
@@ -197,9 +224,9 @@ class Objective:
         if not used:
             raise ValueError(_NO_GRADIENT)
         gradients = torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
-        fractions = [fraction for _, fraction in parts]
+        fractions = [n / sum(counts) for n in counts]
         aux = mean_tree(auxes, fractions) if len(auxes) > 1 else auxes[0]
-        return mean_tree(losses, fractions), aux, gradients
+        return mean_tree(losses, fractions), aux, gradients, sum(counts)
 
     def _counted(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         """Counts and names what a compiled graph's collectives, which have no Python inside, send and fail of."""
@@ -211,15 +238,15 @@ class Objective:
         mesh.traffic.add("reduce_scatter", back)
         return mesh.faults.named("a compiled step")
 
-    def _split(self, batch: Any) -> list[tuple[Any, float]]:
-        """The microbatches, each with its part of the rows; equal ones but for uneven shares of a mesh."""
+    def _split(self, batch: Any, rows: int) -> list[tuple[Any, float]]:
+        """The microbatches, each with its rows; equal ones but for uneven shares of a mesh."""
         n = self._options.microbatches
         if n == 1:
-            return [(batch, 1.0)]
-        if self._ranks == 1 or (rows := n_rows(batch)) is None:
-            return [(small, 1 / n) for small in split_batch(batch, n)]
+            return [(batch, rows)]
+        if self._ranks == 1 or n_rows(batch) is None:
+            return [(small, rows / n) for small in split_batch(batch, n)]
         # Only generation has collectives, so ranks with fewer rows may take fewer microbatches.
-        return [(small, (n_rows(small) or 0) / rows) for small in split_rows(batch, min(n, rows))]
+        return [(small, n_rows(small) or 0) for small in split_rows(batch, min(n, n_rows(batch) or n))]
 
 
 def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:

@@ -309,6 +309,7 @@ def make_train_step(
     mesh: Mesh | None = None,
     placement: Placement | Literal["auto"] = "auto",
     check_every: int = 100,
+    parallel: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
 
@@ -343,6 +344,10 @@ def make_train_step(
             ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
             `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
         check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
+        parallel: how layers are split over the mesh's tensor axis: styles of `torch.distributed.tensor.parallel` by
+            name of module, wildcards too, as `parallelize_module` takes them; `gb.tensor_styles(pnet)` has those of
+            some p-nets. Each rank generates and applies its pieces, and with `lazy` it is thin products that travel.
+            All ranks along the axis get the same rows, or, where the first layer takes a sharded input, each its part.
 
     Raises:
         ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see
@@ -358,8 +363,18 @@ def make_train_step(
         warnings.warn(word, UserWarning, stacklevel=2)
     layout = make_layout(plan, single_rank_mesh() if mesh is None else mesh, placement, lazy=lazy is not False)
     options.check_placement(layout.sharded, layout.placement)
+    if parallel is None and layout.mesh.sizes["tensor"] > 1:
+        raise ValueError("the mesh has a tensor axis: parallel= must say how layers are split over it")
+    if parallel is not None and compile:
+        raise ValueError("compile=True and parallel= do not go together")
+    tensor = None
+    if parallel is not None:
+        # Torch's DTensor takes half a second to import.
+        from gbfunc.parallel.tensor import TensorParallel
+
+        tensor = TensorParallel(pnet, parallel, layout.mesh)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
     check_equal(layout.mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
     texts = {"options": text_of(options), "optimizer": text_of(optimizer.settings)}
     check_equal(layout.mesh, texts, "ranks must have the same options")
-    return TrainStep(plan, pnet, Objective(plan, pnet, loss_fn, layout, options), optimizer, layout, options)
+    return TrainStep(plan, pnet, Objective(plan, pnet, loss_fn, layout, options, tensor), optimizer, layout, options)
