@@ -27,5 +27,10 @@ def by_one(name: str) -> Any:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_pieces_train_as_the_whole(world: int, name: str) -> None:
+    if name.startswith(("gpt2", "llama")):
+        pytest.importorskip("transformers")
+    if name.startswith(("gpt", "llama")) and world == 3:
+        assert "4 cannot be split over 3 tensor ranks, 1, 2, 4 would fit" in by_ranks(3)[0][name]
+        return
     for result in by_ranks(world):
         assert_equal(result[name], by_one(name), 1e-12)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from gbfunc.parallel.tensor import DividedAttributes, PackedColwiseParallel, Styles
 
 
-def _gpt() -> Styles:
+def _gpt(pnet: Any) -> Styles:
     """Of `gbfunc.tasks.pnets.gpt.GPT`."""
     return {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -33,7 +33,7 @@ def _gpt() -> Styles:
     }
 
 
-def _gpt2() -> Styles:
+def _gpt2(pnet: Any) -> Styles:
     """Of Hugging Face's `GPT2LMHeadModel`."""
     return {
         "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
@@ -46,13 +46,14 @@ def _gpt2() -> Styles:
     }
 
 
-def _llama() -> Styles:
+def _llama(pnet: Any) -> Styles:
     """Of Hugging Face's `LlamaForCausalLM`; its attention takes the number of heads from the width that it gets."""
+    queries, keys = pnet.config.num_attention_heads, pnet.config.num_key_value_heads
     return {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "model.layers.*.self_attn.q_proj": PackedColwiseParallel(1),
-        "model.layers.*.self_attn.k_proj": PackedColwiseParallel(1),
-        "model.layers.*.self_attn.v_proj": PackedColwiseParallel(1),
+        "model.layers.*.self_attn.q_proj": PackedColwiseParallel(1, queries),
+        "model.layers.*.self_attn.k_proj": PackedColwiseParallel(1, keys),
+        "model.layers.*.self_attn.v_proj": PackedColwiseParallel(1, keys),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
         "model.layers.*.mlp.gate_proj": ColwiseParallel(),
         "model.layers.*.mlp.up_proj": ColwiseParallel(),
@@ -61,31 +62,24 @@ def _llama() -> Styles:
     }
 
 
-_STYLES: Mapping[str, Callable[[], Styles]] = MappingProxyType(
+_STYLES: Mapping[str, Callable[[Any], Styles]] = MappingProxyType(
     {"GPT": _gpt, "GPT2LMHeadModel": _gpt2, "LlamaForCausalLM": _llama}
 )
 
 
-def tensor_styles(pnet: nn.Module, ranks: int | None = None) -> Styles:
+def tensor_styles(pnet: nn.Module) -> Styles:
     """The styles of a known p-net, for `make_train_step(parallel=)`.
 
     Args:
         pnet: a `GPT` of the library, or Hugging Face's `GPT2LMHeadModel` or `LlamaForCausalLM`.
-        ranks: of the tensor axis; the p-net's heads are checked against them.
 
     Raises:
-        ValueError: for another p-net, or heads that the ranks do not divide.
+        ValueError: for another p-net.
     """
     make = _STYLES.get(type(pnet).__name__)
     if make is None:
         raise ValueError(f"there are styles for {', '.join(_STYLES)}, got a {type(pnet).__name__}: write them yourself")
-    config = getattr(pnet, "config", None)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if ranks is not None and isinstance(heads, int) and heads % ranks:
-            fits = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
-            raise ValueError(f"{name} = {heads} cannot be split over {ranks} ranks: {fits} fit")
-    return make()
+    return make(pnet)
 
 
 def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:

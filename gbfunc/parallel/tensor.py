@@ -57,12 +57,13 @@ class PackedColwiseParallel(ColwiseParallel):
 
     Args:
         parts: how many.
+        heads: attention heads in each part, which stay whole; None is none.
         **options: as for `ColwiseParallel`.
     """
 
-    def __init__(self, parts: int = 3, **options: Any) -> None:
+    def __init__(self, parts: int = 3, heads: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.parts = parts
+        self.parts, self.heads = parts, heads
 
 
 class DividedAttributes(ParallelStyle):
@@ -85,18 +86,21 @@ def divide(module: nn.Module, names: tuple[str, ...], ranks: int) -> None:
     """Divide attributes of a module; ValueError where one cannot be."""
     for name in names:
         n = getattr(module, name)
-        if n % ranks:
-            fits = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-            raise ValueError(
-                f"{name} = {n} of a {type(module).__name__} cannot be split over {ranks} ranks: {fits} fit"
-            )
+        _check_divides(ranks, n, f"{name} of a {type(module).__name__}")
         setattr(module, name, n // ranks)
+
+
+def _check_divides(ranks: int, n: int, what: str) -> None:
+    if n % ranks:
+        fits = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+        raise ValueError(f"{what}: {n} cannot be split over {ranks} tensor ranks, {fits} would fit")
 
 
 class Split(NamedTuple):
     """How a layer is split over the ranks.
 
     Attributes:
+        dims: rows (outputs, or words) and columns of its matrix.
         by: `"rows"` of its matrix (column parallel: outputs), or `"columns"` (row parallel: inputs).
         sizes: rows or columns of every rank.
         ranges: those of this rank.
@@ -107,6 +111,7 @@ class Split(NamedTuple):
         wire: the ranks.
     """
 
+    dims: tuple[int, int]
     by: str
     sizes: Sizes
     ranges: tuple[tuple[int, int], ...]
@@ -158,25 +163,25 @@ class TensorParallel:
         rows, cols = matrix_dims(name, module)
         # An embedding's matrix has its words in rows: row parallel splits these.
         by = "rows" if isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding) else "columns"
-        parts = getattr(style, "parts", 1)
-        length = rows if by == "rows" else cols
-        if length % parts or (parts > 1 and (length // parts) % self.ranks):
-            raise ValueError(
-                f"{name!r} has {length} {by} in {parts} parts: {self.ranks} ranks do not divide a part of "
-                f"{length // parts}"
-            )
+        parts, length = 1, rows if by == "rows" else cols
+        if isinstance(style, PackedColwiseParallel):
+            parts = style.parts
+            if length % parts:
+                raise ValueError(f"{name!r} has {length} outputs, which are not {parts} equal parts")
+            what = f"{name!r}, {'heads' if style.heads else 'outputs of a part'}"
+            _check_divides(self.ranks, style.heads or length // parts, what)
         part = chunk_sizes(length // parts, self.ranks)
         start, mine = self.wire.start(part), part[self.wire.axis.rank]
         ranges = tuple((p * length // parts + start, p * length // parts + start + mine) for p in range(parts))
         out, into = style.output_layouts[0], style.input_layouts[0]
         sizes = tuple(parts * n for n in part)
         transposed = tuple(module.weight.shape) != (rows, cols) or type(module).__name__ == "Conv1D"
-        return Split(by, sizes, ranges, into, out, style.use_local_output, transposed, self.wire)
+        return Split((rows, cols), by, sizes, ranges, into, out, style.use_local_output, transposed, self.wire)
 
     def _cut(self, module: nn.Module, split: Split, owners: Mapping[int, str]) -> None:
         """Note which piece of a layer's weight and bias this rank has."""
         weight: Any = module.weight
-        rows, cols = matrix_dims("", module)
+        rows, cols = split.dims
         piece = Piece(split.ranges, (0, cols)) if split.by == "rows" else Piece(((0, rows),), split.ranges[0])
         dim = int((split.by == "columns") != split.transposed)
         self._note(owners[id(weight)], piece, Shard(dim), tuple(weight.shape))
@@ -510,7 +515,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     cols = split.ranges[0]
     if x.shape[-1] != cols[1] - cols[0]:
         raise ValueError(f"expected {cols[1] - cols[0]} of {sum(split.sizes)} features here, got {tuple(x.shape)}")
-    rows = matrix_dims("", layer)[0] if form is None else form.grid.rows
+    rows = split.dims[0]
     if form is not None and not _thin_pays(form, split, math.prod(x.shape[:-1]), rows, True):
         form = None
     if form is not None:

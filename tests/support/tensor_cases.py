@@ -14,6 +14,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import gbfunc as gb
+from gbfunc.parallel.styles import tensor_styles
+from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.rank_cases import TYPES
 from tests.support.ranks import PATIENCE
 
@@ -104,6 +106,58 @@ for _lazy in (True, False, "auto"):
                     remat=_remat,
                     microbatches=_micro,
                 )
+
+
+def next_token(net: Callable[..., Any], tokens: Tensor) -> Tensor:
+    out = net(tokens[:, :-1])
+    logits = out if isinstance(out, Tensor) else out.logits
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def language_model(name: str) -> nn.Module:
+    """A small p-net of a kind that has ready-made styles."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        return GPT(22, 9, 2, 16, 4, 24, bias=True)
+    import transformers
+
+    if name == "gpt2":
+        sizes = {"n_layer": 2, "n_head": 4, "n_embd": 16, "vocab_size": 22, "n_positions": 9}
+        config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        return transformers.GPT2LMHeadModel(config).train()
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=22,
+        max_position_embeddings=9,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def text(mesh: gb.Mesh | None, name: str, hypernet: Any, include: Any = (), **options: Any) -> Any:
+    """Steps on a language model, its vocabulary split."""
+    pnet = language_model(name).double()
+    plan = gb.make_plan(pnet, hypernet, max_tile=10, include=include)
+    parallel = None if mesh is None else tensor_styles(pnet)
+    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=0.02)
+    step = gb.make_train_step(plan, pnet, next_token, optimizer, mesh=mesh, parallel=parallel, **options)
+    state, reports = step.init(3), []
+    for i in range(5):
+        batch = torch.randint(0, 22, (4, 9), generator=torch.Generator().manual_seed(i))
+        state, info = step(state, batch if mesh is None else mesh.shard_batch(batch))
+        reports.append(torch.stack([info.loss, info.grad_norm]))
+    return {"reports": torch.stack(reports), "state": step.gather(state)}
+
+
+for _name in ("gpt", "gpt2", "llama"):
+    for _kind in ("periodic", "gnet", "shared"):
+        CASES[f"{_name} {_kind}"] = partial(text, name=_name, hypernet=TYPES[_kind])
+    CASES[f"{_name} tokens"] = partial(text, name=_name, hypernet=TYPES["periodic"], include=[r"(wte|tokens)\.weight$"])
+    CASES[f"{_name} thin"] = partial(text, name=_name, hypernet=TYPES["periodic"], lazy=True, remat="layer")
+    CASES[f"{_name} layer"] = partial(text, name=_name, hypernet=TYPES["gnet"], remat="layer")
 
 
 def run_cases(init_method: str, names: list[str], **axes: int) -> Mapping[str, Any]:
