@@ -186,6 +186,10 @@ def _refuse_checkpoints() -> Iterator[None]:
         raise ValueError(_CHECKPOINT)
 
 
+class StopForward(BaseException):
+    """Ends a call of a p-net from inside of it, as stages of a pipeline do; no error."""
+
+
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
@@ -251,8 +255,12 @@ class PureNet:
             if self._watched:
                 return self._call(weights, buffers, args, kwargs)
             self.check(weights, buffers)
-            with _refuse_checkpoints():
-                out = self._call(weights, buffers, args, kwargs)
+            try:
+                with _refuse_checkpoints():
+                    out = self._call(weights, buffers, args, kwargs)
+            except StopForward:
+                self._watched = True
+                raise
             self._watched = True
             return out
 
@@ -269,10 +277,10 @@ class PureNet:
             out = functional_call(self.skeleton, tensors, args, kwargs, tie_weights=False)
         finally:
             self._shared.cache = None
-        # functional_call leaves what the module assigned to its buffers in the dict it was given.
-        for name, buffer in buffers.items():
-            if tensors[name] is not buffer:
-                buffers[name] = tensors[name]
+            # functional_call leaves what the module assigned to its buffers in the dict it was given.
+            for name, buffer in buffers.items():
+                if tensors[name] is not buffer:
+                    buffers[name] = tensors[name]
         return out
 
 

@@ -116,7 +116,8 @@ def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
             module.weight, module.num_embeddings = rows(module.weight), padded
         elif isinstance(module, nn.Linear) and module.out_features == words:
             module.weight, module.out_features = rows(module.weight), padded
-            module.bias = None if module.bias is None else rows(module.bias)
+            if module.bias is not None:
+                module.bias = rows(module.bias)
     net.register_forward_hook(_NoProbability(words))
     return net
 

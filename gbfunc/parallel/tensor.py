@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -175,7 +175,7 @@ class TensorParallel:
         ranges = tuple((p * length // parts + start, p * length // parts + start + mine) for p in range(parts))
         out, into = style.output_layouts[0], style.input_layouts[0]
         sizes = tuple(parts * n for n in part)
-        transposed = tuple(module.weight.shape) != (rows, cols) or type(module).__name__ == "Conv1D"
+        transposed = tuple(cast(Tensor, module.weight).shape) != (rows, cols) or type(module).__name__ == "Conv1D"
         return Split((rows, cols), by, sizes, ranges, into, out, style.use_local_output, transposed, self.wire)
 
     def _cut(self, module: nn.Module, split: Split, owners: Mapping[int, str]) -> None:

@@ -10,7 +10,7 @@ In each of them weights may stay factors (`lazy`), which are never formed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, sample_noise
-from gbfunc.parallel import Gather, Layout
+from gbfunc.parallel import Gather, Layout, gather_objects
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
 from gbfunc.train.options import StepOptions
@@ -40,6 +40,9 @@ _FP16_SCALE_PER_ROW = 2.0**4
 
 _RANK_MIX = 0xBF58476D1CE4E5B9
 """An odd constant of splitmix64 (Steele et al., 2014): spreads ranks over seeds."""
+
+_STAGE_MIX = 0x94D049BB133111EB
+"""Another one: spreads stages of a pipeline."""
 
 _DEFAULT_GENERATORS = threading.RLock()
 """Held while a step seeds torch's default generators, which all threads share."""
@@ -107,21 +110,41 @@ class Objective:
         self._plan, self._loss_fn, self._layout, self._options = plan, loss_fn, layout, options
         self._stochastic, self._tensor = plan.stochastic, tensor
         self._sharded, self._shard, self._ranks = layout.sharded, layout.mesh.shard, layout.mesh.world
-        layer_by_layer = options.remat == "layer"
+        self._pipeline = None
+        if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
+            from gbfunc.parallel.pipeline import Pipeline
+
+            self._pipeline = Pipeline(pnet, options.pipeline, layout.mesh, options.microbatches, options.stages)
+        self._from_genome = torch.compile(self._forward) if options.compile else self._forward
+        self._accumulates = options.microbatches > 1 or options.remat == "generate"
+        self._pnet = pnet
+        self.net: Any = None
+        self._ran = False
+        if self._pipeline is None:
+            self._build(None)
+
+    @property
+    def dense_reads(self) -> dict[str, int]:
+        """How often the p-net has read weights as dense tensors, of those that are not: by name."""
+        return self.net.dense_reads if self.net else {}
+
+    def _build(self, names: Collection[str] | None) -> None:
+        """The generator of these parameters (None: of all), and the p-net that takes them."""
+        options, tensor, pipeline = self._options, self._tensor, self._pipeline
         # Dynamo of torch 2.5 does not trace forms of layers: there a compiled step forms every weight.
         lazy = options.lazy if not options.compile or torch.__version__ >= "2.6" else False
         self._generator = Generator(
-            plan,
+            self._plan,
             kernel=options.kernel,
-            layout=layout,
-            pnet=pnet,
+            layout=self._layout,
+            pnet=self._pnet,
             lazy=lazy,
-            remat=layer_by_layer,
+            remat=options.remat == "layer",
+            names=names,
             pieces=tensor.pieces if tensor else None,
         )
-        self.net = PureNet(pnet, self._generator.forms, tensor.adapt if tensor else lambda skeleton: ())
-        self._from_genome = torch.compile(self._forward) if options.compile else self._forward
-        self._accumulates = options.microbatches > 1 or options.remat == "generate"
+        adapted = [part.adapt for part in (tensor, pipeline) if part is not None]
+        self.net = PureNet(self._pnet, self._generator.forms, lambda net: {n for adapt in adapted for n in adapt(net)})
 
     def __call__(
         self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seed: int
@@ -150,12 +173,19 @@ class Objective:
             batch, rows = _share(batch)
             scale = _FP16_SCALE_PER_ROW if half else 1.0
             seed = (seed + _RANK_MIX * self._shard) % 2**63
+        if self._pipeline is not None:
+            seed = (seed + _STAGE_MIX * self._layout.mesh.axis("pipeline").rank) % 2**63
+            first, _ = self._split(batch, max(rows, 1))[0]
+            self._pipeline.prepare(self._loss_fn, first)
+            if self.net is None:
+                self._build(self._pipeline.names)
         if self._generator.gather is not None:
             self._generator.gather = Gather(self._layout, counts=rows > 0)
         with seeded(seed, wanted[0].device), torch.enable_grad():
             way = self._accumulated if self._accumulates else self._at_once
+            way = way if self._pipeline is None else self._pipelined
             loss, aux, gradients, counted = way(_Given(gnets, direct, noise, buffers, batch, rows), wanted, scale)
-        if all(g is None for g in gradients):
+        if all(g is None for g in gradients) and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)
         named = zip(leaves.items(), gradients, strict=True)
         filled = {k: torch.zeros_like(v) if g is None else g if scale == 1.0 else g / scale for (k, v), g in named}
@@ -173,6 +203,7 @@ class Objective:
     def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
         weights = weights if self._tensor is None else self._tensor.place(weights)
+        weights = weights if self._pipeline is None else self._pipeline.fill(weights)
         net, amp = self.net.bind(weights, buffers), self._options.amp
         device = next((w.device.type for w in weights.values()), "cpu")
         with torch.autocast(device, amp) if amp else nullcontext():
@@ -198,14 +229,8 @@ class Objective:
 
     def _accumulated(self, given: _Given, wanted: list[Tensor], scale: float) -> tuple[Tensor, Any, Gradients, float]:
         """The same, with gradients that add up on the weights and go through the g-nets once."""
-        gnets, direct, noise, buffers, batch, rows = given
-        again = self._options.remat == "generate"
-        with torch.no_grad() if again else nullcontext():
-            weights = self._generator(gnets, direct, noise)
-        live = [
-            k for k, w in weights.items() if w.requires_grad or (again and (w.is_floating_point() or w.is_complex()))
-        ]
-        cut = {k: w.detach() for k, w in weights.items()} | {k: weights[k].detach().requires_grad_() for k in live}
+        buffers, batch, rows = given.buffers, given.batch, given.rows
+        weights, cut, live = self._cut(given)
         sums: Params = {}
         counts, losses, auxes = [], [], []
         for small, n in self._split(batch, max(rows, 1)):
@@ -218,15 +243,66 @@ class Objective:
             for k, g in zip(live, gradients, strict=True):
                 if g is not None:
                     sums[k] = sums[k] + g if k in sums else g
-        if again:
-            weights = self._generator(gnets, direct, noise)
-        used = [k for k in sums if weights[k].requires_grad]
-        if not used:
-            raise ValueError(_NO_GRADIENT)
-        gradients = torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
+        gradients = self._through_gnets(given, weights, sums, wanted)
         fractions = [n / sum(counts) for n in counts]
         aux = mean_tree(auxes, fractions) if len(auxes) > 1 else auxes[0]
         return mean_tree(losses, fractions), aux, gradients, sum(counts)
+
+    def _cut(self, given: _Given) -> tuple[Params, Params, list[str]]:
+        """The weights, the same without their graph, and the names of those that take gradients."""
+        again = self._options.remat == "generate"
+        with torch.no_grad() if again else nullcontext():
+            weights = self._generator(given.gnets, given.direct, given.noise)
+        live = [
+            k for k, w in weights.items() if w.requires_grad or (again and (w.is_floating_point() or w.is_complex()))
+        ]
+        cut = {k: w.detach() for k, w in weights.items()} | {k: weights[k].detach().requires_grad_() for k in live}
+        return weights, cut, live
+
+    def _through_gnets(self, given: _Given, weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:
+        """Gradients of the genome from those of the weights."""
+        if self._options.remat == "generate":
+            weights = self._generator(given.gnets, given.direct, given.noise)
+        used = [k for k in sums if weights[k].requires_grad]
+        if not used and self._pipeline is None:
+            raise ValueError(_NO_GRADIENT)
+        return torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
+
+    def _pipelined(self, given: _Given, wanted: list[Tensor], scale: float) -> tuple[Tensor, Any, Gradients, float]:
+        """The same, with microbatches that go from rank to rank, each of which has some blocks."""
+        pipeline, before = self._pipeline, dict(given.buffers)
+        assert pipeline is not None
+        before = {k: x.clone() for k, x in before.items()}
+        weights, cut, live = self._cut(given)
+        parts = self._split(given.batch, max(given.rows, 1))
+        ends: list[tuple[Tensor, Any, float]] = []
+
+        def call(number: int) -> Tensor:
+            small, n = parts[number]
+            loss, aux = self._loss(cut, given.buffers, small)
+            n = self._rows(n)
+            ends.append((loss.detach(), _detached(aux), n))
+            return loss * (scale * n)
+
+        sums = pipeline.run(call, {k: cut[k] for k in live})
+        gradients = self._through_gnets(given, weights, sums, wanted)
+        changed = {k: x.detach() for k, x in given.buffers.items() if k in pipeline.buffers and not _same(x, before[k])}
+        given.buffers.update(before)
+        for other, moved in gather_objects(self._layout.mesh, (ends, changed), "pipeline"):
+            ends = other or ends
+            given.buffers.update({k: x.to(before[k].device) for k, x in moved.items()})
+        rows = sum(n for _, _, n in ends)
+        fractions = [n / rows for _, _, n in ends]
+        device = wanted[0].device
+        loss = mean_tree([loss.to(device) for loss, _, _ in ends], fractions)
+        if not torch.isfinite(loss) and not self._ran:
+            raise ValueError(
+                f"the first loss of the pipeline is {float(loss)}: unless the p-net's own is, a parameter or tensor is "
+                "used in a stage that does not have it (name the stages' first blocks by stages=)"
+            )
+        self._ran = True
+        # All ranks along the axis have the same loss.
+        return loss, mean_tree([aux for _, aux, _ in ends], fractions), gradients, rows / pipeline.ranks
 
     def _counted(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         """Counts and names what a compiled graph's collectives, which have no Python inside, send and fail of."""
@@ -258,6 +334,10 @@ def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) and not pair else got
         raise ValueError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), got {got}")
     return loss, aux
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(), y.nan_to_num()) if x.is_floating_point() else torch.equal(x, y)
 
 
 def _detached(aux: Any) -> Any:

@@ -114,21 +114,21 @@ def next_token(net: Callable[..., Any], tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def language_model(name: str) -> nn.Module:
+def language_model(name: str, layers: int = 2) -> nn.Module:
     """A small p-net of a kind that has ready-made styles."""
     torch.manual_seed(0)
     if name == "gpt":
-        return GPT(22, 9, 2, 16, 4, 24, bias=True)
+        return GPT(22, 9, layers, 16, 4, 24, bias=True)
     import transformers
 
     if name == "gpt2":
-        sizes = {"n_layer": 2, "n_head": 4, "n_embd": 16, "vocab_size": 22, "n_positions": 9}
+        sizes = {"n_layer": layers, "n_head": 4, "n_embd": 16, "vocab_size": 22, "n_positions": 9}
         config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         return transformers.GPT2LMHeadModel(config).train()
     config = transformers.LlamaConfig(
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=22,
@@ -137,16 +137,18 @@ def language_model(name: str) -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-def text(mesh: gb.Mesh | None, name: str, hypernet: Any, include: Any = (), **options: Any) -> Any:
-    """Steps on a language model, its vocabulary split."""
-    pnet = language_model(name).double()
+def text(mesh: gb.Mesh | None, name: str, hypernet: Any, include: Any = (), layers: int = 2, **options: Any) -> Any:
+    """Steps on a language model, its vocabulary split where there is a tensor axis."""
+    pnet = language_model(name, layers).double()
     plan = gb.make_plan(pnet, hypernet, max_tile=10, include=include)
-    parallel = None if mesh is None else tensor_styles(pnet)
+    parallel = tensor_styles(pnet) if mesh is not None and mesh.sizes["tensor"] > 1 else None
+    if mesh is None:
+        options = {k: v for k, v in options.items() if k not in ("pipeline", "stages", "microbatches")}
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=0.02)
     step = gb.make_train_step(plan, pnet, next_token, optimizer, mesh=mesh, parallel=parallel, **options)
     state, reports = step.init(3), []
     for i in range(5):
-        batch = torch.randint(0, 22, (4, 9), generator=torch.Generator().manual_seed(i))
+        batch = torch.randint(0, 22, (8 if layers > 2 else 4, 9), generator=torch.Generator().manual_seed(i))
         state, info = step(state, batch if mesh is None else mesh.shard_batch(batch))
         reports.append(torch.stack([info.loss, info.grad_norm]))
     return {"reports": torch.stack(reports), "state": step.gather(state)}
@@ -160,13 +162,26 @@ for _name in ("gpt", "gpt2", "llama"):
     CASES[f"{_name} layer"] = partial(text, name=_name, hypernet=TYPES["gnet"], remat="layer")
 
 
+PIPELINES: dict[str, Callable[[gb.Mesh | None], Any]] = {}
+for _schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
+    _options: dict[str, Any] = {"layers": 4, "pipeline": _schedule, "microbatches": 4}
+    for _kind in ("periodic", "gnet", "shared"):
+        PIPELINES[f"gpt {_schedule} {_kind}"] = partial(text, name="gpt", hypernet=TYPES[_kind], **_options)
+    for _remat in ("generate", "layer"):
+        PIPELINES[f"gpt {_schedule} {_remat}"] = partial(
+            text, name="gpt", hypernet=TYPES["periodic"], remat=_remat, lazy=_remat == "generate", **_options
+        )
+    for _name in ("gpt2", "llama"):
+        PIPELINES[f"{_name} {_schedule}"] = partial(text, name=_name, hypernet=TYPES["periodic"], **_options)
+
+
 def run_cases(init_method: str, names: list[str], **axes: int) -> Mapping[str, Any]:
     """All cases on this rank; an error as its words."""
     results = {}
     with gb.mesh(**axes, timeout=30 * PATIENCE, init_method=init_method) as mesh:
         for name in names:
             try:
-                results[name] = CASES[name](mesh)
+                results[name] = (CASES | PIPELINES)[name](mesh)
             except gb.CollectiveError:
                 raise
             except Exception:
