@@ -6,7 +6,7 @@ weight; only the genome, which is the g-nets' parameters and the few direct ones
 
 import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
-from gbfunc.generate import generate
+from gbfunc.generate import generate, generate_piece
 from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.materialize import materialize
@@ -36,6 +36,7 @@ __all__ = [
     "constant",
     "from_module",
     "generate",
+    "generate_piece",
     "gnet",
     "gray",
     "grid",

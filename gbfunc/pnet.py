@@ -186,6 +186,10 @@ def _refuse_checkpoints() -> Iterator[None]:
         raise ValueError(_CHECKPOINT)
 
 
+class StopForward(BaseException):
+    """Ends a call of a p-net from inside of it, as stages of a pipeline do; no error."""
+
+
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
@@ -195,9 +199,15 @@ class PureNet:
     Args:
         pnet: the module.
         forms: forms of weights that are not dense, by name; `weights` has their inputs, as `NAME_form.INPUT`.
+        adapt: changes the skeleton further, and names the parameters that it takes in another shape or kind.
     """
 
-    def __init__(self, pnet: nn.Module, forms: Mapping[str, WeightForm] | None = None) -> None:
+    def __init__(
+        self,
+        pnet: nn.Module,
+        forms: Mapping[str, WeightForm] | None = None,
+        adapt: Callable[[nn.Module], Collection[str]] = lambda skeleton: (),
+    ) -> None:
         check_pnet(pnet)
         forms = forms or {}
         self.skeleton = skeleton_of(pnet)
@@ -211,6 +221,7 @@ class PureNet:
         self._buffers = dict.fromkeys(buffers_of(pnet), _ANY)
         self._ties = _ties(pnet, forms)
         install(self.skeleton, forms, shown=True)
+        self._parameters |= {name: _ANY for name in adapt(self.skeleton) if name in self._parameters}
         self._forms = list(dict.fromkeys(forms.values()))
         self._shared = Call()
         for form in self._forms:
@@ -244,8 +255,12 @@ class PureNet:
             if self._watched:
                 return self._call(weights, buffers, args, kwargs)
             self.check(weights, buffers)
-            with _refuse_checkpoints():
-                out = self._call(weights, buffers, args, kwargs)
+            try:
+                with _refuse_checkpoints():
+                    out = self._call(weights, buffers, args, kwargs)
+            except StopForward:
+                self._watched = True
+                raise
             self._watched = True
             return out
 
@@ -262,10 +277,10 @@ class PureNet:
             out = functional_call(self.skeleton, tensors, args, kwargs, tie_weights=False)
         finally:
             self._shared.cache = None
-        # functional_call leaves what the module assigned to its buffers in the dict it was given.
-        for name, buffer in buffers.items():
-            if tensors[name] is not buffer:
-                buffers[name] = tensors[name]
+            # functional_call leaves what the module assigned to its buffers in the dict it was given.
+            for name, buffer in buffers.items():
+                if tensors[name] is not buffer:
+                    buffers[name] = tensors[name]
         return out
 
 

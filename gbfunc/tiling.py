@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,68 @@ class TileGrid:
     def numel(self) -> int:
         """Weights of the matrix."""
         return self.rows * self.cols
+
+
+class Piece(NamedTuple):
+    """A block of a matrix: ranges `a .. b - 1` of rows, one below the other, and columns `c .. d - 1`."""
+
+    rows: tuple[tuple[int, int], ...]
+    cols: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Its rows and columns."""
+        return sum(b - a for a, b in self.rows), self.cols[1] - self.cols[0]
+
+    def of(self, matrix_RC: Tensor) -> Tensor:
+        """The block, cut out of the matrix."""
+        rows = [matrix_RC[a:b] for a, b in self.rows]
+        return (rows[0] if len(rows) == 1 else torch.cat(rows))[:, slice(*self.cols)]
+
+
+class Cut(NamedTuple):
+    """The tiles that a block of a matrix meets.
+
+    Attributes:
+        grid: the matrix that these tiles make.
+        tiles: their numbers in the whole grid; None for all.
+        piece: where the block lies in that matrix; None for all of it.
+    """
+
+    grid: TileGrid
+    tiles: tuple[int, ...] | None = None
+    piece: Piece | None = None
+
+    def crop(self, matrix_RC: Tensor) -> Tensor:
+        """The block, from the matrix of the tiles."""
+        return matrix_RC if self.piece is None else self.piece.of(matrix_RC)
+
+
+def cut_piece(grid: TileGrid, piece: Piece) -> Cut:
+    """Which tiles a block of a matrix meets; at least one, also where it is empty.
+
+    Raises:
+        ValueError: if the block is not inside of the matrix.
+
+    >>> cut_piece(TileGrid(10, 6, 4, 3), Piece(((5, 9),), (0, 2))).tiles
+    (2, 4)
+    """
+    ranges = [*((r, grid.rows) for r in piece.rows), (piece.cols, grid.cols)]
+    if not all(0 <= a <= b <= n for (a, b), n in ranges) or not piece.rows:
+        raise ValueError(f"{piece} is not inside of a matrix of {grid.rows} x {grid.cols}")
+    r, c = grid.tile_rows, grid.tile_cols
+
+    def met(a: int, b: int, tile: int, most: int) -> range:
+        first = min(a // tile, most - 1)
+        return range(first, max(-(-b // tile), first + 1))
+
+    rows = sorted({i for a, b in piece.rows for i in met(a, b, r, grid.n_rows)})
+    cols = met(*piece.cols, c, grid.n_cols)
+    tiles = tuple(i * grid.n_cols + j for i in rows for j in cols)
+    starts = [rows.index(met(a, b, r, grid.n_rows)[0]) * r - met(a, b, r, grid.n_rows)[0] * r for a, b in piece.rows]
+    moved = tuple((a + start, b + start) for (a, b), start in zip(piece.rows, starts, strict=True))
+    inside = Piece(moved, (piece.cols[0] - cols[0] * c, piece.cols[1] - cols[0] * c))
+    return Cut(TileGrid(len(rows) * r, len(cols) * c, r, c), tiles, inside)
 
 
 MaxTile = int | tuple[int, int] | None

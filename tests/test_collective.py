@@ -225,8 +225,8 @@ def test_without_a_process_group_there_is_one_rank() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"data": 2}, "gnets must be an int >= 1, got 0"),
-        ({"data": 2, "gnets": 1}, "must be the number of ranks, 1, got 2"),
+        ({"data": 2}, "must be the number of ranks, 1, got data 2"),
+        ({"data": 2, "gnets": 1}, "must be the number of ranks, 1, got data 2"),
         ({"data": 0}, "data must be an int >= 1"),
         ({"gnets": 1.5}, "gnets must be an int >= 1"),
         ({"timeout": 0}, "timeout must be seconds > 0"),

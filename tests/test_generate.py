@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import gbfunc as gb
-from gbfunc.generate import generate_piece
 from gbfunc.hypernets import Hypernet
+from gbfunc.layers import KINDS
 from gbfunc.pnet import PureNet
 from tests.support import oracles
 from tests.support.strategies import ALL_EXAMPLES, convnets, linear_end, mlps
@@ -273,19 +273,59 @@ def test_g_nets_from_modules_leave_the_random_state_alone() -> None:
 # --- pieces -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_tile", [None, 1, 4, (3, 5)], ids=str)
-@pytest.mark.parametrize(
-    "hypernet", [gb.periodic(2), gb.periodic(2, "layers"), gb.gnet((4,)), gb.low_rank(2)], ids=repr
-)
-def test_a_piece_is_that_part_of_the_matrix(hypernet: Any, max_tile: Any) -> None:
+PIECE_NETS = {
+    "linear": lambda: nn.Sequential(nn.Linear(11, 9), nn.Linear(9, 10)),
+    "conv": lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv1d(6, 4, 2, groups=2)),
+    "transposed": lambda: nn.ConvTranspose2d(5, 4, 2),
+    "attention": lambda: nn.MultiheadAttention(6, 2),
+    "embedding": lambda: nn.Embedding(9, 5),
+}
+PIECE_TYPES = [
+    *(gb.periodic(2), gb.periodic(2, "layers"), gb.gnet((4,)), gb.stochastic((3,)), gb.low_rank(2)),
+    *(gb.xox(2), gb.constant(0.1), gb.from_module(lambda width: nn.Linear(width, 1))),
+]
+
+
+@pytest.mark.parametrize("net", PIECE_NETS)
+@pytest.mark.parametrize("hypernet", PIECE_TYPES, ids=repr)
+@given(data=st.data())
+@settings(max_examples=10)
+def test_a_piece_is_that_part_of_the_matrix(net: str, hypernet: Any, data: st.DataObject) -> None:
+    """Values and gradients, uneven and empty blocks, all kinds of layers, direct parameters too."""
     torch.manual_seed(0)
-    pnet = nn.Sequential(nn.Linear(11, 9), nn.Linear(9, 10)).double()
-    plan = gb.make_plan(pnet, hypernet, max_tile=max_tile)
+    pnet = PIECE_NETS[net]().double()
+    max_tile = data.draw(st.sampled_from([None, 1, 3, 4, (3, 5)]))
+    plan = gb.make_plan(pnet, hypernet, max_tile=max_tile, include=[r"weight$"])
     genome = gb.init_genome(plan, pnet)
-    for name, whole in gb.generate(plan, genome).items():
-        if name.endswith("weight"):
-            for rows, cols in ((slice(0, 4), slice(None)), (slice(5, 9), slice(3, 8)), (slice(8, 9), slice(0, 1))):
-                piece = generate_piece(plan, genome, name, rows, cols)
-                torch.testing.assert_close(piece, whole[rows, cols], rtol=1e-12, atol=1e-14)
-    with pytest.raises(ValueError, match="not a generated parameter of one matrix"):
-        generate_piece(plan, genome, "0.bias", slice(None), slice(None))
+    leaves = {e: {k: x.requires_grad_() for k, x in of.items()} for e, of in genome.gnets.items()}
+    direct = {k: x.clone().requires_grad_() for k, x in genome.direct.items()}
+    genome = genome._replace(gnets=leaves, direct=direct)
+    wanted = [x for of in leaves.values() for x in of.values()] + list(direct.values())
+    tensor = data.draw(st.sampled_from(plan.tensors))
+    matrices = KINDS[tensor.kind].unfold(gb.generate(plan, genome)[tensor.name])
+    part = data.draw(st.sampled_from([None, *range(len(matrices))]))
+    whole = torch.cat(matrices) if part is None else matrices[part]
+    a, b = sorted(data.draw(st.tuples(*[st.integers(0, whole.shape[0])] * 2)))
+    c, d = sorted(data.draw(st.tuples(*[st.integers(0, whole.shape[1])] * 2)))
+    piece = gb.generate_piece(plan, genome, tensor.name, slice(a, b), slice(c, d), part=part)
+    torch.testing.assert_close(piece, whole[a:b, c:d], rtol=1e-12, atol=1e-14)
+    if piece.requires_grad and piece.numel():
+        weight = torch.randn(piece.shape, dtype=torch.float64)
+        ours, theirs = (
+            torch.autograd.grad((x * weight).sum(), wanted, allow_unused=True, materialize_grads=True)
+            for x in (piece, whole[a:b, c:d])
+        )
+        for x, y in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_a_piece_of_nothing_is_refused() -> None:
+    pnet = nn.MultiheadAttention(4, 2)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    genome = gb.init_genome(plan, pnet)
+    with pytest.raises(ValueError, match=r"'fc' is no parameter of the plan; it has \['in_proj_weight'"):
+        gb.generate_piece(plan, genome, "fc")
+    with pytest.raises(ValueError, match=r"has the parts \[0, 1, 2\], got 3"):
+        gb.generate_piece(plan, genome, "in_proj_weight", part=3)
+    with pytest.raises(ValueError, match="without a step"):
+        gb.generate_piece(plan, genome, "in_proj_weight", slice(0, 4, 2))

@@ -17,10 +17,7 @@ from gbfunc.parallel.placement import PLACEMENTS, make_layout
 
 def grid(data: int, gnets: int, rank: int) -> Mesh:
     """A mesh as seen from one of its ranks, without the others: for what is computed and not sent."""
-    mesh = Mesh(1, 1, 0, torch.device("cpu"), 1.0, None, False)
-    mesh.world, mesh.data, mesh.gnets, mesh.rank = data * gnets, data, gnets, rank
-    mesh.data_index, mesh.gnets_index = divmod(rank, gnets)
-    return mesh
+    return Mesh({"data": data, "gnets": gnets}, rank, torch.device("cpu"), 1.0, None, False)
 
 
 def plan_of(hypernet: object = None, width: int = 14, **options: object) -> gb.Plan:

@@ -15,7 +15,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from gbfunc.layers.forms import FactoredWeight, WeightForm, formable
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.parallel import Gather, Layout, Sizes, no_tiles
 from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan
-from gbfunc.tiling import TileGrid, join_all, join_tiles
+from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece, join_all, join_tiles
 from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params
 
 _RUN_BYTES = 2**22
@@ -68,15 +68,25 @@ class Stack:
     Attributes:
         ensemble: the ensemble.
         layout: whose tiles are whose; None where all are this rank's.
-        grids: tiles of its slots.
+        slots: numbers of those of its slots that are made: all, where they are spread over ranks.
+        cuts: the tiles of each of them that are made.
     """
 
     def __init__(
-        self, ensemble: Ensemble, kernel: Kernel, layout: Layout | None, gather: Callable[[], Gather | None]
+        self,
+        ensemble: Ensemble,
+        kernel: Kernel,
+        layout: Layout | None,
+        gather: Callable[[], Gather | None],
+        cuts: Mapping[int, Cut],
     ) -> None:
         self.ensemble, self.layout, self.gather = ensemble, layout, gather
         self._kernel: Kernel = kernel
-        self.grids = [p.slot.grid for p in ensemble.spans]
+        grids = [p.slot.grid for p in ensemble.spans]
+        if layout is not None:
+            cuts = {i: Cut(grid, None, cuts[i].piece if i in cuts else None) for i, grid in enumerate(grids)}
+        self.slots, self.cuts = [*cuts], [*cuts.values()]
+        self.grids = [cut.grid for cut in self.cuts]
         self._counts = [grid.n_tiles for grid in self.grids]
         # Tiles of each slot that every rank has, and that this one has.
         self._sizes = [layout.sizes_of(ensemble, i) for i in range(len(self.grids))] if layout else None
@@ -85,7 +95,12 @@ class Stack:
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
         linear = hypernet.standardised and not hypernet.stochastic
         self._linear = tuple(k for k, leaf in specs.items() if linear and leaf.role == "linear")
-        self._span = layout.span(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
+        self._span: slice | Tensor = layout.span(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
+        self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
+        if self._some:
+            numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
+            tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
+            self._span = torch.tensor(tiles, dtype=torch.int64, device="cpu")
         self._built: dict[tuple[torch.dtype, torch.device], tuple[Run, Tensor, Tensor | None]] = {}
 
     def constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
@@ -94,7 +109,7 @@ class Stack:
         if key not in self._built:
             e = self.ensemble
             row, col = codes_of(e, dtype, device)
-            counts = torch.tensor(self._counts, device="cpu")
+            counts = torch.tensor([p.slot.grid.n_tiles for p in e.spans], device="cpu")
             scales = torch.tensor([p.slot.scale for p in e.spans], dtype=dtype, device="cpu")
             scale = scales.repeat_interleave(counts).to(device)
             groups = torch.from_numpy(e.groups).to(device)[self._span] if self._shared else None
@@ -106,7 +121,8 @@ class Stack:
     def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
         """This rank's tiles, from its leaves and the noise of all tiles."""
         bare, scale, groups = self.constants(dtype, device)
-        leaves = {k: v[groups] if k in self._shared else v for k, v in leaves.items()}
+        some = self._span if self._some else slice(None)
+        leaves = {k: v[groups] if k in self._shared else v[some] for k, v in leaves.items()}
         # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
         leaves |= {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in self._linear}
         return bare.filled(leaves, noise and {k: v[self._span] for k, v in noise.items()})
@@ -115,7 +131,7 @@ class Stack:
         """The matrix of one slot, from what this rank's tiles of it are made of."""
         like, first = next(iter(leaves.values())), sum(self._held[:slot])
         bare = self.constants(like.dtype, like.device)[0].of(slice(first, first + self._held[slot]))
-        return matrix_of(self._of_all(bare.filled(leaves, noise), slot), self.grids[slot])
+        return matrix_of(self._of_all(bare.filled(leaves, noise), slot), self.cuts[slot])
 
     def _of_all(self, run: Run, slot: int) -> Run | GatheredRun:
         """What makes one slot on all ranks, of what makes this rank's tiles of it."""
@@ -133,7 +149,7 @@ class Stack:
         """The factors of each slot."""
         return self.parts(run.tiles())
 
-    def matrices(self, run: Run) -> list[Part]:
+    def matrices(self, run: Run) -> list[Tensor]:
         """The matrix of each slot; large ones one after the other, which spares memory and the time to get it."""
         dims = self.ensemble.dims
         spans = _spans([n * dims.rows * dims.cols * run.row.itemsize for n in self._counts])
@@ -159,13 +175,13 @@ def _spans(sizes: list[int]) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def matrix_of(part: Part, grid: TileGrid) -> Tensor:
-    """The matrix [R, C] of a slot."""
-    if isinstance(part, Tensor):
-        return part
+def matrix_of(part: Part, cut: Cut) -> Tensor:
+    """The matrix [R, C] of a slot, or the block of it that is cut out."""
     if isinstance(part, Run):
-        return part.matrix(grid)
-    return join_tiles(dense_tiles(part if isinstance(part, Factors) else part.tiles()), grid)
+        part = part.matrix(cut.grid)
+    elif not isinstance(part, Tensor):
+        part = join_tiles(dense_tiles(part if isinstance(part, Factors) else part.tiles()), cut.grid)
+    return cut.crop(part)
 
 
 def factors_of(part: Part) -> Factors:
@@ -187,6 +203,8 @@ class Generator:
         pnet: where its layers are looked at, weights can have other forms than dense.
         lazy: whether they stay factors: True wherever they can, `"auto"` where it pays (see `FactoredWeight`).
         remat: whether the others are made for each use and again in backward.
+        names: the parameters to make; None is all.
+        pieces: which block to make of the matrix of a parameter, by name; of factors all are made.
 
     Attributes:
         forms: the form of each weight that is not dense, by name of parameter, names of tied ones included.
@@ -202,31 +220,41 @@ class Generator:
         pnet: nn.Module | None = None,
         lazy: Any = False,
         remat: bool = False,
+        names: Collection[str] | None = None,
+        pieces: Mapping[str, Piece] | None = None,
     ) -> None:
         self._layout = layout if layout is not None and layout.sharded else None
         self.gather = None if self._layout is None else Gather(self._layout)
-        self._plan, self._dtype = plan, plan.dtype
-        self._stacks = [
-            Stack(e, kernel, self._layout if e.leaves else None, lambda: self.gather) for e in plan.ensembles
-        ]
+        self._plan, self._dtype, self._pieces = plan, plan.dtype, pieces or {}
         # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
-        # Where each slot is: its stack, and its place there.
-        place = {(p.tensor, p.part): (n, i) for n, e in enumerate(plan.ensembles) for i, p in enumerate(e.spans)}
         self.forms: dict[str, WeightForm] = {}
+        made = [t for t in plan.tensors if names is None or t.name in names]
+        for tensor in made:
+            named = (tensor.name, *tensor.aliases)
+            if tensor.slots and pnet is not None and all(_formable(pnet, name) for name in named):
+                form = self._form(tensor, lazy, remat)
+                self.forms |= {} if form is None else dict.fromkeys(named, form)
+        wanted = {t.name for t in made}
+        self._stacks = []
+        # Where each slot is: its stack, and its place there.
+        self._place: dict[tuple[str, int], tuple[int, int]] = {}
+        for e in plan.ensembles:
+            cuts = {i: self._cut_of(plan.tensors[p.tensor], p.slot.grid) for i, p in enumerate(e.spans)}
+            cuts = {i: cut for i, cut in cuts.items() if plan.tensors[e.spans[i].tensor].name in wanted}
+            if cuts:
+                stack = Stack(e, kernel, self._layout if e.leaves else None, lambda: self.gather, cuts)
+                spans = [(plan.tensors[e.spans[i].tensor].name, e.spans[i].part) for i in stack.slots]
+                self._place |= {span: (len(self._stacks), i) for i, span in enumerate(spans)}
+                self._stacks.append(stack)
         self._tensors: list[tuple[TensorPlan, Callable[..., Params], list[tuple[int, int]]]] = []
         write = {FactoredWeight: self._factored, RecomputedWeight: self._recomputed, type(None): self._dense}
-        for index, tensor in enumerate(plan.tensors):
-            places = [place[index, part] for part in range(len(tensor.slots))]
-            names, form = (tensor.name, *tensor.aliases), None
-            if places and pnet is not None and all(_formable(pnet, name) for name in names):
-                form = self._form(tensor, places, lazy, remat)
-            if form is not None:
-                self.forms |= dict.fromkeys(names, form)
-            self._tensors.append((tensor, write[type(form)], places))
+        for tensor in made:
+            places = [self._place[tensor.name, part] for part in range(len(tensor.slots))]
+            self._tensors.append((tensor, write[type(self.forms.get(tensor.name))], places))
         # Gathered are the outputs of whole ensembles, or of each slot where they are not to be kept.
         gathered = self._layout is not None and not remat
-        self._made: list[Callable[[Run], list[Part]] | None] = []
+        self._made: list[Callable[[Run], Sequence[Part]] | None] = []
         for stack in self._stacks:
             kinds = {type(self.forms.get(plan.tensors[p.tensor].name)) for p in stack.ensemble.spans}
             if stack.layout is not None:
@@ -236,7 +264,14 @@ class Generator:
             else:
                 self._made.append(stack.factors if FactoredWeight in kinds else stack.matrices)
 
-    def _form(self, tensor: TensorPlan, places: list[tuple[int, int]], lazy: Any, remat: bool) -> WeightForm | None:
+    def _cut_of(self, tensor: TensorPlan, grid: TileGrid) -> Cut:
+        """The tiles to make of a matrix."""
+        piece = self._pieces.get(tensor.name)
+        if piece is None or isinstance(self.forms.get(tensor.name), FactoredWeight):
+            return Cut(grid)
+        return cut_piece(grid, piece)
+
+    def _form(self, tensor: TensorPlan, lazy: Any, remat: bool) -> WeightForm | None:
         """The form of a tensor whose layers can have one, None for dense."""
         layout = self._layout
         # With a gather for each use none stays factors, nor where it is tiles that are gathered.
@@ -247,24 +282,31 @@ class Generator:
             return FactoredWeight(
                 tensor.name, tensor.shape, grid, tensor.kind == "transposed_linear", auto=lazy == "auto"
             )
-        stacks = [self._stacks[number] for number, _ in places]
-        if not remat or not all(stack.ensemble.leaves for stack in stacks):
+        index = next(i for i, t in enumerate(self._plan.tensors) if t is tensor)
+        spans = sorted((p.part, e.name) for e in self._plan.ensembles for p in e.spans if p.tensor == index)
+        by_name = {e.name: e for e in self._plan.ensembles}
+        ensembles = [by_name[name] for _, name in spans]
+        if not remat or not all(e.leaves for e in ensembles):
             return None
         names: list[tuple[int, str, str]] = []
-        for part, e in enumerate(stack.ensemble for stack in stacks):
+        for part, e in enumerate(ensembles):
             names += [(part, "leaf", k) for k in e.leaves]
             names += [(part, "noise", k) for k in e.hypernet.noise_shapes(e.dims)]
         inputs = tuple(f"{what}_{part}_{k.replace('.', '_')}" for part, what, k in names)
 
         def maker(*given: Tensor) -> Tensor:
-            values: list[dict[str, Params]] = [{"leaf": {}, "noise": {}} for _ in places]
+            values: list[dict[str, Params]] = [{"leaf": {}, "noise": {}} for _ in ensembles]
             for (part, what, k), x in zip(names, given, strict=True):
                 values[part][what][k] = x
-            parts = zip(stacks, places, values, strict=True)
-            matrices = [stack.matrix(slot, of["leaf"], of["noise"] or None) for stack, (_, slot), of in parts]
-            return _folded(self._plan, tensor, matrices)
+            found = [self._place[tensor.name, part] for part in range(len(ensembles))]
+            matrices = [
+                self._stacks[number].matrix(slot, of["leaf"], of["noise"] or None)
+                for (number, slot), of in zip(found, values, strict=True)
+            ]
+            return self._folded(tensor, matrices)
 
-        return RecomputedWeight(tensor.name, inputs, maker, tensor.kind == "transposed_linear")
+        piece = tensor.name in self._pieces
+        return RecomputedWeight(tensor.name, inputs, maker, tensor.kind == "transposed_linear", piece)
 
     def __call__(self, gnets: GNets, direct: Params, noise: Noise | None = None) -> Params:
         """What the p-net's skeleton takes: all its parameters by name, those with a form as the inputs of the form.
@@ -288,9 +330,9 @@ class Generator:
             tensors: Params = {}
             for tensor, write, places in self._tensors:
                 if places:
-                    tensors |= write(tensor, [parts[number][i] for number, i in places])
+                    tensors |= write(tensor, [(parts[number][i], self._stacks[number].cuts[i]) for number, i in places])
                 else:
-                    tensors[tensor.name] = direct[tensor.name]
+                    tensors[tensor.name] = self._direct(tensor, direct[tensor.name])
             return tensors
 
     def prepare(self, gnets: GNets, direct: Params) -> None:
@@ -314,24 +356,40 @@ class Generator:
         whole = self.gather.outputs({stack.ensemble.name: stack.mine(runs[i]) for i, stack in gathered.items()})
         return {i: stack.parts(whole[stack.ensemble.name]) for i, stack in gathered.items()}
 
-    def _dense(self, tensor: TensorPlan, parts: list[Part]) -> Params:
-        """The tensor itself."""
-        matrices = [matrix_of(part, slot.grid) for part, slot in zip(parts, tensor.slots, strict=True)]
-        return {tensor.name: _folded(self._plan, tensor, matrices)}
+    def _direct(self, tensor: TensorPlan, x: Tensor) -> Tensor:
+        """A direct parameter, or its block."""
+        piece = self._pieces.get(tensor.name)
+        if piece is None:
+            return x
+        kind = KINDS[tensor.kind]
+        return kind.fold([piece.of(kind.unfold(x)[0])], kind.block_shape(tensor.shape, piece.shape))
 
-    def _factored(self, tensor: TensorPlan, parts: list[Part]) -> Params:
+    def _dense(self, tensor: TensorPlan, parts: list[tuple[Part, Cut]]) -> Params:
+        """The tensor itself."""
+        return {tensor.name: self._folded(tensor, [matrix_of(part, cut) for part, cut in parts])}
+
+    def _folded(self, tensor: TensorPlan, matrices: list[Tensor]) -> Tensor:
+        """The tensor, or its block, from the matrices of its slots."""
+        matrices = [m + slot.offset if slot.offset else m for m, slot in zip(matrices, tensor.slots, strict=True)]
+        kind, piece = KINDS[tensor.kind], self._pieces.get(tensor.name)
+        weight = kind.fold(matrices, tensor.shape if piece is None else kind.block_shape(tensor.shape, piece.shape))
+        # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
+        narrow = DTYPES[tensor.dtype]
+        return weight.to(narrow) if narrow.itemsize < self._plan.dtype.itemsize else weight
+
+    def _factored(self, tensor: TensorPlan, parts: list[tuple[Part, Cut]]) -> Params:
         """Its factors: [nr, nc, r, k] and [nr, nc, c, k], the matrices of several slots below each other."""
         grid = tensor.slots[0].grid
-        factors = [factors_of(part) for part in parts]
+        factors = [factors_of(part) for part, _ in parts]
         left, right = (torch.cat(x) if len(factors) > 1 else x[0] for x in zip(*factors, strict=True))
         cut = (len(parts) * grid.n_rows, grid.n_cols)
         form = f"{tensor.name}_form"
         return {f"{form}.left": left.unflatten(0, cut), f"{form}.right": right.unflatten(0, cut)}
 
-    def _recomputed(self, tensor: TensorPlan, parts: list[Part]) -> Params:
+    def _recomputed(self, tensor: TensorPlan, parts: list[tuple[Part, Cut]]) -> Params:
         """What its g-nets are made of."""
         given: list[Tensor] = []
-        for part in parts:
+        for part, _ in parts:
             run = part.run if isinstance(part, GatheredRun) else part
             assert isinstance(run, Run)
             given += [*run.leaves.values(), *(run.noise or {}).values()]
@@ -350,15 +408,6 @@ def _can_factor(plan: Plan, tensor: TensorPlan) -> bool:
     whole = len(tensor.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
     wide = DTYPES[tensor.dtype].itemsize >= plan.dtype.itemsize
     return first.hypernet.factorised and tensor.kind in _FACTORED_KINDS and alike and whole and wide
-
-
-def _folded(plan: Plan, tensor: TensorPlan, matrices: list[Tensor]) -> Tensor:
-    """The tensor from the matrices of its slots."""
-    matrices = [m + slot.offset if slot.offset else m for m, slot in zip(matrices, tensor.slots, strict=True)]
-    weight = KINDS[tensor.kind].fold(matrices, tensor.shape)
-    # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
-    narrow = DTYPES[tensor.dtype]
-    return weight.to(narrow) if narrow.itemsize < plan.dtype.itemsize else weight
 
 
 def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kernel: Kernel = "auto") -> Params:
@@ -385,20 +434,71 @@ def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kern
     return Generator(plan, kernel=kernel)(genome.gnets, genome.direct, noise)
 
 
-def generate_piece(plan: Plan, genome: GenomeLike, name: str, rows: slice, cols: slice) -> Tensor:
-    """Rows a..b and columns c..d of one weight's matrix [R, C], from the tiles alone that they meet: [b - a, d - c].
+def generate_piece(
+    plan: Plan,
+    genome: GenomeLike,
+    name: str,
+    rows: slice = slice(None),
+    cols: slice = slice(None),
+    *,
+    part: int | None = None,
+    noise: Noise | None = None,
+    kernel: Kernel = "auto",
+) -> Tensor:
+    """A block of one parameter's matrix, from the tiles alone that it meets: rows a..b and columns c..d.
+
+    The matrix [R, C] has output channels in its rows and input channels times kernel positions in its columns,
+    whatever the layer's layout (a vector is [R, 1]). Differentiable as `generate` is.
+
+    Args:
+        plan: the plan.
+        genome: a `Genome` or `TrainState`.
+        name: the parameter, generated or direct.
+        rows: a slice of the rows without a step; of all parts below each other, or of one.
+        cols: a slice of the columns without a step.
+        part: which matrix of a parameter that is several (0, 1, 2 for a packed q, k, v); None is all.
+        noise: as for `generate`.
+        kernel: as for `generate`.
 
     Raises:
-        ValueError: if the genome's leaves are not those of the plan, or the weight is not made of one matrix.
+        ValueError: if the genome's leaves are not those of the plan, or there is no such parameter or part.
     """
     check_genome(plan, genome, buffers=False)
-    tensor = next((t for t in plan.generated if t.name == name), None)
-    if tensor is None or len(tensor.slots) != 1:
-        raise ValueError(f"{name!r} is not a generated parameter of one matrix")
-    e, slot = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is tensor.slots[0])
-    stack = Stack(e, "auto", None, lambda: None)
+    tensor = next((t for t in plan.tensors if name in (t.name, *t.aliases)), None)
+    if tensor is None:
+        raise ValueError(f"{name!r} is no parameter of the plan; it has {[t.name for t in plan.tensors]}")
+    grids = [TileGrid(m.rows, m.cols, m.rows, m.cols) for m in KINDS[tensor.kind].matrices(tensor.shape)]
+    if part is not None and part not in range(len(grids)):
+        raise ValueError(f"{name!r} has the parts {[*range(len(grids))]}, got {part!r}")
+    if any(s.step not in (None, 1) for s in (rows, cols)):
+        raise ValueError(f"rows and cols must be slices without a step, got {rows} and {cols}")
+    chosen = range(len(grids)) if part is None else [part]
+    (a, b, _), (c, d, _) = rows.indices(sum(grids[i].rows for i in chosen)), cols.indices(grids[0].cols)
+    blocks, first = [], 0
+    for i in chosen:
+        last = first + grids[i].rows
+        here = min(max(a, first), last) - first, min(max(b, first), last) - first
+        piece = Piece(((here[0], max(here)),), (c, max(c, d)))
+        if here[1] > here[0] or len(chosen) == 1:
+            blocks.append(_block(plan, genome, tensor, i, piece, noise or {}, kernel))
+        first = last
+    return (
+        torch.cat(blocks) if blocks else _block(plan, genome, tensor, 0, Piece(((0, 0),), (c, max(c, d))), {}, kernel)
+    )
+
+
+def _block(
+    plan: Plan, genome: GenomeLike, tensor: TensorPlan, part: int, piece: Piece, noise: Noise, kernel: Kernel
+) -> Tensor:
+    """A block of one matrix of a parameter."""
+    if not tensor.slots:
+        return piece.of(KINDS[tensor.kind].unfold(genome.direct[tensor.name])[part])
+    slot, narrow = tensor.slots[part], DTYPES[tensor.dtype]
+    e, number = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is slot)
+    stack = Stack(e, kernel, None, lambda: None, {number: cut_piece(slot.grid, piece)})
     leaves = genome.gnets.get(e.name, {})
-    like = next(iter(leaves.values()), torch.zeros((), dtype=plan.dtype))
-    part: Any = stack.runs(stack.run(leaves, None, like.dtype, like.device))[slot]
-    matrix = part.piece(tensor.slots[0].grid, rows, cols)
-    return matrix + tensor.slots[0].offset
+    like = next(iter(leaves.values()), torch.zeros((), dtype=plan.dtype, device="cpu"))
+    run = stack.run(leaves, noise.get(e.name), like.dtype, like.device)
+    block = stack.cuts[0].crop(stack.matrices(run)[0])
+    block = block + slot.offset if slot.offset else block
+    return block.to(narrow) if narrow.itemsize < plan.dtype.itemsize else block

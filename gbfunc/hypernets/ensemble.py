@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.func import vmap
 
@@ -112,17 +111,6 @@ class Run(NamedTuple):
         row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
         noise = self.noise and {k: v[tiles] for k, v in self.noise.items()}
         return self._replace(row=row, col=col, scale=None if self.scale is None else self.scale[tiles], noise=noise)
-
-    def piece(self, grid: TileGrid, rows: slice, cols: slice) -> Tensor:
-        """Rows a..b and columns c..d of the matrix, from the tiles alone that they meet: [b - a, d - c]."""
-        (a, b, _), (c, d, _) = rows.indices(grid.rows), cols.indices(grid.cols)
-        r, q = grid.tile_rows, grid.tile_cols
-        i, j = slice(a // r, -(-b // r)), slice(c // q, -(-d // q))
-        index_ij = torch.arange(grid.n_tiles, device=self.row.device).reshape(grid.n_rows, grid.n_cols)[i, j]
-        cut = TileGrid(index_ij.shape[0] * r, index_ij.shape[1] * q, r, q)
-        index_T = index_ij.reshape(-1)
-        whole = self.of(index_T)._replace(leaves={k: v[index_T] for k, v in self.leaves.items()}).matrix(cut)
-        return whole[a - i.start * r : b - i.start * r, c - j.start * q : d - j.start * q]
 
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:

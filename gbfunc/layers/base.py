@@ -29,6 +29,7 @@ class LayerKind(NamedTuple):
         matrices: `shape -> (MatrixDims, ...)`.
         fold: `(matrices, shape) -> tensor` of that shape.
         unfold: `tensor -> matrices`, the inverse of `fold`.
+        block_shape: `(shape, (rows, columns)) -> shape` of what `fold` makes of a block of its one matrix.
     """
 
     name: str
@@ -37,3 +38,4 @@ class LayerKind(NamedTuple):
     matrices: Callable[[Shape], tuple[MatrixDims, ...]] = lambda s: (MatrixDims(s[0], math.prod(s[1:]), s[2:]),)
     fold: Callable[[list[Tensor], Shape], Tensor] = lambda m, s: m[0].reshape(s)
     unfold: Callable[[Tensor], list[Tensor]] = lambda weight: [weight.flatten(1)]
+    block_shape: Callable[[Shape, tuple[int, int]], Shape] = lambda shape, block: block[: len(shape)]

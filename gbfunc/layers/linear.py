@@ -29,4 +29,5 @@ TRANSPOSED_LINEAR = LayerKind(
     lambda s: (MatrixDims(s[1], s[0]),),
     lambda m, s: m[0].t().reshape(s),
     lambda weight: [weight.t()],
+    lambda shape, block: block[::-1],
 )

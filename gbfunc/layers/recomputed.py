@@ -34,11 +34,18 @@ class RecomputedWeight(WeightForm):
         inputs: names of the tensors that it is made of, at least one; attributes of the form.
         maker: `maker(*inputs) -> weight`, a pure function that draws no random numbers.
         transposed: the layer stores the transpose of the matrix that it multiplies by.
+        piece: whether it is but a piece of the weight, which nobody else than the layer may read.
     """
 
-    def __init__(self, name: str, inputs: tuple[str, ...], maker: Make, transposed: bool) -> None:
+    def __init__(self, name: str, inputs: tuple[str, ...], maker: Make, transposed: bool, piece: bool = False) -> None:
         super().__init__(name, inputs)
-        self.maker, self.transposed = maker, transposed
+        self.maker, self.transposed, self.piece = maker, transposed, piece
+
+    def read(self) -> Tensor:
+        """The dense weight for someone else than the layer; RuntimeError where this rank has but a piece."""
+        if self.piece:
+            raise RuntimeError(f"{self.name!r} is split over ranks and made in pieces: read it with remat='none'")
+        return super().read()
 
     def make(self) -> Tensor:
         """The weight, kept by whatever uses it."""

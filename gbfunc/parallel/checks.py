@@ -32,7 +32,7 @@ def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: 
             values.
         CollectiveError: if a rank is missing.
     """
-    ranks, names = mesh.axes[axis].ranks, sorted(named)
+    ranks, names = mesh.axis(axis).ranks, sorted(named)
     if len(ranks) == 1:
         return
     hashes = torch.tensor([[hash_of(named[k]) for k in names]], dtype=torch.int64, device=mesh.device)

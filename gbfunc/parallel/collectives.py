@@ -50,8 +50,8 @@ def _run(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if kind == "gather":  # All of this rank's rows go to every other rank.
         n_bytes = sum(x.nbytes for x in xs) * (axis.size - 1)
     else:  # To every other rank go its rows.
-        n_bytes = sum(x[s[axis.index] :].nbytes for x, s in zip(xs, sizes, strict=True))
-    with mesh.sending(kind, n_bytes):
+        n_bytes = sum(x[s[axis.rank] :].nbytes for x, s in zip(xs, sizes, strict=True))
+    with mesh.sending(kind, n_bytes, axis.name):
         return move(exchange, xs)
 
 
@@ -62,15 +62,15 @@ def _gather(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if transport == "p2p":
         taken = [out.split(s) for out, s in zip(whole, sizes, strict=True)]
         for parts, x in zip(taken, xs, strict=True):
-            parts[axis.index].copy_(x)
-        _send([[parts[axis.index]] * axis.size for parts in taken], taken, axis)
+            parts[axis.rank].copy_(x)
+        _send([[parts[axis.rank]] * axis.size for parts in taken], taken, axis)
         return whole
     for out, x, s in zip(whole, xs, sizes, strict=True):
         if transport == "nccl" and len(set(s)) == 1:
             _gather_even(out, x.contiguous(), group=axis.group)
         else:
             copies = x.repeat(axis.size, *(1 for _ in x.shape[1:]))
-            dist.all_to_all_single(out, copies, list(s), [s[axis.index]] * axis.size, group=axis.group)
+            dist.all_to_all_single(out, copies, list(s), [s[axis.rank]] * axis.size, group=axis.group)
     return whole
 
 
@@ -80,14 +80,14 @@ def _reduce_scatter(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, 
     xs = [x.contiguous() for x in xs]
     if transport == "p2p":
         given = [x.split(s) for x, s in zip(xs, sizes, strict=True)]
-        taken = [[torch.empty_like(parts[axis.index]) for _ in parts] for parts in given]
+        taken = [[torch.empty_like(parts[axis.rank]) for _ in parts] for parts in given]
         for mine, parts in zip(taken, given, strict=True):
-            mine[axis.index] = parts[axis.index]
+            mine[axis.rank] = parts[axis.rank]
         _send(given, taken, axis)
         return tuple(_total(parts) for parts in taken)
     mine = []
     for x, s in zip(xs, sizes, strict=True):
-        n = s[axis.index]
+        n = s[axis.rank]
         even = transport == "nccl" and len(set(s)) == 1
         parts = x.new_empty((n if even else axis.size * n, *x.shape[1:]))
         if even:
@@ -113,7 +113,7 @@ def _send(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], 
     Receives come first: gloo tells a sender that its receiver is ready on the connection that the receiver's rows
     take, and behind these if they were there before.
     """
-    others = [(i, rank) for i, rank in enumerate(axis.ranks) if i != axis.index]
+    others = [(i, rank) for i, rank in enumerate(axis.ranks) if i != axis.rank]
     works: list[Any] = []
     for call, tensors in ((dist.irecv, taken), (dist.isend, given)):
         works += [call(p[i], rank, group=axis.group) for p in tensors for i, rank in others if p[i].numel()]
@@ -157,12 +157,18 @@ def _apply(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName) -> list[Tensor]:
-    ranks, compiling = mesh.axes[axis], torch.compiler.is_compiling()
+    ranks, compiling = mesh.axis(axis), torch.compiler.is_compiling()
     if ranks.size == 1:
         return xs
     nccl = dist.get_backend(ranks.group) == "nccl"
     transport: Transport = "nccl" if nccl else "all_to_all" if compiling else "p2p"
     return list(_apply(_Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh), xs))
+
+
+def exchange_rows(mesh: Mesh, axis: Axis, kind: Kind, rows: Tensor, sizes: Sizes) -> Tensor:
+    """A gather or reduce-scatter of one tensor's rows along an axis of more than one rank, without a graph."""
+    transport: Transport = "nccl" if dist.get_backend(axis.group) == "nccl" else "p2p"
+    return _run(_Exchange(kind, (sizes,), axis, transport, mesh), [rows])[0]
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
@@ -180,9 +186,9 @@ def reduce_scatter(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisN
 
 def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
     """The sum over the ranks of an axis, in place."""
-    ranks = mesh.axes[axis]
+    ranks = mesh.axis(axis)
     if ranks.size > 1:
-        with mesh.sending("all_reduce", 2 * x.nbytes * (ranks.size - 1) // ranks.size):
+        with mesh.sending("all_reduce", 2 * x.nbytes * (ranks.size - 1) // ranks.size, ranks.name):
             dist.all_reduce(x, group=ranks.group)
     return x
 
@@ -201,7 +207,7 @@ def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:
     """A small object from every rank of an axis, in their order; not counted in `mesh.traffic`."""
-    ranks = mesh.axes[axis]
+    ranks = mesh.axis(axis)
     if ranks.size == 1:
         return [x]
     objects = [None] * ranks.size

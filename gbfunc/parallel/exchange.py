@@ -116,13 +116,19 @@ def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
 
 
 def reduce_step(
-    layout: Layout, rows: int, loss: Tensor, aux: Any, gradients: Params, buffers: Params, before: Mapping[str, Tensor]
+    layout: Layout,
+    rows: float,
+    loss: Tensor,
+    aux: Any,
+    gradients: Params,
+    buffers: Params,
+    before: Mapping[str, Tensor],
 ) -> tuple[Tensor, Any, Params, Params, Tensor]:
     """Means over the global batch, in one all-reduce (and one more, of the split leaves, along the data axis).
 
     Args:
         layout: which rows of which leaf each rank holds.
-        rows: of this rank's shard of the batch; 0 counts for nothing.
+        rows: of this rank's shard of the batch, divided by the ranks that have the same; 0 counts for nothing.
         loss: mean over the shard.
         aux: means over the shard. Numbers and scalar tensors are averaged, what is neither stays this rank's.
         gradients: of `rows` times the loss; those of split leaves are summed over the g-net axis already.
@@ -138,11 +144,11 @@ def reduce_step(
     mesh = layout.mesh
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
-        split = dict(zip(split, _sum_flat(layout, list(split.values()), "data"), strict=True))
+        split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
     # Of the gradients' dtype on every rank: what ranks decide by must be the same bits.
     wide = any(g.dtype == torch.float64 for g in gradients.values())
     square = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=mesh.device)
-    if mesh.data_index == 0:
+    if mesh.axis("replicas").rank == 0:
         square = square + sum(torch.linalg.vector_norm(g).square() for g in split.values())
     leaves, structure = optree.tree_flatten(aux)
     numbers = [_number(x) for x in leaves]
@@ -179,7 +185,7 @@ def _number(x: Any) -> Tensor | None:
 
 def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Tensor]:
     """Sums over the ranks of an axis, in one flat buffer of the widest dtype; each in its dtype again."""
-    if layout.mesh.axes[axis].size == 1:
+    if layout.mesh.axis(axis).size == 1:
         return tensors
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
     flat = torch.cat([x.detach().to(layout.mesh.device, dtype).reshape(-1) for x in tensors])

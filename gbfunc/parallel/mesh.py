@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -16,14 +17,26 @@ import torch.distributed as dist
 from gbfunc.parallel.faults import Faults
 from gbfunc.trees import split_rows
 
-AxisName = Literal["world", "data", "gnets"]
+AXES = ("data", "pipeline", "gnets", "tensor")
+"""The axes of a mesh, ranks of the last one next to each other."""
+
+AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
+"""An axis; `"replicas"` are the ranks that hold the same tiles, which is all axes but `"gnets"`."""
 
 
 class Axis(NamedTuple):
-    """Ranks that talk to each other, where among them this one is, and their process group, None for a single rank."""
+    """Ranks that talk to each other.
 
+    Attributes:
+        name: of the axis.
+        ranks: their global ranks.
+        rank: where among them this one is, its local rank.
+        group: their process group, None for a single rank.
+    """
+
+    name: str
     ranks: tuple[int, ...]
-    index: int
+    rank: int
     group: Any
 
     @property
@@ -33,7 +46,7 @@ class Axis(NamedTuple):
 
 
 class Traffic:
-    """Payload bytes that this rank sent, by kind of collective: `by_kind`, and in all, `total`.
+    """Payload bytes that this rank sent, by kind of collective, `by_kind`, by axis, `by_axis`, and in all, `total`.
 
     `gather` sends this rank's bytes to every other one, `reduce_scatter` the rows of all other ranks, `all_reduce`
     2 (N - 1) / N of the buffer, as a ring does. On gloo the loopback counts the same, headers apart (under 1 %).
@@ -41,84 +54,122 @@ class Traffic:
 
     def __init__(self) -> None:
         self.by_kind: Counter[str] = Counter()
+        self.by_axis: Counter[str] = Counter()
 
     @property
     def total(self) -> int:
         """All bytes so far."""
         return self.by_kind.total()
 
-    def add(self, kind: str, n_bytes: int) -> None:
-        """Count a collective."""
+    def add(self, kind: str, n_bytes: int, axis: str = "world") -> None:
+        """Count a collective along an axis."""
         self.by_kind[kind] += n_bytes
+        self.by_axis[axis] += n_bytes
 
 
 class Mesh:
-    """Ranks as a grid of `data` x `gnets`, the ranks of one row next to each other (on one node). Made by `mesh`.
+    """Ranks as a grid of `data` x `pipeline` x `gnets` x `tensor`, the last next to each other. Made by `mesh`.
 
-    A batch is split over all ranks. Along `gnets` the tiles of the genome are split, where it is sharded; along `data`
-    ranks hold the same ones. As a context manager it closes itself.
+    A batch is split over data and gnets: `shards` parts. Along `gnets` the tiles of the genome are split, where it is
+    sharded; along all other axes ranks hold the same ones. Along `pipeline` each rank runs some of the p-net's blocks,
+    along `tensor` a part of each layer, both on the same rows. As a context manager it closes itself.
 
     Attributes:
-        world, rank: ranks in all, and which of them this one is: `data_index * gnets + gnets_index`.
-        data, gnets: ranks along each axis.
-        data_index, gnets_index: position of this rank along each axis.
-        axes: the ranks along each axis that this one talks to, by `AxisName`.
+        sizes: ranks along each axis, by name.
+        world: ranks in all.
+        rank: which of them this one is.
         device: where tensors that are sent live.
         timeout: seconds after which a collective fails.
         traffic: bytes sent by this rank.
     """
 
     def __init__(
-        self, data: int, gnets: int, rank: int, device: torch.device, timeout: float, store: Any, began: bool
+        self, sizes: Mapping[str, int], rank: int, device: torch.device, timeout: float, store: Any, began: bool
     ) -> None:
-        self.world, self.rank = data * gnets, rank
-        self.data, self.gnets = data, gnets
-        self.data_index, self.gnets_index = divmod(self.rank, gnets)
+        self.sizes = {name: sizes.get(name, 1) for name in AXES}
+        self.world, self.rank = math.prod(self.sizes.values()), rank
         self.device, self.timeout = device, timeout
         self.traffic = Traffic()
         self.faults = Faults(self.rank, self.world, timeout, store)
         self._began = began
-        ranks = torch.arange(self.world, device="cpu").reshape(data, gnets)
-        lines = {"world": ranks.reshape(1, -1), "data": ranks.T, "gnets": ranks}
-        self.axes: dict[str, Axis] = {name: self._axis(line.tolist()) for name, line in lines.items()}
+        grid = torch.arange(self.world, device="cpu").reshape([*self.sizes.values()])
+        lines = {name: grid.movedim(i, -1).reshape(-1, self.sizes[name]) for i, name in enumerate(AXES)}
+        lines |= {"replicas": lines["gnets"].T, "world": grid.reshape(1, -1)}
+        groups: dict[Any, Any] = {}
+        self._axes = {name: self._axis(name, line.tolist(), groups) for name, line in lines.items()}
         if began:
-            self.faults.groups = [axis.group for axis in self.axes.values() if axis.size > 1]
+            self.faults.groups = [group for group in groups.values() if group is not None]
 
-    def _axis(self, lines: list[list[int]]) -> Axis:
-        """This rank's line of ranks, of several that have no rank in common."""
+    def _axis(self, name: str, lines: list[list[int]], groups: dict[Any, Any]) -> Axis:
+        """This rank's line of ranks, of several that have no rank in common; equal lines share a process group."""
         ranks = next(tuple(line) for line in lines if self.rank in line)
-        group: Any = None
-        if len(ranks) == self.world > 1:
-            group = dist.group.WORLD
-        elif len(ranks) > 1:
-            group = dist.new_subgroups_by_enumeration(lines, timeout=timedelta(seconds=self.timeout))[0]
-        return Axis(ranks, ranks.index(self.rank), group)
+        key = tuple(map(tuple, lines))
+        if key not in groups:
+            groups[key] = None
+            if not _initialised():
+                pass  # A mesh to compute with.
+            elif len(ranks) == self.world > 1:
+                groups[key] = dist.group.WORLD
+            elif len(ranks) > 1:
+                limit = timedelta(seconds=self.timeout)
+                groups[key] = dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
+        return Axis(name, ranks, ranks.index(self.rank), groups[key])
+
+    @property
+    def data(self) -> int:
+        """Ranks along the data axis."""
+        return self.sizes["data"]
+
+    @property
+    def gnets(self) -> int:
+        """Ranks along the g-net axis."""
+        return self.sizes["gnets"]
+
+    @property
+    def gnets_index(self) -> int:
+        """Position along the g-net axis."""
+        return self._axes["gnets"].rank
+
+    @property
+    def shards(self) -> int:
+        """Parts of the global batch: ranks that have rows of their own."""
+        return self.data * self.gnets
+
+    @property
+    def shard(self) -> int:
+        """Which part of the global batch is this rank's."""
+        return self._axes["data"].rank * self.gnets + self.gnets_index
+
+    def axis(self, name: AxisName) -> Axis:
+        """The ranks along an axis that this one talks to."""
+        return self._axes[name]
 
     @cached_property
     def device_mesh(self) -> Any:
         """Torch's `DeviceMesh` over the axes of more than one rank, with their names, for what is built on it."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        axes = {name: self.axes[name] for name in ("data", "gnets") if self.axes[name].size > 1}
+        axes = {name: self._axes[name] for name in AXES if self.sizes[name] > 1}
         if not axes:
             raise ValueError("a mesh of one rank has no DeviceMesh: it needs no process group")
         groups = [a.group for a in axes.values()]
-        grid = torch.arange(self.world).reshape([a.size for a in axes.values()])
+        grid = torch.arange(self.world, device="cpu").reshape([a.size for a in axes.values()])
         return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=tuple(axes))
 
     @contextmanager
-    def sending(self, kind: str, n_bytes: int) -> Iterator[None]:
-        """Count a collective, and raise `CollectiveError` where it fails."""
-        self.traffic.add(kind, n_bytes)
+    def sending(self, kind: str, n_bytes: int, axis: str = "world") -> Iterator[None]:
+        """Count a collective along an axis, and raise `CollectiveError` where it fails."""
+        self.traffic.add(kind, n_bytes, axis)
         with self.faults.named(kind):
             yield
 
     def shard_batch(self, batch: Any) -> Any:
-        """This rank's shard of a global batch: the first dimension split over all ranks, the first ones get the rest.
+        """This rank's shard of a global batch: the first dimension split over the data and g-net axes.
 
-        Shards can be empty. Scalars and what is no tensor are kept.
+        The first shards get what does not divide; shards can be empty. Ranks along the tensor and pipeline axes have
+        the same rows. Scalars and what is no tensor are kept.
         """
-        return batch if self.world == 1 else split_rows(batch, self.world)[self.rank]
+        return batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
 
     def barrier(self) -> None:
         """Wait for all ranks; `CollectiveError` if one does not come within the timeout."""
@@ -140,12 +191,13 @@ class Mesh:
             dist.destroy_process_group()
 
     def __repr__(self) -> str:
-        return f"Mesh(data={self.data}, gnets={self.gnets}, rank={self.rank}, device={str(self.device)!r})"
+        sizes = ", ".join(f"{name}={n}" for name, n in self.sizes.items() if n > 1 or name in ("data", "gnets"))
+        return f"Mesh({sizes}, rank={self.rank}, device={str(self.device)!r})"
 
 
 def single_rank_mesh() -> Mesh:
     """The mesh of one rank, whatever process group there is: nothing is ever sent."""
-    return Mesh(1, 1, 0, torch.device("cpu"), 0.0, None, False)
+    return Mesh({}, 0, torch.device("cpu"), 0.0, None, False)
 
 
 def mesh(
@@ -153,24 +205,28 @@ def mesh(
     gnets: int | None = None,
     device: torch.device | str = "cpu",
     *,
+    pipeline: int = 1,
+    tensor: int = 1,
     timeout: float = 300.0,
     init_method: str = "env://",
 ) -> Mesh:
-    """The ranks of this run as a grid of `data` x `gnets`: every rank calls it, with the same arguments.
+    """The ranks of this run as a grid `data` x `pipeline` x `gnets` x `tensor`: all call it, with the same arguments.
 
     The process group is the existing one; else one is begun if the environment is that of `torchrun` (`RANK` is set),
     with gloo on the CPU and nccl on CUDA; else this is the only rank.
 
     Args:
-        data: ranks along which the genome is replicated.
-        gnets: ranks along which it can be sharded; None is all there are / data.
+        data: ranks along which the batch is split and the genome replicated.
+        gnets: ranks along which the batch is split and the genome can be sharded; None is all that are left.
         device: `"cpu"` or `"cuda"` (this rank's GPU, by `LOCAL_RANK`), or any device.
+        pipeline: ranks along which the p-net's blocks are split.
+        tensor: ranks along which layers are split (see `make_train_step(parallel=)`).
         timeout: seconds after which a collective fails with `CollectiveError`; an existing process group keeps its
             limit.
         init_method: where ranks meet, as in `torch.distributed.init_process_group`.
 
     Raises:
-        ValueError: if data * gnets is not the number of ranks.
+        ValueError: if the product of all axes is not the number of ranks.
 
     >>> with mesh() as one:
     ...     one.world, one.rank
@@ -180,12 +236,15 @@ def mesh(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count()))
     world = dist.get_world_size() if _initialised() else int(os.environ.get("WORLD_SIZE", 1)) if _launched() else 1
-    wanted = world // data if gnets is None and data > 0 else gnets
-    for name, value in (("data", data), ("gnets", wanted)):
+    sizes = {"data": data, "pipeline": pipeline, "gnets": 1 if gnets is None else gnets, "tensor": tensor}
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r} (there are {world} ranks)")
-    if wanted is None or data * wanted != world:
-        raise ValueError(f"data * gnets must be the number of ranks, {world}, got {data} * {wanted}")
+    if gnets is None:
+        sizes["gnets"] = max(1, world // math.prod(sizes.values()))
+    if math.prod(sizes.values()) != world:
+        product = " * ".join(f"{name} {n}" for name, n in sizes.items())
+        raise ValueError(f"the axes' product must be the number of ranks, {world}, got {product}")
     if not timeout > 0:
         raise ValueError(f"timeout must be seconds > 0, got {timeout!r}")
     if device.type == "cuda":
@@ -201,7 +260,7 @@ def mesh(
         store = dist.PrefixStore(f"attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
-    return Mesh(data, wanted, dist.get_rank() if _initialised() else 0, device, timeout, store, began)
+    return Mesh(sizes, dist.get_rank() if _initialised() else 0, device, timeout, store, began)
 
 
 def _initialised() -> bool:

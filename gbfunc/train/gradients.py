@@ -10,20 +10,23 @@ In each of them weights may stay factors (`lazy`), which are never formed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, sample_noise
-from gbfunc.parallel import Gather, Layout
+from gbfunc.parallel import Gather, Layout, gather_objects
 from gbfunc.pnet import PureNet
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows, tree_map
 from gbfunc.types import GNets, Params
+
+if TYPE_CHECKING:
+    from gbfunc.parallel.tensor import TensorParallel
 
 LossFn = Callable[[Callable[..., Any], Any], Any]
 """`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net closed over its generated weights."""
@@ -36,6 +39,9 @@ _FP16_SCALE_PER_ROW = 2.0**4
 
 _RANK_MIX = 0xBF58476D1CE4E5B9
 """An odd constant of splitmix64 (Steele et al., 2014): spreads ranks over seeds."""
+
+_STAGE_MIX = 0x94D049BB133111EB
+"""Another one: spreads stages of a pipeline."""
 
 _DEFAULT_GENERATORS = threading.RLock()
 """Held while a step seeds torch's default generators, which all threads share."""
@@ -66,14 +72,15 @@ class LossAndGrads(NamedTuple):
     Attributes:
         loss: mean over the share.
         aux: what the loss function returned beside it.
-        gradients: by flat name; with a mesh of more than one rank, of `rows` times the loss.
-        rows: of the share; 0 if it is empty, and what comes of rows of zeros in its place counts for nothing.
+        gradients: by flat name; with a mesh of more than one rank, summands of that of the rows' losses.
+        rows: of the share, divided by the ranks that have the same ones; 0 if it is empty, and what comes of rows of
+            zeros in its place counts for nothing.
     """
 
     loss: Tensor
     aux: Any
     gradients: Params
-    rows: int
+    rows: float
 
 
 class _Given(NamedTuple):
@@ -84,26 +91,59 @@ class _Given(NamedTuple):
     noise: Noise | None
     buffers: Params
     batch: Any
+    rows: int
 
 
 class Objective:
     """The loss as a function of the genome, with its gradient."""
 
-    def __init__(self, pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> None:
-        plan = layout.plan
-        self._plan, self._loss_fn, self._layout, self._options = plan, loss_fn, layout, options
-        self._stochastic = plan.stochastic
-        self._sharded, self._rank, self._ranks = layout.sharded, layout.mesh.rank, layout.mesh.world
+    def __init__(
+        self,
+        pnet: nn.Module,
+        loss_fn: LossFn,
+        layout: Layout,
+        options: StepOptions,
+        tensor: TensorParallel | None = None,
+    ) -> None:
+        self._plan, self._pnet, self._loss_fn, self._layout, self._options = layout.plan, pnet, loss_fn, layout, options
+        self._stochastic, self._tensor = layout.plan.stochastic, tensor
+        self._sharded, self._shard, self._ranks = layout.sharded, layout.mesh.shard, layout.mesh.world
+        half = options.amp == torch.float16
+        self._scale = (_FP16_SCALE if self._ranks == 1 else _FP16_SCALE_PER_ROW) if half else 1.0
+        self._from_genome = torch.compile(self._forward) if options.compile else self._forward
+        self._way = self._accumulated if options.microbatches > 1 or options.remat == "generate" else self._at_once
+        self.net: Any = None
+        self._pipeline = None
+        if options.pipeline is None or layout.mesh.sizes["pipeline"] == 1:
+            self._build(None)
+        else:
+            from gbfunc.parallel.pipeline import Pipeline
+
+            self._pipeline = Pipeline(pnet, options.pipeline, layout.mesh, options.microbatches, options.stages)
+            self._way = self._pipelined
+
+    @property
+    def dense_reads(self) -> dict[str, int]:
+        """How often the p-net has read weights as dense tensors, of those that are not: by name."""
+        return self.net.dense_reads if self.net else {}
+
+    def _build(self, names: Collection[str] | None) -> None:
+        """The generator of these parameters (None: of all), and the p-net that takes them."""
+        options, tensor, pipeline = self._options, self._tensor, self._pipeline
         # Dynamo of torch 2.5 does not trace forms of layers: there a compiled step forms every weight.
         lazy = options.lazy if not options.compile or torch.__version__ >= "2.6" else False
         self._generator = Generator(
-            plan, kernel=options.kernel, layout=layout, pnet=pnet, lazy=lazy, remat=options.remat == "layer"
+            self._plan,
+            kernel=options.kernel,
+            layout=self._layout,
+            pnet=self._pnet,
+            lazy=lazy,
+            remat=options.remat == "layer",
+            names=names,
+            pieces=tensor.pieces if tensor else None,
         )
-        self.net = PureNet(pnet, self._generator.forms)
-        self._from_genome = torch.compile(self._forward) if options.compile else self._forward
-        half = options.amp == torch.float16
-        self._scale = (_FP16_SCALE if self._ranks == 1 else _FP16_SCALE_PER_ROW) if half else 1.0
-        self._way = self._accumulated if options.microbatches > 1 or options.remat == "generate" else self._at_once
+        adapted = [part.adapt for part in (tensor, pipeline) if part is not None]
+        self.net = PureNet(self._pnet, self._generator.forms, lambda net: {n for adapt in adapted for n in adapt(net)})
 
     def __call__(
         self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seed: int
@@ -129,17 +169,24 @@ class Objective:
         rows, scale = 1, self._scale
         if self._ranks > 1:
             batch, rows = _share(batch)
-            seed = (seed + _RANK_MIX * self._rank) % 2**63
+            seed = (seed + _RANK_MIX * self._shard) % 2**63
+        if self._pipeline is not None:
+            seed = (seed + _STAGE_MIX * self._pipeline.rank) % 2**63
+            self._pipeline.prepare(self._loss_fn, self._split(batch, max(rows, 1))[0][0])
+            if self.net is None:
+                self._build(self._pipeline.names)
         if self._generator.gather is not None:
             self._generator.gather = Gather(self._layout, counts=rows > 0)
         with seeded(seed, wanted[0].device), torch.enable_grad():
-            given = _Given(gnets, direct, noise, buffers, batch)
-            loss, aux, gradients = self._way(given, wanted, scale * max(rows, 1))
-        if all(g is None for g in gradients):
+            loss, aux, gradients, counted = self._way(_Given(gnets, direct, noise, buffers, batch, rows), wanted)
+        if all(g is None for g in gradients) and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)
         named = zip(leaves.items(), gradients, strict=True)
         filled = {k: torch.zeros_like(v) if g is None else g if scale == 1.0 else g / scale for (k, v), g in named}
-        return LossAndGrads(loss, aux, filled, rows)
+        if self._tensor is not None:
+            self._tensor.compare(loss)
+            counted /= 1 if self._tensor.spread else self._tensor.ranks
+        return LossAndGrads(loss, aux, filled, counted if rows else 0)
 
     def _forward(self, given: _Given) -> tuple[Tensor, Any]:
         """Loss and aux in one graph: what `compile` compiles."""
@@ -147,6 +194,9 @@ class Objective:
 
     def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
+        if self._pipeline is not None:
+            weights = self._pipeline.fill(weights, self._tensor.shapes if self._tensor else {})
+        weights = weights if self._tensor is None else self._tensor.place(weights)
         net, amp = self.net.bind(weights, buffers), self._options.amp
         device = next((w.device.type for w in weights.values()), "cpu")
         with torch.autocast(device, amp) if amp else nullcontext():
@@ -156,45 +206,98 @@ class Objective:
             raise ValueError(_NO_GRADIENT)
         return loss.reshape(()), aux
 
-    def _at_once(self, given: _Given, wanted: list[Tensor], weight: float) -> tuple[Tensor, Any, Gradients]:
-        """Loss, aux and gradients of `weight` times the loss, in one graph."""
+    def _at_once(self, given: _Given, wanted: list[Tensor]) -> tuple[Tensor, Any, Gradients, float]:
+        """Loss, aux, gradients of the scaled sum of the rows' losses, and rows, in one graph."""
         if self._options.compile:
             self._generator.prepare(given.gnets, given.direct)
         with self._counted(wanted):
             loss, aux = self._from_genome(given)
-            gradients = torch.autograd.grad(loss * weight, wanted, allow_unused=True)
-        return loss.detach(), _detached(aux), gradients
+            rows = self._rows(max(given.rows, 1))
+            gradients = torch.autograd.grad(loss * (self._scale * rows), wanted, allow_unused=True)
+        return loss.detach(), _detached(aux), gradients, rows
 
-    def _accumulated(self, given: _Given, wanted: list[Tensor], weight: float) -> tuple[Tensor, Any, Gradients]:
+    def _rows(self, rows: float) -> float:
+        """Rows whose mean the last loss was: those of this rank's outputs, where they are spread over ranks."""
+        return self._tensor.spread if self._tensor is not None and self._tensor.spread else rows
+
+    def _accumulated(self, given: _Given, wanted: list[Tensor]) -> tuple[Tensor, Any, Gradients, float]:
         """The same, with gradients that add up on the weights and go through the g-nets once."""
-        gnets, direct, noise, buffers, batch = given
+        buffers, batch, rows = given.buffers, given.batch, given.rows
+        weights, cut, live = self._cut(given)
+        sums: Params = {}
+        counts, losses, auxes = [], [], []
+        for small, n in self._split(batch, max(rows, 1)):
+            loss, aux = self._loss(cut, buffers, small)
+            counts.append(self._rows(n))
+            buffers.update({k: v.detach() for k, v in buffers.items()})
+            losses.append(loss.detach())
+            auxes.append(_detached(aux))
+            gradients = torch.autograd.grad(
+                loss * (self._scale * counts[-1]), [cut[k] for k in live], allow_unused=True
+            )
+            for k, g in zip(live, gradients, strict=True):
+                if g is not None:
+                    sums[k] = sums[k] + g if k in sums else g
+        gradients = self._through_gnets(given, weights, sums, wanted)
+        fractions = [n / sum(counts) for n in counts]
+        aux = mean_tree(auxes, fractions) if len(auxes) > 1 else auxes[0]
+        return mean_tree(losses, fractions), aux, gradients, sum(counts)
+
+    def _cut(self, given: _Given) -> tuple[Params, Params, list[str]]:
+        """The weights, the same without their graph, and the names of those that take gradients."""
         again = self._options.remat == "generate"
         with torch.no_grad() if again else nullcontext():
-            weights = self._generator(gnets, direct, noise)
+            weights = self._generator(given.gnets, given.direct, given.noise)
         live = [
             k for k, w in weights.items() if w.requires_grad or (again and (w.is_floating_point() or w.is_complex()))
         ]
         cut = {k: w.detach() for k, w in weights.items()} | {k: weights[k].detach().requires_grad_() for k in live}
-        sums: Params = {}
-        parts, losses, auxes = self._split(batch), [], []
-        for small, fraction in parts:
-            loss, aux = self._loss(cut, buffers, small)
-            buffers.update({k: v.detach() for k, v in buffers.items()})
-            losses.append(loss.detach())
-            auxes.append(_detached(aux))
-            gradients = torch.autograd.grad(loss * (weight * fraction), [cut[k] for k in live], allow_unused=True)
-            for k, g in zip(live, gradients, strict=True):
-                if g is not None:
-                    sums[k] = sums[k] + g if k in sums else g
-        if again:
-            weights = self._generator(gnets, direct, noise)
+        return weights, cut, live
+
+    def _through_gnets(self, given: _Given, weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:
+        """Gradients of the genome from those of the weights."""
+        if self._options.remat == "generate":
+            weights = self._generator(given.gnets, given.direct, given.noise)
         used = [k for k in sums if weights[k].requires_grad]
-        if not used:
+        if not used and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)
-        gradients = torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
-        fractions = [fraction for _, fraction in parts]
-        aux = mean_tree(auxes, fractions) if len(auxes) > 1 else auxes[0]
-        return mean_tree(losses, fractions), aux, gradients
+        return torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
+
+    def _pipelined(self, given: _Given, wanted: list[Tensor]) -> tuple[Tensor, Any, Gradients, float]:
+        """The same, with microbatches that go from rank to rank, each of which has some blocks."""
+        pipeline, before = self._pipeline, dict(given.buffers)
+        assert pipeline is not None
+        before = {k: x.clone() for k, x in before.items()}
+        weights, cut, live = self._cut(given)
+        parts = self._split(given.batch, max(given.rows, 1))
+        ends: list[tuple[Tensor, Any, float]] = []
+
+        def call(number: int) -> Tensor:
+            small, n = parts[number]
+            loss, aux = self._loss(cut, given.buffers, small)
+            n = self._rows(n)
+            ends.append((loss.detach(), _detached(aux), n))
+            return loss * (self._scale * n)
+
+        sums = pipeline.run(call, {k: cut[k] for k in live})
+        gradients = self._through_gnets(given, weights, sums, wanted)
+        changed = {k: x.detach() for k, x in given.buffers.items() if k in pipeline.buffers and not _same(x, before[k])}
+        given.buffers.update(before)
+        for other, moved in gather_objects(self._layout.mesh, (ends, changed), "pipeline"):
+            ends = other or ends
+            given.buffers.update({k: x.to(before[k].device) for k, x in moved.items()})
+        rows = sum(n for _, _, n in ends)
+        fractions = [n / rows for _, _, n in ends]
+        device = wanted[0].device
+        loss = mean_tree([loss.to(device) for loss, _, _ in ends], fractions)
+        if not torch.isfinite(loss) and not pipeline.ran:
+            raise ValueError(
+                f"the first loss of the pipeline is {float(loss)}: unless the p-net's own is, a parameter or tensor is "
+                "used in a stage that does not have it (name the stages' first blocks by stages=)"
+            )
+        pipeline.ran = True
+        # All ranks along the axis have the same loss.
+        return loss, mean_tree([aux for _, aux, _ in ends], fractions), gradients, rows / pipeline.ranks
 
     def _counted(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         """Counts and names what a compiled graph's collectives, which have no Python inside, send and fail of."""
@@ -206,15 +309,15 @@ class Objective:
         mesh.traffic.add("reduce_scatter", back)
         return mesh.faults.named("a compiled step")
 
-    def _split(self, batch: Any) -> list[tuple[Any, float]]:
-        """The microbatches, each with its part of the rows; equal ones but for uneven shares of a mesh."""
+    def _split(self, batch: Any, rows: int) -> list[tuple[Any, float]]:
+        """The microbatches, each with its rows; equal ones but for uneven shares of a mesh."""
         n = self._options.microbatches
         if n == 1:
-            return [(batch, 1.0)]
-        if self._ranks == 1 or (rows := n_rows(batch)) is None:
-            return [(small, 1 / n) for small in split_batch(batch, n)]
+            return [(batch, rows)]
+        if self._ranks == 1 or n_rows(batch) is None:
+            return [(small, rows / n) for small in split_batch(batch, n)]
         # Only generation has collectives, so ranks with fewer rows may take fewer microbatches.
-        return [(small, (n_rows(small) or 0) / rows) for small in split_rows(batch, min(n, rows))]
+        return [(small, n_rows(small) or 0) for small in split_rows(batch, min(n, n_rows(batch) or n))]
 
 
 def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:
@@ -226,6 +329,10 @@ def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) and not pair else got
         raise ValueError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), got {got}")
     return loss, aux
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(), y.nan_to_num()) if x.is_floating_point() else torch.equal(x, y)
 
 
 def _detached(aux: Any) -> Any:

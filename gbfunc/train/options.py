@@ -33,6 +33,8 @@ class StepOptions:
     compile: bool = False
     placement: Placement | Literal["auto"] = "auto"
     check_every: int = 100
+    pipeline: str | None = None
+    stages: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("microbatches", 1), ("check_every", 0)):
@@ -51,6 +53,10 @@ class StepOptions:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.pipeline is None and self.stages is not None:
+            raise ValueError("stages= are those of a pipeline: say pipeline=")
+        if self.compile and self.pipeline is not None:
+            raise ValueError("compile=True and pipeline= do not go together")
         if self.compile and (self.microbatches > 1 or self.remat != "none"):
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
 

@@ -6,7 +6,7 @@ state, batch -> loss and gradient (`gradients`) -> sums over ranks -> optimizer 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -160,7 +160,7 @@ class TrainStep:
     @property
     def dense_reads(self) -> dict[str, int]:
         """How often the p-net has read weights as dense tensors, of those that are not kept so: by name."""
-        return self._objective.net.dense_reads
+        return self._objective.dense_reads
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """One step on one batch.
@@ -258,7 +258,7 @@ class TrainStep:
         same = {k: v for k, v in flat.items() if k not in self._layout.split}
         what = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
         check_equal(self.mesh, {**same, "step": state.step, "seed": state.seed}, what)
-        check_equal(self.mesh, {k: flat[k] for k in self._layout.split}, what, "data")
+        check_equal(self.mesh, {k: flat[k] for k in self._layout.split}, what, "replicas")
 
 
 def _checked_state(state: Any) -> TrainState:
@@ -292,6 +292,9 @@ def make_train_step(
     mesh: Mesh | None = None,
     placement: Placement | Literal["auto"] = "auto",
     check_every: int = 100,
+    parallel: Mapping[str, Any] | None = None,
+    pipeline: str | None = None,
+    stages: Sequence[str] | None = None,
 ) -> TrainStep:
     """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
 
@@ -324,13 +327,34 @@ def make_train_step(
             ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
             `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
         check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
+        parallel: how layers are split over the mesh's tensor axis: styles of `torch.distributed.tensor.parallel` by
+            name of module, wildcards too, as `parallelize_module` takes them; `gb.tensor_styles(pnet)` has those of
+            some p-nets. Each rank generates and applies its pieces, and with `lazy` it is thin products that travel.
+            All ranks along the axis get the same rows, or, where the first layer takes a sharded input, each its part.
+        pipeline: the schedule by which microbatches go through the mesh's pipeline axis, each rank running some of the
+            p-net's blocks: `"gpipe"`, `"1f1b"`, `"interleaved"` or `"zbv"` (torch's). All ranks along the axis get the
+            same rows, of which `microbatches` must be a divisor; the loss function must run on the meta device up to
+            the p-net's call.
+        stages: names of the blocks that begin a stage, but for the first one; None balances counted operations.
 
     Raises:
         ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see
             `check_pnet`).
     """
     options = StepOptions(
-        donate, microbatches, clip_norm, amp, lazy, remat, on_nonfinite, kernel, compile, placement, check_every
+        donate,
+        microbatches,
+        clip_norm,
+        amp,
+        lazy,
+        remat,
+        on_nonfinite,
+        kernel,
+        compile,
+        placement,
+        check_every,
+        pipeline,
+        None if stages is None else tuple(stages),
     )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
@@ -339,8 +363,20 @@ def make_train_step(
         warnings.warn(word, UserWarning, stacklevel=2)
     layout = make_layout(plan, single_rank_mesh() if mesh is None else mesh, placement, lazy=lazy is not False)
     options.check_placement(layout.sharded, layout.placement)
+    if parallel is None and layout.mesh.sizes["tensor"] > 1:
+        raise ValueError("the mesh has a tensor axis: parallel= must say how layers are split over it")
+    if parallel is not None and compile:
+        raise ValueError("compile=True and parallel= do not go together")
+    if pipeline is None and layout.mesh.sizes["pipeline"] > 1:
+        raise ValueError("the mesh has a pipeline axis: pipeline= must say by which schedule")
+    tensor = None
+    if parallel is not None:
+        # Torch's DTensor takes half a second to import.
+        from gbfunc.parallel.tensor import TensorParallel
+
+        tensor = TensorParallel(pnet, parallel, layout.mesh)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
     check_equal(layout.mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
     texts = {"options": text_of(options), "optimizer": text_of(optimizer.settings)}
     check_equal(layout.mesh, texts, "ranks must have the same options")
-    return TrainStep(pnet, Objective(pnet, loss_fn, layout, options), optimizer, layout, options)
+    return TrainStep(pnet, Objective(pnet, loss_fn, layout, options, tensor), optimizer, layout, options)

@@ -1,0 +1,138 @@
+"""Ready-made styles of tensor parallelism for p-nets that are known, and a vocabulary that ranks divide.
+
+Queries, keys, values and up-projections are split by column (each rank has some heads), output and down-projections by
+row; the embedding and the head by words (Shoeybi et al., 2019).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from gbfunc.parallel.tensor import DividedAttributes, PackedColwiseParallel, Styles
+
+
+def _gpt(pnet: Any) -> Styles:
+    """Of `gbfunc.tasks.pnets.gpt.GPT`."""
+    return {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "blocks.*": DividedAttributes("heads"),
+        "blocks.*.qkv": PackedColwiseParallel(3),
+        "blocks.*.out": RowwiseParallel(),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def _gpt2(pnet: Any) -> Styles:
+    """Of Hugging Face's `GPT2LMHeadModel`."""
+    return {
+        "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
+        "transformer.h.*.attn": DividedAttributes("num_heads", "split_size"),
+        "transformer.h.*.attn.c_attn": PackedColwiseParallel(3),
+        "transformer.h.*.attn.c_proj": RowwiseParallel(),
+        "transformer.h.*.mlp.c_fc": ColwiseParallel(),
+        "transformer.h.*.mlp.c_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def _llama(pnet: Any) -> Styles:
+    """Of Hugging Face's `LlamaForCausalLM`; its attention takes the number of heads from the width that it gets."""
+    queries, keys = pnet.config.num_attention_heads, pnet.config.num_key_value_heads
+    return {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "model.layers.*.self_attn.q_proj": PackedColwiseParallel(1, queries),
+        "model.layers.*.self_attn.k_proj": PackedColwiseParallel(1, keys),
+        "model.layers.*.self_attn.v_proj": PackedColwiseParallel(1, keys),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+_STYLES: Mapping[str, Callable[[Any], Styles]] = MappingProxyType(
+    {"GPT": _gpt, "GPT2LMHeadModel": _gpt2, "LlamaForCausalLM": _llama}
+)
+
+
+def tensor_styles(pnet: nn.Module) -> Styles:
+    """The styles of a known p-net, for `make_train_step(parallel=)`.
+
+    Args:
+        pnet: a `GPT` of the library, or Hugging Face's `GPT2LMHeadModel` or `LlamaForCausalLM`.
+
+    Raises:
+        ValueError: for another p-net.
+    """
+    make = _STYLES.get(type(pnet).__name__)
+    if make is None:
+        raise ValueError(f"there are styles for {', '.join(_STYLES)}, got a {type(pnet).__name__}: write them yourself")
+    return make(pnet)
+
+
+def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
+    """A copy of a language model whose vocabulary the ranks divide; words that were added get no probability.
+
+    Embeddings and linear layers with as many rows as the vocabulary (that of the first embedding) get rows of zeros,
+    and the model's logits of these are minus infinity.
+
+    Args:
+        pnet: a model whose output, or whose output's `logits`, are logits [..., words].
+        ranks: of the tensor axis.
+
+    Raises:
+        ValueError: if the model has no embedding.
+    """
+    words = next((m.num_embeddings for m in pnet.modules() if isinstance(m, nn.Embedding)), None)
+    if words is None:
+        raise ValueError(f"a {type(pnet).__name__} has no embedding, and so no vocabulary")
+    padded = ranks * math.ceil(words / ranks)
+    net = copy.deepcopy(pnet)
+    if padded == words:
+        return net
+    wider: dict[int, nn.Parameter] = {}
+
+    def rows(x: Any) -> nn.Parameter:
+        # Tied weights stay tied.
+        if id(x) not in wider:
+            zeros = x.new_zeros((padded - words, *x.shape[1:]))
+            wider[id(x)] = nn.Parameter(torch.cat([x.detach(), zeros]), requires_grad=x.requires_grad)
+        return wider[id(x)]
+
+    for module in net.modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == words:
+            module.weight, module.num_embeddings = rows(module.weight), padded
+        elif isinstance(module, nn.Linear) and module.out_features == words:
+            module.weight, module.out_features = rows(module.weight), padded
+            if module.bias is not None:
+                module.bias = rows(module.bias)
+    net.register_forward_hook(_NoProbability(words))
+    return net
+
+
+class _NoProbability:
+    """Sets the logits of words beyond a vocabulary to minus infinity."""
+
+    def __init__(self, words: int) -> None:
+        self.words = words
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
+        logits: Tensor = out if isinstance(out, Tensor) else out.logits
+        beyond = torch.arange(logits.shape[-1], device=logits.device) >= self.words
+        masked = logits.masked_fill(beyond, -math.inf)
+        if isinstance(out, Tensor):
+            return masked
+        out.logits = masked
+        return out

@@ -1,0 +1,622 @@
+"""Tensor parallelism: each rank generates and applies its piece of a layer, in torch's own styles.
+
+    column parallel   y_p = x W_p^T          W_p: some rows of W       gradient of x: sum over ranks
+    row parallel      y = sum_p x_p W_p^T    W_p: some columns of W    output: sum over ranks
+
+(`ColwiseParallel` and `RowwiseParallel`; Shoeybi et al., 2019.) With factors `W = L R^T` of rank k it is the *thin*
+product that is summed: a row-parallel layer sums `x_p R_p` [tokens, k] before `L^T`, and the gradient that reaches a
+column-parallel layer's `x R` is summed before `R^T`: k numbers per token travel instead of the layer's width. No weight
+and no gradient of one is ever sent: each rank's gradient of the genome is a summand of the whole one.
+
+Layers whose forward is the stock one run here, on uneven pieces too; other styles (`SequenceParallel`,
+`PrepareModuleInput`, those of layers with a forward of their own) are torch's, on DTensors.
+
+Suffixes: i tile rows (nr), j tile columns (nc), r and c rows and columns of a tile, k rank, B batch rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from gbfunc.layers.forms import FactoredWeight, layer_form
+from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
+from gbfunc.parallel.collectives import Sizes, gather_objects
+from gbfunc.parallel.mesh import Mesh
+from gbfunc.parallel.placement import OPERATIONS_PER_BYTE
+from gbfunc.pnet import skeleton_of
+from gbfunc.tiling import Piece, TileGrid
+from gbfunc.types import Params
+
+Styles = Mapping[str, ParallelStyle]
+"""What `torch.distributed.tensor.parallel.parallelize_module` takes: a style by name of module, wildcards too."""
+
+_ALIKE = 1e-3
+"""Largest relative difference of what ranks compute alike, which half precisions round."""
+
+_ELEMENT = 40
+"""Operations in the time of writing or reading an element (see `gbfunc.layers.forms`)."""
+
+
+class PackedColwiseParallel(ColwiseParallel):
+    """Column parallel for a layer whose outputs are several equal parts (q, k and v in one): each part is split.
+
+    Args:
+        parts: how many.
+        heads: attention heads in each part, which stay whole; None is none.
+        **options: as for `ColwiseParallel`.
+    """
+
+    def __init__(self, parts: int = 3, heads: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.parts, self.heads = parts, heads
+
+
+class DividedAttributes(ParallelStyle):
+    """Divides attributes of a module, numbers of heads say, by the ranks that share it.
+
+    Args:
+        *names: the attributes.
+    """
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        divide(module, self.names, device_mesh.size())
+        return module
+
+
+def divide(module: nn.Module, names: tuple[str, ...], ranks: int) -> None:
+    """Divide attributes of a module; ValueError where one cannot be."""
+    for name in names:
+        n = getattr(module, name)
+        _check_divides(ranks, n, f"{name} of a {type(module).__name__}")
+        setattr(module, name, n // ranks)
+
+
+def _check_divides(ranks: int, n: int, what: str) -> None:
+    if n % ranks:
+        fits = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+        raise ValueError(f"{what}: {n} cannot be split over {ranks} tensor ranks, {fits} would fit")
+
+
+class Split(NamedTuple):
+    """How a layer is split over the ranks.
+
+    Attributes:
+        dims: rows (outputs, or words) and columns of its matrix.
+        by: `"rows"` of its matrix (column parallel: outputs), or `"columns"` (row parallel: inputs).
+        sizes: rows or columns of every rank.
+        ranges: those of this rank.
+        into: layout of a plain input.
+        out: layout of the output.
+        local: whether the output is a plain tensor, and not a DTensor.
+        transposed: whether the layer stores the transpose of its matrix.
+        wire: the ranks.
+    """
+
+    dims: tuple[int, int]
+    by: str
+    sizes: Sizes
+    ranges: tuple[tuple[int, int], ...]
+    into: Any
+    out: Any
+    local: bool
+    transposed: bool
+    wire: Wire
+
+
+class TensorParallel:
+    """The tensor axis of a mesh and the styles of a p-net's layers: what each rank's piece is, and how it is applied.
+
+    Args:
+        pnet: the p-net.
+        styles: style of each module.
+        mesh: the ranks.
+
+    Attributes:
+        pieces: which part of a parameter's matrix this rank has, by name; of all others it has the whole.
+        shapes: shape of that part, as the layer stores it.
+        spread: rows of this rank's part of the last layer's output, 0 where it is whole: whose loss it is.
+
+    Raises:
+        ValueError: for a style that names no module, or a layer that cannot be split so.
+    """
+
+    def __init__(self, pnet: nn.Module, styles: Styles, mesh: Mesh) -> None:
+        self.wire = Wire(mesh, mesh.axis("tensor"))
+        self.ranks = self.wire.axis.size
+        self._styles = resolve(pnet, styles)
+        self.pieces: dict[str, Piece] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._splits: dict[str, Split] = {}
+        self._placements: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        self.spread = 0
+        self.plain_gradients: dict[str, list[Tensor]] | None = {}
+        if self.ranks == 1:
+            return
+        owners = {id(p): n for n, p in reversed(list(pnet.named_parameters(remove_duplicate=False)))}
+        scratch = skeleton_of(pnet)
+        for name, style in self._styles.items():
+            module = pnet.get_submodule(name)
+            if isinstance(style, ColwiseParallel | RowwiseParallel) and layer_form(module) is not None:
+                self._splits[name] = self._split(name, module, style)
+                self._cut(module, self._splits[name], owners)
+            elif not isinstance(style, DividedAttributes):
+                self._by_torch(name, scratch.get_submodule(name), style)
+
+    def _split(self, name: str, module: nn.Module, style: Any) -> Split:
+        rows, cols = matrix_dims(name, module)
+        # An embedding's matrix has its words in rows: row parallel splits these.
+        by = "rows" if isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding) else "columns"
+        parts, length = 1, rows if by == "rows" else cols
+        if isinstance(style, PackedColwiseParallel):
+            parts = style.parts
+            if length % parts:
+                raise ValueError(f"{name!r} has {length} outputs, which are not {parts} equal parts")
+            what = f"{name!r}, {'heads' if style.heads else 'outputs of a part'}"
+            _check_divides(self.ranks, style.heads or length // parts, what)
+        part = chunk_sizes(length // parts, self.ranks)
+        start, mine = self.wire.start(part), part[self.wire.axis.rank]
+        ranges = tuple((p * length // parts + start, p * length // parts + start + mine) for p in range(parts))
+        out, into = style.output_layouts[0], style.input_layouts[0]
+        sizes = tuple(parts * n for n in part)
+        transposed = tuple(cast(Tensor, module.weight).shape) != (rows, cols) or type(module).__name__ == "Conv1D"
+        return Split((rows, cols), by, sizes, ranges, into, out, style.use_local_output, transposed, self.wire)
+
+    def _cut(self, module: nn.Module, split: Split, owners: Mapping[int, str]) -> None:
+        """Note which piece of a layer's weight and bias this rank has."""
+        weight: Any = module.weight
+        rows, cols = split.dims
+        piece = Piece(split.ranges, (0, cols)) if split.by == "rows" else Piece(((0, rows),), split.ranges[0])
+        dim = int((split.by == "columns") != split.transposed)
+        self._note(owners[id(weight)], piece, Shard(dim), tuple(weight.shape), split.ranges)
+        bias = getattr(module, "bias", None)
+        if bias is not None and split.by == "rows":
+            self._note(owners[id(bias)], Piece(split.ranges, (0, 1)), Shard(0), tuple(bias.shape), split.ranges)
+
+    def _note(
+        self, name: str, piece: Piece, placement: Any, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...]
+    ) -> None:
+        if self.pieces.setdefault(name, piece) != piece:
+            raise ValueError(f"{name!r} is tied between layers that split it in different ways: give them one style")
+        self._placements[name] = placement, shape
+        self.shapes[name] = tuple(
+            sum(b - a for a, b in ranges) if i == placement.dim else n for i, n in enumerate(shape)
+        )
+
+    @property
+    def device_mesh(self) -> Any:
+        """Torch's mesh of the tensor axis alone."""
+        return self.wire.mesh.device_mesh["tensor"]
+
+    def adapt(self, skeleton: nn.Module) -> frozenset[str]:
+        """Put the layers' parallel forms, and torch's styles where there are none, into a p-net's skeleton.
+
+        Returns:
+            The parameters that it takes in another shape or kind than the p-net has.
+        """
+        for name, style in self._styles.items():
+            module = skeleton.get_submodule(name)
+            if name in self._splits:
+                _install(module, self, self._splits[name])
+            elif isinstance(style, DividedAttributes):
+                divide(module, style.names, self.ranks)
+            elif self.ranks > 1:
+                self._by_torch(name, module, style)
+        return frozenset(self._placements)
+
+    def _by_torch(self, name: str, module: nn.Module, style: ParallelStyle) -> None:
+        """Let torch apply a style to a module of a skeleton, and note what it has made of the parameters."""
+        before = dict(module.named_parameters())
+        parallelize_module(module, self.device_mesh, style)
+        for key, parameter in module.named_parameters():
+            full = f"{name}.{key}" if name else key
+            if isinstance(parameter, DTensor) and not isinstance(before[key], DTensor):
+                placement = parameter.placements[0]
+                self._placements[full] = placement, tuple(parameter.shape)
+                if isinstance(placement, Shard):
+                    piece, mine = self._piece(parameter, placement)
+                    self._note(full, piece, placement, tuple(parameter.shape), (mine,))
+
+        def note(_: nn.Module, args: Any, out: Any) -> None:
+            if isinstance(out, DTensor):
+                self.note(out.placements[0], out.to_local())
+            elif isinstance(style, SequenceParallel):
+                self.note(style.sequence_sharding[0], out)
+
+        module.register_forward_hook(note, prepend=True)
+
+    def _piece(self, parameter: DTensor, placement: Shard) -> tuple[Piece, tuple[int, int]]:
+        shape = (*parameter.shape, 1)[:2]
+        sizes = chunk_sizes(shape[placement.dim], self.ranks)
+        start = self.wire.start(sizes)
+        mine = (start, start + sizes[self.wire.axis.rank])
+        return (Piece((mine,), (0, shape[1])) if placement.dim == 0 else Piece(((0, shape[0]),), mine)), mine
+
+    def note(self, placement: Any, local: Tensor) -> None:
+        """Remember how the last layer's output is spread: whether the loss is that of this rank's part of it."""
+        split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
+        self.spread = math.prod(local.shape[:-1]) if split else 0
+
+    def compare(self, loss: Tensor) -> None:
+        """At the first step, check that ranks agree in what they must have alike.
+
+        Raises:
+            ValueError: if the loss of whole outputs, or the gradient of what no style names, differs between ranks.
+            CollectiveError: if a rank is missing.
+        """
+        if self.ranks == 1 or self.plain_gradients is None:
+            return
+        seen = {k: torch.stack(g).sum(0) for k, g in self.plain_gradients.items() if g}
+        numbers = {k: (float(torch.linalg.vector_norm(g)), float(g.real.sum())) for k, g in seen.items()}
+        self.plain_gradients = None
+        if not self.spread:
+            numbers["the loss"] = float(loss), 0.0
+        for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, numbers, "tensor"), strict=True):
+            for name, (norm, total) in numbers.items():
+                there = other.get(name, (math.nan, math.nan))
+                apart = max(abs(norm - there[0]), abs(total - there[1]))
+                if not apart <= _ALIKE * max(abs(norm), abs(there[0]), 1e-30) and math.isfinite(norm):
+                    raise ValueError(
+                        f"{name} is {norm:.6g} on rank {self.wire.mesh.rank} and {there[0]:.6g} on rank {rank} (of a "
+                        "parameter: its gradient's norm): tensor ranks must get the same batch, and a layer that runs "
+                        "on a part of the sequence needs a style (SequenceParallel())"
+                    )
+
+    def place(self, tensors: Params) -> Params:
+        """What the generator made, as the skeleton takes it: pieces as DTensors, and gradients that are summands.
+
+        All ranks find the same gradient of what they use alike: each gives its part of it.
+        """
+        if self.ranks == 1:
+            return tensors
+        placed = {}
+        for name, x in tensors.items():
+            placement, shape = self._placements.get(name, (None, ()))
+            weight, _, given = name.rpartition("_form.")
+            if placement is None and weight in self.pieces and given not in ("left", "right"):
+                placed[name] = x  # What this rank's piece is made of.
+            elif placement is None:
+                placed[name] = _whole(x, 1 / self.ranks, self._watch(name)) if x.requires_grad else x
+            else:
+                placed[name] = _as_dtensor(x, self.device_mesh, placement, shape)
+        return placed
+
+    def _watch(self, name: str) -> list[Tensor] | None:
+        """Where to note the gradient of what no style names, which must be the same on all ranks."""
+        if self.plain_gradients is None or "_form." in name or name.rpartition(".")[0] in self._splits:
+            return None
+        return self.plain_gradients.setdefault(name, [])
+
+
+def matrix_dims(name: str, module: nn.Module) -> tuple[int, int]:
+    """Rows (outputs, or words) and columns of a layer's matrix; ValueError for a layer that has no such."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor):
+        return weight.shape[1], weight.shape[0]
+    raise ValueError(f"{name!r} is a {type(module).__name__}: only linear layers and embeddings are split")
+
+
+def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
+    """The style of every module that a pattern names, patterns as `parallelize_module` reads them.
+
+    Raises:
+        ValueError: for a pattern that names no module.
+        TypeError: for what is no style.
+    """
+    found: dict[str, ParallelStyle] = {}
+    for pattern, style in styles.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(f"parallel[{pattern!r}] must be a ParallelStyle of torch, got {type(style).__name__}")
+        tokens = pattern.split(".") if pattern else []
+        names = [n for n, _ in pnet.named_modules() if len(n.split(".") if n else []) == len(tokens)]
+        matches = [n for n in names if all(fnmatch(a, b) for a, b in zip(n.split("."), tokens, strict=False))]
+        if not matches:
+            raise ValueError(f"parallel[{pattern!r}] names no module; on that level there are {names[:12]}")
+        found |= dict.fromkeys(matches, style)
+    return found
+
+
+# Gradients of what ranks hold.
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float, seen: list[Tensor] | None) -> Tensor:
+        ctx.factor, ctx.seen = factor, seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.seen is not None:
+            ctx.seen.append(grads[0].detach())
+        return grads[0] * ctx.factor, None, None
+
+
+def _whole(x: Tensor, factor: float, seen: list[Tensor] | None) -> Tensor:
+    whole: Any = _Whole.apply(x, factor, seen)
+    return whole
+
+
+class _AsDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Any, placement: Any, shape: tuple[int, ...]) -> Tensor:
+        ctx.placement, ctx.ranks = placement, mesh.size()
+        return _dtensor(x.detach(), mesh, placement, shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0]
+        if not isinstance(grad, DTensor):
+            return grad, None, None, None
+        (found,) = grad.placements
+        if isinstance(ctx.placement, Shard) and found != ctx.placement:
+            grad, found = grad.redistribute(placements=(ctx.placement,)), ctx.placement
+        local = grad.to_local()
+        # A whole gradient is the same on all ranks, a partial one is a summand already.
+        return (local / ctx.ranks if isinstance(found, Replicate) else local), None, None, None
+
+
+def _as_dtensor(x: Tensor, mesh: Any, placement: Any, shape: tuple[int, ...]) -> Tensor:
+    made: Any = _AsDTensor.apply(x, mesh, placement, shape)
+    return made
+
+
+def _dtensor(x: Tensor, mesh: Any, placement: Any, shape: tuple[int, ...]) -> Any:
+    """A DTensor from this rank's part, uneven ones included."""
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(x, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+# Layers.
+
+
+def _install(layer: nn.Module, parallel: TensorParallel, split: Split) -> None:
+    """Give a layer of the skeleton its parallel forward."""
+    layer.__dict__["parallel"] = parallel
+    layer.__dict__["split"] = split
+    forward: Any = _embedding if isinstance(layer, nn.Embedding) else _by_rows if split.by == "rows" else _by_columns
+    stock: Any = type(layer)
+    layer.__class__ = type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": forward})
+
+
+def _factors(layer: Any) -> FactoredWeight | None:
+    """The layer's factors, unless its dense weight is in use already."""
+    form = layer._modules.get("weight_form")
+    return form if isinstance(form, FactoredWeight) and form.held is None else None
+
+
+def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with this rank's piece of a weight that is not thin."""
+    form = layer._modules.get("weight_form")
+    split: Split = layer.split
+    if isinstance(form, FactoredWeight):
+        if form.held is None:
+            return F.linear(x, _piece_of(form, split), bias)
+        whole = scale_gradient(form.held, split.wire.axis.size)
+        whole = whole.t() if form.transposed else whole
+        piece = (
+            torch.cat([whole[a:b] for a, b in split.ranges])
+            if split.by == "rows"
+            else whole[:, slice(*split.ranges[0])]
+        )
+        return F.linear(x, piece, bias)
+    if form is not None:
+        return form.linear(x, bias)
+    weight = layer.weight.to_local()
+    return F.linear(x, weight.t() if split.transposed else weight, bias)
+
+
+def _piece_of(form: FactoredWeight, split: Split) -> Tensor:
+    """This rank's piece of a factored weight's matrix."""
+    ranks = split.wire.axis.size
+    left, right = scale_gradient(form.left, ranks), scale_gradient(form.right, ranks)
+    rows = split.ranges if split.by == "rows" else ((0, form.grid.rows),)
+    cols = split.ranges[0] if split.by == "columns" else (0, form.grid.cols)
+    # W[rows, cols] = I thin products with the columns of the identity would be; the tiles themselves are less.
+    return torch.cat([_block(left, right, form.grid, a, b, *cols) for a, b in rows])
+
+
+def _block(left: Tensor, right: Tensor, grid: TileGrid, a: int, b: int, c: int, d: int) -> Tensor:
+    """Rows a..b and columns c..d of the matrix of factors, from the tiles that they meet."""
+    r, q = grid.tile_rows, grid.tile_cols
+    i, j = a // r, c // q
+    tiles = left[i : -(-b // r), j : -(-d // q)] @ right[i : -(-b // r), j : -(-d // q)].mT
+    matrix = tiles.transpose(1, 2).flatten(2).flatten(0, 1)
+    return matrix[a - i * r : b - i * r, c - j * q : d - j * q]
+
+
+def thin_product(x: Tensor, right: Tensor, grid: TileGrid, cols: tuple[int, int]) -> Tensor:
+    """What columns c..d of the input give to `x R`, for every tile: [..., d - c] -> [..., nr * nc * k]."""
+    nr, nc, c, k = right.shape
+    lead, first, last = x.shape[:-1], cols[0] // c, max(-(-cols[1] // c), cols[0] // c + 1)
+    if nr == nc == 1:
+        return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
+    batch, n = math.prod(lead), last - first
+    padded = F.pad(x.reshape(batch, -1), (cols[0] - first * c, last * c - cols[1]))
+    thin_jBik = padded.reshape(batch, n, c).transpose(0, 1) @ right[:, first:last].permute(1, 2, 0, 3).flatten(2)
+    thin = thin_jBik.reshape(n, batch, nr, k).permute(1, 2, 0, 3)
+    return F.pad(thin, (0, 0, first, nc - last)).reshape(*lead, nr * nc * k)
+
+
+def from_thin(thin: Tensor, left: Tensor, grid: TileGrid, ranges: tuple[tuple[int, int], ...]) -> Tensor:
+    """Some ranges of rows of the output: [..., nr * nc * k] -> [..., rows]."""
+    nr, nc, r, k = left.shape
+    lead = thin.shape[:-1]
+    thin_Bit = thin.reshape(-1, nr, nc * k)
+    parts = []
+    for a, b in ranges:
+        i, n = a // r, max(-(-b // r) - a // r, 1)
+        y_iBr = thin_Bit[:, i : i + n].transpose(0, 1) @ left[i : i + n].transpose(2, 3).reshape(n, nc * k, r)
+        parts.append(y_iBr.transpose(0, 1).reshape(-1, n * r)[:, a - i * r : b - i * r])
+    return (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).reshape(*lead, -1)
+
+
+def _thin_pays(form: FactoredWeight, split: Split, batch: int, width: int, sent: bool) -> bool:
+    """Whether the thin products cost less than the piece itself, bytes on the wire included (`lazy="auto"`)."""
+    if not form.auto:
+        return True
+    nr, nc, _, k = form.left.shape
+    rows, cols, ranks = form.grid.rows, form.grid.cols, split.wire.axis.size
+    byte = OPERATIONS_PER_BYTE["cpu"] * 2 * form.left.element_size() * batch * sent
+    parts = (ranks, 1) if split.by == "rows" else (1, ranks)
+    thin = 6 * batch * k * (nr * cols / parts[1] + nc * rows / parts[0]) + 15 * _ELEMENT * batch * nr * nc * k
+    dense = 6 * rows * cols / ranks * (batch + k + _ELEMENT)
+    return thin + byte * nr * nc * k < dense + byte * width
+
+
+def _by_rows(layer: Any, input: Tensor) -> Any:
+    """Column parallel: this rank's outputs."""
+    split: Split = layer.split
+    wire, form, bias = split.wire, _factors(layer), layer.bias
+    bias = None if bias is None else bias.to_local()
+    x, at, sizes = _incoming(layer, input)
+    if isinstance(at, Shard) and at.dim in (-1, x.ndim - 1):
+        x, at = wire.split_to_whole(x, -1, sizes), Replicate()
+    width = x.shape[-1]
+    if form is not None and _thin_pays(form, split, x.numel() // max(1, width), width, x.requires_grad):
+        # Pieces of the whole factors get summands of the gradient, what all ranks compute alike gets its part of it.
+        left = scale_gradient(form.left, wire.axis.size)
+        alike = isinstance(at, Replicate) and x.requires_grad
+        right = form.right if alike else scale_gradient(form.right, wire.axis.size)
+        thin = thin_product(x, right, form.grid, (0, width))
+        if alike:
+            thin = wire.whole_in_part(thin)
+        elif isinstance(at, Shard):
+            thin = wire.split_in_part(thin, at.dim, sizes)
+        y = from_thin(thin, left, form.grid, split.ranges)
+        y = y if bias is None else y + bias.to(y.dtype)
+    else:
+        x = wire.split_in_part(x, at.dim, sizes) if isinstance(at, Shard) else wire.whole_in_part(x)
+        y = _dense(layer, x, bias)
+    return _outgoing(layer, y, Shard(y.ndim - 1), split.sizes)
+
+
+def _by_columns(layer: Any, input: Tensor) -> Any:
+    """Row parallel: the sum over ranks of what each rank's inputs give."""
+    split: Split = layer.split
+    wire, form, bias = split.wire, _factors(layer), layer.bias
+    x, at, _ = _incoming(layer, input, last=True)
+    if isinstance(at, Replicate):
+        x = wire.whole_to_split(x, -1, split.sizes)
+    cols = split.ranges[0]
+    if x.shape[-1] != cols[1] - cols[0]:
+        raise ValueError(f"expected {cols[1] - cols[0]} of {sum(split.sizes)} features here, got {tuple(x.shape)}")
+    rows = split.dims[0]
+    if form is not None and not _thin_pays(form, split, math.prod(x.shape[:-1]), rows, True):
+        form = None
+    if form is not None:
+        right = scale_gradient(form.right, wire.axis.size)
+        part = thin_product(x, right, form.grid, cols)
+    else:
+        part = _dense(layer, x, None)
+    out = split.out if isinstance(split.out, Shard) and split.out.dim % part.ndim != part.ndim - 1 else Replicate()
+    if isinstance(out, Shard):
+        sizes, factor = chunk_sizes(part.shape[out.dim], wire.axis.size), float(wire.axis.size)
+        y = wire.partial_to_split(part, out.dim, sizes)
+    else:
+        sizes, factor = (), 1.0
+        y = wire.partial_to_whole(part)
+    if form is not None:
+        y = from_thin(y, scale_gradient(form.left, factor), form.grid, ((0, rows),))
+    if bias is not None:
+        y = y + scale_gradient(bias, factor).to(y.dtype)
+    return _outgoing(layer, y, out, sizes)
+
+
+def _embedding(layer: Any, input: Tensor) -> Any:
+    """Rows of the weight: looked up in whole factors by every rank, or each in its piece, and summed."""
+    split: Split = layer.split
+    wire, form = split.wire, layer._modules.get("weight_form")
+    index = input.to_local() if isinstance(input, DTensor) else input
+    if isinstance(form, FactoredWeight):
+        # Generating the rows takes less than sending them.
+        return _outgoing(layer, form.embedding(index, layer.padding_idx), Replicate(), ())
+    weight = form.dense() if form is not None else layer.weight.to_local()
+    if split.by == "columns":
+        return _outgoing(layer, F.embedding(index, weight, layer.padding_idx), Shard(index.ndim), split.sizes)
+    first, last = split.ranges[0]
+    here = (index >= first) & (index < last)
+    if layer.padding_idx is not None:
+        # The row of padding has no gradient.
+        padding = index == layer.padding_idx % sum(split.sizes)
+    rows = F.embedding(
+        torch.where(here, index - first, 0), weight if len(weight) else weight.new_zeros(1, weight.shape[1])
+    )
+    if layer.padding_idx is not None:
+        rows = torch.where(padding.unsqueeze(-1), rows.detach(), rows)
+    part = torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows))
+    if isinstance(split.out, Shard) and split.out.dim % part.ndim != part.ndim - 1:
+        sizes = chunk_sizes(part.shape[split.out.dim], wire.axis.size)
+        return _outgoing(layer, wire.partial_to_split(part, split.out.dim, sizes), split.out, sizes)
+    return _outgoing(layer, wire.partial_to_whole(part), Replicate(), ())
+
+
+def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
+    """A layer's input here, how it is spread (whole, or split along a dimension), and its length on every rank."""
+    split: Split = layer.split
+    wire = split.wire
+    if isinstance(input, DTensor):
+        at = input.placements[0]
+        usable = isinstance(at, Replicate) or (isinstance(at, Shard) and (not last or at.dim == input.ndim - 1))
+        if not usable:
+            at = Shard(input.ndim - 1) if last else Replicate()
+            input = input.redistribute(placements=(at,))
+        sizes = chunk_sizes(input.shape[at.dim], wire.axis.size) if isinstance(at, Shard) else ()
+        return input.to_local(), at, sizes
+    at = split.into
+    if isinstance(at, Shard):
+        dim = at.dim % input.ndim
+        if dim == input.ndim - 1 and last:
+            return input, Shard(dim), ()
+        if last:
+            raise ValueError(f"a row-parallel layer takes inputs that are whole or split along features, got {at}")
+        return input, Shard(dim), wire.sizes_of(input.shape[dim])
+    return input, at, ()
+
+
+def _outgoing(layer: Any, y: Tensor, at: Any, sizes: Sizes) -> Any:
+    """A layer's output as its style has it."""
+    split: Split = layer.split
+    wire, want = split.wire, split.out
+    want = Shard(want.dim % y.ndim) if isinstance(want, Shard) else want
+    at = Shard(at.dim % y.ndim) if isinstance(at, Shard) else at
+    if isinstance(at, Shard) and isinstance(want, Replicate):
+        y, at = wire.split_to_whole(y, at.dim, sizes), want
+    elif isinstance(at, Replicate) and isinstance(want, Shard):
+        sizes = chunk_sizes(y.shape[want.dim], wire.axis.size)
+        y, at = wire.whole_to_split(y, want.dim, sizes), want
+    elif at != want and isinstance(at, Shard) and isinstance(want, Shard):
+        y = wire.split_to_whole(y, at.dim, sizes)
+        sizes = chunk_sizes(y.shape[want.dim], wire.axis.size)
+        y, at = wire.whole_to_split(y, want.dim, sizes), want
+    elif at != want:
+        raise ValueError(f"output_layouts of a layer must be Replicate() or Shard(dim), got {want}")
+    parallel: TensorParallel = layer.parallel
+    parallel.note(at, y)
+    if split.local:
+        return y
+    shape = tuple(sum(sizes) if isinstance(at, Shard) and i == at.dim else n for i, n in enumerate(y.shape))
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(y, parallel.device_mesh, [at], run_check=False, shape=torch.Size(shape), stride=stride)
