@@ -1,4 +1,4 @@
-"""The layout of `genome.safetensors`, so that a plan knows its file's exact size before there is one.
+"""The layout of `genome.safetensors`; of leaves on the meta device it gives the size of a file that is not yet there.
 
     8 bytes    length of the header
     header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and place of every tensor
@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import zlib
-from collections.abc import Mapping
-from typing import TypeAlias
 
 import torch
 
 from gbfunc.plan.serial import check_limits
-from gbfunc.plan.slots import dtype_name
+from gbfunc.plan.slots import DTYPES, dtype_name
+from gbfunc.types import Params, TensorMap
 
 FORMAT = "gbfunc-genome-2"
 
@@ -36,76 +34,63 @@ MAX_LEAVES = 1 << 15
 _MAX_DICTS, _MAX_LISTS = 1 << 16, 1 << 18
 """Of a plan's JSON, where three characters of an empty one take 64 bytes of memory."""
 
-# In the order of safetensors, which writes wider types first.
-_CODES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
+"""What safetensors calls the dtypes."""
 
-STORED_DTYPES = {dtype_name(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
-"""What trained leaves may be stored as, in place of their own dtype."""
-
-Layout: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype by name: of the leaves `gnets/<ensemble>/<leaf>`, `direct/<name>` and `buffers/<name>`, or of the
-file's tensors, each named by its dtype."""
+STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16")}
+"""What trained leaves may be stored as, in place of the plan's dtypes."""
 
 
-def stored_leaves(leaves: Layout, dtype: torch.dtype | None) -> Layout:
-    """The leaves as they are stored: in `dtype` where it is narrower than a trained floating-point leaf's own."""
-    return {
-        name: (shape, own if name.startswith("buffers/") else stored_dtype(own, dtype))
-        for name, (shape, own) in leaves.items()
-    }
+def stored_dtype(trained: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """The narrower of a trained leaf's dtype, where that is of floating point, and the one asked for."""
+    if dtype is None or not trained.is_floating_point:
+        return trained
+    return min(trained, dtype, key=lambda d: d.itemsize)
 
 
-def stored_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The narrower of a trained leaf's own dtype, where that is of floating point, and the one asked for."""
-    if dtype is None or not own.is_floating_point or dtype.itemsize >= own.itemsize:
-        return own
-    return dtype
+def stored_leaves(leaves: TensorMap, dtype: torch.dtype | None) -> Params:
+    """The leaves as they are stored: trained ones of a wider floating-point dtype in `dtype`.
+
+    Raises:
+        ValueError: if there are more than are read.
+    """
+    if len(leaves) > MAX_LEAVES:
+        raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
+    return {k: x if k.startswith("buffers/") else x.to(stored_dtype(x.dtype, dtype)) for k, x in leaves.items()}
 
 
-def file_tensors(stored: Layout) -> Layout:
-    """The file's tensors [n], in the order of the file."""
-    lengths: dict[torch.dtype, int] = {}
-    for shape, dtype in stored.values():
-        lengths[dtype] = lengths.get(dtype, 0) + math.prod(shape)
-    return {dtype_name(d): ((lengths[d],), d) for d in _CODES if d in lengths}
+def file_tensors(stored: TensorMap) -> Params:
+    """The tensors of the file [n], by dtype: the leaves in the order of their names."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(stored):
+        parts.setdefault(dtype_name(stored[name].dtype), []).append(stored[name].reshape(-1))
+    return {dtype: torch.cat(parts[dtype]) for dtype in DTYPES if dtype in parts}
 
 
-def file_header(plan_json: str, leaves: Layout, dtype: torch.dtype | None = None, digest: str = "0" * 64) -> bytes:
-    """All that stands before the data; it names the dtype only where some leaf is not stored in its own.
+def file_header(
+    plan_json: str, leaves: TensorMap, stored: TensorMap, tensors: TensorMap, digest: str = "0" * 64
+) -> bytes:
+    """All that stands before the data.
 
     Args:
         plan_json: the plan.
-        leaves: its leaves, in their own dtypes.
-        dtype: what trained floating-point leaves of a wider dtype are stored as; None is their own dtype.
+        leaves: the leaves in the plan's dtypes.
+        stored: the leaves as they are stored; their narrower dtype is named only where some leaf has it.
+        tensors: the tensors of the file.
         digest: SHA-256 of the content.
 
     Raises:
         ValueError: if the plan is larger than what is read.
     """
     check_limits(json.loads(plan_json))
-    if len(leaves) > MAX_LEAVES:
-        raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
-    stored = stored_leaves(leaves, dtype)
-    # Called "numbers" in the files.
-    about = {} if stored == leaves else {"numbers": str(dtype).removeprefix("torch.")}
+    narrowed = {dtype_name(x.dtype) for k, x in stored.items() if x.dtype != leaves[k].dtype}
+    about = {"numbers": narrowed.pop()} if narrowed else {}
     metadata = {"format": FORMAT, **about, "plan": pack_plan(plan_json), "sha256": digest}
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for name, (shape, own) in file_tensors(stored).items():
-        start, end = end, end + math.prod(shape) * own.itemsize
-        header[name] = {"dtype": _CODES[own], "shape": list(shape), "data_offsets": [start, end]}
+    for name, x in tensors.items():
+        start, end = end, end + x.nbytes
+        header[name] = {"dtype": _CODES[name], "shape": list(x.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text

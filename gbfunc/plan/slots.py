@@ -20,13 +20,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-DTYPES = {
-    dtype_name(d): d
-    for d in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
+_NAMES = "int64 float64 complex64 float32 int32 bfloat16 float16 int16 int8 uint8 bool"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
+"""Of a p-net's tensors, by name; in the order of safetensors, which writes wider ones first."""
 
 
 def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDims:

@@ -11,9 +11,10 @@ import torch
 
 from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
-from gbfunc.plan.file_layout import file_header, stored_leaves
+from gbfunc.plan.file_layout import file_header, file_tensors, stored_leaves
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
+from gbfunc.types import Params
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,12 @@ class Plan:
         return any(e.hypernet.stochastic for e in self.ensembles)
 
     @cached_property
-    def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of all tensors of a genome, in the order of their names.
-
-        These are `gnets/<ensemble>/<leaf>`, `direct/<name>` and `buffers/<name>`.
-        """
-        leaves = {f"gnets/{e.name}/{k}": (s, self.dtype) for e in self.ensembles for k, s in e.shapes.items()}
-        leaves |= {f"direct/{t.name}": (t.shape, DTYPES[t.dtype]) for t in self.direct}
-        leaves |= {f"buffers/{b.name}": (b.shape, DTYPES[b.dtype]) for b in self.buffers}
-        return dict(sorted(leaves.items()))
+    def leaves(self) -> Params:
+        """All tensors of a genome, on the meta device: `gnets/<ensemble>/<leaf>`, `direct/<name>`, `buffers/<name>`."""
+        specs = {f"gnets/{e.name}/{k}": (s, self.dtype) for e in self.ensembles for k, s in e.shapes.items()}
+        specs |= {f"direct/{t.name}": (t.shape, DTYPES[t.dtype]) for t in self.direct}
+        specs |= {f"buffers/{b.name}": (b.shape, DTYPES[b.dtype]) for b in self.buffers}
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()}
 
     def to_json(self) -> str:
         """The plan as JSON; `Plan.from_json` reads it back."""
@@ -161,9 +159,10 @@ def genome_file_bytes(plan: Plan, dtype: torch.dtype | None = None) -> int:
     Raises:
         ValueError: if the plan cannot be saved.
     """
-    stored = stored_leaves(plan.leaves, dtype).values()
-    header = file_header(plan.to_json(), plan.leaves, dtype)
-    return len(header) + sum(math.prod(shape) * stored_as.itemsize for shape, stored_as in stored)
+    stored = stored_leaves(plan.leaves, dtype)
+    tensors = file_tensors(stored)
+    header = file_header(plan.to_json(), plan.leaves, stored, tensors)
+    return len(header) + sum(x.nbytes for x in tensors.values())
 
 
 _HEAD = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")

@@ -25,7 +25,6 @@ from gbfunc.plan.file_layout import (
     FORMAT,
     MAX_HEADER_BYTES,
     MAX_LEAVES,
-    Layout,
     file_header,
     file_tensors,
     stored_dtype,
@@ -33,7 +32,7 @@ from gbfunc.plan.file_layout import (
     unpack_plan,
 )
 from gbfunc.plan.slots import dtype_name
-from gbfunc.trees import TensorSpec, compare_trees, flatten_tree
+from gbfunc.trees import compare_trees, flatten_tree
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap, TileDims
 
 _MAX_PNET_BYTES = 64 << 30
@@ -62,12 +61,15 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
     if dtype is not None and dtype not in STORED_DTYPES.values():
         raise ValueError(f"dtype must be None or one of {', '.join(map(str, STORED_DTYPES.values()))}, got {dtype!r}")
     check_genome(plan, genome, buffers=False)
-    flat = flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers))
-    _compare(plan.leaves, flat, "the genome does not fit the plan")
+    flat = {k: x.detach().cpu() for k, x in flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers)).items()}
+    compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")
-    tensors = _joined(stored_leaves(plan.leaves, dtype), flat)
-    text = plan.to_json()
-    header = file_header(text, plan.leaves, dtype, _digest(text, tensors))
+    stored = stored_leaves(flat, dtype)
+    for name, leaf in stored.items():
+        if leaf.dtype != flat[name].dtype and not bool(torch.isfinite(leaf).all()):
+            raise ValueError(f"{name!r} holds {float(flat[name].abs().max()):g}, too large a number for {dtype}")
+    text, tensors = plan.to_json(), file_tensors(stored)
+    header = file_header(text, flat, stored, tensors, _digest(text, tensors))
     data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)
     return len(data)
@@ -128,7 +130,7 @@ def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: i
         # Copies: what safetensors returns is the mapped file, which others may change.
         tensors = {k: file.get_tensor(k).clone() for k in lengths}
     stored = stored_leaves(plan.leaves, dtype)
-    _compare(file_tensors(stored), tensors, "its tensors are not those of its plan")
+    compare_trees(file_tensors(stored), tensors, "its tensors are not those of its plan")
     if _digest(text, tensors) != metadata.get("sha256"):
         raise ValueError("its digest does not fit its content: the file is damaged")
     flat = _split(stored, plan.leaves, tensors)
@@ -137,33 +139,14 @@ def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: i
     return plan, flat
 
 
-def _joined(stored: Layout, flat: TensorMap) -> Params:
-    """The tensors of the file [n], by dtype, out of the leaves.
-
-    Raises:
-        ValueError: if a trained leaf holds a number that is too large for the dtype in which it is stored.
-    """
-    pieces: dict[torch.dtype, list[torch.Tensor]] = {}
-    for name, (_, dtype) in stored.items():
-        leaf = flat[name].detach().to("cpu", dtype).reshape(-1)
-        if dtype != flat[name].dtype and not bool(torch.isfinite(leaf).all()):
-            raise ValueError(f"{name!r} holds {float(flat[name].abs().max()):g}, too large a number for {dtype}")
-        pieces.setdefault(dtype, []).append(leaf)
-    return {key: torch.cat(pieces[dtype]) for key, (_, dtype) in file_tensors(stored).items()}
-
-
-def _split(stored: Layout, leaves: Layout, tensors: TensorMap) -> Params:
-    """Undo `_joined`: leaves in their own dtypes, each with memory of its own."""
+def _split(stored: TensorMap, leaves: TensorMap, tensors: TensorMap) -> Params:
+    """Undo `file_tensors`: leaves in the plan's dtypes, none of which share memory."""
     flat, ends = {}, dict.fromkeys(tensors, 0)
-    for name, (shape, dtype) in stored.items():
-        key = dtype_name(dtype)
-        start, ends[key] = ends[key], ends[key] + math.prod(shape)
-        flat[name] = tensors[key][start : ends[key]].reshape(shape).to(leaves[name][1], copy=True)
+    for name, like in sorted(stored.items()):
+        key = dtype_name(like.dtype)
+        start, ends[key] = ends[key], ends[key] + like.numel()
+        flat[name] = tensors[key][start : ends[key]].reshape(like.shape).to(leaves[name].dtype, copy=True)
     return flat
-
-
-def _compare(layout: Layout, tensors: TensorMap, what: str) -> None:
-    compare_trees({name: TensorSpec(*spec) for name, spec in layout.items()}, tensors, what)
 
 
 def _digest(plan_json: str, tensors: TensorMap) -> str:
