@@ -59,24 +59,21 @@ def stored_leaves(leaves: TensorMap, dtype: torch.dtype | None) -> Params:
     return {k: x if k.startswith("buffers/") else x.to(stored_dtype(x.dtype, dtype)) for k, x in leaves.items()}
 
 
-def file_tensors(stored: TensorMap) -> Params:
-    """The tensors of the file [n], by dtype: the leaves in the order of their names."""
+def file_parts(stored: TensorMap) -> dict[str, list[torch.Tensor]]:
+    """What the tensors of the file [n] join, by dtype: the leaves in the order of their names, flattened."""
     parts: dict[str, list[torch.Tensor]] = {}
     for name in sorted(stored):
         parts.setdefault(dtype_name(stored[name].dtype), []).append(stored[name].reshape(-1))
-    return {dtype: torch.cat(parts[dtype]) for dtype in DTYPES if dtype in parts}
+    return {dtype: parts[dtype] for dtype in DTYPES if dtype in parts}
 
 
-def file_header(
-    plan_json: str, leaves: TensorMap, stored: TensorMap, tensors: TensorMap, digest: str = "0" * 64
-) -> bytes:
+def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
     """All that stands before the data.
 
     Args:
         plan_json: the plan.
         leaves: the leaves in the plan's dtypes.
         stored: the leaves as they are stored; their narrower dtype is named only where some leaf has it.
-        tensors: the tensors of the file.
         digest: SHA-256 of the content.
 
     Raises:
@@ -88,9 +85,10 @@ def file_header(
     metadata = {"format": FORMAT, **about, "plan": pack_plan(plan_json), "sha256": digest}
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for name, x in tensors.items():
-        start, end = end, end + x.nbytes
-        header[name] = {"dtype": _CODES[name], "shape": list(x.shape), "data_offsets": [start, end]}
+    for name, parts in file_parts(stored).items():
+        start, end = end, end + sum(x.nbytes for x in parts)
+        shape = [sum(x.numel() for x in parts)]
+        header[name] = {"dtype": _CODES[name], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text

@@ -11,7 +11,7 @@ import torch
 
 from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
-from gbfunc.plan.file_layout import file_header, file_tensors, stored_leaves
+from gbfunc.plan.file_layout import file_header, stored_leaves
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
 from gbfunc.types import Params
@@ -160,9 +160,8 @@ def genome_file_bytes(plan: Plan, dtype: torch.dtype | None = None) -> int:
         ValueError: if the plan cannot be saved.
     """
     stored = stored_leaves(plan.leaves, dtype)
-    tensors = file_tensors(stored)
-    header = file_header(plan.to_json(), plan.leaves, stored, tensors)
-    return len(header) + sum(x.nbytes for x in tensors.values())
+    header = file_header(plan.to_json(), plan.leaves, stored)
+    return len(header) + sum(x.nbytes for x in stored.values())
 
 
 _HEAD = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")

@@ -26,13 +26,13 @@ from gbfunc.plan.file_layout import (
     MAX_HEADER_BYTES,
     MAX_LEAVES,
     file_header,
-    file_tensors,
+    file_parts,
     stored_dtype,
     stored_leaves,
     unpack_plan,
 )
 from gbfunc.plan.slots import dtype_name
-from gbfunc.trees import compare_trees, flatten_tree
+from gbfunc.trees import TensorSpec, compare_trees, flatten_tree
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap, TileDims
 
 _MAX_PNET_BYTES = 64 << 30
@@ -68,8 +68,9 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
     for name, leaf in stored.items():
         if leaf.dtype != flat[name].dtype and not bool(torch.isfinite(leaf).all()):
             raise ValueError(f"{name!r} holds {float(flat[name].abs().max()):g}, too large a number for {dtype}")
-    text, tensors = plan.to_json(), file_tensors(stored)
-    header = file_header(text, flat, stored, tensors, _digest(text, tensors))
+    text = plan.to_json()
+    tensors = {name: torch.cat(parts) for name, parts in file_parts(stored).items()}
+    header = file_header(text, flat, stored, _digest(text, tensors))
     data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)
     return len(data)
@@ -130,7 +131,8 @@ def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: i
         # Copies: what safetensors returns is the mapped file, which others may change.
         tensors = {k: file.get_tensor(k).clone() for k in lengths}
     stored = stored_leaves(plan.leaves, dtype)
-    compare_trees(file_tensors(stored), tensors, "its tensors are not those of its plan")
+    expected = {k: TensorSpec((sum(x.numel() for x in v),), DTYPES[k]) for k, v in file_parts(stored).items()}
+    compare_trees(expected, tensors, "its tensors are not those of its plan")
     if _digest(text, tensors) != metadata.get("sha256"):
         raise ValueError("its digest does not fit its content: the file is damaged")
     flat = _split(stored, plan.leaves, tensors)
@@ -140,7 +142,7 @@ def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: i
 
 
 def _split(stored: TensorMap, leaves: TensorMap, tensors: TensorMap) -> Params:
-    """Undo `file_tensors`: leaves in the plan's dtypes, none of which share memory."""
+    """Undo `file_parts`: leaves in the plan's dtypes, none of which share memory."""
     flat, ends = {}, dict.fromkeys(tensors, 0)
     for name, like in sorted(stored.items()):
         key = dtype_name(like.dtype)
