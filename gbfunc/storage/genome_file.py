@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome
-from gbfunc.hypernets import Hypernet
 from gbfunc.plan import DTYPES, STORED_DTYPES, Plan
 from gbfunc.plan.file_layout import (
     FORMAT,
@@ -33,9 +32,7 @@ from gbfunc.plan.file_layout import (
 )
 from gbfunc.plan.slots import dtype_name
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree
-from gbfunc.types import Genome, GenomeLike, Params, TensorMap, TileDims
-
-_MAX_PNET_BYTES = 64 << 30
+from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 
 def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: torch.dtype | None = None) -> int:
@@ -80,7 +77,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     factories: Sequence[Callable[..., Any]] = (),
-    max_pnet_bytes: int = _MAX_PNET_BYTES,
+    max_pnet_bytes: int = 64 << 30,
 ) -> tuple[Plan, Genome]:
     """Read what `save` wrote, with everything checked.
 
@@ -126,29 +123,26 @@ def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: i
         dtype = None if name is None else STORED_DTYPES[name]
         text = unpack_plan(metadata["plan"])
         plan = Plan.from_json(text, tuple(factories))
-        lengths = {k: math.prod(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118 (not a dict)
-        _check_sizes(plan, max_pnet_bytes, lengths.get(dtype_name(stored_dtype(plan.dtype, dtype)), 0))
+        held = {key: math.prod(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        _check_sizes(plan, max_pnet_bytes, held.get(dtype_name(stored_dtype(plan.dtype, dtype)), 0))
         # Copies: what safetensors returns is the mapped file, which others may change.
-        tensors = {k: file.get_tensor(k).clone() for k in lengths}
+        tensors = {key: file.get_tensor(key).clone() for key in held}
     stored = stored_leaves(plan.leaves, dtype)
-    expected = {k: TensorSpec((sum(x.numel() for x in v),), DTYPES[k]) for k, v in file_parts(stored).items()}
+    parts = file_parts(stored)
+    lengths = {key: [part.numel() for part in parts[key]] for key in parts}
+    expected = {key: TensorSpec((sum(lengths[key]),), DTYPES[key]) for key in parts}
     compare_trees(expected, tensors, "its tensors are not those of its plan")
     if _digest(text, tensors) != metadata.get("sha256"):
         raise ValueError("its digest does not fit its content: the file is damaged")
-    flat = _split(stored, plan.leaves, tensors)
+    pieces = {key: iter(tensors[key].split(lengths[key])) for key in parts}
+    flat = {
+        # A copy, so that no leaf keeps the memory of all others.
+        name: next(pieces[dtype_name(like.dtype)]).reshape(like.shape).to(plan.leaves[name].dtype, copy=True)
+        for name, like in sorted(stored.items())
+    }
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
         _check_values(flat, "it")
     return plan, flat
-
-
-def _split(stored: TensorMap, leaves: TensorMap, tensors: TensorMap) -> Params:
-    """Undo `file_parts`: leaves in the plan's dtypes, none of which share memory."""
-    flat, ends = {}, dict.fromkeys(tensors, 0)
-    for name, like in sorted(stored.items()):
-        key = dtype_name(like.dtype)
-        start, ends[key] = ends[key], ends[key] + like.numel()
-        flat[name] = tensors[key][start : ends[key]].reshape(like.shape).to(leaves[name].dtype, copy=True)
-    return flat
 
 
 def _digest(plan_json: str, tensors: TensorMap) -> str:
@@ -167,16 +161,14 @@ def _check_sizes(plan: Plan, limit: int, numbers: int) -> None:
         raise ValueError(
             f"it declares a p-net of {size:,} bytes, over the limit of {limit:,}: pass max_pnet_bytes if you trust it"
         )
-    needed, leaves, counts = 0, 0, dict[tuple[Hypernet, TileDims], int]()
-    for slot in (slot for tensor in plan.tensors for slot in tensor.slots):
-        dims, tiles = slot.dims, slot.grid.n_tiles
-        codes = tiles * (dims.rows * dims.row_width + dims.cols * dims.col_width) * plan.dtype.itemsize
-        if (key := (slot.hypernet, dims)) not in counts:
-            shapes = [math.prod(leaf.shape) for leaf in slot.hypernet.leaves(dims).values() if leaf.scope == "tile"]
-            leaves, counts[key] = leaves + len(shapes), sum(shapes)
-        needed += tiles * counts[key]
-        if codes > limit or (tiles > 1 and not counts[key]):
+    needed = leaves = 0
+    for e in plan.ensembles:
+        sizes = [math.prod(leaf.shape) for leaf in e.hypernet.leaves(e.dims).values() if leaf.scope == "tile"]
+        tiles = max(span.slot.grid.n_tiles for span in e.spans)
+        codes = tiles * (e.dims.rows * e.dims.row_width + e.dims.cols * e.dims.col_width) * plan.dtype.itemsize
+        if codes > limit or (tiles > 1 and not sum(sizes)):
             raise ValueError(f"it declares codes of {codes:,} bytes in {tiles:,} tiles")
+        needed, leaves = needed + e.n_tiles * sum(sizes), leaves + len(sizes)
         if needed > numbers:
             raise ValueError(f"it declares g-nets of more parameters than the {numbers:,} of their dtype that it holds")
         if leaves > MAX_LEAVES:
