@@ -13,9 +13,11 @@ _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 
 
 class TargetTooSmall(ValueError):
-    """A size target below the smallest genome, which `least` is."""
+    """A size target below the parameters of the smallest genome, `least`."""
 
-    least = 0
+    def __init__(self, words: str, least: int) -> None:
+        super().__init__(words)
+        self.least = least
 
 
 def bytes_in_words(size: int) -> str:
