@@ -20,13 +20,13 @@ class TargetTooSmall(ValueError):
         self.least = least
 
 
-def bytes_in_words(size: int) -> str:
+def _in_words(size: int) -> str:
     """The target as `Plan.target` has it; its length counts, for the plan is in the file."""
     return f"at most {size:,} bytes"
 
 
 def plan_for_bytes(build: Callable[[int, str], Plan], limit: int, total: int) -> Plan:
-    """The largest plan whose file stays within `limit` bytes, found by correcting the number of parameters.
+    """The largest plan whose file stays within `limit` bytes, by correcting the number of parameters.
 
     Args:
         build: makes a plan of at most so many parameters, for a target in words.
@@ -34,9 +34,9 @@ def plan_for_bytes(build: Callable[[int, str], Plan], limit: int, total: int) ->
         total: parameters of the p-net.
 
     Raises:
-        ValueError: if no plan's file is as small as that; it names the smallest that was found.
+        ValueError: if no plan's file is as small as that; it names the smallest.
     """
-    words = bytes_in_words(limit)
+    words = _in_words(limit)
 
     def nearest(params: int) -> tuple[int, Plan]:
         try:
@@ -62,13 +62,12 @@ def plan_for_bytes(build: Callable[[int, str], Plan], limit: int, total: int) ->
         return best
     # Fewer parameters can need more bytes: a short vector takes less room than the words that say how to generate it.
     least, _ = nearest(1)
-    smallest = [build(max(1, round(rung * least)), words) for rung in _LADDER]
-    plan = min(smallest, key=genome_file_bytes)
-    if genome_file_bytes(plan) <= limit:
-        return plan
-    size = genome_file_bytes(plan)
-    while (own := genome_file_bytes(replace(plan, target=bytes_in_words(size)))) > size:
-        size = own
+    smallest = min((build(max(1, round(rung * least)), words) for rung in _LADDER), key=genome_file_bytes)
+    if (size := genome_file_bytes(smallest)) <= limit:
+        return smallest
+    # As its plan would say it.
+    while (named := genome_file_bytes(replace(smallest, target=_in_words(size)))) > size:
+        size = named
     raise ValueError(
         f"{words} cannot be reached: the smallest genome's file has {size:,} bytes (header and buffers included)"
     )

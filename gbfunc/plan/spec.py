@@ -164,46 +164,44 @@ def genome_file_bytes(plan: Plan, dtype: torch.dtype | None = None) -> int:
     return len(header) + sum(x.nbytes for x in stored.values())
 
 
-_HEAD = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
-_COUNTS = ("parameters", "bytes")
-
-
-def _row(tensor: TensorPlan, itemsize: int) -> tuple[str, ...]:
-    shape = "x".join(map(str, tensor.shape)) or "1"
-    if not tensor.slots:
-        size = tensor.numel * DTYPES[tensor.dtype].itemsize
-        return (tensor.name, shape, "direct", "", "", f"{tensor.numel:,}", f"{size:,}", tensor.note)
-    by = {f"{s.hypernet.type}({s.hypernet.size})" if s.hypernet.size else s.hypernet.type for s in tensor.slots}
-    grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in tensor.slots}
-    parts = f"{len(tensor.slots)} x " if len(tensor.slots) > 1 else ""
-    count = sum(s.tile_params for s in tensor.slots)
-    return (
-        *(tensor.name, shape, "generated", ", ".join(sorted(by)), parts + ", ".join(sorted(grids))),
-        *(f"{count:,}", f"{count * itemsize:,}", tensor.note),
-    )
+_COLUMNS = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
 
 
 def _table(plan: Plan) -> list[str]:
-    """Every tensor with its role, tiles, parameters and bytes."""
-    rows, itemsize = [], plan.dtype.itemsize
-    for tensor in plan.tensors:
-        rows.append(_row(tensor, itemsize))
-        rows += [(a, "", "tied", f"to {tensor.name}", "", "0", "0", "") for a in tensor.aliases]
+    """Every tensor with its role, tiles, parameters and bytes, under a head and a rule; [] without tensors."""
+    rows: list[dict[str, str | int]] = []
+    itemsize = plan.dtype.itemsize
+    for t in plan.tensors:
+        row = {"tensor": t.name, "shape": _dims(t), "role": t.role, "note": t.note}
+        if t.slots:
+            types = {f"{s.hypernet.type}({s.hypernet.size})" if s.hypernet.size else s.hypernet.type for s in t.slots}
+            grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in t.slots}
+            parts = f"{len(t.slots)} x " if len(t.slots) > 1 else ""
+            count = sum(s.tile_params for s in t.slots)
+            made = {"by": ", ".join(sorted(types)), "tiles": parts + ", ".join(sorted(grids))}
+            rows.append(row | made | {"parameters": count, "bytes": count * itemsize})
+        else:
+            rows.append(row | {"parameters": t.numel, "bytes": t.numel * DTYPES[t.dtype].itemsize})
+        tied = {"role": "tied", "by": f"to {t.name}", "parameters": 0, "bytes": 0}
+        rows += [{"tensor": alias, **tied} for alias in t.aliases]
     for e in plan.ensembles:
         if e.hypernet.shares:
             count = ensemble_params(e.hypernet, e.dims, 0, e.n_groups)
-            rows.append((f"({e.name})", "", "shared", "code weights", "", f"{count:,}", f"{count * itemsize:,}", ""))
+            shared = {"role": "shared", "by": "code weights", "parameters": count, "bytes": count * itemsize}
+            rows.append({"tensor": f"({e.name})", **shared})
     for b in plan.buffers:
         numel = math.prod(b.shape)
-        shape = "x".join(map(str, b.shape)) or "1"
-        rows.append((b.name, shape, "buffer", "", "", f"({numel:,})", f"{numel * DTYPES[b.dtype].itemsize:,}", ""))
-    if not rows:
-        return []
-    used = [i for i in range(len(_HEAD)) if i < 4 or any(row[i] for row in rows)]
-    widths = {i: max(len(row[i]) for row in (_HEAD, *rows)) for i in used}
+        counts = {"parameters": f"({numel:,})", "bytes": numel * DTYPES[b.dtype].itemsize}
+        rows.append({"tensor": b.name, "shape": _dims(b), "role": "buffer", **counts})
+    columns = []
+    for name in _COLUMNS:
+        cells = [f"{x:,}" if isinstance(x, int) else x for x in (row.get(name, "") for row in rows)]
+        if any(cells) or name in _COLUMNS[:4]:
+            width = max(map(len, [name, *cells]))
+            place = str.rjust if name in ("parameters", "bytes") else str.ljust
+            columns.append([place(cell, width) for cell in (name, "-" * width, *cells)])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)] if rows else []
 
-    def line(row: tuple[str, ...]) -> str:
-        cells = (row[i].rjust(widths[i]) if _HEAD[i] in _COUNTS else row[i].ljust(widths[i]) for i in used)
-        return "  ".join(cells).rstrip()
 
-    return [line(_HEAD), "  ".join("-" * widths[i] for i in used), *map(line, rows)]
+def _dims(tensor: TensorPlan | BufferPlan) -> str:
+    return "x".join(map(str, tensor.shape)) or "1"
