@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,9 +18,8 @@ from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
 from gbfunc.hypernets import Hypernet, periodic
 from gbfunc.layers import KINDS, layer_kind
 from gbfunc.plan.budget import Unit, allocate, spend
-from gbfunc.plan.byte_target import TargetTooSmall, plan_for_bytes
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, dtype_name
-from gbfunc.plan.spec import Plan
+from gbfunc.plan.spec import Plan, genome_file_bytes
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import MaxTile, check_max_tile
 from gbfunc.types import MatrixDims
@@ -30,6 +29,10 @@ Codes = tuple[Encoding | None, Encoding | None]
 _KERNEL_BANDWIDTH = 2.0
 _DIRECT_SHARE = 0.25
 """Direct vectors may take this part of a size target; beyond it the longest are generated."""
+
+_BYTE_ROUNDS = 16
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
+"""Where to look for the smallest file, in multiples of the fewest parameters."""
 
 
 @dataclass
@@ -101,33 +104,32 @@ def make_plan(
         BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved) for name, (b, saved) in buffers_of(pnet).items()
     )
     total = sum(c.tensor.numel for c in choices)
-    target = _target(total, hypernet, genome_params=genome_params, genome_bytes=genome_bytes, compression=compression)
+    targets = {"genome_params": genome_params, "genome_bytes": genome_bytes, "compression": compression}
+    target, words = _target(total, hypernet, targets)
     asked = None if compression is None else f"a compression of {compression:,.10g}x"
     codes = _check_encodings(encodings or {}, choices, promotes=target is not None)
 
-    def build(params: int | None, words: str) -> Plan:
-        def attempt(direct_share: float) -> Plan:
-            fresh = [replace(c) for c in choices]
-            if params is not None:
-                _promote_vectors(fresh, params, hypernet, max_tile, direct_share)
-            return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words)
+    def attempt(params: int | None, direct_share: float) -> Plan:
+        fresh = [replace(c) for c in choices]
+        if params is not None:
+            _promote_vectors(fresh, params, hypernet, max_tile, direct_share)
+        return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words)
 
+    def build(params: int | None) -> Plan:
         try:
-            return attempt(_DIRECT_SHARE)
+            return attempt(params, _DIRECT_SHARE)
         except TargetTooSmall:
             # With every vector generated that is smaller so: what fails now is below the smallest genome.
-            return attempt(0.0)
+            return attempt(params, 0.0)
 
-    if target is None:
-        return build(None, "")
-    return build(*target) if genome_bytes is None else plan_for_bytes(build, genome_bytes, total)
+    return build(target) if genome_bytes is None else _plan_for_bytes(build, genome_bytes, total)
 
 
-def _target(total: int, hypernet: Hypernet, **targets: float | None) -> tuple[int, str] | None:
-    """The number of a size target and how the plan words it; None where none is given."""
+def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None]) -> tuple[int | None, str]:
+    """The number of the size target and how the plan words it; None and "" where none is given."""
     given = {k: v for k, v in targets.items() if v is not None}
     if not given:
-        return None
+        return None, ""
     if len(given) > 1:
         raise ValueError(f"give at most one of genome_params, genome_bytes and compression, got {given}")
     ((key, value),) = given.items()
@@ -142,6 +144,53 @@ def _target(total: int, hypernet: Hypernet, **targets: float | None) -> tuple[in
     if key == "genome_params" and value >= total:
         raise ValueError(f"genome_params={value:,} is no compression: the p-net has {total:,} parameters")
     return int(value), f"at most {value:,} {'bytes' if key == 'genome_bytes' else 'parameters'}"
+
+
+class TargetTooSmall(ValueError):
+    """A size target below the parameters of the smallest genome, `least`."""
+
+    def __init__(self, words: str, least: int) -> None:
+        super().__init__(words)
+        self.least = least
+
+
+def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Plan:
+    """The largest plan whose file stays within `limit` bytes, by correcting the number of parameters."""
+
+    def nearest(params: int) -> tuple[int, Plan]:
+        try:
+            return params, build(params)
+        except TargetTooSmall as error:
+            return error.least, build(error.least)
+
+    best, low, high, guess, push = None, 0, total, min(limit // 4, total), 1
+    for _ in range(_BYTE_ROUNDS):
+        reached, plan = nearest(max(1, guess))
+        over = genome_file_bytes(plan) - limit
+        if over <= 0:
+            low, push = reached, 1
+            best = plan if best is None or plan.genome_params > best.genome_params else best
+        else:
+            high, push = min(high, reached), 2 * push
+        if -0.02 * limit <= over <= 0 or high - low <= 1 or reached > guess >= low:
+            break
+        guess = reached - push * -(-over // plan.dtype.itemsize)
+        if not low < guess < high:
+            guess = (low + high) // 2
+    if best is not None:
+        return best
+    # Fewer parameters can need more bytes: a short vector takes less room than the words that say how to generate it.
+    least, _ = nearest(1)
+    smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=genome_file_bytes)
+    if (size := genome_file_bytes(smallest)) <= limit:
+        return smallest
+    # The plan is in the file, and in the plan the target.
+    while (named := genome_file_bytes(replace(smallest, target=f"at most {size:,} bytes"))) > size:
+        size = named
+    raise ValueError(
+        f"at most {limit:,} bytes cannot be reached: the smallest genome's file has {size:,} bytes "
+        "(header and buffers included)"
+    )
 
 
 def _promote_vectors(

@@ -100,12 +100,10 @@ class TensorPlan:
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.dtype not in DTYPES:
             raise ValueError(f"{self.name}: unknown kind {self.kind!r} or dtype {self.dtype!r}")
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.shape):
-            raise ValueError(f"{self.name}: a shape holds ints >= 0, got {self.shape}")
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
         # A shape that no layer of the kind has (three in-projections in 7 rows) may have matrices that do not fill it.
-        fits = not sizes or (sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel)
-        if not fits:
+        fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
+        if sizes and not fits:
             raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
 
     @property

@@ -64,8 +64,7 @@ class Plan:
     @cached_property
     def genome_params(self) -> int:
         """Trained parameters: all g-nets and all direct parameters."""
-        gnets = sum(ensemble_params(e.hypernet, e.dims, e.n_tiles, e.n_groups) for e in self.ensembles)
-        return gnets + sum(t.numel for t in self.direct)
+        return sum(map(math.prod, self.leaf_shapes.values()))
 
     @property
     def ratio_params(self) -> float:

@@ -198,50 +198,44 @@ def load_checkpoint(
     """
     mesh, whole = train_step.mesh, train_step.gather(like)
     flat = flatten_tree(whole)
-
-    def find() -> tuple[JSON, Path | None, list[str]]:
-        tensors, extra, file, skipped = _find(Path(path), train_step.plan, flat, check)
-        flat.update(tensors)
-        return extra, file, skipped
-
-    extra, file, skipped = _on_rank_0(mesh, find)
+    extra, file, skipped = _on_rank_0(mesh, lambda: _restore(Path(path), train_step.plan, flat, check))
     if file is None:
-        return Checkpoint(like, {}, None, tuple(skipped))
+        return Checkpoint(like, {}, None, skipped)
     restored = dict(zip(flat, from_rank_0(mesh, list(flat.values())), strict=True))
-    state: Any = train_step.shard(unflatten_tree(restored, whole))
-    return Checkpoint(state, extra, file, tuple(skipped))
+    return Checkpoint(train_step.shard(unflatten_tree(restored, whole)), extra, file, skipped)
 
 
-def _find(
-    path: Path, plan: Plan, like: Params, check: Callable[[JSON], None]
-) -> tuple[Params, JSON, Path | None, list[str]]:
-    """Tensors and extra of the newest valid checkpoint, its file, and why others were skipped."""
+def _restore(
+    path: Path, plan: Plan, flat: Params, check: Callable[[JSON], None]
+) -> tuple[JSON, Path | None, tuple[str, ...]]:
+    """Put the tensors of the newest valid checkpoint into `flat`: its extra, its file, and why others were skipped."""
     skipped: list[str] = []
     named = path.is_file() or _NAME.fullmatch(path.name)
     for file in [path] if named else _list_steps(path):
         try:
             metadata, tensors = _decode(file.read_bytes())
         except (ValueError, OSError) as error:
-            if named and isinstance(error, OSError):
+            if not named:
+                skipped.append(f"{file.name}: {error}")
+                continue
+            if isinstance(error, OSError):
                 raise
-            if named:
-                raise ValueError(f"{file} {_NOT_ONE}: {error}") from error
-            skipped.append(f"{file.name}: {error}")
-            continue
+            raise ValueError(f"{file} {_NOT_ONE}: {error}") from error
         # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
         try:
             extra = _check_metadata(metadata, plan, check)
-            compare_trees(like, tensors, "it was saved with another optimizer or p-net")
-            for name, leaf in like.items():
+            compare_trees(flat, tensors, "it was saved with another optimizer or p-net")
+            for name, leaf in flat.items():
                 # What an optimizer's state is of, not a value that carries over.
                 if name.endswith("/fingerprint") and not torch.equal(tensors[name], leaf.cpu()):
                     raise ValueError("it was saved with another class of optimizer")
         except ValueError as error:
             raise ValueError(f"{file} {_NOT_ONE}: {error}") from error
-        # In the layout of `like`: sums may depend on it in the last bit.
-        fitted = {k: torch.empty_like(v, requires_grad=False).copy_(tensors[k]) for k, v in like.items()}
-        return fitted, extra, file, skipped
-    return {}, {}, None, skipped
+        for name, leaf in flat.items():
+            # In the layout of the leaf that is there: sums may depend on it in the last bit.
+            flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
+        return extra, file, tuple(skipped)
+    return {}, None, tuple(skipped)
 
 
 def _check_metadata(metadata: dict[str, str], plan: Plan, check: Callable[[JSON], None]) -> JSON:
