@@ -72,10 +72,10 @@ def check_pnet(pnet: nn.Module) -> None:
             if base.__name__ in _WRAPPERS:
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base.__name__}{where}: {_WRAPPERS[base.__name__]}")
-    for what, tensors in (("parameter", pnet.named_parameters()), ("buffer", pnet.named_buffers())):
-        for name, tensor in tensors:
-            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-                raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
+    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
@@ -136,11 +136,10 @@ def skeleton_of(pnet: nn.Module) -> nn.Module:
 def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """A deep copy in which every parameter and buffer is what `replace(name, tensor)` returns; ties are kept."""
     memo: dict[int, Any] = {}
-    for name, parameter in pnet.named_parameters():
-        fresh = replace(name, parameter.detach())
-        memo[id(parameter)] = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
-    for name, buffer in pnet.named_buffers():
-        memo[id(buffer)] = replace(name, buffer.detach())
+    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+        fresh = replace(name, tensor.detach())
+        trained = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
     for module in pnet.modules():
         for value in vars(module).values():
             # Activations that a forward left behind carry a graph, which deepcopy refuses.
@@ -202,12 +201,11 @@ class PureNet:
         forms = forms or {}
         self.skeleton = skeleton_of(pnet)
         self._parameters: dict[str, TensorSpec] = {}
-        for info in parameter_infos(pnet):
-            inputs = forms[info.name].inputs if info.name in forms else None
-            shape = TensorSpec(tuple(info.tensor.shape))
-            self._parameters |= (
-                {info.name: shape} if inputs is None else {f"{info.name}_form.{k}": _ANY for k in inputs}
-            )
+        for name, _, tensor, *_ in parameter_infos(pnet):
+            if name in forms:
+                self._parameters |= {f"{name}_form.{k}": _ANY for k in forms[name].inputs}
+            else:
+                self._parameters[name] = TensorSpec(tuple(tensor.shape))
         self._buffers = dict.fromkeys(buffers_of(pnet), _ANY)
         self._ties = _ties(pnet, forms)
         install(self.skeleton, forms, shown=True)
@@ -273,12 +271,12 @@ def _ties(pnet: nn.Module, forms: Collection[str]) -> dict[str, str]:
     """Other names of tied parameters and buffers without a form: `{alias: name}`, one for each place."""
     first: dict[int, str] = {}
     ties, places = {}, set()
-    for members in (pnet.named_parameters, pnet.named_buffers):
-        for name, tensor in members(remove_duplicate=False):
-            prefix, _, attribute = name.rpartition(".")
-            place = (id(pnet.get_submodule(prefix)), attribute)
-            original = first.setdefault(id(tensor), name)
-            if original != name and place not in places and original not in forms:
-                ties[name] = original
-            places.add(place)
+    buffers = pnet.named_buffers(remove_duplicate=False)
+    for name, tensor in (*pnet.named_parameters(remove_duplicate=False), *buffers):
+        prefix, _, attribute = name.rpartition(".")
+        place = (id(pnet.get_submodule(prefix)), attribute)
+        original = first.setdefault(id(tensor), name)
+        if original != name and place not in places and original not in forms:
+            ties[name] = original
+        places.add(place)
     return ties
