@@ -36,7 +36,7 @@ except ImportError:  # Windows has no such locks: there, leftovers of killed pro
     fcntl = None
 
 _FORMAT = "gbfunc-checkpoint-1"
-_DIGEST_PLACEHOLDER = "0" * 64
+_NO_DIGEST = "0" * 64
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.safetensors\.[0-9a-f]{16}")
 _NOT_ONE = "is not a checkpoint to go on from"
@@ -74,8 +74,7 @@ class Checkpointer:
     def __init__(self, folder: str | os.PathLike[str], train_step: TrainStep, *, keep: int = 3) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be an int >= 1, got {keep!r}")
-        self._folder, self._keep = Path(folder), keep
-        self._train_step = train_step
+        self._folder, self._keep, self._train_step = Path(folder), keep, train_step
         self._plan = json.dumps(_plan_summary(train_step.plan))
         self._unlock: Callable[[], object] = lambda: None
 
@@ -107,10 +106,9 @@ class Checkpointer:
         # A donated state is overwritten by the next step, and `extra` may be changed by the caller.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
         about = {"plan": self._plan, "extra": json.dumps(dict(extra or {}))}
-        before = self._pending
-        failure = None if before is None else before.exception()
+        failure = self._pending and self._pending.exception()
         self._pending = self._writer.submit(self._write, int(state.step), tensors, about)
-        if failure is not None:
+        if failure:
             raise failure
 
     def wait(self) -> Path | None:
@@ -149,10 +147,10 @@ class Checkpointer:
             why = error.strerror or str(error)
             message = f"the checkpoint of step {step} could not be written ({why}); those before it are intact"
             raise OSError(error.errno, message, str(path)) from error
-        for old in _list_steps(self._folder, up_to=step)[self._keep :]:
-            # It costs only its space.
+        older = [file for n, file in _list_steps(self._folder).items() if n <= step]
+        for file in older[self._keep :]:
             with contextlib.suppress(OSError):
-                old.unlink()
+                file.unlink()
         return path
 
 
@@ -211,7 +209,7 @@ def _restore(
     """Put the tensors of the newest valid checkpoint into `flat`: its extra, its file, and why others were skipped."""
     skipped: list[str] = []
     named = path.is_file() or _NAME.fullmatch(path.name)
-    for file in [path] if named else _list_steps(path):
+    for file in [path] if named else _list_steps(path).values():
         try:
             metadata, tensors = _decode(file.read_bytes())
         except (ValueError, OSError) as error:
@@ -264,9 +262,9 @@ def _plan_summary(plan: Plan) -> JSON:
 
 def _encode(tensors: Params, about: dict[str, str]) -> bytes:
     """A safetensors file with the SHA-256 of itself, as it is with a placeholder in the place of the digest."""
-    data = to_bytes(tensors, {"format": _FORMAT, "sha256": _DIGEST_PLACEHOLDER, **about})
+    data = to_bytes(tensors, {"format": _FORMAT, "sha256": _NO_DIGEST, **about})
     # Quotes within metadata are escaped, so that nothing else in a header reads like this.
-    return data.replace(_entry(_DIGEST_PLACEHOLDER), _entry(hashlib.sha256(data).hexdigest()), 1)
+    return data.replace(_entry(_NO_DIGEST), _entry(hashlib.sha256(data).hexdigest()), 1)
 
 
 def _decode(data: bytes) -> tuple[dict[str, str], Params]:
@@ -274,7 +272,7 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
     try:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         digest = metadata["sha256"]
-        intact = hashlib.sha256(data.replace(_entry(digest), _entry(_DIGEST_PLACEHOLDER), 1)).hexdigest() == digest
+        intact = hashlib.sha256(data.replace(_entry(digest), _entry(_NO_DIGEST), 1)).hexdigest() == digest
         tensors = from_bytes(data) if intact else {}
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"it is damaged: no header can be read in its {len(data):,} bytes") from error
@@ -287,12 +285,12 @@ def _entry(digest: str) -> bytes:
     return f'"sha256":"{digest}"'.encode()
 
 
-def _list_steps(folder: Path, up_to: int | None = None) -> list[Path]:
-    """The checkpoints of a folder, newest first."""
-    steps: dict[int, Path] = {}
+def _list_steps(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder by their step, newest first."""
     with contextlib.suppress(FileNotFoundError):
         steps = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return [steps[n] for n in sorted(steps, reverse=True) if up_to is None or n <= up_to]
+        return dict(sorted(steps.items(), reverse=True))
+    return {}
 
 
 def _lock(folder: Path) -> int:
@@ -320,14 +318,8 @@ def _lock(folder: Path) -> int:
 
 
 def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
-    """What `do` returns on rank 0, on every rank: all go on, or all raise the same; all ranks must call.
-
-    Raises:
-        ValueError: if it raises one on rank 0.
-        OSError: likewise.
-        CollectiveError: if a rank is missing.
-    """
-    answer, error = None, None
+    """What `do` returns on rank 0, on every rank, or the `ValueError` or `OSError` that it raises; all ranks call."""
+    answer = error = None
     if mesh.rank == 0:
         try:
             answer = do()
