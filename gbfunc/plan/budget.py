@@ -144,10 +144,7 @@ class Unit:
 
 def _cuts(length: int, n: int) -> list[int]:
     """From `n` pieces to twice as many: the fewest for each length that pieces can have."""
-    fewest: dict[int, int] = {}
-    for pieces in range(n, min(2 * n, length) + 1):
-        fewest.setdefault(-(-length // pieces), pieces)
-    return list(fewest.values())
+    return sorted({-(-length // pieces): pieces for pieces in range(min(2 * n, length), n - 1, -1)}.values())
 
 
 @lru_cache(maxsize=1 << 16)
@@ -165,20 +162,14 @@ def spend(units: list[Unit], level: float) -> int:
 
 
 def allocate(units: list[Unit], budget: int) -> None:
-    """Choose every unit's size so that all together cost at most `budget` parameters, and almost that.
-
-    Args:
-        units: what is to be sized; changed in place.
-        budget: parameters for all of them; no fewer than `spend(units, 0)`.
-    """
+    """Choose sizes that cost at most `budget` parameters, which `spend(units, 0)` does not exceed, and almost that."""
     low, high = 0.0, 1.0
     while spend(units, high) <= budget and high < 1e9:
         low, high = high, 2 * high
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if spend(units, middle) <= budget else (low, middle)
-    left = budget - spend(units, low)
-    left -= _fill(units, low, left)
+    left = _fill(units, low, budget - spend(units, low))
     for unit in sorted(units, key=lambda u: -u.numel):
         if left > 0:
             before = unit.cost
@@ -199,16 +190,12 @@ def _share(unit: Unit, level: float) -> float:
 
 
 def _fill(units: list[Unit], level: float, left: int) -> int:
-    """Raise sizes one by one, the largest deficit first, as long as the step fits: parameters spent."""
-    spent = 0
+    """Raise sizes one by one, the largest deficit first, as long as the step fits: the parameters left."""
     while True:
-        steps = []
-        for unit in units:
-            step = unit.step()
-            if 0 < step <= min(left - spent, unit.numel * unit.count - unit.cost):
-                steps.append(((_share(unit, level) - unit.cost) / step, unit, step))
+        steps = [(unit.step(), unit) for unit in units]
+        steps = [(step, unit) for step, unit in steps if 0 < step <= min(left, unit.numel * unit.count - unit.cost)]
         if not steps:
-            return spent
-        _, unit, step = max(steps, key=lambda s: s[0])
+            return left
+        step, unit = max(steps, key=lambda s: (_share(s[1], level) - s[1].cost) / s[0])
         unit.size += 1
-        spent += step
+        left -= step

@@ -21,18 +21,12 @@ from gbfunc.types import Params, TensorMap
 
 FORMAT = "gbfunc-genome-2"
 
-MAX_PLAN_BYTES = 4 << 20
-"""Largest JSON of a plan that a file may hold: a few kB of zeros, unpacked, fill any memory."""
-
+# What is read at most: a few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON,
+# takes 64 bytes; a leaf, of one number perhaps, takes 20 us.
+MAX_PLAN_BYTES, _MAX_DICTS, _MAX_LISTS = 4 << 20, 1 << 16, 1 << 18
 _MAX_PACKED = MAX_PLAN_BYTES // 2
 MAX_HEADER_BYTES = _MAX_PACKED + (1 << 12)
-"""Largest header that is read."""
-
 MAX_LEAVES = 1 << 15
-"""Most leaves of a genome that are read: each takes some 20 us, and may be of one number."""
-
-_MAX_DICTS, _MAX_LISTS = 1 << 16, 1 << 18
-"""Of a plan's JSON, where three characters of an empty one take 64 bytes of memory."""
 
 _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
 """What safetensors calls the dtypes."""
@@ -68,13 +62,9 @@ def file_parts(stored: TensorMap) -> dict[str, list[torch.Tensor]]:
 
 
 def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
-    """All that stands before the data.
+    """All that stands before the data, from the plan and its leaves in the plan's dtypes and as they are stored.
 
-    Args:
-        plan_json: the plan.
-        leaves: the leaves in the plan's dtypes.
-        stored: the leaves as they are stored; their narrower dtype is named only where some leaf has it.
-        digest: SHA-256 of the content.
+    Their narrower dtype is named only where some leaf has it, so that a genome has one file.
 
     Raises:
         ValueError: if the plan is larger than what is read.

@@ -115,14 +115,9 @@ def _buffer(name: Any, shape: Any, dtype: Any, persistent: Any) -> BufferPlan:
 
 
 def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -> TensorPlan:
-    bare = TensorPlan(
-        name=_text(entry["name"]),
-        shape=_shape(entry["shape"]),
-        dtype=_text(entry.get("dtype", "float32")),
-        kind=_text(entry["kind"]),
-        aliases=tuple(_text(a) for a in entry.get("aliases", [])),
-        note=_text(entry.get("note", "")),
-    )
+    aliases, note = tuple(map(_text, entry.get("aliases", []))), _text(entry.get("note", ""))
+    name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
+    bare = TensorPlan(name, shape, dtype, entry["kind"], aliases=aliases, note=note)
     if "slots" not in entry:
         return bare
     slots = []

@@ -117,7 +117,6 @@ def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: i
             raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
         if metadata["format"] != FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
-        # The key was called so before the argument of `save` was called dtype.
         if (name := metadata.get("numbers")) is not None and name not in STORED_DTYPES:
             raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
         dtype = None if name is None else STORED_DTYPES[name]
