@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
@@ -364,12 +365,10 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
     if weights.is_meta:
         norm = "Norm" in type(choice.info.module).__name__ and choice.info.attribute == "weight"
         return fallback, float(vector and norm)
-    values = KINDS[choice.tensor.kind].unfold(weights)[part]
-    least, most = (float(x) for x in values.aminmax())
-    if not (math.isfinite(least) and math.isfinite(most)):
+    values = KINDS[choice.tensor.kind].unfold(weights)[part].double()
+    largest, std = float(torch.linalg.vector_norm(values, math.inf)), float(values.std(correction=0))
+    if not math.isfinite(largest):
         raise ValueError(f"parameter {choice.tensor.name!r} of the p-net holds values that are not finite")
-    values = values.double()
-    std, mean = float(values.std(correction=0)), float(values.mean()) if vector else 0.0
-    tiny = std <= 1e-8 * max(1.0, abs(least), abs(most))
-    choice.scales[part] = (fallback if tiny else std), mean
+    tiny = std <= 1e-8 * max(1.0, largest)
+    choice.scales[part] = (fallback if tiny else std), float(values.mean()) if vector else 0.0
     return choice.scales[part]

@@ -52,25 +52,24 @@ class Ensemble:
         if not self.hypernet.shares:
             return self.n_tiles
         sizes: dict[str, int] = {}
-        for span in self.spans:
-            sizes[span.slot.group] = max(sizes.get(span.slot.group, 0), span.slot.grid.n_tiles)
+        for slot in (span.slot for span in self.spans):
+            sizes[slot.group] = max(sizes.get(slot.group, 0), slot.grid.n_tiles)
         return sum(sizes.values())
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Group of every tile [T]: its own, or one for each place within slots of the same group."""
+        """Group of every tile [T]: one each, or one for each place within slots of the same group."""
         if not self.hypernet.shares:
             return np.arange(self.n_tiles)
         numbers: dict[str, NDArray[np.int64]] = {}
-        taken, groups_T = 0, np.empty(self.n_tiles, dtype=np.int64)
-        for span in self.spans:
-            known = numbers.get(span.slot.group, np.empty(0, dtype=np.int64))
-            n_tiles = span.slot.grid.n_tiles
-            new = max(0, n_tiles - len(known))
-            numbers[span.slot.group] = known = np.append(known, np.arange(taken, taken + new))
-            groups_T[span.first : span.first + n_tiles] = known[:n_tiles]
-            taken += new
-        return groups_T
+        taken, groups = 0, []
+        for slot in (span.slot for span in self.spans):
+            known = numbers.get(slot.group, np.empty(0, dtype=np.int64))
+            new = np.arange(taken, taken + slot.grid.n_tiles - len(known))
+            numbers[slot.group] = known = np.append(known, new)
+            groups.append(known[: slot.grid.n_tiles])
+            taken += len(new)
+        return np.concatenate(groups)
 
     @property
     def leaves(self) -> dict[str, Leaf]:

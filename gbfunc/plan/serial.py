@@ -16,10 +16,7 @@ from gbfunc.types import JSON
 VERSION = 1
 
 # What is read at most: whatever a file declares, it takes no more than a second and some MB to find out.
-_MAX_TENSORS = 1 << 14
-_MAX_DIMS = 64  # torch has no tensors of more.
-_MAX_LAYERS = 256
-_MAX_TILES = 1 << 24
+_MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS, _MAX_TILES = 1 << 14, 64, 256, 1 << 24
 
 
 def plan_to_json(tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], target: str) -> str:

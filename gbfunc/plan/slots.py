@@ -80,7 +80,7 @@ class TensorPlan:
     """One parameter of the p-net.
 
     Attributes:
-        name: its name.
+        name: its name in the p-net.
         shape: its shape.
         dtype: its dtype, such as `"float32"`.
         kind: layer kind, a key of `gbfunc.layers.KINDS`.

@@ -7,7 +7,6 @@ digest, what else the loop must know, and a SHA-256 over all of it. It appears b
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -306,10 +305,10 @@ def _lock(folder: Path) -> int:
         # Unlike lockf's, this lock is of the open file: another one in this process is refused, and closing that
         # does not release this.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            os.close(lock)
-            raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
+    except (BlockingIOError, PermissionError) as error:
+        os.close(lock)
+        raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
+    except OSError:
         return lock  # A file system without locks: what looks left over may be in the making.
     for path in folder.iterdir():
         if _LEFTOVER.fullmatch(path.name):
