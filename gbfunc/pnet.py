@@ -125,11 +125,7 @@ def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
 
 
 def skeleton_of(pnet: nn.Module) -> nn.Module:
-    """A copy of the module with every parameter and buffer on the meta device; no data is copied.
-
-    Raises:
-        ValueError: if the module cannot be copied.
-    """
+    """A copy of the module with every tensor on the meta device; `ValueError` for one that cannot be copied."""
     return _copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
 
 

@@ -27,11 +27,9 @@ from gbfunc.types import MatrixDims
 
 Rule = tuple[str, Hypernet | None]
 Codes = tuple[Encoding | None, Encoding | None]
-_KERNEL_BANDWIDTH = 2.0
 _DIRECT_SHARE = 0.25
 """Direct vectors may take this part of a size target; beyond it the longest are generated."""
 
-_BYTE_ROUNDS = 16
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Where to look for the smallest file, in multiples of the fewest parameters."""
 
@@ -110,18 +108,17 @@ def make_plan(
     asked = None if compression is None else f"a compression of {compression:,.10g}x"
     codes = _check_encodings(encodings or {}, choices, promotes=target is not None)
 
-    def attempt(params: int | None, direct_share: float) -> Plan:
+    def build(params: int | None, direct_share: float = _DIRECT_SHARE) -> Plan:
         fresh = [replace(c) for c in choices]
         if params is not None:
-            _promote_vectors(fresh, params, hypernet, max_tile, direct_share)
-        return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words)
-
-    def build(params: int | None) -> Plan:
+            _promote_vectors(fresh, direct_share * params, hypernet, max_tile)
         try:
-            return attempt(params, _DIRECT_SHARE)
+            return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words)
         except TargetTooSmall:
-            # With every vector generated that is smaller so: what fails now is below the smallest genome.
-            return attempt(params, 0.0)
+            # With every vector generated that is smaller so: what fails then is below the smallest genome.
+            if not direct_share:
+                raise
+        return build(params, 0.0)
 
     return build(target) if genome_bytes is None else _plan_for_bytes(build, genome_bytes, total)
 
@@ -165,7 +162,7 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Pla
             return error.least, build(error.least)
 
     best, low, high, guess, push = None, 0, total, min(limit // 4, total), 1
-    for _ in range(_BYTE_ROUNDS):
+    for _ in range(16):
         reached, plan = nearest(max(1, guess))
         over = genome_file_bytes(plan) - limit
         if over <= 0:
@@ -194,15 +191,13 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Pla
     )
 
 
-def _promote_vectors(
-    choices: list[Candidate], target: int, hypernet: Hypernet, max_tile: MaxTile, direct_share: float
-) -> None:
-    """Generate the longest vectors where direct ones would take more than a share of the target."""
+def _promote_vectors(choices: list[Candidate], most: float, hypernet: Hypernet, max_tile: MaxTile) -> None:
+    """Generate the longest vectors where direct ones would take more than `most` parameters."""
     direct = sum(c.tensor.numel for c in choices if c.hypernet is None and c.tensor.kind == "vector")
     for choice in sorted((c for c in choices if c.movable), key=lambda c: -c.tensor.numel):
         (matrix,) = choice.tensor.matrices
         unit = Unit(matrix, hypernet, _default_codes(matrix, (None, None)), max_tile, count=1)
-        if direct <= direct_share * target or unit.cost_of((1, 1), 1) >= unit.numel:
+        if direct <= most or unit.cost_of((1, 1), 1) >= unit.numel:
             return
         choice.hypernet = hypernet
         note = "generated: direct vectors would take over a quarter of the target"
@@ -346,7 +341,7 @@ def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding
     """Binary codes of rows and columns; a convolution's columns by channel and place in the kernel."""
     columns = binary()
     if (n := math.prod(matrix.kernel)) > 1:
-        columns = per_axis(columns, grid(*matrix.kernel, bandwidth=_KERNEL_BANDWIDTH), n)
+        columns = per_axis(columns, grid(*matrix.kernel, bandwidth=2.0), n)
     return given[0] or binary(), given[1] or columns
 
 

@@ -43,11 +43,7 @@ def stored_dtype(trained: torch.dtype, dtype: torch.dtype | None) -> torch.dtype
 
 
 def stored_leaves(leaves: TensorMap, dtype: torch.dtype | None) -> Params:
-    """The leaves as they are stored: trained ones of a wider floating-point dtype in `dtype`.
-
-    Raises:
-        ValueError: if there are more than are read.
-    """
+    """The leaves as they are stored: trained ones of a wider floating-point dtype in `dtype`; no more than are read."""
     if len(leaves) > MAX_LEAVES:
         raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
     return {k: x if k.startswith("buffers/") else x.to(stored_dtype(x.dtype, dtype)) for k, x in leaves.items()}
@@ -64,10 +60,7 @@ def file_parts(stored: TensorMap) -> dict[str, list[torch.Tensor]]:
 def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
     """All that stands before the data, from the plan and its leaves in the plan's dtypes and as they are stored.
 
-    Their narrower dtype is named only where some leaf has it, so that a genome has one file.
-
-    Raises:
-        ValueError: if the plan is larger than what is read.
+    Their narrower dtype is named only where some leaf has it. Raises `ValueError` for a plan larger than what is read.
     """
     check_limits(json.loads(plan_json))
     narrowed = {dtype_name(x.dtype) for k, x in stored.items() if x.dtype != leaves[k].dtype}
@@ -104,10 +97,8 @@ _WORDS = (
 def pack_plan(text: str) -> str:
     """Base85 (the alphabet of `base64.b85encode`) of zlib of a plan's JSON; about a fifth as long.
 
-    The same text gives the same result wherever the same zlib is in use; any result is read everywhere.
-
-    Raises:
-        ValueError: if it is longer than what is read.
+    The same text gives the same result wherever the same zlib is in use; any result is read everywhere. Raises
+    `ValueError` for one that is longer than what is read.
     """
     data = text.encode()
     _check_size(data)
@@ -119,11 +110,7 @@ def pack_plan(text: str) -> str:
 
 
 def unpack_plan(packed: str) -> str:
-    """Undo `pack_plan`.
-
-    Raises:
-        ValueError: for anything that it did not write, before more than `MAX_PLAN_BYTES` are unpacked.
-    """
+    """Undo `pack_plan`; `ValueError` for anything else, before more than `MAX_PLAN_BYTES` are unpacked."""
     unpacker = zlib.decompressobj(zdict=_WORDS)
     try:
         data = base64.b85decode(packed)

@@ -49,11 +49,7 @@ def plan_to_json(tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], t
 def plan_from_json(
     text: str, factories: Sequence[Callable[..., Any]] = ()
 ) -> tuple[tuple[TensorPlan, ...], tuple[BufferPlan, ...], str]:
-    """Read what `plan_to_json` wrote: tensors, buffers and target.
-
-    Raises:
-        ValueError: for anything that is not a valid plan.
-    """
+    """Read what `plan_to_json` wrote: tensors, buffers and target; `ValueError` for anything else."""
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = json.loads(text)
@@ -73,11 +69,7 @@ def plan_from_json(
 
 
 def check_limits(data: JSON) -> None:
-    """Refuse a plan, as JSON, that would take long to read.
-
-    Raises:
-        ValueError: naming the limit.
-    """
+    """Raise `ValueError` for a plan, as JSON, that would take long to read."""
     tensors, buffers, hypernets = data["tensors"], data.get("buffers", []), data["hypernets"]
     shapes = [t["shape"] for t in tensors] + [b[1] for b in buffers]
     options = [value for h in hypernets for value in h.values() if isinstance(value, list)]

@@ -85,8 +85,7 @@ class Plan:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the g-nets: float64 for a p-net of float64, else float32."""
-        wide = any(t.dtype == "float64" for t in self.tensors)
-        return torch.float64 if wide else torch.float32
+        return torch.float64 if any(t.dtype == "float64" for t in self.tensors) else torch.float32
 
     @cached_property
     def leaf_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -169,29 +168,29 @@ _COLUMNS = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "no
 def _table(plan: Plan) -> list[str]:
     """Every tensor with its role, tiles, parameters and bytes, under a head and a rule; [] without tensors."""
     rows: list[dict[str, str | int]] = []
-    itemsize = plan.dtype.itemsize
+
+    def add(name: str, role: str, count: int, itemsize: int, **cells: str) -> None:
+        rows.append({"tensor": name, "role": role, "parameters": count, "bytes": count * itemsize, **cells})
+
     for t in plan.tensors:
-        row = {"tensor": t.name, "shape": _dims(t), "role": t.role, "note": t.note}
         if t.slots:
             types = {f"{s.hypernet.type}({s.hypernet.size})" if s.hypernet.size else s.hypernet.type for s in t.slots}
             grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in t.slots}
             parts = f"{len(t.slots)} x " if len(t.slots) > 1 else ""
-            count = sum(s.tile_params for s in t.slots)
             made = {"by": ", ".join(sorted(types)), "tiles": parts + ", ".join(sorted(grids))}
-            rows.append(row | made | {"parameters": count, "bytes": count * itemsize})
+            count, itemsize = sum(s.tile_params for s in t.slots), plan.dtype.itemsize
         else:
-            rows.append(row | {"parameters": t.numel, "bytes": t.numel * DTYPES[t.dtype].itemsize})
-        tied = {"role": "tied", "by": f"to {t.name}", "parameters": 0, "bytes": 0}
-        rows += [{"tensor": alias, **tied} for alias in t.aliases]
+            made, count, itemsize = {}, t.numel, DTYPES[t.dtype].itemsize
+        add(t.name, t.role, count, itemsize, shape=_dims(t), note=t.note, **made)
+        for alias in t.aliases:
+            add(alias, "tied", 0, 0, by=f"to {t.name}")
     for e in plan.ensembles:
         if e.hypernet.shares:
             count = ensemble_params(e.hypernet, e.dims, 0, e.n_groups)
-            shared = {"role": "shared", "by": "code weights", "parameters": count, "bytes": count * itemsize}
-            rows.append({"tensor": f"({e.name})", **shared})
+            add(f"({e.name})", "shared", count, plan.dtype.itemsize, by="code weights")
     for b in plan.buffers:
         numel = math.prod(b.shape)
-        counts = {"parameters": f"({numel:,})", "bytes": numel * DTYPES[b.dtype].itemsize}
-        rows.append({"tensor": b.name, "shape": _dims(b), "role": "buffer", **counts})
+        add(b.name, "buffer", numel, DTYPES[b.dtype].itemsize, shape=_dims(b), parameters=f"({numel:,})")
     columns = []
     for name in _COLUMNS:
         cells = [f"{x:,}" if isinstance(x, int) else x for x in (row.get(name, "") for row in rows)]

@@ -38,7 +38,6 @@ _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.safetensors\.[0-9a-f]{16}")
-_NOT_ONE = "is not a checkpoint to go on from"
 
 
 class Checkpointer:
@@ -210,16 +209,14 @@ def _restore(
     named = path.is_file() or _NAME.fullmatch(path.name)
     for file in [path] if named else _list_steps(path).values():
         try:
-            metadata, tensors = _decode(file.read_bytes())
-        except (ValueError, OSError) as error:
-            if not named:
+            try:
+                metadata, tensors = _decode(file.read_bytes())
+            except (ValueError, OSError) as error:
+                if named:
+                    raise
                 skipped.append(f"{file.name}: {error}")
                 continue
-            if isinstance(error, OSError):
-                raise
-            raise ValueError(f"{file} {_NOT_ONE}: {error}") from error
-        # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
-        try:
+            # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
             extra = _check_metadata(metadata, plan, check)
             compare_trees(flat, tensors, "it was saved with another optimizer or p-net")
             for name, leaf in flat.items():
@@ -227,7 +224,7 @@ def _restore(
                 if name.endswith("/fingerprint") and not torch.equal(tensors[name], leaf.cpu()):
                     raise ValueError("it was saved with another class of optimizer")
         except ValueError as error:
-            raise ValueError(f"{file} {_NOT_ONE}: {error}") from error
+            raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
         for name, leaf in flat.items():
             # In the layout of the leaf that is there: sums may depend on it in the last bit.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])

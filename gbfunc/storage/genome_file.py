@@ -1,8 +1,7 @@
 """The genome as one self-describing file, `genome.safetensors`. No pickle.
 
-All leaves of a dtype are one tensor in it; the plan, compressed JSON in the header, knows their shapes. Everything is
-checked on the way in: a file that is cut short, flipped, misnamed, misshapen, not finite or that declares absurd sizes
-gives a `ValueError`, and nothing is loaded.
+Everything is checked on the way in: a file that is cut short, flipped, misnamed, misshapen, not finite or that declares
+absurd sizes gives a `ValueError`, and nothing is loaded.
 """
 
 from __future__ import annotations
