@@ -148,10 +148,7 @@ def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """A copy of the module that holds the given weights and buffers as its own; ties and modes are kept.
-
-    Those named in `bare` are taken as they are, all others copied.
-    """
+    """A copy of the module with copies of these weights and buffers, those in `bare` as they are; ties are kept."""
     both = {**weights, **buffers}
     return _copy_with(pnet, lambda name, _: both[name].detach() if name in bare else both[name].detach().clone())
 
@@ -249,7 +246,7 @@ class PureNet:
 
     def _call(self, weights: TensorMap, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = {**weights, **buffers}
-        # Not by functional_call's own tie_weights, which would go through all parameters at every call.
+        # Not by functional_call's tie_weights, which would go through all parameters at every call.
         tensors |= {alias: tensors[name] for alias, name in self._ties.items()}
         self._shared.cache = {}
         try:

@@ -30,15 +30,11 @@ class Unit:
     """Slots of equal shape, codes and hypernetwork, which get equal sizes: the sharing group, or one slot.
 
     Attributes:
-        matrix: their matrix.
         hypernet: their hypernetwork; its size is what is sought unless it has one.
-        codes: codes of rows and columns.
         max_tile: largest tile, None for the rule above.
-        group: their sharing group.
         count: number of slots.
         cut: tiles along rows and columns where `max_tile` is None.
-        size: the size chosen.
-        larger: how many of the first slots have one size more.
+        larger: how many of the first slots have one size more than `size`.
     """
 
     matrix: MatrixDims
@@ -83,7 +79,7 @@ class Unit:
         return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
-        """The largest size within the budget, the weights' own number and the type's limit; at least 1."""
+        """The largest size within the budget, the number of weights and the type's limit; at least 1."""
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
         budget = min(budget, self.numel * self.count)
         low = 1

@@ -36,14 +36,9 @@ _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 
 @dataclass
 class Candidate:
-    """One parameter and what is to become of it.
+    """One parameter, its plan without slots, and what generates it, None where it is direct.
 
-    Attributes:
-        info: the parameter.
-        tensor: its plan, without slots.
-        hypernet: what generates it, or None where it is direct.
-        movable: whether a size target may turn it from direct into generated.
-        scales: `_initial_scale` of its matrices, as far as known.
+    A size target may have a `movable` one generated; `scales` keeps `_initial_scale` of its matrices.
     """
 
     info: ParameterInfo
@@ -346,7 +341,7 @@ def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding
 
 
 def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
-    """Standard deviation and offset of a slot: the p-net's own initial ones.
+    """Standard deviation and offset of a slot: those of the p-net's initial weights.
 
     A vector keeps its mean as the offset. Where the deviation is zero or undefined (one entry, a meta-device p-net) it
     is 1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector.

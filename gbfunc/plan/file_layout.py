@@ -77,7 +77,7 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     return len(text).to_bytes(8, "little") + text
 
 
-# What plans are made of, the most frequent last, so that a small plan's own text need not spell it out. It is part of
+# What plans are made of, the most frequent last, so that a small plan's text need not spell it out. It is part of
 # the format: with other words, older files cannot be read.
 _WORDS = (
     b'{"type":"module","factory":"{"type":"xox","genes":{"type":"low_rank","rank":{"type":"stochastic","hidden":['

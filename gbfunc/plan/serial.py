@@ -107,10 +107,8 @@ def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -
     aliases, note = tuple(map(_text, entry.get("aliases", []))), _text(entry.get("note", ""))
     name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
     bare = TensorPlan(name, shape, dtype, entry["kind"], aliases=aliases, note=note)
-    if "slots" not in entry:
-        return bare
-    slots = []
-    for values, matrix in zip(entry["slots"], bare.matrices, strict=True):
+    slots, matrices = [], bare.matrices if "slots" in entry else ()
+    for values, matrix in zip(entry.get("slots", ()), matrices, strict=True):
         h, tile_rows, tile_cols, row_code, col_code, scale, offset, *group = values
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)
         codes = encodings[row_code], encodings[col_code]

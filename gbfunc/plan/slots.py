@@ -38,9 +38,7 @@ class Slot:
     Attributes:
         hypernet: the g-nets' type, with its size.
         grid: the tiles.
-        row_code: code of the rows.
-        col_code: code of the columns.
-        scale: standard deviation of the p-net's own initialisation.
+        scale: standard deviation of the p-net's initialisation.
         offset: its mean, for vectors; 0 otherwise.
         group: tiles at the same place of slots of the same group share leaves, where the hypernetwork shares any.
     """
@@ -80,8 +78,6 @@ class TensorPlan:
     """One parameter of the p-net.
 
     Attributes:
-        name: its name in the p-net.
-        shape: its shape.
         dtype: its dtype, such as `"float32"`.
         kind: layer kind, a key of `gbfunc.layers.KINDS`.
         slots: its matrices where it is generated, `()` where it is direct.

@@ -129,8 +129,8 @@ class Plan:
             size = genome_file_bytes(self)
             on_disk = f"{size:,} bytes on disk (header and buffers included)"
             in_bytes = f", {self.dense_bytes / size:.1f}x in bytes"
-        except ValueError as error:
-            # A g-net from a function that has no import path: it trains, but has no file.
+        except (ValueError, RuntimeError) as error:
+            # A g-net from a function that has no import path trains, but has no file; nor has a size beyond torch's.
             on_disk, in_bytes = f"not to be saved: {error}", ""
         lines = [
             *_table(self),

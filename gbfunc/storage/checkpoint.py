@@ -90,7 +90,7 @@ class Checkpointer:
         """Copy a state and write it in the background; waits only for the write before, if that is still going on.
 
         Args:
-            state: a `TrainState`; on many ranks, each gives its own part.
+            state: a `TrainState`; on many ranks, each gives its part.
             extra: what else the loop must know to go on, as JSON: position in the data, states of generators, history.
 
         Raises:

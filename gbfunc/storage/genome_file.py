@@ -44,7 +44,7 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
         plan: the plan.
         genome: a `Genome` or `TrainState`.
         dtype: `torch.float16` or `torch.bfloat16` stores g-nets and direct parameters of a wider dtype in this one,
-            each rounded to the nearest; buffers stay as they are. `load` gives the plan's own dtypes back.
+            each rounded to the nearest; buffers stay as they are. `load` gives the plan's dtypes back.
 
     Returns:
         Bytes written; the same genome gives the same bytes.
@@ -73,10 +73,7 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    factories: Sequence[Callable[..., Any]] = (),
-    max_pnet_bytes: int = 64 << 30,
+    path: str | os.PathLike[str], *, factories: Sequence[Callable[..., Any]] = (), max_pnet_bytes: int = 64 << 30
 ) -> tuple[Plan, Genome]:
     """Read what `save` wrote, with everything checked.
 
