@@ -1,4 +1,4 @@
-"""A grown p-net as a module of its own, for everything that takes an `nn.Module`: evaluation, export, serving."""
+"""A grown p-net as a plain module, for everything that takes an `nn.Module`: evaluation, export, serving."""
 
 from __future__ import annotations
 
@@ -33,22 +33,21 @@ def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bo
     generator = Generator(plan, pnet=pnet if factored else None, lazy=factored)
     with torch.no_grad():
         tensors = generator(genome.gnets, genome.direct)
-    forms, dense = {}, {}
+    forms, weights = {}, {}
     for tensor in plan.tensors:
-        form = generator.forms.get(tensor.name)
+        name, dtype, form = tensor.name, DTYPES[tensor.dtype], generator.forms.get(tensor.name)
         if not isinstance(form, FactoredWeight):
-            dense[tensor.name] = tensors[tensor.name]
+            weights[name] = tensors[name].to(dtype)
             continue
-        factors = {k: tensors[f"{tensor.name}_form.{k}"].to(DTYPES[tensor.dtype]) for k in form.inputs}
+        factors = {k: tensors[f"{name}_form.{k}"].to(dtype) for k in form.inputs}
         form.hold(factors)
         if sum(x.numel() for x in factors.values()) < tensor.numel:
-            forms |= dict.fromkeys((tensor.name, *tensor.aliases), form)
+            forms |= dict.fromkeys((name, *tensor.aliases), form)
+            # A layer with factors has no use for the memory of its weight: one entry stands there until it is removed.
+            weights[name] = torch.zeros((), dtype=dtype).expand(tensor.shape)
         else:
-            dense[tensor.name] = form.make().detach()
-    # A layer with factors has no use for the memory of its weight: one entry stands there until it is taken out.
-    bare = {t.name: torch.zeros((), dtype=plan.dtype).expand(t.shape) for t in plan.tensors if t.name in forms}
-    PureNet(pnet).check(dense | bare, genome.buffers)
-    dtypes = {t.name: DTYPES[t.dtype] for t in plan.tensors}
-    net = with_weights(pnet, {k: w.to(dtypes[k]) for k, w in (dense | bare).items()}, genome.buffers, bare=bare)
+            weights[name] = form.make().detach().to(dtype)
+    PureNet(pnet).check(weights, genome.buffers)
+    net = with_weights(pnet, weights, genome.buffers, bare=forms)
     install(net, forms, shown=False)
     return net

@@ -72,10 +72,10 @@ def check_pnet(pnet: nn.Module) -> None:
             if base.__name__ in _WRAPPERS:
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base.__name__}{where}: {_WRAPPERS[base.__name__]}")
-    for what, tensors in (("parameter", pnet.named_parameters()), ("buffer", pnet.named_buffers())):
-        for name, tensor in tensors:
-            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-                raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
+    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
@@ -125,22 +125,17 @@ def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
 
 
 def skeleton_of(pnet: nn.Module) -> nn.Module:
-    """A copy of the module with every parameter and buffer on the meta device; no data is copied.
-
-    Raises:
-        ValueError: if the module cannot be copied.
-    """
+    """A copy of the module with every tensor on the meta device; `ValueError` for one that cannot be copied."""
     return _copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
 
 
 def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """A deep copy in which every parameter and buffer is what `replace(name, tensor)` returns; ties are kept."""
     memo: dict[int, Any] = {}
-    for name, parameter in pnet.named_parameters():
-        fresh = replace(name, parameter.detach())
-        memo[id(parameter)] = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
-    for name, buffer in pnet.named_buffers():
-        memo[id(buffer)] = replace(name, buffer.detach())
+    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+        fresh = replace(name, tensor.detach())
+        trained = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
     for module in pnet.modules():
         for value in vars(module).values():
             # Activations that a forward left behind carry a graph, which deepcopy refuses.
@@ -153,10 +148,7 @@ def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """A copy of the module that holds the given weights and buffers as its own; ties and modes are kept.
-
-    Those named in `bare` are taken as they are, all others copied.
-    """
+    """A copy of the module with copies of these weights and buffers, those in `bare` as they are; ties are kept."""
     both = {**weights, **buffers}
     return _copy_with(pnet, lambda name, _: both[name].detach() if name in bare else both[name].detach().clone())
 
@@ -212,12 +204,11 @@ class PureNet:
         forms = forms or {}
         self.skeleton = skeleton_of(pnet)
         self._parameters: dict[str, TensorSpec] = {}
-        for info in parameter_infos(pnet):
-            inputs = forms[info.name].inputs if info.name in forms else None
-            shape = TensorSpec(tuple(info.tensor.shape))
-            self._parameters |= (
-                {info.name: shape} if inputs is None else {f"{info.name}_form.{k}": _ANY for k in inputs}
-            )
+        for name, _, tensor, *_ in parameter_infos(pnet):
+            if name in forms:
+                self._parameters |= {f"{name}_form.{k}": _ANY for k in forms[name].inputs}
+            else:
+                self._parameters[name] = TensorSpec(tuple(tensor.shape))
         self._buffers = dict.fromkeys(buffers_of(pnet), _ANY)
         self._ties = _ties(pnet, forms)
         install(self.skeleton, forms, shown=True)
@@ -270,7 +261,7 @@ class PureNet:
 
     def _call(self, weights: TensorMap, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = {**weights, **buffers}
-        # Not by functional_call's own tie_weights, which would go through all parameters at every call.
+        # Not by functional_call's tie_weights, which would go through all parameters at every call.
         tensors |= {alias: tensors[name] for alias, name in self._ties.items()}
         self._shared.cache = {}
         try:
@@ -288,12 +279,12 @@ def _ties(pnet: nn.Module, forms: Collection[str]) -> dict[str, str]:
     """Other names of tied parameters and buffers without a form: `{alias: name}`, one for each place."""
     first: dict[int, str] = {}
     ties, places = {}, set()
-    for members in (pnet.named_parameters, pnet.named_buffers):
-        for name, tensor in members(remove_duplicate=False):
-            prefix, _, attribute = name.rpartition(".")
-            place = (id(pnet.get_submodule(prefix)), attribute)
-            original = first.setdefault(id(tensor), name)
-            if original != name and place not in places and original not in forms:
-                ties[name] = original
-            places.add(place)
+    buffers = pnet.named_buffers(remove_duplicate=False)
+    for name, tensor in (*pnet.named_parameters(remove_duplicate=False), *buffers):
+        prefix, _, attribute = name.rpartition(".")
+        place = (id(pnet.get_submodule(prefix)), attribute)
+        original = first.setdefault(id(tensor), name)
+        if original != name and place not in places and original not in forms:
+            ties[name] = original
+        places.add(place)
     return ties

@@ -143,3 +143,9 @@ def test_a_file_alone_makes_no_factory_run() -> None:
     _, plan = PLANS["module"]
     with pytest.raises(ValueError, match="needs the g-net factory"):
         Plan.from_json(plan.to_json())
+
+
+def test_a_tensor_larger_than_torch_has_any_is_reported() -> None:
+    text = '{"version":1,"hypernets":[],"encodings":[],"tensors":[{"name":"w","shape":[1%s,4],"kind":"matrix"}]}'
+    report = Plan.from_json(text % ("0" * 18)).report()
+    assert "dense 4,000,000,000,000,000,000 parameters" in report and "not to be saved" in report

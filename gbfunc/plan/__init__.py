@@ -1,10 +1,6 @@
-"""The static plan and how it is made.
+"""The static plan: `slots` and `spec` say what it is, `ensembles` what goes together, `build` and `budget` make it.
 
-`slots` and `spec` say what it is, `ensembles` what goes together; `build` chooses what is generated, `budget` how
-large.
-
-`serial` writes and reads it as JSON, `file_layout` says what stands where in the genome's file, and `byte_target`
-meets a size of that file.
+`serial` writes and reads it as JSON, and `file_layout` says what stands where in the genome's file.
 """
 
 from gbfunc.plan.build import make_plan

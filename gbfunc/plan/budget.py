@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -31,30 +30,27 @@ class Unit:
     """Slots of equal shape, codes and hypernetwork, which get equal sizes: the sharing group, or one slot.
 
     Attributes:
-        matrix: their matrix.
         hypernet: their hypernetwork; its size is what is sought unless it has one.
-        codes: codes of rows and columns.
         max_tile: largest tile, None for the rule above.
         count: number of slots.
         cut: tiles along rows and columns where `max_tile` is None.
-        size: the size found.
+        larger: how many of the first slots have one size more than `size`.
     """
 
     matrix: MatrixDims
     hypernet: Hypernet
     codes: tuple[Encoding, Encoding]
     max_tile: MaxTile
+    group: str = ""
     count: int = 0
+    # The whole matrix: smaller tiles only shorten min(r, c), so no cut helps a size that is given.
     cut: tuple[int, int] = (1, 1)
     size: int = 1
-    fixed: bool = field(init=False)
-    _tilings: dict[tuple[int, int], tuple[int, TileDims]] = field(init=False, default_factory=dict)
+    larger: int = 0
+    _tilings: dict[tuple[int, int], tuple[TileGrid, TileDims]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fixed = self.hypernet.size is not None
-        if self.fixed:
-            # The whole matrix: smaller tiles only shorten min(r, c), so no cut helps a size that is given.
-            self.size = self.hypernet.size or 0
         self.numel = self.matrix.rows * self.matrix.cols
         # Tiles cut channels, never the kernel that a channel's columns span.
         self._kernel = math.prod(self.matrix.kernel)
@@ -65,33 +61,25 @@ class Unit:
         """Parameters of all its slots at the present size and cut."""
         return self.cost_of(self.cut, self.size)
 
-    def grid(self, cut: tuple[int, int] | None = None) -> TileGrid:
-        """The tiles of one slot."""
-        if self.max_tile is not None:
-            return tile_grid(self.matrix, self.max_tile)
-        n_rows, n_cols = cut or self.cut
-        rows, cols = -(-self.matrix.rows // n_rows), self._kernel * -(-self._channels // n_cols)
-        return TileGrid(self.matrix.rows, self.matrix.cols, rows, cols)
-
-    def sized(self, size: int | None = None) -> Hypernet:
-        """Its hypernetwork with a size."""
-        return self.hypernet if self.fixed else self.hypernet.with_size(self.size if size is None else size)
-
-    def tiling(self, cut: tuple[int, int] | None = None) -> tuple[int, TileDims]:
-        """How many tiles a slot has, and one of them as a g-net sees it."""
-        cut = cut or self.cut
+    def tiling(self, cut: tuple[int, int]) -> tuple[TileGrid, TileDims]:
+        """The tiles of one slot, and one of them as a g-net sees it."""
         if cut not in self._tilings:
-            self._tilings[cut] = self.grid(cut).n_tiles, tile_dims(self.grid(cut), *self.codes)
+            if self.max_tile is None:
+                rows, cols = -(-self.matrix.rows // cut[0]), self._kernel * -(-self._channels // cut[1])
+                grid = TileGrid(self.matrix.rows, self.matrix.cols, rows, cols)
+            else:
+                grid = tile_grid(self.matrix, self.max_tile)
+            self._tilings[cut] = grid, tile_dims(grid, *self.codes)
         return self._tilings[cut]
 
     def cost_of(self, cut: tuple[int, int], size: int) -> int:
         """Parameters of all its slots at a size and cut."""
-        tiles, dims = self.tiling(cut)
+        grid, dims = self.tiling(cut)
         a_tile, a_group = _costs(self.hypernet, None if self.fixed else size, dims)
-        return tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
+        return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
-        """The largest size within the budget, the weights' own number and the type's limit; at least 1."""
+        """The largest size within the budget, the number of weights and the type's limit; at least 1."""
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
         budget = min(budget, self.numel * self.count)
         low = 1
@@ -102,20 +90,17 @@ class Unit:
 
     def step(self) -> int:
         """Parameters that one size more costs; 0 where the type or the rule for tiles allows no more."""
-        size, limit = self.size + 1, self.hypernet.max_size(self.tiling()[1])
-        if (
-            self.fixed
-            or (limit is not None and size > limit)
-            or (self.max_tile is None and not self.fits(self.cut, size))
-        ):
+        size = self.size + 1
+        most = self.hypernet.max_size(self.tiling(self.cut)[1]) or size
+        if self.fixed or size > most or not self.fits(self.cut, size):
             return 0
         return self.cost_of(self.cut, size) - self.cost
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
-        """The rule for the number of tiles."""
+        """Whether the rule for the number of tiles allows a size; any size fits tiles that are given."""
         dims = self.tiling(cut)[1]
         thin = min(self.matrix.rows, self.matrix.cols) < _THIN and 2 * size <= _THIN
-        return thin or 2 * size <= min(dims.rows, dims.cols)
+        return self.max_tile is not None or thin or 2 * size <= min(dims.rows, dims.cols)
 
     def _halved(self, cut: tuple[int, int]) -> tuple[int, int] | None:
         """The longer side of the tile cut in two, or None where nothing is left to cut."""
@@ -132,7 +117,7 @@ class Unit:
         if self.fixed:
             return
         self.cut, self.size = (1, 1), self.largest((1, 1), budget)
-        while self.max_tile is None and not self.fits(self.cut, self.size):
+        while not self.fits(self.cut, self.size):
             finer = self._halved(self.cut)
             if finer is None or self.cost_of(finer, 1) > min(budget, self.numel * self.count):
                 return
@@ -155,10 +140,7 @@ class Unit:
 
 def _cuts(length: int, n: int) -> list[int]:
     """From `n` pieces to twice as many: the fewest for each length that pieces can have."""
-    fewest: dict[int, int] = {}
-    for pieces in range(n, min(2 * n, length) + 1):
-        fewest.setdefault(-(-length // pieces), pieces)
-    return list(fewest.values())
+    return sorted({-(-length // pieces): pieces for pieces in range(min(2 * n, length), n - 1, -1)}.values())
 
 
 @lru_cache(maxsize=1 << 16)
@@ -168,45 +150,32 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
     return ensemble_params(sized, dims, 1, 0), ensemble_params(sized, dims, 0, 1)
 
 
-def allocate(units: list[Unit], budget: int, impossible: Callable[[int], Exception]) -> list[int]:
-    """Choose every unit's size so that all together cost at most `budget` parameters, and almost that.
-
-    Args:
-        units: what is to be sized; changed in place.
-        budget: parameters for all of them.
-        impossible: makes the error for a budget below the least possible cost, which it is given.
-
-    Returns:
-        For each unit, how many of its first slots may have one size more.
-
-    Raises:
-        Exception: `impossible(least)`.
-    """
+def spend(units: list[Unit], level: float) -> int:
+    """Choose every unit's size for its share at a level: the parameters of all, the least that is possible at 0."""
     for unit in units:
-        unit.set_budget(0)
-    least = sum(unit.cost for unit in units)
-    if least > budget:
-        raise impossible(least)
+        unit.set_budget(_share(unit, level))
+    return sum(unit.cost for unit in units)
+
+
+def allocate(units: list[Unit], budget: int) -> None:
+    """Choose sizes that cost at most `budget` parameters, which `spend(units, 0)` does not exceed, and almost that."""
     low, high = 0.0, 1.0
-    while _spend(units, high) <= budget and high < 1e9:
+    while spend(units, high) <= budget and high < 1e9:
         low, high = high, 2 * high
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if _spend(units, middle) <= budget else (low, middle)
-    _spend(units, low)
-    left = budget - sum(unit.cost for unit in units)
-    left -= _fill(units, low, left)
+        low, high = (middle, high) if spend(units, middle) <= budget else (low, middle)
+    left = _fill(units, low, budget - spend(units, low))
     for unit in sorted(units, key=lambda u: -u.numel):
         if left > 0:
             before = unit.cost
             unit.refine(before + left)
             left -= unit.cost - before
-    extras = []
     for unit in units:
-        extra, step = _extra(unit, left) if left > _TOLERANCE * budget else (0, 0)
-        left -= extra * step
-        extras.append(extra)
-    return extras
+        step = 0 if unit.hypernet.shares else unit.step() // unit.count
+        if step and left > _TOLERANCE * budget:
+            unit.larger = min(unit.count - 1, left // step)
+            left -= unit.larger * step
 
 
 def _share(unit: Unit, level: float) -> float:
@@ -216,31 +185,13 @@ def _share(unit: Unit, level: float) -> float:
     return level * unit.numel ** (1 / 3) * a_feature
 
 
-def _spend(units: list[Unit], level: float) -> int:
-    for unit in units:
-        unit.set_budget(_share(unit, level))
-    return sum(unit.cost for unit in units)
-
-
 def _fill(units: list[Unit], level: float, left: int) -> int:
-    """Raise sizes one by one, the largest deficit first, as long as the step fits: parameters spent."""
-    spent = 0
+    """Raise sizes one by one, the largest deficit first, as long as the step fits: the parameters left."""
     while True:
-        steps = []
-        for unit in units:
-            step = unit.step()
-            if 0 < step <= min(left - spent, unit.numel * unit.count - unit.cost):
-                steps.append(((_share(unit, level) - unit.cost) / step, unit, step))
+        steps = [(unit.step(), unit) for unit in units]
+        steps = [(step, unit) for step, unit in steps if 0 < step <= min(left, unit.numel * unit.count - unit.cost)]
         if not steps:
-            return spent
-        _, unit, step = max(steps, key=lambda s: s[0])
+            return left
+        step, unit = max(steps, key=lambda s: (_share(s[1], level) - s[1].cost) / s[0])
         unit.size += 1
-        spent += step
-
-
-def _extra(unit: Unit, left: int) -> tuple[int, int]:
-    """How many slots of a unit can have one size more for what is left, and what each costs."""
-    step = unit.step() // unit.count
-    if unit.count == 1 or unit.hypernet.shares or step == 0:
-        return 0, 0
-    return min(unit.count - 1, left // step), step
+        left -= step

@@ -8,69 +8,44 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
 from gbfunc.hypernets import Hypernet, periodic
-from gbfunc.layers import LayerKind, layer_kind
-from gbfunc.plan.budget import Unit, allocate
-from gbfunc.plan.byte_target import TargetTooSmall, bytes_in_words, plan_for_bytes
+from gbfunc.layers import KINDS, layer_kind
+from gbfunc.plan.budget import Unit, allocate, spend
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, dtype_name
-from gbfunc.plan.spec import Plan
+from gbfunc.plan.spec import Plan, genome_file_bytes
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import MaxTile, check_max_tile
 from gbfunc.types import MatrixDims
 
 Rule = tuple[str, Hypernet | None]
 Codes = tuple[Encoding | None, Encoding | None]
-_KERNEL_BANDWIDTH = 2.0
 _DIRECT_SHARE = 0.25
 """Direct vectors may take this part of a size target; beyond it the longest are generated."""
+
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
+"""Where to look for the smallest file, in multiples of the fewest parameters."""
 
 
 @dataclass
 class Candidate:
-    """One parameter and what is to become of it.
+    """One parameter, its plan without slots, and what generates it, None where it is direct.
 
-    Attributes:
-        info: the parameter.
-        kind: its layer kind.
-        hypernet: what generates it, or None where it is direct.
-        movable: whether a size target may turn it from direct into generated.
-        note: why.
-        scales: `_initial_scale` of its matrices, as far as known.
+    A size target may have a `movable` one generated; `scales` keeps `_initial_scale` of its matrices.
     """
 
     info: ParameterInfo
-    kind: LayerKind
+    tensor: TensorPlan
     hypernet: Hypernet | None
     movable: bool = False
-    note: str = ""
     scales: dict[int, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def numel(self) -> int:
-        """Its entries."""
-        return self.info.tensor.numel()
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self.info.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.info.tensor.shape)
-
-    @property
-    def matrices(self) -> tuple[MatrixDims, ...]:
-        """The matrices it folds from."""
-        return self.kind.matrices(self.shape)
 
 
 def make_plan(
@@ -122,211 +97,220 @@ def make_plan(
     buffers = tuple(
         BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved) for name, (b, saved) in buffers_of(pnet).items()
     )
-    total = sum(c.numel for c in choices)
-    target = _target(total, genome_params, genome_bytes, compression, hypernet)
+    total = sum(c.tensor.numel for c in choices)
+    targets = {"genome_params": genome_params, "genome_bytes": genome_bytes, "compression": compression}
+    target, words = _target(total, hypernet, targets)
     asked = None if compression is None else f"a compression of {compression:,.10g}x"
     codes = _check_encodings(encodings or {}, choices, promotes=target is not None)
 
-    def build(params: int | None, words: str) -> Plan:
-        def attempt(direct_share: float) -> Plan:
-            fresh = [replace(c) for c in choices]
-            if params is not None:
-                _promote_vectors(fresh, params, hypernet, max_tile, direct_share)
-            return _build(fresh, params, codes, max_tile, buffers, words, asked)
-
+    def build(params: int | None, direct_share: float = _DIRECT_SHARE) -> Plan:
+        fresh = [replace(c) for c in choices]
+        if params is not None:
+            _promote_vectors(fresh, direct_share * params, hypernet, max_tile)
         try:
-            return attempt(_DIRECT_SHARE)
+            return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words)
         except TargetTooSmall:
-            # With every vector generated that is smaller so: what fails now is below the smallest genome.
-            return attempt(0.0)
+            # With every vector generated that is smaller so: what fails then is below the smallest genome.
+            if not direct_share:
+                raise
+        return build(params, 0.0)
 
-    if target is None:
-        return build(None, "")
-    return build(*target) if genome_bytes is None else plan_for_bytes(build, genome_bytes, total)
+    return build(target) if genome_bytes is None else _plan_for_bytes(build, genome_bytes, total)
 
 
-def _target(
-    total: int, params: int | None, size: int | None, compression: float | None, hypernet: Hypernet
-) -> tuple[int, str] | None:
-    given = {"genome_params": params, "genome_bytes": size, "compression": compression}
-    named = {k: v for k, v in given.items() if v is not None}
-    if not named:
-        return None
-    if len(named) > 1:
-        raise ValueError(f"give at most one of genome_params, genome_bytes and compression, got {named}")
-    (key, value), *_ = named.items()
+def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None]) -> tuple[int | None, str]:
+    """The number of the size target and how the plan words it; None and "" where none is given."""
+    given = {k: v for k, v in targets.items() if v is not None}
+    if not given:
+        return None, ""
+    if len(given) > 1:
+        raise ValueError(f"give at most one of genome_params, genome_bytes and compression, got {given}")
+    ((key, value),) = given.items()
     if hypernet.size is not None and hypernet.sizable:
         raise ValueError(f"{key}={value} and an explicit size ({hypernet}) exclude each other: drop one")
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or (key != "compression" and not isinstance(value, int)) or not value > (key == "compression"):
-        kind = "a number > 1" if key == "compression" else "an int >= 1"
-        raise ValueError(f"{key} must be {kind}, got {value!r}")
+    kinds, least, what = (float | int, 1, "a number > 1") if key == "compression" else (int, 0, "an int >= 1")
+    if isinstance(value, bool) or not isinstance(value, kinds) or not value > least:
+        raise ValueError(f"{key} must be {what}, got {value!r}")
     if key == "compression":
-        return int(total / value), f"{value:g}x fewer parameters, at most {int(total / value):,}"
-    if key == "genome_params":
-        if value >= total:
-            raise ValueError(f"genome_params={value:,} is no compression: the p-net has {total:,} parameters")
-        return int(value), f"at most {value:,} parameters"
-    return int(value), bytes_in_words(int(value))
+        params = int(total / value)
+        return params, f"{value:g}x fewer parameters, at most {params:,}"
+    if key == "genome_params" and value >= total:
+        raise ValueError(f"genome_params={value:,} is no compression: the p-net has {total:,} parameters")
+    return int(value), f"at most {value:,} {'bytes' if key == 'genome_bytes' else 'parameters'}"
 
 
-def _promote_vectors(
-    choices: list[Candidate], target: int, hypernet: Hypernet, max_tile: MaxTile, direct_share: float
-) -> None:
-    """Generate the longest vectors where direct ones would take more than a share of the target."""
-    movable = sorted((c for c in choices if c.movable), key=lambda c: -c.numel)
-    direct = sum(c.numel for c in choices if c.hypernet is None and c.kind.name == "vector")
-    for choice in movable:
-        n = choice.numel
-        codes = _default_codes(choice.matrices[0], (None, None))
-        unit = Unit(choice.matrices[0], hypernet, codes, max_tile, count=1)
-        if direct <= direct_share * target or unit.cost_of((1, 1), 1) >= n:
+class TargetTooSmall(ValueError):
+    """A size target below the parameters of the smallest genome, `least`."""
+
+    def __init__(self, words: str, least: int) -> None:
+        super().__init__(words)
+        self.least = least
+
+
+def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Plan:
+    """The largest plan whose file stays within `limit` bytes, by correcting the number of parameters."""
+
+    def nearest(params: int) -> tuple[int, Plan]:
+        try:
+            return params, build(params)
+        except TargetTooSmall as error:
+            return error.least, build(error.least)
+
+    best, low, high, guess, push = None, 0, total, min(limit // 4, total), 1
+    for _ in range(16):
+        reached, plan = nearest(max(1, guess))
+        over = genome_file_bytes(plan) - limit
+        if over <= 0:
+            low, push = reached, 1
+            best = plan if best is None or plan.genome_params > best.genome_params else best
+        else:
+            high, push = min(high, reached), 2 * push
+        if -0.02 * limit <= over <= 0 or high - low <= 1 or reached > guess >= low:
+            break
+        guess = reached - push * -(-over // plan.dtype.itemsize)
+        if not low < guess < high:
+            guess = (low + high) // 2
+    if best is not None:
+        return best
+    # Fewer parameters can need more bytes: a short vector takes less room than the words that say how to generate it.
+    least, _ = nearest(1)
+    smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=genome_file_bytes)
+    if (size := genome_file_bytes(smallest)) <= limit:
+        return smallest
+    # The plan is in the file, and in the plan the target.
+    while (named := genome_file_bytes(replace(smallest, target=f"at most {size:,} bytes"))) > size:
+        size = named
+    raise ValueError(
+        f"at most {limit:,} bytes cannot be reached: the smallest genome's file has {size:,} bytes "
+        "(header and buffers included)"
+    )
+
+
+def _promote_vectors(choices: list[Candidate], most: float, hypernet: Hypernet, max_tile: MaxTile) -> None:
+    """Generate the longest vectors where direct ones would take more than `most` parameters."""
+    direct = sum(c.tensor.numel for c in choices if c.hypernet is None and c.tensor.kind == "vector")
+    for choice in sorted((c for c in choices if c.movable), key=lambda c: -c.tensor.numel):
+        (matrix,) = choice.tensor.matrices
+        unit = Unit(matrix, hypernet, _default_codes(matrix, (None, None)), max_tile, count=1)
+        if direct <= most or unit.cost_of((1, 1), 1) >= unit.numel:
             return
         choice.hypernet = hypernet
-        choice.note = "generated: direct vectors would take over a quarter of the target"
-        direct -= n
+        note = "generated: direct vectors would take over a quarter of the target"
+        choice.tensor = replace(choice.tensor, note=note)
+        direct -= unit.numel
 
 
-def _build(
-    choices: list[Candidate],
-    target: int | None,
-    codes: Mapping[str, Codes],
-    max_tile: MaxTile,
-    buffers: tuple[BufferPlan, ...],
-    words: str,
-    asked: str | None,
-) -> Plan:
-    parts: list[tuple[Candidate, int, tuple[Any, ...]]] = []
+def _tensors(
+    choices: list[Candidate], target: int | None, codes: Mapping[str, Codes], max_tile: MaxTile, asked: str | None
+) -> tuple[TensorPlan, ...]:
+    """The plans of all parameters, sized for a target or by default."""
+    parts: list[tuple[str, tuple[float, float], Unit]] = []
     units: dict[tuple[Any, ...], Unit] = {}
     for choice in choices:
         if choice.hypernet is None:
             continue
-        hypernet = choice.hypernet
+        name, hypernet = choice.tensor.name, choice.hypernet
         if target is None and hypernet.size is None:
-            hypernet = choice.hypernet = hypernet.with_size(hypernet.default_size)
+            hypernet = hypernet.with_size(hypernet.default_size)
         tile = max_tile if hypernet.standardised else None
-        for part, matrix in enumerate(choice.matrices):
-            pair = _default_codes(matrix, codes.get(choice.name, (None, None)))
+        for part, matrix in enumerate(choice.tensor.matrices):
+            scale = _initial_scale(choice, matrix, part)
+            # Slots share code weights that have these in common: name without numbers, part and shape.
+            alike = f"{re.sub(r'[0-9]+', '*', name)}:{part}:{matrix.rows}x{matrix.cols}"
+            pair = _default_codes(matrix, codes.get(name, (None, None)))
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
                 # A flattened image, say: tiles cut its channels, as they do a convolution's.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            key = (matrix, hypernet, pair, _group(choice, part) if hypernet.shares else "")
-            parts.append((choice, part, key))
-            units.setdefault(key, Unit(matrix, hypernet, pair, tile)).count += 1
-    extras = dict.fromkeys(units, 0)
+            key = matrix, hypernet, pair, alike if hypernet.shares else ""
+            unit = units.setdefault(key, Unit(matrix, hypernet, pair, tile, key[-1]))
+            unit.count += 1
+            parts.append((name, scale if hypernet.standardised else (1.0, 0.0), unit))
     if target is not None:
-        direct = sum(c.numel for c in choices if c.hypernet is None)
-        left = target - direct
-        more = allocate(list(units.values()), left, lambda least: _too_small(choices, target, direct, least, asked))
-        extras = dict(zip(units, more, strict=True))
+        kept = sum(c.tensor.numel for c in choices if c.hypernet is None)
+        least = spend(list(units.values()), 0)
+        if kept + least > target:
+            raise _too_small(choices, target, kept, least, asked)
+        allocate(list(units.values()), target - kept)
     slots: dict[str, list[Slot]] = {}
-    for choice, part, key in parts:
-        unit = units[key]
-        size = unit.size + 1 if extras[key] > 0 else unit.size
-        extras[key] -= 1
-        scale, offset = _initial_scale(choice, choice.matrices[part], part)
-        sized = unit.sized(size)
-        if not sized.standardised:
-            scale, offset = 1.0, 0.0
-        group = _group(choice, part) if sized.shares else ""
-        slots.setdefault(choice.name, []).append(Slot(sized, unit.grid(), *unit.codes, scale, offset, group))
-    return Plan(
-        tuple(
-            TensorPlan(
-                *(c.name, c.shape, dtype_name(c.info.tensor.dtype), c.kind.name),
-                slots=tuple(slots.get(c.name, ())),
-                aliases=c.info.aliases,
-                note=c.note,
-            )
-            for c in choices
-        ),
-        buffers,
-        words,
-    )
-
-
-def _group(choice: Candidate, part: int) -> str:
-    """What slots have in common that share code weights: kind, name without numbers, part and shape."""
-    matrix = choice.matrices[part]
-    return f"{re.sub(r'[0-9]+', '*', choice.name)}:{part}:{matrix.rows}x{matrix.cols}"
+    for name, scale, unit in parts:
+        size = unit.size + 1 if unit.larger > 0 else unit.size
+        unit.larger -= 1
+        sized = unit.hypernet if unit.fixed else unit.hypernet.with_size(size)
+        slots.setdefault(name, []).append(Slot(sized, unit.tiling(unit.cut)[0], *unit.codes, *scale, unit.group))
+    return tuple(replace(c.tensor, slots=tuple(slots.get(c.tensor.name, ()))) for c in choices)
 
 
 def _too_small(choices: list[Candidate], target: int, direct: int, least: int, asked: str | None) -> TargetTooSmall:
-    kept = sorted((c for c in choices if c.hypernet is None), key=lambda c: -c.numel)
-    total = sum(c.numel for c in choices)
-    smallest = direct + least
-    big = [c for c in kept if len(c.shape) > 1 and c.numel > 0.05 * target]
+    kept = sorted((c.tensor for c in choices if c.hypernet is None), key=lambda t: -t.numel)
+    big = [t for t in kept if len(t.shape) > 1 and t.numel > 0.05 * target]
+    smallest, total = direct + least, sum(c.tensor.numel for c in choices)
     words = f"{asked or f'a genome of {target:,} parameters'} cannot be reached: the smallest possible genome here has "
     words += f"{smallest:,} parameters ({total / smallest:.1f}x): {direct:,} direct ones "
     words += f"and {least:,} of g-nets at their smallest size"
     if kept:
-        words += "; the largest direct tensors are " + ", ".join(f"{c.name} ({c.numel:,})" for c in kept[:3])
+        words += "; the largest direct tensors are " + ", ".join(f"{t.name} ({t.numel:,})" for t in kept[:3])
     if big:
-        words += "; generate them too: include=[" + ", ".join(repr(re.escape(c.name)) for c in big[:3]) + "]"
-    error = TargetTooSmall(words)
-    error.least = smallest
-    return error
+        words += "; generate them too: include=[" + ", ".join(repr(re.escape(t.name)) for t in big[:3]) + "]"
+    return TargetTooSmall(words, smallest)
 
 
-def _patterns(what: str, patterns: Sequence[str], names: list[str]) -> list[re.Pattern[str]]:
+def _matches(what: str, patterns: Sequence[str], infos: list[ParameterInfo]) -> list[set[str]]:
+    """For each pattern the parameters that it matches, by one of their names."""
     if isinstance(patterns, str):
         raise TypeError(f"{what} must be a list of regular expressions, got the string {patterns!r}")
-    compiled = []
+    matches = []
     for pattern in patterns:
         try:
-            regex = re.compile(pattern)
+            search = re.compile(pattern).search
         except (re.error, TypeError) as error:
             raise ValueError(f"{what} pattern {pattern!r} is not a regular expression: {error}") from error
-        if not any(regex.search(name) for name in names):
+        matches.append({p.name for p in infos if any(map(search, (p.name, *p.aliases)))})
+        if not matches[-1]:
+            names = [n for p in infos for n in (p.name, *p.aliases)]
             raise ValueError(f"{what} pattern {pattern!r} matches no parameter; the p-net has {names}")
-        compiled.append(regex)
-    return compiled
+    return matches
 
 
 def _choose(
     pnet: nn.Module, hypernet: Hypernet, include: Sequence[str], exclude: Sequence[str], rules: Sequence[Rule]
 ) -> list[Candidate]:
     """Every parameter with its kind and hypernetwork: exclude beats rules, which beat include and the default."""
-    parameters = parameter_infos(pnet)
-    names = [n for p in parameters for n in (p.name, *p.aliases)]
-    included, excluded = _patterns("include", include, names), _patterns("exclude", exclude, names)
+    infos = parameter_infos(pnet)
+    included = set[str]().union(*_matches("include", include, infos))
+    excluded = set[str]().union(*_matches("exclude", exclude, infos))
     for rule in rules:
         pair = isinstance(rule, tuple | list) and len(rule) == 2
         if not pair or not (rule[1] is None or isinstance(rule[1], Hypernet)):
             raise TypeError(f"a rule must be (pattern, hypernetwork or None), got {rule!r}")
-    ruled = list(zip(_patterns("rules", [r[0] for r in rules], names), [r[1] for r in rules], strict=True))
+    by_rule: dict[str, Hypernet | None] = {}
+    for names, (_, ruled) in zip(_matches("rules", [r[0] for r in rules], infos), rules, strict=True):
+        by_rule = dict.fromkeys(names, ruled) | by_rule
     choices = []
-    for info in parameters:
-
-        def hit(regex: re.Pattern[str], names: tuple[str, ...] = (info.name, *info.aliases)) -> bool:
-            return any(regex.search(name) for name in names)
-
-        tensor = info.tensor
-        kind = layer_kind(info.module, info.attribute, tuple(tensor.shape))
-        choice = Candidate(info, kind, None)
-        rule = next((r for r in ruled if hit(r[0])), None)
-        if any(map(hit, excluded)):
-            choice.note = "excluded"
-        elif rule is not None:
-            choice.hypernet, choice.note = rule[1], "by rule"
-        elif any(map(hit, included)):
-            choice.hypernet, choice.note = hypernet, "included"
-        elif kind.selected:
-            choice.hypernet = hypernet
+    for info in infos:
+        name, weights, shape = info.name, info.tensor, tuple(info.tensor.shape)
+        kind = layer_kind(info.module, info.attribute, shape)
+        if name in excluded:
+            chosen, note = None, "excluded"
+        elif name in by_rule:
+            chosen, note = by_rule[name], "by rule"
+        elif name in included:
+            chosen, note = hypernet, "included"
         else:
-            choice.movable = kind.name == "vector"
-        if not (tensor.numel() and tensor.dtype.is_floating_point):
-            if choice.hypernet is not None and choice.note:
-                what = f"{choice.name!r} ({tensor.dtype}, {tensor.numel()} entries)"
+            chosen, note = hypernet if kind.selected else None, ""
+        movable = not note and kind.name == "vector"
+        if not (weights.numel() and weights.dtype.is_floating_point):
+            if chosen is not None and note:
+                what = f"{name!r} ({weights.dtype}, {weights.numel()} entries)"
                 raise ValueError(f"{what} cannot be generated: exclude it")
-            choice.hypernet, choice.movable = None, False
-        choices.append(choice)
+            chosen, movable = None, False
+        tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)
+        choices.append(Candidate(info, tensor, chosen, movable))
     return choices
 
 
 def _check_encodings(encodings: Mapping[str, Codes], choices: list[Candidate], promotes: bool) -> dict[str, Codes]:
     """The user's codes by parameter name; `promotes`: a size target may turn direct vectors into generated ones."""
-    by_name = {n: c for c in choices for n in (c.name, *c.info.aliases)}
+    by_name = {n: c for c in choices for n in (c.tensor.name, *c.tensor.aliases)}
     checked: dict[str, Codes] = {}
     for name, pair in encodings.items():
         if name not in by_name:
@@ -337,14 +321,14 @@ def _check_encodings(encodings: Mapping[str, Codes], choices: list[Candidate], p
         choice = by_name[name]
         if choice.hypernet is None and not (promotes and choice.movable):
             raise ValueError(f"encodings names {name!r}, which is direct: add it to include or rules")
-        for matrix in choice.matrices:
+        for matrix in choice.tensor.matrices:
             for axis, encoding, n in (("rows", pair[0], matrix.rows), ("columns", pair[1], matrix.cols)):
                 try:
                     if encoding is not None:
                         encoding.check(n)
                 except ValueError as error:
                     raise ValueError(f"encodings[{name!r}], {axis}: {error}") from error
-        checked[choice.name] = (pair[0], pair[1])
+        checked[choice.tensor.name] = (pair[0], pair[1])
     return checked
 
 
@@ -352,12 +336,12 @@ def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding
     """Binary codes of rows and columns; a convolution's columns by channel and place in the kernel."""
     columns = binary()
     if (n := math.prod(matrix.kernel)) > 1:
-        columns = per_axis(columns, grid(*matrix.kernel, bandwidth=_KERNEL_BANDWIDTH), n)
+        columns = per_axis(columns, grid(*matrix.kernel, bandwidth=2.0), n)
     return given[0] or binary(), given[1] or columns
 
 
 def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[float, float]:
-    """Standard deviation and offset of a slot: the p-net's own initial ones.
+    """Standard deviation and offset of a slot: those of the p-net's initial weights.
 
     A vector keeps its mean as the offset. Where the deviation is zero or undefined (one entry, a meta-device p-net) it
     is 1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector.
@@ -365,18 +349,16 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
     # Kept: a target in bytes is met by many plans, and all of them have the same.
     if part in choice.scales:
         return choice.scales[part]
-    tensor = choice.info.tensor.detach()
-    vector = choice.kind.name == "vector"
+    weights = choice.info.tensor.detach()
+    vector = choice.tensor.kind == "vector"
     fallback = 1 / math.sqrt(matrix.rows if vector else matrix.cols)
-    if tensor.is_meta:
+    if weights.is_meta:
         norm = "Norm" in type(choice.info.module).__name__ and choice.info.attribute == "weight"
         return fallback, float(vector and norm)
-    values = choice.kind.unfold(tensor)[part]
-    least, most = (float(x) for x in values.aminmax())
-    if not (math.isfinite(least) and math.isfinite(most)):
-        raise ValueError(f"parameter {choice.name!r} of the p-net holds values that are not finite")
-    values = values.double()
-    std, mean = float(values.std(correction=0)), float(values.mean()) if vector else 0.0
-    tiny = std <= 1e-8 * max(1.0, abs(least), abs(most))
-    choice.scales[part] = (fallback if tiny else std), mean
+    values = KINDS[choice.tensor.kind].unfold(weights)[part].double()
+    largest, std = float(torch.linalg.vector_norm(values, math.inf)), float(values.std(correction=0))
+    if not math.isfinite(largest):
+        raise ValueError(f"parameter {choice.tensor.name!r} of the p-net holds values that are not finite")
+    tiny = std <= 1e-8 * max(1.0, largest)
+    choice.scales[part] = (fallback if tiny else std), float(values.mean()) if vector else 0.0
     return choice.scales[part]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,25 +52,24 @@ class Ensemble:
         if not self.hypernet.shares:
             return self.n_tiles
         sizes: dict[str, int] = {}
-        for span in self.spans:
-            sizes[span.slot.group] = max(sizes.get(span.slot.group, 0), span.slot.grid.n_tiles)
+        for slot in (span.slot for span in self.spans):
+            sizes[slot.group] = max(sizes.get(slot.group, 0), slot.grid.n_tiles)
         return sum(sizes.values())
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Group of every tile [T]: its own, or one for each place within slots of the same group."""
+        """Group of every tile [T]: one each, or one for each place within slots of the same group."""
         if not self.hypernet.shares:
             return np.arange(self.n_tiles)
         numbers: dict[str, NDArray[np.int64]] = {}
-        taken, groups_T = 0, np.empty(self.n_tiles, dtype=np.int64)
-        for span in self.spans:
-            known = numbers.get(span.slot.group, np.empty(0, dtype=np.int64))
-            n_tiles = span.slot.grid.n_tiles
-            new = max(0, n_tiles - len(known))
-            numbers[span.slot.group] = known = np.append(known, np.arange(taken, taken + new))
-            groups_T[span.first : span.first + n_tiles] = known[:n_tiles]
-            taken += new
-        return groups_T
+        taken, groups = 0, []
+        for slot in (span.slot for span in self.spans):
+            known = numbers.get(slot.group, np.empty(0, dtype=np.int64))
+            new = np.arange(taken, taken + slot.grid.n_tiles - len(known))
+            numbers[slot.group] = known = np.append(known, new)
+            groups.append(known[: slot.grid.n_tiles])
+            taken += len(new)
+        return np.concatenate(groups)
 
     @property
     def leaves(self) -> dict[str, Leaf]:
@@ -87,43 +85,30 @@ class Ensemble:
     @cached_property
     def codes(self) -> tuple[Array, Array]:
         """Row codes [U, r, p] and column codes [U, c, q]: U is 1 where all tiles share them, else the tiles."""
-        rows, cols = [], []
-        for span in self.spans:
-            slot, grid = span.slot, span.slot.grid
-            shape = (grid.n_rows, grid.n_cols)
-            rows.append(_spread(slot.row_code.tile_codes(grid.rows, grid.tile_rows), 1, shape))
-            cols.append(_spread(slot.col_code.tile_codes(grid.cols, grid.tile_cols), 0, shape))
-        return _shared(rows), _shared(cols)
+        slots = [span.slot for span in self.spans]
+        rows = [s.row_code.tile_codes(s.grid.rows, s.grid.tile_rows)[:, None] for s in slots]
+        cols = [s.col_code.tile_codes(s.grid.cols, s.grid.tile_cols)[None] for s in slots]
+        return self._of_tiles(rows), self._of_tiles(cols)
 
-
-def _spread(codes: Array, axis: int, shape: tuple[int, int]) -> Array:
-    """Codes of a slot's tiles along one axis, for all its tiles: [u, t, k] -> [n_tiles, t, k]; views where u is 1."""
-    if len(codes) == 1:
-        return np.broadcast_to(codes, (math.prod(shape), *codes.shape[1:]))
-    full = np.broadcast_to(np.expand_dims(codes, axis), (*shape, *codes.shape[1:]))
-    return full.reshape(math.prod(shape), *codes.shape[1:])
-
-
-def _shared(codes: list[Array]) -> Array:
-    """All slots' codes, once where all tiles have the same: [1, t, k], else [T, t, k]."""
-    first = codes[0][:1]
-    # A view of stride 0 repeats one code in all its tiles.
-    distinct = [c[:1] if c.strides[0] == 0 else c for c in codes]
-    if all(len(c) == 1 and np.array_equal(c, first) for c in distinct):
-        return first
-    return np.concatenate(codes)
+    def _of_tiles(self, codes: list[Array]) -> Array:
+        """Codes along one axis, [n_rows or 1, n_cols or 1, t, k] of each slot, for all tiles: [U, t, k]."""
+        if all(c.shape[:2] == (1, 1) and np.array_equal(c, codes[0]) for c in codes):
+            return codes[0][0]
+        grids = [span.slot.grid for span in self.spans]
+        full = (np.broadcast_to(c, (g.n_rows, g.n_cols, *c.shape[2:])) for c, g in zip(codes, grids, strict=True))
+        return np.concatenate([c.reshape(-1, *c.shape[2:]) for c in full])
 
 
 def ensembles_of(tensors: Sequence[TensorPlan]) -> tuple[Ensemble, ...]:
     """The ensembles of all slots, in the order of their first tiles."""
-    found: dict[tuple[Hypernet, TileDims], list[TileSpan]] = {}
+    alike: dict[tuple[Hypernet, TileDims], list[TileSpan]] = {}
     for index, tensor in enumerate(tensors):
         for part, slot in enumerate(tensor.slots):
-            spans = found.setdefault((slot.hypernet, slot.dims), [])
+            spans = alike.setdefault((slot.hypernet, slot.dims), [])
             first = spans[-1].first + spans[-1].slot.grid.n_tiles if spans else 0
             spans.append(TileSpan(index, part, first, slot))
     ensembles: dict[str, Ensemble] = {}
-    for (hypernet, dims), spans in found.items():
+    for (hypernet, dims), spans in alike.items():
         name = base = f"{hypernet.type}{hypernet.size or ''}_{dims.rows}x{dims.cols}"
         while name in ensembles:
             name = f"{base}_{len(ensembles)}"

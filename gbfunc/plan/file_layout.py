@@ -1,4 +1,4 @@
-"""The layout of `genome.safetensors`, so that a plan knows its file's exact size before there is one.
+"""The layout of `genome.safetensors`; of leaves on the meta device it gives the size of a file that is not yet there.
 
     8 bytes    length of the header
     header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and place of every tensor
@@ -11,107 +11,73 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import zlib
-from collections.abc import Mapping
-from typing import TypeAlias
 
 import torch
 
 from gbfunc.plan.serial import check_limits
-from gbfunc.plan.slots import dtype_name
+from gbfunc.plan.slots import DTYPES, dtype_name
+from gbfunc.types import Params, TensorMap
 
 FORMAT = "gbfunc-genome-2"
 
-MAX_PLAN_BYTES = 4 << 20
-"""Largest JSON of a plan that a file may hold: a few kB of zeros, unpacked, fill any memory."""
-
+# What is read at most: a few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON,
+# takes 64 bytes; a leaf, of one number perhaps, takes 20 us.
+MAX_PLAN_BYTES, _MAX_DICTS, _MAX_LISTS = 4 << 20, 1 << 16, 1 << 18
 _MAX_PACKED = MAX_PLAN_BYTES // 2
 MAX_HEADER_BYTES = _MAX_PACKED + (1 << 12)
-"""Largest header that is read."""
-
 MAX_LEAVES = 1 << 15
-"""Most leaves of a genome that are read: each takes some 20 us, and may be of one number."""
 
-_MAX_DICTS, _MAX_LISTS = 1 << 16, 1 << 18
-"""Of a plan's JSON, where three characters of an empty one take 64 bytes of memory."""
+_CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
+"""What safetensors calls the dtypes."""
 
-# In the order of safetensors, which writes wider types first.
-_CODES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-STORED_DTYPES = {dtype_name(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
-"""What trained leaves may be stored as, in place of their own dtype."""
-
-Layout: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype by name: of the leaves `gnets/<ensemble>/<leaf>`, `direct/<name>` and `buffers/<name>`, or of the
-file's tensors, each named by its dtype."""
+STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16")}
+"""What trained leaves may be stored as, in place of the plan's dtypes."""
 
 
-def stored_leaves(leaves: Layout, dtype: torch.dtype | None) -> Layout:
-    """The leaves as they are stored: in `dtype` where it is narrower than a trained floating-point leaf's own."""
-    return {
-        name: (shape, own if name.startswith("buffers/") else stored_dtype(own, dtype))
-        for name, (shape, own) in leaves.items()
-    }
+def stored_dtype(trained: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """The narrower of a trained leaf's dtype, where that is of floating point, and the one asked for."""
+    if dtype is None or not trained.is_floating_point:
+        return trained
+    return min(trained, dtype, key=lambda d: d.itemsize)
 
 
-def stored_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The narrower of a trained leaf's own dtype, where that is of floating point, and the one asked for."""
-    if dtype is None or not own.is_floating_point or dtype.itemsize >= own.itemsize:
-        return own
-    return dtype
-
-
-def file_tensors(stored: Layout) -> Layout:
-    """The file's tensors [n], in the order of the file."""
-    lengths: dict[torch.dtype, int] = {}
-    for shape, dtype in stored.values():
-        lengths[dtype] = lengths.get(dtype, 0) + math.prod(shape)
-    return {dtype_name(d): ((lengths[d],), d) for d in _CODES if d in lengths}
-
-
-def file_header(plan_json: str, leaves: Layout, dtype: torch.dtype | None = None, digest: str = "0" * 64) -> bytes:
-    """All that stands before the data; it names the dtype only where some leaf is not stored in its own.
-
-    Args:
-        plan_json: the plan.
-        leaves: its leaves, in their own dtypes.
-        dtype: what trained floating-point leaves of a wider dtype are stored as; None is their own dtype.
-        digest: SHA-256 of the content.
-
-    Raises:
-        ValueError: if the plan is larger than what is read.
-    """
-    check_limits(json.loads(plan_json))
+def stored_leaves(leaves: TensorMap, dtype: torch.dtype | None) -> Params:
+    """The leaves as they are stored: trained ones of a wider floating-point dtype in `dtype`; no more than are read."""
     if len(leaves) > MAX_LEAVES:
         raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
-    stored = stored_leaves(leaves, dtype)
-    # Called "numbers" in the files.
-    about = {} if stored == leaves else {"numbers": str(dtype).removeprefix("torch.")}
+    return {k: x if k.startswith("buffers/") else x.to(stored_dtype(x.dtype, dtype)) for k, x in leaves.items()}
+
+
+def file_parts(stored: TensorMap) -> dict[str, list[torch.Tensor]]:
+    """What the tensors of the file [n] join, by dtype: the leaves in the order of their names, flattened."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(stored):
+        parts.setdefault(dtype_name(stored[name].dtype), []).append(stored[name].reshape(-1))
+    return {dtype: parts[dtype] for dtype in DTYPES if dtype in parts}
+
+
+def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
+    """All that stands before the data, from the plan and its leaves in the plan's dtypes and as they are stored.
+
+    Their narrower dtype is named only where some leaf has it. Raises `ValueError` for a plan larger than what is read.
+    """
+    check_limits(json.loads(plan_json))
+    narrowed = {dtype_name(x.dtype) for k, x in stored.items() if x.dtype != leaves[k].dtype}
+    about = {"numbers": narrowed.pop()} if narrowed else {}
     metadata = {"format": FORMAT, **about, "plan": pack_plan(plan_json), "sha256": digest}
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for name, (shape, own) in file_tensors(stored).items():
-        start, end = end, end + math.prod(shape) * own.itemsize
-        header[name] = {"dtype": _CODES[own], "shape": list(shape), "data_offsets": [start, end]}
+    for name, parts in file_parts(stored).items():
+        start, end = end, end + sum(x.nbytes for x in parts)
+        shape = [sum(x.numel() for x in parts)]
+        header[name] = {"dtype": _CODES[name], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
 
 
-# What plans are made of, the most frequent last, so that a small plan's own text need not spell it out. It is part of
+# What plans are made of, the most frequent last, so that a small plan's text need not spell it out. It is part of
 # the format: with other words, older files cannot be read.
 _WORDS = (
     b'{"type":"module","factory":"{"type":"xox","genes":{"type":"low_rank","rank":{"type":"stochastic","hidden":['
@@ -131,10 +97,8 @@ _WORDS = (
 def pack_plan(text: str) -> str:
     """Base85 (the alphabet of `base64.b85encode`) of zlib of a plan's JSON; about a fifth as long.
 
-    The same text gives the same result wherever the same zlib is in use; any result is read everywhere.
-
-    Raises:
-        ValueError: if it is longer than what is read.
+    The same text gives the same result wherever the same zlib is in use; any result is read everywhere. Raises
+    `ValueError` for one that is longer than what is read.
     """
     data = text.encode()
     _check_size(data)
@@ -146,11 +110,7 @@ def pack_plan(text: str) -> str:
 
 
 def unpack_plan(packed: str) -> str:
-    """Undo `pack_plan`.
-
-    Raises:
-        ValueError: for anything that it did not write, before more than `MAX_PLAN_BYTES` are unpacked.
-    """
+    """Undo `pack_plan`; `ValueError` for anything else, before more than `MAX_PLAN_BYTES` are unpacked."""
     unpacker = zlib.decompressobj(zdict=_WORDS)
     try:
         data = base64.b85decode(packed)

@@ -16,10 +16,7 @@ from gbfunc.types import JSON
 VERSION = 1
 
 # What is read at most: whatever a file declares, it takes no more than a second and some MB to find out.
-_MAX_TENSORS = 1 << 14
-_MAX_DIMS = 64  # torch has no tensors of more.
-_MAX_LAYERS = 256
-_MAX_TILES = 1 << 24
+_MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS, _MAX_TILES = 1 << 14, 64, 256, 1 << 24
 
 
 def plan_to_json(tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], target: str) -> str:
@@ -52,11 +49,7 @@ def plan_to_json(tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], t
 def plan_from_json(
     text: str, factories: Sequence[Callable[..., Any]] = ()
 ) -> tuple[tuple[TensorPlan, ...], tuple[BufferPlan, ...], str]:
-    """Read what `plan_to_json` wrote: tensors, buffers and target.
-
-    Raises:
-        ValueError: for anything that is not a valid plan.
-    """
+    """Read what `plan_to_json` wrote: tensors, buffers and target; `ValueError` for anything else."""
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = json.loads(text)
@@ -76,11 +69,7 @@ def plan_from_json(
 
 
 def check_limits(data: JSON) -> None:
-    """Refuse a plan, as JSON, that would take long to read.
-
-    Raises:
-        ValueError: naming the limit.
-    """
+    """Raise `ValueError` for a plan, as JSON, that would take long to read."""
     tensors, buffers, hypernets = data["tensors"], data.get("buffers", []), data["hypernets"]
     shapes = [t["shape"] for t in tensors] + [b[1] for b in buffers]
     options = [value for h in hypernets for value in h.values() if isinstance(value, list)]
@@ -115,18 +104,11 @@ def _buffer(name: Any, shape: Any, dtype: Any, persistent: Any) -> BufferPlan:
 
 
 def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -> TensorPlan:
-    bare = TensorPlan(
-        name=_text(entry["name"]),
-        shape=_shape(entry["shape"]),
-        dtype=_text(entry.get("dtype", "float32")),
-        kind=_text(entry["kind"]),
-        aliases=tuple(_text(a) for a in entry.get("aliases", [])),
-        note=_text(entry.get("note", "")),
-    )
-    if "slots" not in entry:
-        return bare
-    slots = []
-    for values, matrix in zip(entry["slots"], bare.matrices, strict=True):
+    aliases, note = tuple(map(_text, entry.get("aliases", []))), _text(entry.get("note", ""))
+    name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
+    bare = TensorPlan(name, shape, dtype, entry["kind"], aliases=aliases, note=note)
+    slots, matrices = [], bare.matrices if "slots" in entry else ()
+    for values, matrix in zip(entry.get("slots", ()), matrices, strict=True):
         h, tile_rows, tile_cols, row_code, col_code, scale, offset, *group = values
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)
         codes = encodings[row_code], encodings[col_code]

@@ -20,13 +20,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-DTYPES = {
-    dtype_name(d): d
-    for d in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
+_NAMES = "int64 float64 complex64 float32 int32 bfloat16 float16 int16 int8 uint8 bool"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
+"""Of a p-net's tensors, by name; in the order of safetensors, which writes wider ones first."""
 
 
 def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDims:
@@ -42,9 +38,7 @@ class Slot:
     Attributes:
         hypernet: the g-nets' type, with its size.
         grid: the tiles.
-        row_code: code of the rows.
-        col_code: code of the columns.
-        scale: standard deviation of the p-net's own initialisation.
+        scale: standard deviation of the p-net's initialisation.
         offset: its mean, for vectors; 0 otherwise.
         group: tiles at the same place of slots of the same group share leaves, where the hypernetwork shares any.
     """
@@ -84,8 +78,6 @@ class TensorPlan:
     """One parameter of the p-net.
 
     Attributes:
-        name: its name.
-        shape: its shape.
         dtype: its dtype, such as `"float32"`.
         kind: layer kind, a key of `gbfunc.layers.KINDS`.
         slots: its matrices where it is generated, `()` where it is direct.
@@ -104,12 +96,10 @@ class TensorPlan:
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.dtype not in DTYPES:
             raise ValueError(f"{self.name}: unknown kind {self.kind!r} or dtype {self.dtype!r}")
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.shape):
-            raise ValueError(f"{self.name}: a shape holds ints >= 0, got {self.shape}")
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
         # A shape that no layer of the kind has (three in-projections in 7 rows) may have matrices that do not fill it.
-        fits = not sizes or (sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel)
-        if not fits:
+        fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
+        if sizes and not fits:
             raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
 
     @property

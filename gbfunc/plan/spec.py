@@ -14,6 +14,7 @@ from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.file_layout import file_header, stored_leaves
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
+from gbfunc.types import Params
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ class Plan:
     @cached_property
     def genome_params(self) -> int:
         """Trained parameters: all g-nets and all direct parameters."""
-        gnets = sum(ensemble_params(e.hypernet, e.dims, e.n_tiles, e.n_groups) for e in self.ensembles)
-        return gnets + sum(t.numel for t in self.direct)
+        return sum(map(math.prod, self.leaf_shapes.values()))
 
     @property
     def ratio_params(self) -> float:
@@ -85,8 +85,7 @@ class Plan:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the g-nets: float64 for a p-net of float64, else float32."""
-        wide = any(t.dtype == "float64" for t in self.tensors)
-        return torch.float64 if wide else torch.float32
+        return torch.float64 if any(t.dtype == "float64" for t in self.tensors) else torch.float32
 
     @cached_property
     def leaf_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -100,15 +99,12 @@ class Plan:
         return any(e.hypernet.stochastic for e in self.ensembles)
 
     @cached_property
-    def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of all tensors of a genome, in the order of their names.
-
-        These are `gnets/<ensemble>/<leaf>`, `direct/<name>` and `buffers/<name>`.
-        """
-        leaves = {f"gnets/{e.name}/{k}": (s, self.dtype) for e in self.ensembles for k, s in e.shapes.items()}
-        leaves |= {f"direct/{t.name}": (t.shape, DTYPES[t.dtype]) for t in self.direct}
-        leaves |= {f"buffers/{b.name}": (b.shape, DTYPES[b.dtype]) for b in self.buffers}
-        return dict(sorted(leaves.items()))
+    def leaves(self) -> Params:
+        """All tensors of a genome, on the meta device: `gnets/<ensemble>/<leaf>`, `direct/<name>`, `buffers/<name>`."""
+        specs = {f"gnets/{e.name}/{k}": (s, self.dtype) for e in self.ensembles for k, s in e.shapes.items()}
+        specs |= {f"direct/{t.name}": (t.shape, DTYPES[t.dtype]) for t in self.direct}
+        specs |= {f"buffers/{b.name}": (b.shape, DTYPES[b.dtype]) for b in self.buffers}
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()}
 
     def to_json(self) -> str:
         """The plan as JSON; `Plan.from_json` reads it back."""
@@ -133,8 +129,8 @@ class Plan:
             size = genome_file_bytes(self)
             on_disk = f"{size:,} bytes on disk (header and buffers included)"
             in_bytes = f", {self.dense_bytes / size:.1f}x in bytes"
-        except ValueError as error:
-            # A g-net from a function that has no import path: it trains, but has no file.
+        except (ValueError, RuntimeError) as error:
+            # A g-net from a function that has no import path trains, but has no file; nor has a size beyond torch's.
             on_disk, in_bytes = f"not to be saved: {error}", ""
         lines = [
             *_table(self),
@@ -161,51 +157,49 @@ def genome_file_bytes(plan: Plan, dtype: torch.dtype | None = None) -> int:
     Raises:
         ValueError: if the plan cannot be saved.
     """
-    stored = stored_leaves(plan.leaves, dtype).values()
-    header = file_header(plan.to_json(), plan.leaves, dtype)
-    return len(header) + sum(math.prod(shape) * stored_as.itemsize for shape, stored_as in stored)
+    stored = stored_leaves(plan.leaves, dtype)
+    header = file_header(plan.to_json(), plan.leaves, stored)
+    return len(header) + sum(x.nbytes for x in stored.values())
 
 
-_HEAD = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
-_COUNTS = ("parameters", "bytes")
-
-
-def _row(tensor: TensorPlan, itemsize: int) -> tuple[str, ...]:
-    shape = "x".join(map(str, tensor.shape)) or "1"
-    if not tensor.slots:
-        size = tensor.numel * DTYPES[tensor.dtype].itemsize
-        return (tensor.name, shape, "direct", "", "", f"{tensor.numel:,}", f"{size:,}", tensor.note)
-    by = {f"{s.hypernet.type}({s.hypernet.size})" if s.hypernet.size else s.hypernet.type for s in tensor.slots}
-    grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in tensor.slots}
-    parts = f"{len(tensor.slots)} x " if len(tensor.slots) > 1 else ""
-    count = sum(s.tile_params for s in tensor.slots)
-    return (
-        *(tensor.name, shape, "generated", ", ".join(sorted(by)), parts + ", ".join(sorted(grids))),
-        *(f"{count:,}", f"{count * itemsize:,}", tensor.note),
-    )
+_COLUMNS = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
 
 
 def _table(plan: Plan) -> list[str]:
-    """Every tensor with its role, tiles, parameters and bytes."""
-    rows, itemsize = [], plan.dtype.itemsize
-    for tensor in plan.tensors:
-        rows.append(_row(tensor, itemsize))
-        rows += [(a, "", "tied", f"to {tensor.name}", "", "0", "0", "") for a in tensor.aliases]
+    """Every tensor with its role, tiles, parameters and bytes, under a head and a rule; [] without tensors."""
+    rows: list[dict[str, str | int]] = []
+
+    def add(name: str, role: str, count: int, itemsize: int, **cells: str) -> None:
+        rows.append({"tensor": name, "role": role, "parameters": count, "bytes": count * itemsize, **cells})
+
+    for t in plan.tensors:
+        if t.slots:
+            types = {f"{s.hypernet.type}({s.hypernet.size})" if s.hypernet.size else s.hypernet.type for s in t.slots}
+            grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in t.slots}
+            parts = f"{len(t.slots)} x " if len(t.slots) > 1 else ""
+            made = {"by": ", ".join(sorted(types)), "tiles": parts + ", ".join(sorted(grids))}
+            count, itemsize = sum(s.tile_params for s in t.slots), plan.dtype.itemsize
+        else:
+            made, count, itemsize = {}, t.numel, DTYPES[t.dtype].itemsize
+        add(t.name, t.role, count, itemsize, shape=_dims(t), note=t.note, **made)
+        for alias in t.aliases:
+            add(alias, "tied", 0, 0, by=f"to {t.name}")
     for e in plan.ensembles:
         if e.hypernet.shares:
             count = ensemble_params(e.hypernet, e.dims, 0, e.n_groups)
-            rows.append((f"({e.name})", "", "shared", "code weights", "", f"{count:,}", f"{count * itemsize:,}", ""))
+            add(f"({e.name})", "shared", count, plan.dtype.itemsize, by="code weights")
     for b in plan.buffers:
         numel = math.prod(b.shape)
-        shape = "x".join(map(str, b.shape)) or "1"
-        rows.append((b.name, shape, "buffer", "", "", f"({numel:,})", f"{numel * DTYPES[b.dtype].itemsize:,}", ""))
-    if not rows:
-        return []
-    used = [i for i in range(len(_HEAD)) if i < 4 or any(row[i] for row in rows)]
-    widths = {i: max(len(row[i]) for row in (_HEAD, *rows)) for i in used}
+        add(b.name, "buffer", numel, DTYPES[b.dtype].itemsize, shape=_dims(b), parameters=f"({numel:,})")
+    columns = []
+    for name in _COLUMNS:
+        cells = [f"{x:,}" if isinstance(x, int) else x for x in (row.get(name, "") for row in rows)]
+        if any(cells) or name in _COLUMNS[:4]:
+            width = max(map(len, [name, *cells]))
+            place = str.rjust if name in ("parameters", "bytes") else str.ljust
+            columns.append([place(cell, width) for cell in (name, "-" * width, *cells)])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)] if rows else []
 
-    def line(row: tuple[str, ...]) -> str:
-        cells = (row[i].rjust(widths[i]) if _HEAD[i] in _COUNTS else row[i].ljust(widths[i]) for i in used)
-        return "  ".join(cells).rstrip()
 
-    return [line(_HEAD), "  ".join("-" * widths[i] for i in used), *map(line, rows)]
+def _dims(tensor: TensorPlan | BufferPlan) -> str:
+    return "x".join(map(str, tensor.shape)) or "1"

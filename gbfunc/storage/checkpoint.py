@@ -7,7 +7,6 @@ digest, what else the loop must know, and a SHA-256 over all of it. It appears b
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -36,10 +35,9 @@ except ImportError:  # Windows has no such locks: there, leftovers of killed pro
     fcntl = None
 
 _FORMAT = "gbfunc-checkpoint-1"
-_DIGEST_PLACEHOLDER = "0" * 64
+_NO_DIGEST = "0" * 64
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.safetensors\.[0-9a-f]{16}")
-_NOT_ONE = "is not a checkpoint to go on from"
 
 
 class Checkpointer:
@@ -74,8 +72,7 @@ class Checkpointer:
     def __init__(self, folder: str | os.PathLike[str], train_step: TrainStep, *, keep: int = 3) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be an int >= 1, got {keep!r}")
-        self._folder, self._keep = Path(folder), keep
-        self._train_step = train_step
+        self._folder, self._keep, self._train_step = Path(folder), keep, train_step
         self._plan = json.dumps(_plan_summary(train_step.plan))
         self._unlock: Callable[[], object] = lambda: None
 
@@ -93,7 +90,7 @@ class Checkpointer:
         """Copy a state and write it in the background; waits only for the write before, if that is still going on.
 
         Args:
-            state: a `TrainState`; on many ranks, each gives its own part.
+            state: a `TrainState`; on many ranks, each gives its part.
             extra: what else the loop must know to go on, as JSON: position in the data, states of generators, history.
 
         Raises:
@@ -107,10 +104,9 @@ class Checkpointer:
         # A donated state is overwritten by the next step, and `extra` may be changed by the caller.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
         about = {"plan": self._plan, "extra": json.dumps(dict(extra or {}))}
-        before = self._pending
-        failure = None if before is None else before.exception()
+        failure = self._pending and self._pending.exception()
         self._pending = self._writer.submit(self._write, int(state.step), tensors, about)
-        if failure is not None:
+        if failure:
             raise failure
 
     def wait(self) -> Path | None:
@@ -149,10 +145,10 @@ class Checkpointer:
             why = error.strerror or str(error)
             message = f"the checkpoint of step {step} could not be written ({why}); those before it are intact"
             raise OSError(error.errno, message, str(path)) from error
-        for old in _list_steps(self._folder, up_to=step)[self._keep :]:
-            # It costs only its space.
+        older = [file for n, file in _list_steps(self._folder).items() if n <= step]
+        for file in older[self._keep :]:
             with contextlib.suppress(OSError):
-                old.unlink()
+                file.unlink()
         return path
 
 
@@ -198,50 +194,42 @@ def load_checkpoint(
     """
     mesh, whole = train_step.mesh, train_step.gather(like)
     flat = flatten_tree(whole)
-
-    def find() -> tuple[JSON, Path | None, list[str]]:
-        tensors, extra, file, skipped = _find(Path(path), train_step.plan, flat, check)
-        flat.update(tensors)
-        return extra, file, skipped
-
-    extra, file, skipped = _on_rank_0(mesh, find)
+    extra, file, skipped = _on_rank_0(mesh, lambda: _restore(Path(path), train_step.plan, flat, check))
     if file is None:
-        return Checkpoint(like, {}, None, tuple(skipped))
+        return Checkpoint(like, {}, None, skipped)
     restored = dict(zip(flat, from_rank_0(mesh, list(flat.values())), strict=True))
-    state: Any = train_step.shard(unflatten_tree(restored, whole))
-    return Checkpoint(state, extra, file, tuple(skipped))
+    return Checkpoint(train_step.shard(unflatten_tree(restored, whole)), extra, file, skipped)
 
 
-def _find(
-    path: Path, plan: Plan, like: Params, check: Callable[[JSON], None]
-) -> tuple[Params, JSON, Path | None, list[str]]:
-    """Tensors and extra of the newest valid checkpoint, its file, and why others were skipped."""
+def _restore(
+    path: Path, plan: Plan, flat: Params, check: Callable[[JSON], None]
+) -> tuple[JSON, Path | None, tuple[str, ...]]:
+    """Put the tensors of the newest valid checkpoint into `flat`: its extra, its file, and why others were skipped."""
     skipped: list[str] = []
     named = path.is_file() or _NAME.fullmatch(path.name)
-    for file in [path] if named else _list_steps(path):
+    for file in [path] if named else _list_steps(path).values():
         try:
-            metadata, tensors = _decode(file.read_bytes())
-        except (ValueError, OSError) as error:
-            if named and isinstance(error, OSError):
-                raise
-            if named:
-                raise ValueError(f"{file} {_NOT_ONE}: {error}") from error
-            skipped.append(f"{file.name}: {error}")
-            continue
-        # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
-        try:
+            try:
+                metadata, tensors = _decode(file.read_bytes())
+            except (ValueError, OSError) as error:
+                if named:
+                    raise
+                skipped.append(f"{file.name}: {error}")
+                continue
+            # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
             extra = _check_metadata(metadata, plan, check)
-            compare_trees(like, tensors, "it was saved with another optimizer or p-net")
-            for name, leaf in like.items():
+            compare_trees(flat, tensors, "it was saved with another optimizer or p-net")
+            for name, leaf in flat.items():
                 # What an optimizer's state is of, not a value that carries over.
                 if name.endswith("/fingerprint") and not torch.equal(tensors[name], leaf.cpu()):
                     raise ValueError("it was saved with another class of optimizer")
         except ValueError as error:
-            raise ValueError(f"{file} {_NOT_ONE}: {error}") from error
-        # In the layout of `like`: sums may depend on it in the last bit.
-        fitted = {k: torch.empty_like(v, requires_grad=False).copy_(tensors[k]) for k, v in like.items()}
-        return fitted, extra, file, skipped
-    return {}, {}, None, skipped
+            raise ValueError(f"{file} is not a checkpoint to go on from: {error}") from error
+        for name, leaf in flat.items():
+            # In the layout of the leaf that is there: sums may depend on it in the last bit.
+            flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
+        return extra, file, tuple(skipped)
+    return {}, None, tuple(skipped)
 
 
 def _check_metadata(metadata: dict[str, str], plan: Plan, check: Callable[[JSON], None]) -> JSON:
@@ -270,9 +258,9 @@ def _plan_summary(plan: Plan) -> JSON:
 
 def _encode(tensors: Params, about: dict[str, str]) -> bytes:
     """A safetensors file with the SHA-256 of itself, as it is with a placeholder in the place of the digest."""
-    data = to_bytes(tensors, {"format": _FORMAT, "sha256": _DIGEST_PLACEHOLDER, **about})
+    data = to_bytes(tensors, {"format": _FORMAT, "sha256": _NO_DIGEST, **about})
     # Quotes within metadata are escaped, so that nothing else in a header reads like this.
-    return data.replace(_entry(_DIGEST_PLACEHOLDER), _entry(hashlib.sha256(data).hexdigest()), 1)
+    return data.replace(_entry(_NO_DIGEST), _entry(hashlib.sha256(data).hexdigest()), 1)
 
 
 def _decode(data: bytes) -> tuple[dict[str, str], Params]:
@@ -280,7 +268,7 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
     try:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         digest = metadata["sha256"]
-        intact = hashlib.sha256(data.replace(_entry(digest), _entry(_DIGEST_PLACEHOLDER), 1)).hexdigest() == digest
+        intact = hashlib.sha256(data.replace(_entry(digest), _entry(_NO_DIGEST), 1)).hexdigest() == digest
         tensors = from_bytes(data) if intact else {}
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"it is damaged: no header can be read in its {len(data):,} bytes") from error
@@ -293,12 +281,12 @@ def _entry(digest: str) -> bytes:
     return f'"sha256":"{digest}"'.encode()
 
 
-def _list_steps(folder: Path, up_to: int | None = None) -> list[Path]:
-    """The checkpoints of a folder, newest first."""
-    steps: dict[int, Path] = {}
+def _list_steps(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder by their step, newest first."""
     with contextlib.suppress(FileNotFoundError):
         steps = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return [steps[n] for n in sorted(steps, reverse=True) if up_to is None or n <= up_to]
+        return dict(sorted(steps.items(), reverse=True))
+    return {}
 
 
 def _lock(folder: Path) -> int:
@@ -314,10 +302,10 @@ def _lock(folder: Path) -> int:
         # Unlike lockf's, this lock is of the open file: another one in this process is refused, and closing that
         # does not release this.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            os.close(lock)
-            raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
+    except (BlockingIOError, PermissionError) as error:
+        os.close(lock)
+        raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
+    except OSError:
         return lock  # A file system without locks: what looks left over may be in the making.
     for path in folder.iterdir():
         if _LEFTOVER.fullmatch(path.name):
@@ -326,14 +314,8 @@ def _lock(folder: Path) -> int:
 
 
 def _on_rank_0(mesh: Mesh, do: Callable[[], Any]) -> Any:
-    """What `do` returns on rank 0, on every rank: all go on, or all raise the same; all ranks must call.
-
-    Raises:
-        ValueError: if it raises one on rank 0.
-        OSError: likewise.
-        CollectiveError: if a rank is missing.
-    """
-    answer, error = None, None
+    """What `do` returns on rank 0, on every rank, or the `ValueError` or `OSError` that it raises; all ranks call."""
+    answer = error = None
     if mesh.rank == 0:
         try:
             answer = do()

@@ -1,8 +1,7 @@
 """The genome as one self-describing file, `genome.safetensors`. No pickle.
 
-All leaves of a dtype are one tensor in it; the plan, compressed JSON in the header, knows their shapes. Everything is
-checked on the way in: a file that is cut short, flipped, misnamed, misshapen, not finite or that declares absurd sizes
-gives a `ValueError`, and nothing is loaded.
+Everything is checked on the way in: a file that is cut short, flipped, misnamed, misshapen, not finite or that declares
+absurd sizes gives a `ValueError`, and nothing is loaded.
 """
 
 from __future__ import annotations
@@ -19,24 +18,20 @@ from safetensors import SafetensorError, safe_open
 
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome
-from gbfunc.hypernets import Hypernet
 from gbfunc.plan import DTYPES, STORED_DTYPES, Plan
 from gbfunc.plan.file_layout import (
     FORMAT,
     MAX_HEADER_BYTES,
     MAX_LEAVES,
-    Layout,
     file_header,
-    file_tensors,
+    file_parts,
     stored_dtype,
     stored_leaves,
     unpack_plan,
 )
 from gbfunc.plan.slots import dtype_name
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree
-from gbfunc.types import Genome, GenomeLike, Params, TensorMap, TileDims
-
-_MAX_PNET_BYTES = 64 << 30
+from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 
 def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: torch.dtype | None = None) -> int:
@@ -49,7 +44,7 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
         plan: the plan.
         genome: a `Genome` or `TrainState`.
         dtype: `torch.float16` or `torch.bfloat16` stores g-nets and direct parameters of a wider dtype in this one,
-            each rounded to the nearest; buffers stay as they are. `load` gives the plan's own dtypes back.
+            each rounded to the nearest; buffers stay as they are. `load` gives the plan's dtypes back.
 
     Returns:
         Bytes written; the same genome gives the same bytes.
@@ -62,22 +57,23 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
     if dtype is not None and dtype not in STORED_DTYPES.values():
         raise ValueError(f"dtype must be None or one of {', '.join(map(str, STORED_DTYPES.values()))}, got {dtype!r}")
     check_genome(plan, genome, buffers=False)
-    flat = flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers))
-    _compare(plan.leaves, flat, "the genome does not fit the plan")
+    flat = {k: x.detach().cpu() for k, x in flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers)).items()}
+    compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")
-    tensors = _joined(stored_leaves(plan.leaves, dtype), flat)
+    stored = stored_leaves(flat, dtype)
+    for name, leaf in stored.items():
+        if leaf.dtype != flat[name].dtype and not bool(torch.isfinite(leaf).all()):
+            raise ValueError(f"{name!r} holds {float(flat[name].abs().max()):g}, too large a number for {dtype}")
     text = plan.to_json()
-    header = file_header(text, plan.leaves, dtype, _digest(text, tensors))
+    tensors = {name: torch.cat(parts) for name, parts in file_parts(stored).items()}
+    header = file_header(text, flat, stored, _digest(text, tensors))
     data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)
     return len(data)
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    factories: Sequence[Callable[..., Any]] = (),
-    max_pnet_bytes: int = _MAX_PNET_BYTES,
+    path: str | os.PathLike[str], *, factories: Sequence[Callable[..., Any]] = (), max_pnet_bytes: int = 64 << 30
 ) -> tuple[Plan, Genome]:
     """Read what `save` wrote, with everything checked.
 
@@ -117,53 +113,31 @@ def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: i
             raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
         if metadata["format"] != FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
-        # The key was called so before the argument of `save` was called dtype.
         if (name := metadata.get("numbers")) is not None and name not in STORED_DTYPES:
             raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
         dtype = None if name is None else STORED_DTYPES[name]
         text = unpack_plan(metadata["plan"])
         plan = Plan.from_json(text, tuple(factories))
-        lengths = {k: math.prod(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118 (not a dict)
-        _check_sizes(plan, max_pnet_bytes, lengths.get(dtype_name(stored_dtype(plan.dtype, dtype)), 0))
+        held = {key: math.prod(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        _check_sizes(plan, max_pnet_bytes, held.get(dtype_name(stored_dtype(plan.dtype, dtype)), 0))
         # Copies: what safetensors returns is the mapped file, which others may change.
-        tensors = {k: file.get_tensor(k).clone() for k in lengths}
+        tensors = {key: file.get_tensor(key).clone() for key in held}
     stored = stored_leaves(plan.leaves, dtype)
-    _compare(file_tensors(stored), tensors, "its tensors are not those of its plan")
+    parts = file_parts(stored)
+    lengths = {key: [part.numel() for part in parts[key]] for key in parts}
+    expected = {key: TensorSpec((sum(lengths[key]),), DTYPES[key]) for key in parts}
+    compare_trees(expected, tensors, "its tensors are not those of its plan")
     if _digest(text, tensors) != metadata.get("sha256"):
         raise ValueError("its digest does not fit its content: the file is damaged")
-    flat = _split(stored, plan.leaves, tensors)
+    pieces = {key: iter(tensors[key].split(lengths[key])) for key in parts}
+    flat = {
+        # A copy, so that no leaf keeps the memory of all others.
+        name: next(pieces[dtype_name(like.dtype)]).reshape(like.shape).to(plan.leaves[name].dtype, copy=True)
+        for name, like in sorted(stored.items())
+    }
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
         _check_values(flat, "it")
     return plan, flat
-
-
-def _joined(stored: Layout, flat: TensorMap) -> Params:
-    """The tensors of the file [n], by dtype, out of the leaves.
-
-    Raises:
-        ValueError: if a trained leaf holds a number that is too large for the dtype in which it is stored.
-    """
-    pieces: dict[torch.dtype, list[torch.Tensor]] = {}
-    for name, (_, dtype) in stored.items():
-        leaf = flat[name].detach().to("cpu", dtype).reshape(-1)
-        if dtype != flat[name].dtype and not bool(torch.isfinite(leaf).all()):
-            raise ValueError(f"{name!r} holds {float(flat[name].abs().max()):g}, too large a number for {dtype}")
-        pieces.setdefault(dtype, []).append(leaf)
-    return {key: torch.cat(pieces[dtype]) for key, (_, dtype) in file_tensors(stored).items()}
-
-
-def _split(stored: Layout, leaves: Layout, tensors: TensorMap) -> Params:
-    """Undo `_joined`: leaves in their own dtypes, each with memory of its own."""
-    flat, ends = {}, dict.fromkeys(tensors, 0)
-    for name, (shape, dtype) in stored.items():
-        key = dtype_name(dtype)
-        start, ends[key] = ends[key], ends[key] + math.prod(shape)
-        flat[name] = tensors[key][start : ends[key]].reshape(shape).to(leaves[name][1], copy=True)
-    return flat
-
-
-def _compare(layout: Layout, tensors: TensorMap, what: str) -> None:
-    compare_trees({name: TensorSpec(*spec) for name, spec in layout.items()}, tensors, what)
 
 
 def _digest(plan_json: str, tensors: TensorMap) -> str:
@@ -182,16 +156,14 @@ def _check_sizes(plan: Plan, limit: int, numbers: int) -> None:
         raise ValueError(
             f"it declares a p-net of {size:,} bytes, over the limit of {limit:,}: pass max_pnet_bytes if you trust it"
         )
-    needed, leaves, counts = 0, 0, dict[tuple[Hypernet, TileDims], int]()
-    for slot in (slot for tensor in plan.tensors for slot in tensor.slots):
-        dims, tiles = slot.dims, slot.grid.n_tiles
-        codes = tiles * (dims.rows * dims.row_width + dims.cols * dims.col_width) * plan.dtype.itemsize
-        if (key := (slot.hypernet, dims)) not in counts:
-            shapes = [math.prod(leaf.shape) for leaf in slot.hypernet.leaves(dims).values() if leaf.scope == "tile"]
-            leaves, counts[key] = leaves + len(shapes), sum(shapes)
-        needed += tiles * counts[key]
-        if codes > limit or (tiles > 1 and not counts[key]):
+    needed = leaves = 0
+    for e in plan.ensembles:
+        sizes = [math.prod(leaf.shape) for leaf in e.hypernet.leaves(e.dims).values() if leaf.scope == "tile"]
+        tiles = max(span.slot.grid.n_tiles for span in e.spans)
+        codes = tiles * (e.dims.rows * e.dims.row_width + e.dims.cols * e.dims.col_width) * plan.dtype.itemsize
+        if codes > limit or (tiles > 1 and not sum(sizes)):
             raise ValueError(f"it declares codes of {codes:,} bytes in {tiles:,} tiles")
+        needed, leaves = needed + e.n_tiles * sum(sizes), leaves + len(sizes)
         if needed > numbers:
             raise ValueError(f"it declares g-nets of more parameters than the {numbers:,} of their dtype that it holds")
         if leaves > MAX_LEAVES:

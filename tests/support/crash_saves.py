@@ -78,7 +78,9 @@ def main(folder: Path, rounds: int, seed: int) -> dict[str, object]:
         )
         seen["half-written"] += bool(left)
         seen["newer than told"] += steps > told
-    gb.Checkpointer(folder, step).close()
+    # A kill may fall between a new checkpoint and the removal of an old one, which the next save makes up for.
+    with gb.Checkpointer(folder, step, keep=KEEP) as checkpointer:
+        checkpointer.save(state_at(step, (rounds + 1) * STRIDE))
     files = sorted(p.name for p in folder.iterdir())
     return {"rounds": rounds, "files": files, **seen}
 
