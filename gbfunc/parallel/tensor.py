@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatch
 from typing import Any, cast
 
@@ -26,13 +27,14 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from gbfunc.layers.forms import layer_form
 from gbfunc.parallel.activations import Wire, chunk_sizes
-from gbfunc.parallel.collectives import gather_objects
+from gbfunc.parallel.collectives import Sizes, gather_objects
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.tensor_layers import Split, install_layer, matrix_dims
 from gbfunc.pnet import skeleton_of
@@ -101,6 +103,7 @@ class TensorParallel:
     Attributes:
         pieces: which part of a parameter's matrix this rank has, by name; of all others it has the whole.
         shapes: shape of that part, as the layer stores it.
+        by_class: whether the last layer's classes are spread over ranks.
         spread: rows of this rank's part of the last layer's output, 0 where it is whole: whose loss it is.
 
     Raises:
@@ -115,7 +118,7 @@ class TensorParallel:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._splits: dict[str, Split] = {}
         self._placements: dict[str, tuple[Any, tuple[int, ...]]] = {}
-        self.spread = 0
+        self.spread, self.by_class = 0, False
         self.plain_gradients: dict[str, list[Tensor]] | None = {}
         if self.ranks == 1:
             return
@@ -209,7 +212,22 @@ class TensorParallel:
             elif isinstance(style, SequenceParallel):
                 self.note(style.sequence_sharding[0], out)
 
+        def even(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            # Torch takes the parts of a plain tensor for equally long.
+            if isinstance(args[0], DTensor):
+                return args
+            placement = cast(Any, style).sequence_sharding[0]
+            dim = placement.dim % args[0].ndim
+            return (self.joined(args[0], dim, self.wire.sizes_of(args[0].shape[dim])), *args[1:])
+
         module.register_forward_hook(note, prepend=True)
+        if isinstance(style, SequenceParallel):
+            module.register_forward_pre_hook(even, prepend=True)
+
+    def joined(self, x: Tensor, dim: int, sizes: Sizes) -> Any:
+        """This rank's part of a tensor, split along a dimension, as a DTensor."""
+        shape = tuple(sum(sizes) if i == dim else n for i, n in enumerate(x.shape))
+        return _dtensor(x, self.device_mesh, Shard(dim), shape)
 
     def _piece(self, parameter: DTensor, placement: Shard) -> tuple[Piece, tuple[int, int]]:
         shape = (*parameter.shape, 1)[:2]
@@ -222,6 +240,16 @@ class TensorParallel:
         """Remember how the last layer's output is spread: whether the loss is that of this rank's part of it."""
         split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
         self.spread = math.prod(local.shape[:-1]) if split else 0
+        self.by_class = isinstance(placement, Shard) and not split
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """What backward needs around it: `loss_parallel`, where the last layer's classes are spread over ranks."""
+        return loss_parallel() if self.by_class else nullcontext()
+
+    @staticmethod
+    def whole(loss: Tensor) -> Tensor:
+        """A loss as a plain tensor, the same on every rank."""
+        return cast(Any, loss).full_tensor() if isinstance(loss, DTensor) else loss
 
     def compare(self, loss: Tensor) -> None:
         """At the first step, check that ranks agree in what they must have alike.

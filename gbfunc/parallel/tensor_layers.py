@@ -255,7 +255,13 @@ def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, An
             at = Shard(input.ndim - 1) if last else Replicate()
             input = input.redistribute(placements=(at,))
         sizes = chunk_sizes(input.shape[at.dim], wire.axis.size) if isinstance(at, Shard) else ()
-        return input.to_local(), at, sizes
+        x = input.to_local()
+        if isinstance(at, Shard) and x.shape[at.dim] != sizes[wire.axis.rank]:
+            raise ValueError(
+                f"expected a part of {sizes[wire.axis.rank]} of {input.shape[at.dim]} along dimension {at.dim}, got "
+                f"{tuple(x.shape)}: make DTensors of uneven parts with shape= and stride="
+            )
+        return x, at, sizes
     at = split.into
     if isinstance(at, Shard):
         dim = at.dim % input.ndim
@@ -288,6 +294,6 @@ def _outgoing(layer: Any, y: Tensor, at: Any, sizes: Sizes) -> Any:
     parallel.note(at, y)
     if split.local:
         return y
-    shape = tuple(sum(sizes) if isinstance(at, Shard) and i == at.dim else n for i, n in enumerate(y.shape))
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return DTensor.from_local(y, parallel.device_mesh, [at], run_check=False, shape=torch.Size(shape), stride=stride)
+    if isinstance(at, Shard):
+        return parallel.joined(y, at.dim, sizes)
+    return DTensor.from_local(y, parallel.device_mesh, [at], run_check=False)

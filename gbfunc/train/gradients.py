@@ -202,6 +202,7 @@ class Objective:
         with torch.autocast(device, amp) if amp else nullcontext():
             out = self._loss_fn(net, batch)
         loss, aux = _loss_and_aux(out)
+        loss = loss if self._tensor is None else self._tensor.whole(loss)
         if not loss.requires_grad:
             raise ValueError(_NO_GRADIENT)
         return loss.reshape(()), aux
@@ -213,8 +214,12 @@ class Objective:
         with self._counted(wanted):
             loss, aux = self._from_genome(given)
             rows = self._rows(max(given.rows, 1))
-            gradients = torch.autograd.grad(loss * (self._scale * rows), wanted, allow_unused=True)
+            with self._backward():
+                gradients = torch.autograd.grad(loss * (self._scale * rows), wanted, allow_unused=True)
         return loss.detach(), _detached(aux), gradients, rows
+
+    def _backward(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._tensor is None else self._tensor.backward()
 
     def _rows(self, rows: float) -> float:
         """Rows whose mean the last loss was: those of this rank's outputs, where they are spread over ranks."""
@@ -279,7 +284,8 @@ class Objective:
             ends.append((loss.detach(), _detached(aux), n))
             return loss * (self._scale * n)
 
-        sums = pipeline.run(call, {k: cut[k] for k in live})
+        with self._backward():
+            sums = pipeline.run(call, {k: cut[k] for k in live})
         gradients = self._through_gnets(given, weights, sums, wanted)
         changed = {k: x.detach() for k, x in given.buffers.items() if k in pipeline.buffers and not _same(x, before[k])}
         given.buffers.update(before)

@@ -10,10 +10,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
 
 import gbfunc as gb
+from gbfunc.parallel.activations import chunk_sizes
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.rank_cases import TYPES
@@ -106,6 +113,70 @@ for _lazy in (True, False, "auto"):
                     remat=_remat,
                     microbatches=_micro,
                 )
+
+
+class Residual(nn.Module):
+    """A block as sequence parallelism splits it, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.mlp, self.head = nn.Sequential(nn.Linear(8, 20), nn.GELU(), nn.Linear(20, 8)), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.norm(x))
+        return self.head(self.norm2(x))
+
+
+def residual(mesh: gb.Mesh | None, manner: str, **options: Any) -> Any:
+    """Steps on a sequence of 7: split over ranks and whole at the head, or with the classes split in the loss."""
+    torch.manual_seed(0)
+    pnet = Residual().double()
+    plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=6)
+    sequence = {
+        "norm*": SequenceParallel(),
+        "mlp.0": ColwiseParallel(input_layouts=Shard(1)),
+        "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    classes = {
+        "mlp.0": ColwiseParallel(),
+        "mlp.2": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    prepared = sequence | {
+        "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "mlp.0": ColwiseParallel(),
+    }
+    styles = {"sequence": sequence, "classes": classes, "prepared": prepared}[manner]
+
+    def loss_fn(net: Callable[..., Any], batch: Any) -> Any:
+        x, y = batch
+        if manner == "classes" and mesh is not None:
+            with loss_parallel():
+                return F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+        return F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+
+    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=0.05)
+    step = gb.make_train_step(
+        plan, pnet, loss_fn, optimizer, mesh=mesh, parallel=None if mesh is None else styles, **options
+    )
+    state, reports = step.init(3), []
+    for i in range(3):
+        x, y = draw(6, 7, 8, seed=i), torch.randint(0, 12, (6, 7), generator=torch.Generator().manual_seed(i))
+        if mesh is not None:
+            x, y = mesh.shard_batch((x, y))
+        if mesh is not None and manner != "classes":
+            axis = mesh.axis("tensor")
+            x = x.split(chunk_sizes(7, axis.size), 1)[axis.rank]
+        state, info = step(state, (x, y))
+        reports.append(torch.stack([info.loss, info.grad_norm]))
+    return {"reports": torch.stack(reports), "state": step.gather(state)}
+
+
+for _manner in ("sequence", "classes", "prepared"):
+    for _lazy in (True, False):
+        CASES[f"residual {_manner} lazy {_lazy}"] = partial(residual, manner=_manner, lazy=_lazy)
 
 
 def next_token(net: Callable[..., Any], tokens: Tensor) -> Tensor:
