@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from tests.support.ranks import run_ranks
-from tests.support.tensor_cases import PIPELINES
+from gbfunc.parallel.pipeline import Chain, find_blocks, spread, trace_chain
+from gbfunc.tasks.pnets.gpt import GPT
+from tests.support.ranks import PATIENCE, launch, run_ranks
+from tests.support.tensor_cases import PIPELINES, Skip
 from tests.test_distributed import assert_equal
 
 MESHES = {
@@ -39,3 +47,60 @@ def test_stages_train_as_the_whole(axes: str, name: str) -> None:
         pytest.importorskip("transformers")
     for result in by_ranks(axes):
         assert_equal(result[name], by_one(name), 1e-9)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_in_a_pipelined_step_is_named_by_all_others(victim: int, tmp_path: Path) -> None:
+    timeout = 15.0
+    ended = launch(4, "tensor_cases:die_in_a_pipeline", tmp_path, 100, {"victim": victim, "timeout": timeout})
+    for rank in set(range(4)) - {victim}:
+        assert ended[rank][0] == 0, ended[rank]
+        words, seconds = torch.load(tmp_path / f"result-{rank}.pt")
+        assert f"rank {rank} of 4" in words, words
+        assert f"rank {victim}" in words.partition("another rank died")[2], words
+        assert seconds < timeout * PATIENCE + 5
+
+
+def chain_of(pnet: nn.Module, x: Tensor, stages: int = 2) -> Chain:
+    return trace_chain(pnet, find_blocks(pnet, stages), lambda net: net(x.to("meta")))
+
+
+def test_blocks_and_their_operations() -> None:
+    pnet = GPT(11, 6, 3, 8, 2, 16)
+    chain = chain_of(pnet, torch.zeros(2, 6, dtype=torch.int64))
+    assert chain.names == ("blocks.0", "blocks.1", "blocks.2")
+    assert chain.inputs == (((2, 6, 8), torch.float32),) * 3
+    tokens, width = 2 * 6, 8
+    block = 2 * tokens * width * (3 * width + width + 2 * 16) + 2 * 2 * tokens * 6 * width
+    assert chain.flops[:2] == (block, block) and chain.flops[2] == block + 2 * tokens * width * 11
+    assert chain.places["tokens.weight"] == {-1} and chain.places["head.weight"] == chain.places["norm.weight"] == {2}
+    assert chain.places["positions.weight"] == {-1}
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 4))
+def test_spread_is_the_best_there_is(costs: list[int], stages: int) -> None:
+    if stages > len(costs):
+        return
+    starts = spread(costs, stages)
+    assert starts[0] == 0 and starts[-1] == len(costs) and len(starts) == stages + 1
+    worst = max(sum(costs[a:b]) for a, b in pairwise(starts))
+    cuts = combinations(range(1, len(costs)), stages - 1)
+    assert worst == min(max(sum(costs[a:b]) for a, b in pairwise((0, *c, len(costs)))) for c in cuts)
+
+
+def test_what_is_no_chain_is_refused() -> None:
+    with pytest.raises(ValueError, match="a Linear has no list of 2 layers or more: name blocks by stages="):
+        find_blocks(nn.Linear(2, 2), 2)
+    with pytest.raises(ValueError, match="stages must name 1 blocks of one module"):
+        find_blocks(Skip(), 2, ["blocks.1", "blocks.2"])
+    with pytest.raises(ValueError, match=r"stages must be among \['blocks.0', .*got \['blocks.9'\]"):
+        find_blocks(Skip(), 2, ["blocks.9"])
+    shared = nn.Sequential(*[nn.Linear(3, 3)] * 3)
+    with pytest.raises(ValueError, match="must run once each in their order"):
+        trace_chain(shared, ["0", "1", "2"], lambda net: net(torch.zeros(2, 3, device="meta")))
+
+
+def test_a_tensor_that_skips_a_stage_is_no_silent_error() -> None:
+    """What a stage does not have is not a number there, and the first step says so."""
+    for words in run_ranks(2, "tensor_cases:skip_a_stage", timeout=60):
+        assert "the first loss of the pipeline is nan" in words

@@ -119,7 +119,7 @@ class TensorParallel:
         self._splits: dict[str, Split] = {}
         self._placements: dict[str, tuple[Any, tuple[int, ...]]] = {}
         self.spread, self.by_class = 0, False
-        self.plain_gradients: dict[str, list[Tensor]] | None = {}
+        self._alike: dict[str, list[Tensor]] | None = {}
         if self.ranks == 1:
             return
         owners = {id(p): n for n, p in reversed(list(pnet.named_parameters(remove_duplicate=False)))}
@@ -149,7 +149,7 @@ class TensorParallel:
         out, into = style.output_layouts[0], style.input_layouts[0]
         sizes = tuple(parts * n for n in part)
         transposed = tuple(cast(Tensor, module.weight).shape) != (rows, cols) or type(module).__name__ == "Conv1D"
-        return Split((rows, cols), by, sizes, ranges, into, out, style.use_local_output, transposed, self.wire)
+        return Split(name, (rows, cols), by, sizes, ranges, into, out, style.use_local_output, transposed, self.wire)
 
     def _cut(self, module: nn.Module, split: Split, owners: Mapping[int, str]) -> None:
         """Note which piece of a layer's weight and bias this rank has."""
@@ -258,22 +258,22 @@ class TensorParallel:
             ValueError: if the loss of whole outputs, or the gradient of what no style names, differs between ranks.
             CollectiveError: if a rank is missing.
         """
-        if self.ranks == 1 or self.plain_gradients is None:
+        if self.ranks == 1 or self._alike is None:
             return
-        seen = {k: torch.stack(g).sum(0) for k, g in self.plain_gradients.items() if g}
-        numbers = {k: (float(torch.linalg.vector_norm(g)), float(g.real.sum())) for k, g in seen.items()}
-        self.plain_gradients = None
+        seen = {k: torch.cat([x.detach().reshape(-1) for x in xs]) for k, xs in self._alike.items() if xs}
+        numbers = {k: (float(torch.linalg.vector_norm(x)), float(x.real.sum())) for k, x in seen.items()}
+        self._alike = None
         if not self.spread:
-            numbers["the loss"] = float(loss), 0.0
+            numbers["the loss"] = float(loss.detach()), 0.0
         for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, numbers, "tensor"), strict=True):
             for name, (norm, total) in numbers.items():
                 there = other.get(name, (math.nan, math.nan))
                 apart = max(abs(norm - there[0]), abs(total - there[1]))
                 if not apart <= _ALIKE * max(abs(norm), abs(there[0]), 1e-30) and math.isfinite(norm):
                     raise ValueError(
-                        f"{name} is {norm:.6g} on rank {self.wire.mesh.rank} and {there[0]:.6g} on rank {rank} (of a "
-                        "parameter: its gradient's norm): tensor ranks must get the same batch, and a layer that runs "
-                        "on a part of the sequence needs a style (SequenceParallel())"
+                        f"{name} has the norm {norm:.6g} on rank {self.wire.mesh.rank}, {there[0]:.6g} on rank {rank}: "
+                        "tensor ranks must get the same batch, and a layer that runs on a part of the sequence needs a "
+                        "style (SequenceParallel())"
                     )
 
     def place(self, tensors: Params) -> Params:
@@ -295,11 +295,16 @@ class TensorParallel:
                 placed[name] = _as_dtensor(x, self.device_mesh, placement, shape)
         return placed
 
+    def watch(self, what: str, x: Tensor) -> None:
+        """Note a floating-point tensor of the first step that must be the same on all ranks."""
+        if self._alike is not None and x.is_floating_point():
+            self._alike.setdefault(what, []).append(x)
+
     def _watch(self, name: str) -> list[Tensor] | None:
-        """Where to note the gradient of what no style names, which must be the same on all ranks."""
-        if self.plain_gradients is None or "_form." in name or name.rpartition(".")[0] in self._splits:
+        """Where to note the gradient of what no style names."""
+        if self._alike is None or "_form." in name or name.rpartition(".")[0] in self._splits:
             return None
-        return self.plain_gradients.setdefault(name, [])
+        return self._alike.setdefault(f"the gradient of {name}", [])
 
 
 def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:

@@ -30,6 +30,7 @@ class Split(NamedTuple):
     """How a layer is split over the ranks.
 
     Attributes:
+        name: of the layer.
         dims: rows (outputs, or words) and columns of its matrix.
         by: `"rows"` of its matrix (column parallel: outputs), or `"columns"` (row parallel: inputs).
         sizes: rows or columns of every rank.
@@ -41,6 +42,7 @@ class Split(NamedTuple):
         wire: the ranks.
     """
 
+    name: str
     dims: tuple[int, int]
     by: str
     sizes: Sizes
@@ -270,6 +272,7 @@ def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, An
         if last:
             raise ValueError(f"a row-parallel layer takes inputs that are whole or split along features, got {at}")
         return input, Shard(dim), wire.sizes_of(input.shape[dim])
+    layer.parallel.watch(f"the input of {split.name}", input)
     return input, at, ()
 
 

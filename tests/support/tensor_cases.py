@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -258,3 +261,131 @@ def run_cases(init_method: str, names: list[str], **axes: int) -> Mapping[str, A
             except Exception:
                 results[name] = traceback.format_exc()
     return results
+
+
+def die_in_a_pipeline(init_method: str, victim: int, timeout: float) -> tuple[str, float]:
+    """One rank is killed in the middle of its second step; what the others say, and after how many seconds."""
+    pnet = language_model("gpt", 4).double()
+    plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=10)
+    calls, died = 0, time.monotonic()
+
+    def loss_fn(net: Callable[..., Any], tokens: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        # The trace, the first step's microbatches, and some of the second's.
+        if mesh.rank == victim and calls == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return next_token(net, tokens)
+
+    mesh = gb.mesh(pipeline=4, timeout=timeout, init_method=init_method)
+    step = gb.make_train_step(plan, pnet, loss_fn, ADAMW, mesh=mesh, pipeline="1f1b", microbatches=4)
+    state = step.init(0)
+    try:
+        for i in range(3):
+            died = time.monotonic()
+            state, _ = step(state, torch.randint(0, 22, (8, 9), generator=torch.Generator().manual_seed(i)))
+    except gb.CollectiveError as error:
+        return str(error), time.monotonic() - died
+    return "nobody died", 0.0
+
+
+class Skip(nn.Module):
+    """Its last layer also gets what came before the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x + start)
+
+
+def skip_a_stage(init_method: str) -> str:
+    """The words of the error where a tensor goes past a stage."""
+    torch.manual_seed(0)
+    pnet = Skip()
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    with gb.mesh(pipeline=2, timeout=20 * PATIENCE, init_method=init_method) as mesh:
+        adam = gb.torch_optimizer(torch.optim.Adam, lr=0.1)
+        step = gb.make_train_step(
+            plan, pnet, lambda net, x: net(x).square().mean(), adam, mesh=mesh, pipeline="gpipe", microbatches=2
+        )
+        try:
+            step(step.init(0), torch.randn(4, 4))
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+REFUSED: dict[str, Callable[[gb.Mesh], Any]] = {}
+"""What must be refused on tensor ranks, by what the error says."""
+
+
+def refused(words: str) -> Callable[[Callable[[gb.Mesh], Any]], Callable[[gb.Mesh], Any]]:
+    """Note a case of `REFUSED`."""
+    return lambda case: REFUSED.setdefault(words, case)
+
+
+def one_step(mesh: gb.Mesh, pnet: nn.Module, parallel: Any, batch: Any, **options: Any) -> Any:
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, parallel=parallel, **options)
+    return step(step.init(0), batch)
+
+
+@refused("tensor ranks must get the same batch")
+def another_batch(mesh: gb.Mesh) -> Any:
+    return one_step(mesh, Toy().double(), plain_styles(), (draw(6, 10, seed=mesh.rank), draw(6, 5)))
+
+
+@refused("needs a style")
+def no_style_in_a_sequence(mesh: gb.Mesh) -> Any:
+    pnet = nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 8), nn.Linear(8, 5)).double()
+    styles = {"1": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+    return one_step(mesh, pnet, styles, (draw(6, 10, seed=mesh.rank), draw(6, 5, seed=mesh.rank)))
+
+
+@refused(r"parallel['in_project'] names no module; on that level there are ['in_proj', 'relu', 'out_proj']")
+def no_such_module(mesh: gb.Mesh) -> Any:
+    return one_step(mesh, Toy().double(), {"in_project": ColwiseParallel()}, ())
+
+
+@refused("must be a ParallelStyle of torch, got str")
+def no_style(mesh: gb.Mesh) -> Any:
+    return one_step(mesh, Toy().double(), {"in_proj": "colwise"}, ())
+
+
+@refused("tied between layers that split it in different ways")
+def tied_in_two_ways(mesh: gb.Mesh) -> Any:
+    pnet = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)).double()
+    pnet[1].weight = pnet[0].weight
+    return one_step(mesh, pnet, {"0": ColwiseParallel(), "1": RowwiseParallel()}, ())
+
+
+@refused("the mesh has a tensor axis: parallel= must say")
+def no_styles(mesh: gb.Mesh) -> Any:
+    return one_step(mesh, Toy().double(), None, ())
+
+
+@refused("split over ranks and made in pieces")
+def a_piece_is_read(mesh: gb.Mesh) -> Any:
+    class Reader(Toy):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.in_proj.weight.sum()
+
+    return one_step(mesh, Reader().double(), plain_styles(), (draw(6, 10), draw(6, 5)), lazy=False, remat="layer")
+
+
+def run_refused(init_method: str) -> dict[str, str]:
+    """The words of each error on this rank."""
+    with gb.mesh(tensor=2, timeout=20 * PATIENCE, init_method=init_method) as mesh:
+        said = {}
+        for words, case in REFUSED.items():
+            try:
+                said[words] = f"nothing: {case(mesh)}"
+            except (ValueError, TypeError, RuntimeError) as error:
+                said[words] = str(error)
+        return said
