@@ -4,6 +4,9 @@ The weights of a p-net (any `nn.Module`) are generated, tile by tile, by tiny g-
 weight; only the genome, which is the g-nets' parameters and the few direct ones, is trained, saved and shipped.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.generate import generate, generate_piece
@@ -17,6 +20,9 @@ from gbfunc.storage.genome_file import load, save
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
 from gbfunc.train import Optimizer, StepInfo, TrainState, TrainStep, make_train_step, torch_optimizer, torch_schedule
 from gbfunc.types import Genome
+
+if TYPE_CHECKING:
+    from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
 
 __version__ = "0.1.0"
 
@@ -50,14 +56,25 @@ __all__ = [
     "materialize",
     "mesh",
     "one_hot",
+    "pad_vocabulary",
     "per_axis",
     "periodic",
     "sample_noise",
     "save",
     "split_tiles",
     "stochastic",
+    "tensor_styles",
     "tile_grid",
     "torch_optimizer",
     "torch_schedule",
     "xox",
 ]
+
+_LAZY = {"pad_vocabulary": "gbfunc.parallel.styles", "tensor_styles": "gbfunc.parallel.styles"}
+"""What needs torch's DTensor, which takes half a second to import."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'gbfunc' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

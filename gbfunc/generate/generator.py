@@ -84,7 +84,7 @@ class Stack:
         self._kernel: Kernel = kernel
         grids = [p.slot.grid for p in ensemble.spans]
         if layout is not None:
-            cuts = {i: Cut(grid, None, cuts[i].piece if i in cuts else None) for i, grid in enumerate(grids)}
+            cuts = {i: cuts.get(i, Cut(grid)) for i, grid in enumerate(grids)}
         self.slots, self.cuts = [*cuts], [*cuts.values()]
         self.grids = [cut.grid for cut in self.cuts]
         self._counts = [grid.n_tiles for grid in self.grids]
@@ -240,7 +240,8 @@ class Generator:
         # Where each slot is: its stack, and its place there.
         self._place: dict[tuple[str, int], tuple[int, int]] = {}
         for e in plan.ensembles:
-            cuts = {i: self._cut_of(plan.tensors[p.tensor], p.slot.grid) for i, p in enumerate(e.spans)}
+            spread = self._layout is not None and bool(e.leaves)
+            cuts = {i: self._cut_of(plan.tensors[p.tensor], p.slot.grid, spread) for i, p in enumerate(e.spans)}
             cuts = {i: cut for i, cut in cuts.items() if plan.tensors[e.spans[i].tensor].name in wanted}
             if cuts:
                 stack = Stack(e, kernel, self._layout if e.leaves else None, lambda: self.gather, cuts)
@@ -264,12 +265,12 @@ class Generator:
             else:
                 self._made.append(stack.factors if FactoredWeight in kinds else stack.matrices)
 
-    def _cut_of(self, tensor: TensorPlan, grid: TileGrid) -> Cut:
-        """The tiles to make of a matrix."""
+    def _cut_of(self, tensor: TensorPlan, grid: TileGrid, spread: bool) -> Cut:
+        """The tiles to make of a matrix: all where they are spread over ranks, and the block is cut out after."""
         piece = self._pieces.get(tensor.name)
         if piece is None or isinstance(self.forms.get(tensor.name), FactoredWeight):
             return Cut(grid)
-        return cut_piece(grid, piece)
+        return Cut(grid, None, piece) if spread else cut_piece(grid, piece)
 
     def _form(self, tensor: TensorPlan, lazy: Any, remat: bool) -> WeightForm | None:
         """The form of a tensor whose layers can have one, None for dense."""

@@ -217,7 +217,7 @@ def text(mesh: gb.Mesh | None, name: str, hypernet: Any, include: Any = (), laye
     plan = gb.make_plan(pnet, hypernet, max_tile=10, include=include)
     parallel = tensor_styles(pnet) if mesh is not None and mesh.sizes["tensor"] > 1 else None
     if mesh is None:
-        options = {k: v for k, v in options.items() if k not in ("pipeline", "stages", "microbatches")}
+        options = {k: v for k, v in options.items() if k not in ("pipeline", "stages", "microbatches", "placement")}
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=0.02)
     step = gb.make_train_step(plan, pnet, next_token, optimizer, mesh=mesh, parallel=parallel, **options)
     state, reports = step.init(3), []
@@ -235,6 +235,24 @@ for _name in ("gpt", "gpt2", "llama"):
     CASES[f"{_name} thin"] = partial(text, name=_name, hypernet=TYPES["periodic"], lazy=True, remat="layer")
     CASES[f"{_name} layer"] = partial(text, name=_name, hypernet=TYPES["gnet"], remat="layer")
 
+
+SHARDED: dict[str, Callable[[gb.Mesh | None], Any]] = {}
+"""With a genome that is split over ranks."""
+for _placement in ("sharded", "factors"):
+    for _kind in ("periodic", "gnet", "shared", "stochastic"):
+        for _remat in ("none", "layer"):
+            SHARDED[f"{_placement} {_kind} remat {_remat}"] = partial(
+                text, name="gpt", hypernet=TYPES[_kind], placement=_placement, remat=_remat
+            )
+    SHARDED[f"{_placement} pipeline"] = partial(
+        text,
+        name="gpt",
+        hypernet=TYPES["periodic"],
+        placement=_placement,
+        layers=4,
+        pipeline="1f1b",
+        microbatches=2,
+    )
 
 PIPELINES: dict[str, Callable[[gb.Mesh | None], Any]] = {}
 for _schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
@@ -255,7 +273,7 @@ def run_cases(init_method: str, names: list[str], **axes: int) -> Mapping[str, A
     with gb.mesh(**axes, timeout=30 * PATIENCE, init_method=init_method) as mesh:
         for name in names:
             try:
-                results[name] = (CASES | PIPELINES)[name](mesh)
+                results[name] = (CASES | PIPELINES | SHARDED)[name](mesh)
             except gb.CollectiveError:
                 raise
             except Exception:
