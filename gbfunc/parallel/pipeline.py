@@ -15,6 +15,7 @@ meta device.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -318,8 +319,8 @@ class Pipeline:
             module, device, group = _Stage(self, index), self._mesh.device, self._axis.group
             stages.append(pipelining.PipelineStage(module, index, self.stages, device, given, out, group=group))
         make: Any = getattr(pipelining, self._class, None)
-        if make is None:
-            raise ValueError(f"torch {torch.__version__} has no {self._class}")
+        if make is None or "scale_grads" not in inspect.signature(make).parameters:
+            raise ValueError(f"torch {torch.__version__} has no {self._class} that this pipeline can use: 2.7 has")
         single = len(stages) == 1
         return make(
             stages[0] if single else stages, self._microbatches, loss_fn=lambda out, _: out.sum(), scale_grads=False

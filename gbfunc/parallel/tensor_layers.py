@@ -152,7 +152,8 @@ def _thin_pays(form: FactoredWeight, split: Split, batch: int, width: int, sent:
         return True
     nr, nc, _, k = form.left.shape
     rows, cols, ranks = form.grid.rows, form.grid.cols, split.wire.axis.size
-    byte = OPERATIONS_PER_BYTE["cpu"] * 2 * form.left.element_size() * batch * sent
+    balance = OPERATIONS_PER_BYTE.get(form.left.device.type, OPERATIONS_PER_BYTE["cpu"])
+    byte = balance * 2 * form.left.element_size() * batch * sent
     parts = (ranks, 1) if split.by == "rows" else (1, ranks)
     thin = 6 * batch * k * (nr * cols / parts[1] + nc * rows / parts[0]) + 15 * _ELEMENT * batch * nr * nc * k
     dense = 6 * rows * cols / ranks * (batch + k + _ELEMENT)
