@@ -196,8 +196,10 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
     whole = len(grids) == 1 and grids[0].rows % r == 0 and grids[0].cols % c == 0
     if not whole and not torch.compiler.is_compiling():
         return _Retile.apply(True, tuple(grids), tiles_Trc)  # pyright: ignore[reportReturnType]
-    # The compiler fuses the plain expression, and knows no Function with a jvp.
-    return tuple(map(_joined, tiles_Trc.split(counts), grids))
+    # The compiler fuses the plain expression, and knows no Function with a jvp. What `split` returns allows no
+    # change in place.
+    parts = tiles_Trc.split(counts) if len(counts) > 1 else (tiles_Trc,)
+    return tuple(map(_joined, parts, grids))
 
 
 def _is_stack(grid: TileGrid) -> bool:

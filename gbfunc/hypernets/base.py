@@ -83,28 +83,20 @@ class Hypernet:
         return draw(self.leaves(dims), n_tiles, n_groups, generator)
 
     def apply(
-        self,
-        leaves: Params,
-        row_codes_rp: Tensor,
-        col_codes_cq: Tensor,
-        *,
-        noise: Params | None = None,
-        kernel: Kernel = "auto",
+        self, leaves: Params, row_rp: Tensor, col_cq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
     ) -> Tensor | Factors:
         """One g-net's tile: [r, c], or its factors ([r, k], [c, k]).
 
         Args:
             leaves: leaves of ONE g-net (`vmap` supplies the tiles), or of many where the type is `batched`.
-            row_codes_rp: codes of the rows: [r, p].
-            col_codes_cq: codes of the columns: [c, q].
+            row_rp: codes of the rows: [r, p].
+            col_cq: codes of the columns: [c, q].
             noise: what `noise_shapes` asked for, or None for the mean.
             kernel: implementation, where the type has several.
         """
         raise NotImplementedError
 
-    def matrix(
-        self, leaves: Params, row_codes_Urp: Tensor, col_codes_Ucq: Tensor, grid: TileGrid, kernel: Kernel
-    ) -> Tensor | None:
+    def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
         """The one matrix [R, C] that many g-nets' tiles make, at their mean; None where a type knows no shorter way.
 
         Arguments as for `apply`: leaves `{leaf: [T, *shape]}`, codes of U = 1 or T tiles, and the grid of the matrix.

@@ -44,9 +44,9 @@ class Constant(Hypernet):
         """None."""
         return {}
 
-    def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Tensor:
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:
         """The constant tile [r, c]."""
-        return row_codes_rp.new_full((row_codes_rp.shape[-2], col_codes_cq.shape[-2]), self.value)
+        return row_rp.new_full((row_rp.shape[-2], col_cq.shape[-2]), self.value)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LowRank(_Factored):
         k = self.known_size
         return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": Leaf((dims.cols, k), "code")}
 
-    def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Factors:
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
         """The factors as they are."""
         return Factors(leaves["left"], leaves["right"])
 
@@ -114,7 +114,7 @@ class XOX(_Factored):
         drawn = super().init(dims, n_tiles, n_groups, generator)
         return drawn | {"scale": torch.ones_like(drawn["scale"])}
 
-    def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Factors:
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
         """Factors [r, g] and [c, g]."""
         return Factors(leaves["row_genes"] @ (leaves["rules"] * leaves["scale"][..., None, None]), leaves["col_genes"])
 

@@ -127,26 +127,18 @@ class GNet(Hypernet):
 
         return chunked_apply(upper, a_rH, b_cH, rest) + leaves[f"{head}_bias"]
 
-    def matrix(
-        self, leaves: Params, row_codes_Urp: Tensor, col_codes_Ucq: Tensor, grid: TileGrid, kernel: Kernel
-    ) -> Tensor | None:
+    def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
         """A ReLU layer's matrix, written without its tiles."""
-        return self._mean(leaves, row_codes_Urp, col_codes_Ucq, kernel, grid=grid) if self._is_fused else None
+        return self._mean(leaves, row_Urp, col_Ucq, kernel, grid=grid) if self._is_fused else None
 
     def apply(
-        self,
-        leaves: Params,
-        row_codes_rp: Tensor,
-        col_codes_cq: Tensor,
-        *,
-        noise: Params | None = None,
-        kernel: Kernel = "auto",
+        self, leaves: Params, row_rp: Tensor, col_cq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
     ) -> Tensor:
         """The tile [r, c]: a draw with noise, which a stochastic g-net takes, else the mean."""
-        mean = self._mean(leaves, row_codes_rp, col_codes_cq, kernel)
+        mean = self._mean(leaves, row_rp, col_cq, kernel)
         if noise is None:
             return mean
-        log_sigma = self._mean(leaves, row_codes_rp, col_codes_cq, kernel, "log_sigma")
+        log_sigma = self._mean(leaves, row_rp, col_cq, kernel, "log_sigma")
         return mean + torch.exp(log_sigma) * noise["weight"]
 
 

@@ -120,14 +120,14 @@ class FromModule(Hypernet):
             drawn |= {_GAIN: gains, _SHIFT: torch.zeros_like(gains)}
         return drawn
 
-    def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Tensor:
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:
         """The tile [r, c]: the module on the codes of each weight, a chunk of rows at a time."""
-        p, q = row_codes_rp.shape[-1], col_codes_cq.shape[-1]
+        p, q = row_rp.shape[-1], col_cq.shape[-1]
         skeleton = _skeleton(self.factory, p + q, get_ident())
         inner = {k: v for k, v in leaves.items() if k not in (_GAIN, _SHIFT)}
         # Codes side by side, as a sum: [row code, 0] + [0, column code].
-        a = torch.nn.functional.pad(row_codes_rp, (0, q))
-        b = torch.nn.functional.pad(col_codes_cq, (p, 0))
+        a = torch.nn.functional.pad(row_rp, (0, q))
+        b = torch.nn.functional.pad(col_cq, (p, 0))
         tile = chunked_apply(lambda x, params: functional_call(skeleton, params, (x,))[..., 0], a, b, inner)
         return tile * leaves[_GAIN] + leaves[_SHIFT] if _GAIN in leaves else tile
 

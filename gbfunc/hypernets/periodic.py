@@ -84,10 +84,10 @@ class Periodic(Sized):
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
 
-    def apply(self, leaves: Params, row_codes_rp: Tensor, col_codes_cq: Tensor, **unused: Any) -> Factors:
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
         """Factors [r, 2H] and [c, 2H] of one tile."""
-        a_rH = row_codes_rp @ leaves["row_weight"]
-        b_cH = col_codes_cq @ leaves["col_weight"]
+        a_rH = row_rp @ leaves["row_weight"]
+        b_cH = col_cq @ leaves["col_weight"]
         if self.shares:
             s, t = leaves["sine"].unsqueeze(-2), leaves["cosine"].unsqueeze(-2)
             sin, cos = torch.sin(a_rH), torch.cos(a_rH)
