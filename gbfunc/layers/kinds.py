@@ -85,7 +85,8 @@ def _is_separate(module: nn.Module, attribute: str, shape: Shape) -> bool:
 CONV = LayerKind("conv", True, _is_conv)
 
 _KINDS = (
-    LayerKind("linear", True, _is_linear),
+    # Two dimensions alone: a matrix of more would fold back to its shape, and be no linear layer's.
+    LayerKind("linear", True, _is_linear, lambda s: (MatrixDims(s[0], s[1]),)),
     # Hugging Face's `Conv1D`, which stores the transpose.
     LayerKind(
         "transposed_linear",

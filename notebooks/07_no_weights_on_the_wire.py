@@ -1,0 +1,204 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Many ranks, no weights on the wire
+#
+# A p-net that is too large for one rank is cut: each rank runs a *piece* of every layer (tensor parallelism) or some of
+# the *blocks* (pipeline parallelism). Elsewhere the weights of such pieces are stored, gathered and reduced. A
+# generated weight never needs to move: every rank generates the piece that it uses, and what travels is activations
+# and the gradient of a genome of kilobytes.
+
+# %%
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.parallel import make_schedule, simulate
+from gbfunc.plots import PALETTE, plot_schedule
+
+# %% [markdown]
+# ## A layer in two pieces
+#
+# `y = relu(x A^T) B^T`: a rank has some rows of `A` (*column parallel*, in the words of the field, which stores the
+# transpose) and the same columns of `B` (*row parallel*). The hidden units are never gathered; the output is a sum over
+# ranks. Each rank generates its rows and columns from the tiles that they meet, and from no others:
+
+# %%
+torch.manual_seed(0)
+pnet = nn.Sequential(nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 96))
+plan = gb.make_plan(pnet, gb.periodic(features=4))
+genome = gb.init_genome(plan, pnet)
+x = torch.randn(64, 96)
+
+halves = [slice(0, 64), slice(64, 128)]
+outputs = []
+for half in halves:
+    A = gb.generate_piece(plan, genome, "0.weight", rows=half)
+    B = gb.generate_piece(plan, genome, "2.weight", cols=half)
+    outputs.append(torch.relu(x @ A.T + genome.direct["0.bias"][half]) @ B.T)
+together = outputs[0] + outputs[1] + genome.direct["2.bias"]
+whole = gb.materialize(plan, genome, pnet)(x)
+print(f"largest difference between two pieces and the whole: {float((together - whole).abs().max().detach()):.0e}")
+
+# %% [markdown]
+# ## What travels: the thin product
+#
+# The sum over ranks has 96 numbers per row here, and with dense weights it must. But a generated matrix is
+# `B = L R^T` with thin factors, so that `sum_p x_p B_p^T = (sum_p x_p R_p) L^T`: the ranks sum the *thin* product and
+# multiply by `L^T` afterwards, each by itself. Eight numbers per row travel, and the gradient back likewise.
+#
+# The toy model of torch's example, on three ranks that get 11, 11 and 10 of its 32 hidden units, each with a third of
+# the rows (sequence parallel), in float64. This is the script that `torchrun` would start on every rank:
+
+# %%
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+import gbfunc as gb
+
+folder, patience = Path(sys.argv[1]), float(sys.argv[2])
+torch.set_num_threads(1)
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.in_proj, self.relu, self.out_proj = nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 5)
+    def forward(self, x):
+        return self.out_proj(self.relu(self.in_proj(x)))
+
+def train(mesh, lazy):
+    torch.manual_seed(0)
+    pnet = Toy().double()
+    plan = gb.make_plan(pnet, gb.periodic(features=1))
+    styles = {"in_proj": ColwiseParallel(input_layouts=Shard(0)), "out_proj": RowwiseParallel(output_layouts=Shard(0))}
+    loss_fn = lambda net, batch: F.mse_loss(net(batch[0]), batch[1])
+    adam = gb.torch_optimizer(torch.optim.AdamW, lr=0.25)
+    step = gb.make_train_step(plan, pnet, loss_fn, adam, mesh=mesh, parallel=styles, lazy=lazy)
+    state, axis, losses = step.init(3), mesh.axis("tensor"), []
+    for i in range(10):
+        draw = torch.Generator().manual_seed(i)
+        batch = [torch.randn(60, n, generator=draw, dtype=torch.float64) for n in (10, 5)]
+        before = mesh.traffic.by_axis["tensor"]
+        state, info = step(state, tuple(t.chunk(axis.size)[axis.rank] for t in batch))
+        losses.append(float(info.loss))
+    return {"losses": losses, "activations": mesh.traffic.by_axis["tensor"] - before, "genome": plan.genome_params}
+
+with gb.mesh(tensor=int(sys.argv[3]), timeout=patience, init_method=f"file://{folder / 'store'}") as mesh:
+    found = {str(lazy): train(mesh, lazy) for lazy in (True, False)}
+    (folder / f"{mesh.rank}.json").write_text(json.dumps(found))
+"""
+PATIENCE = 100.0
+
+
+def run(ranks):
+    """What rank 0 of so many finds, with thin products and with whole ones."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "script.py").write_text(SCRIPT)
+        command = [sys.executable, str(folder / "script.py"), name, str(PATIENCE), str(ranks)]
+        one = os.environ | {"OMP_NUM_THREADS": "1"}
+        many = one | {"WORLD_SIZE": str(ranks)} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+        envs = [one] if ranks == 1 else [many | {"RANK": str(rank)} for rank in range(ranks)]
+        processes = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for env in envs]
+        try:
+            words = [process.communicate(timeout=PATIENCE)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert not any(process.returncode for process in processes), "\n".join(words)
+        return json.loads((folder / "0.json").read_text())
+
+
+single, triple = run(1), run(3)
+for lazy, words in (("True", "thin products"), ("False", "whole ones")):
+    apart = max(abs(a - b) for a, b in zip(single[lazy]["losses"], triple[lazy]["losses"], strict=True))
+    assert apart < 1e-12
+    sent = f"{triple[lazy]['activations']:>6,} bytes of activations per step"
+    print(f"{words:<14} {sent}, losses of 10 steps differ from one process by {apart:.0e}")
+
+# %% [markdown]
+# ## What each scheme sends
+#
+# For a layer of width `d` with `k` thin numbers, `T` tokens per rank and step, `N` ranks and a genome of `G` numbers
+# (a row-parallel sum forward and a column-parallel one backward; rings):
+#
+# | scheme | activations | weights and their gradients | genome |
+# |---|---|---|---|
+# | data parallel, dense | | `2 (N-1)/N d^2` | |
+# | fully sharded (FSDP) | | `3 (N-1)/N d^2` | |
+# | tensor parallel, dense | `4 (N-1)/N T d` | | |
+# | tensor parallel, generated | `4 (N-1)/N T k` | **0** | `2 (N-1)/N G` |
+# | pipeline, generated | `2 T d` | **0** | `2 (N-1)/N G` |
+
+# %%
+d, k, N, G = 4096, 64, 8, 20_000
+ring = 2 * (N - 1) / N
+tokens = [2**i for i in range(6, 16)]
+curves = {
+    "FSDP, dense": [1.5 * ring * d * d] * len(tokens),
+    "tensor parallel, dense": [2 * ring * t * d for t in tokens],
+    "pipeline, generated": [2 * t * d + ring * G for t in tokens],
+    "tensor parallel, generated": [2 * ring * t * k + ring * G for t in tokens],
+}
+fig, ax = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+for i, (label, numbers) in enumerate(curves.items()):
+    ax.loglog(tokens, [4 * n / 1e6 for n in numbers], color=PALETTE[i], label=label)
+ax.set(xlabel="tokens per rank and step", ylabel="MB sent per layer and step", title=f"{N} ranks, width {d}, {k} thin")
+ax.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## Schedules
+#
+# A pipeline waits while it fills and drains: its *bubble*. The simulator plays a schedule event by event, with the
+# costs of any machine, and draws it. First the plain order, forward and then backward of all microbatches (GPipe), then
+# one forward and one backward in turn (1F1B), which holds fewer activations, then the zero-bubble order, which splits
+# backward in two and fills the gaps with the gradients of weights.
+
+# %%
+for kind in ("gpipe", "1f1b", "zbv"):
+    timeline = simulate(make_schedule(kind, layers=8, ranks=4, microbatches=8, weights="generated"))
+    figure = plot_schedule(timeline)
+    figure.suptitle(
+        f"{kind}: bubble {100 * timeline.bubble:.0f} %, peak memory {timeline.peak_memory / 1e6:.1f} M numbers"
+    )
+    plt.show()
+
+# %% [markdown]
+# What is stored where, for the schedules of the training puzzles, with weights that are stored and with weights that
+# are generated (and made again in backward):
+
+# %%
+print(f"{'schedule':<14} {'stored':>10} {'generated':>10} {'again':>10}   (M numbers, the fullest rank)")
+for kind, sizes in {
+    "basic": dict(layers=4, microbatches=4),
+    "ddp": dict(layers=4, ranks=4),
+    "gpipe": dict(layers=8, ranks=4, microbatches=8),
+    "1f1b": dict(layers=8, ranks=4, microbatches=8),
+}.items():
+    peaks = [simulate(make_schedule(kind, weights=w, **sizes)).peak_memory for w in ("stored", "generated", "remat")]
+    print(f"{kind:<14} " + " ".join(f"{p / 1e6:>10.2f}" for p in peaks))
