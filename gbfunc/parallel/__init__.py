@@ -5,7 +5,7 @@ The only user of `torch.distributed`.
 
 from gbfunc.parallel.checks import check_equal, text_of
 from gbfunc.parallel.collectives import Sizes, all_gather, from_rank_0, gather_objects, reduce_scatter, sum_ranks
-from gbfunc.parallel.exchange import Gather, gather_state, no_tiles, reduce_step, shard_state
+from gbfunc.parallel.exchange import Gather, gather_state, no_tiles, reduce_step, shard_state, zero_uncounted
 from gbfunc.parallel.faults import CollectiveError
 from gbfunc.parallel.mesh import Mesh, mesh, single_rank_mesh
 from gbfunc.parallel.placement import (
@@ -53,4 +53,5 @@ __all__ = [
     "single_rank_mesh",
     "sum_ranks",
     "text_of",
+    "zero_uncounted",
 ]

@@ -115,6 +115,15 @@ def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
     return [*buckets, *small.values()]
 
 
+def zero_uncounted(layout: Layout, gradients: Params) -> Params:
+    """The gradients of a rank whose rows do not count.
+
+    Leaves of a genome that is split get theirs from the tiles that a rank holds, not from the rows that it has.
+    """
+    kept = {k for k in gradients if layout.sharded and k.startswith(GNET)}
+    return {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
+
+
 def reduce_step(
     layout: Layout,
     rows: float,
@@ -157,9 +166,7 @@ def reduce_step(
     changes = [torch.where(x == buffers[k], torch.zeros_like(x), buffers[k] - x) for k, x in before.items()]
     means = [loss, *(x for x in numbers if x is not None), *changes]
     weighted = [x.detach() * rows if rows else torch.zeros_like(x) for x in means]
-    # Leaves that tiles share get their gradients from the tiles that a rank holds, not from the rows that it has.
-    counts = {k: rows > 0 or (layout.sharded and k.startswith(GNET)) for k in whole}
-    counted = [gradients[k] if counts[k] else torch.zeros_like(gradients[k]) for k in whole]
+    counted = [gradients[k] for k in whole]
     n, square, *sums = _sum_flat(layout, [torch.tensor(float(rows)), square, *weighted, *counted], "world")
     if not n > 0:
         raise ValueError("the global batch is empty: no rank has a row of it")

@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gbfunc.parallel.faults import Faults
-from gbfunc.trees import split_rows
+from gbfunc.trees import split_rows, tree_map
 
 AXES = ("data", "pipeline", "gnets", "tensor")
 """The axes of a mesh, ranks of the last one next to each other."""
@@ -163,13 +164,30 @@ class Mesh:
         with self.faults.named(kind):
             yield
 
-    def shard_batch(self, batch: Any) -> Any:
+    def shard_batch(self, batch: Any, sequence_dim: int | None = None) -> Any:
         """This rank's shard of a global batch: the first dimension split over the data and g-net axes.
 
         The first shards get what does not divide; shards can be empty. Ranks along the tensor and pipeline axes have
         the same rows. Scalars and what is no tensor are kept.
+
+        Args:
+            batch: a pytree of tensors.
+            sequence_dim: a dimension that tensor ranks get parts of, as `torch.chunk` makes them, for a p-net whose
+                first layer takes these (sequence parallelism).
         """
-        return batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
+        rows = batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
+        axis = self._axes["tensor"]
+        if sequence_dim is None or axis.size == 1:
+            return rows
+
+        def part(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.ndim <= sequence_dim:
+                return x
+            length = -(-x.shape[sequence_dim] // axis.size)
+            start = min(axis.rank * length, x.shape[sequence_dim])
+            return x.narrow(sequence_dim, start, min(length, x.shape[sequence_dim] - start))
+
+        return tree_map(part, rows)
 
     def barrier(self) -> None:
         """Wait for all ranks; `CollectiveError` if one does not come within the timeout."""

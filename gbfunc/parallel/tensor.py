@@ -104,7 +104,8 @@ class TensorParallel:
         pieces: which part of a parameter's matrix this rank has, by name; of all others it has the whole.
         shapes: shape of that part, as the layer stores it.
         by_class: whether the last layer's classes are spread over ranks.
-        spread: rows of this rank's part of the last layer's output, 0 where it is whole: whose loss it is.
+        spread: rows of this rank's part of the last layer's output, None where it is whole: whose loss it is.
+        takes_parts: whether some layer takes a part of the rows or of the sequence.
 
     Raises:
         ValueError: for a style that names no module, or a layer that cannot be split so.
@@ -118,7 +119,9 @@ class TensorParallel:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._splits: dict[str, Split] = {}
         self._placements: dict[str, tuple[Any, tuple[int, ...]]] = {}
-        self.spread, self.by_class = 0, False
+        self.spread: int | None = None
+        self.by_class = False
+        self.takes_parts = any(map(_takes_parts, self._styles.values()))
         self._alike: dict[str, list[Tensor]] | None = {}
         if self.ranks == 1:
             return
@@ -239,7 +242,7 @@ class TensorParallel:
     def note(self, placement: Any, local: Tensor) -> None:
         """Remember how the last layer's output is spread: whether the loss is that of this rank's part of it."""
         split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
-        self.spread = math.prod(local.shape[:-1]) if split else 0
+        self.spread = math.prod(local.shape[:-1]) if split else None
         self.by_class = isinstance(placement, Shard) and not split
 
     def backward(self) -> AbstractContextManager[Any]:
@@ -263,7 +266,7 @@ class TensorParallel:
         seen = {k: torch.cat([x.detach().reshape(-1) for x in xs]) for k, xs in self._alike.items() if xs}
         numbers = {k: (float(torch.linalg.vector_norm(x)), float(x.real.sum())) for k, x in seen.items()}
         self._alike = None
-        if not self.spread:
+        if self.spread is None:
             numbers["the loss"] = float(loss.detach()), 0.0
         for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, numbers, "tensor"), strict=True):
             for name, (norm, total) in numbers.items():
@@ -305,6 +308,13 @@ class TensorParallel:
         if self._alike is None or "_form." in name or name.rpartition(".")[0] in self._splits:
             return None
         return self._alike.setdefault(f"the gradient of {name}", [])
+
+
+def _takes_parts(style: ParallelStyle) -> bool:
+    """Whether a style's layer takes a part of the rows or of the sequence."""
+    layouts = getattr(style, "input_layouts", None) or getattr(style, "sequence_sharding", None) or ()
+    row = isinstance(style, RowwiseParallel)
+    return not row and any(isinstance(layout, Shard) and layout.dim != -1 for layout in layouts)
 
 
 def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:

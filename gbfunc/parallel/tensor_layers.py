@@ -127,7 +127,7 @@ def thin_product(x: Tensor, right: Tensor, grid: TileGrid, cols: tuple[int, int]
     if nr == nc == 1:
         return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
     batch, n = math.prod(lead), last - first
-    padded = F.pad(x.reshape(batch, -1), (cols[0] - first * c, last * c - cols[1]))
+    padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
     thin_jBik = padded.reshape(batch, n, c).transpose(0, 1) @ right[:, first:last].permute(1, 2, 0, 3).flatten(2)
     thin = thin_jBik.reshape(n, batch, nr, k).permute(1, 2, 0, 3)
     return F.pad(thin, (0, 0, first, nc - last)).reshape(*lead, nr * nc * k)
@@ -136,14 +136,15 @@ def thin_product(x: Tensor, right: Tensor, grid: TileGrid, cols: tuple[int, int]
 def from_thin(thin: Tensor, left: Tensor, grid: TileGrid, ranges: tuple[tuple[int, int], ...]) -> Tensor:
     """Some ranges of rows of the output: [..., nr * nc * k] -> [..., rows]."""
     nr, nc, r, k = left.shape
-    lead = thin.shape[:-1]
-    thin_Bit = thin.reshape(-1, nr, nc * k)
+    lead, batch = thin.shape[:-1], math.prod(thin.shape[:-1])
+    thin_Bit = thin.reshape(batch, nr, nc * k)
     parts = []
     for a, b in ranges:
         i, n = a // r, max(-(-b // r) - a // r, 1)
         y_iBr = thin_Bit[:, i : i + n].transpose(0, 1) @ left[i : i + n].transpose(2, 3).reshape(n, nc * k, r)
-        parts.append(y_iBr.transpose(0, 1).reshape(-1, n * r)[:, a - i * r : b - i * r])
-    return (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).reshape(*lead, -1)
+        parts.append(y_iBr.transpose(0, 1).reshape(batch, n * r)[:, a - i * r : b - i * r])
+    y = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    return y.reshape(*lead, y.shape[-1])
 
 
 def _thin_pays(form: FactoredWeight, split: Split, batch: int, width: int, sent: bool) -> bool:

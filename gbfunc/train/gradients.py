@@ -73,14 +73,15 @@ class LossAndGrads(NamedTuple):
         loss: mean over the share.
         aux: what the loss function returned beside it.
         gradients: by flat name; with a mesh of more than one rank, summands of that of the rows' losses.
-        rows: of the share, divided by the ranks that have the same ones; 0 if it is empty, and what comes of rows of
-            zeros in its place counts for nothing.
+        rows: of the share, divided by the ranks that have the same ones.
+        counts: whether the gradients count: not those of rows of zeros in the place of an empty share.
     """
 
     loss: Tensor
     aux: Any
     gradients: Params
     rows: float
+    counts: bool
 
 
 class _Given(NamedTuple):
@@ -107,6 +108,8 @@ class Objective:
     ) -> None:
         self._plan, self._pnet, self._loss_fn, self._layout, self._options = layout.plan, pnet, loss_fn, layout, options
         self._stochastic, self._tensor = layout.plan.stochastic, tensor
+        # Whether ranks may have parts of the same rows: an empty one is then as good as any.
+        self._parts = tensor is not None and tensor.takes_parts
         self._sharded, self._shard, self._ranks = layout.sharded, layout.mesh.shard, layout.mesh.world
         half = options.amp == torch.float16
         self._scale = (_FP16_SCALE if self._ranks == 1 else _FP16_SCALE_PER_ROW) if half else 1.0
@@ -166,17 +169,19 @@ class Objective:
         # Not dropout's seed: equal seeds draw the same numbers.
         draws = torch.Generator().manual_seed(seed ^ 1) if self._stochastic else None
         noise = None if draws is None else sample_noise(self._plan, draws, wanted[0])
-        rows, scale = 1, self._scale
+        rows, counts, scale = 1, True, self._scale
         if self._ranks > 1:
-            batch, rows = _share(batch)
+            rows = n_rows(batch)
+            rows, counts = (1, True) if rows is None else (rows, rows > 0 or self._parts)
+            batch = batch if counts else _zeros(batch)
             seed = (seed + _RANK_MIX * self._shard) % 2**63
         if self._pipeline is not None:
             seed = (seed + _STAGE_MIX * self._pipeline.rank) % 2**63
-            self._pipeline.prepare(self._loss_fn, self._split(batch, max(rows, 1))[0][0])
+            self._pipeline.prepare(self._loss_fn, self._split(batch, rows)[0][0])
             if self.net is None:
                 self._build(self._pipeline.names)
         if self._generator.gather is not None:
-            self._generator.gather = Gather(self._layout, counts=rows > 0)
+            self._generator.gather = Gather(self._layout, counts)
         with seeded(seed, wanted[0].device), torch.enable_grad():
             loss, aux, gradients, counted = self._way(_Given(gnets, direct, noise, buffers, batch, rows), wanted)
         if all(g is None for g in gradients) and self._pipeline is None:
@@ -185,8 +190,8 @@ class Objective:
         filled = {k: torch.zeros_like(v) if g is None else g if scale == 1.0 else g / scale for (k, v), g in named}
         if self._tensor is not None:
             self._tensor.compare(loss)
-            counted /= 1 if self._tensor.spread else self._tensor.ranks
-        return LossAndGrads(loss, aux, filled, counted if rows else 0)
+            counted /= self._tensor.ranks if self._tensor.spread is None else 1
+        return LossAndGrads(loss, aux, filled, counted if rows else 0, counts)
 
     def _forward(self, given: _Given) -> tuple[Tensor, Any]:
         """Loss and aux in one graph: what `compile` compiles."""
@@ -213,7 +218,7 @@ class Objective:
             self._generator.prepare(given.gnets, given.direct)
         with self._counted(wanted):
             loss, aux = self._from_genome(given)
-            rows = self._rows(max(given.rows, 1))
+            rows = self._rows(given.rows)
             with self._backward():
                 gradients = torch.autograd.grad(loss * (self._scale * rows), wanted, allow_unused=True)
         return loss.detach(), _detached(aux), gradients, rows
@@ -223,7 +228,9 @@ class Objective:
 
     def _rows(self, rows: float) -> float:
         """Rows whose mean the last loss was: those of this rank's outputs, where they are spread over ranks."""
-        return self._tensor.spread if self._tensor is not None and self._tensor.spread else rows
+        spread = self._tensor.spread if self._tensor is not None else None
+        # Rows of zeros have a weight as well; what comes of them does not count.
+        return (rows or 1) if spread is None else spread
 
     def _accumulated(self, given: _Given, wanted: list[Tensor]) -> tuple[Tensor, Any, Gradients, float]:
         """The same, with gradients that add up on the weights and go through the g-nets once."""
@@ -231,22 +238,24 @@ class Objective:
         weights, cut, live = self._cut(given)
         sums: Params = {}
         counts, losses, auxes = [], [], []
-        for small, n in self._split(batch, max(rows, 1)):
+        for small, n in self._split(batch, rows):
             loss, aux = self._loss(cut, buffers, small)
             counts.append(self._rows(n))
             buffers.update({k: v.detach() for k, v in buffers.items()})
             losses.append(loss.detach())
             auxes.append(_detached(aux))
-            gradients = torch.autograd.grad(
-                loss * (self._scale * counts[-1]), [cut[k] for k in live], allow_unused=True
-            )
+            weighted = loss * (self._scale * counts[-1])
+            with self._backward():
+                gradients = torch.autograd.grad(weighted, [cut[k] for k in live], allow_unused=True)
             for k, g in zip(live, gradients, strict=True):
                 if g is not None:
                     sums[k] = sums[k] + g if k in sums else g
         gradients = self._through_gnets(given, weights, sums, wanted)
-        fractions = [n / sum(counts) for n in counts]
-        aux = mean_tree(auxes, fractions) if len(auxes) > 1 else auxes[0]
-        return mean_tree(losses, fractions), aux, gradients, sum(counts)
+        # The mean over no rows is not a number.
+        kept, total = [i for i, n in enumerate(counts) if n] or [0], sum(counts)
+        fractions = [counts[i] / (total or 1) for i in kept]
+        aux = mean_tree([auxes[i] for i in kept], fractions) if len(kept) > 1 else auxes[kept[0]]
+        return mean_tree([losses[i] for i in kept], fractions), aux, gradients, total
 
     def _cut(self, given: _Given) -> tuple[Params, Params, list[str]]:
         """The weights, the same without their graph, and the names of those that take gradients."""
@@ -274,7 +283,7 @@ class Objective:
         assert pipeline is not None
         before = {k: x.clone() for k, x in before.items()}
         weights, cut, live = self._cut(given)
-        parts = self._split(given.batch, max(given.rows, 1))
+        parts = self._split(given.batch, given.rows)
         ends: list[tuple[Tensor, Any, float]] = []
 
         def call(number: int) -> Tensor:
@@ -322,8 +331,9 @@ class Objective:
             return [(batch, rows)]
         if self._ranks == 1 or n_rows(batch) is None:
             return [(small, rows / n) for small in split_batch(batch, n)]
-        # Only generation has collectives, so ranks with fewer rows may take fewer microbatches.
-        return [(small, n_rows(small) or 0) for small in split_rows(batch, min(n, n_rows(batch) or n))]
+        # Only generation has collectives, so ranks with fewer rows may take fewer microbatches, unless layers have some.
+        n = n if self._parts else min(n, n_rows(batch) or n)
+        return [(small, n_rows(small) or 0) for small in split_rows(batch, n)]
 
 
 def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:
@@ -345,10 +355,7 @@ def _detached(aux: Any) -> Any:
     return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
-def _share(batch: Any) -> tuple[Any, int]:
-    """A rank's share of the batch and its rows; rows of zeros in place of an empty one."""
-    rows = n_rows(batch)
-    if rows != 0:
-        return batch, 1 if rows is None else rows
-    # All ranks must build the same graph, for they take part in the same collectives. Some layers refuse a single row.
-    return tree_map(lambda x: x.new_zeros((2, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x, batch), 0
+def _zeros(batch: Any) -> Any:
+    """Two rows of zeros in the place of an empty share: all ranks must build the same graph, with its collectives."""
+    # Some layers refuse a single row.
+    return tree_map(lambda x: x.new_zeros((2, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x, batch)

@@ -26,6 +26,7 @@ from gbfunc.parallel import (
     shard_state,
     single_rank_mesh,
     text_of,
+    zero_uncounted,
 )
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import eval_mode_warning, parameter_infos
@@ -193,11 +194,12 @@ class TrainStep:
         seed = (int(state.seed) + _MIX * (int(state.step) + 1)) % 2**63
         frozen = {k: named[k] for k in self._frozen}
         gnets, direct = like_genome(flat | frozen, state.gnets, state.direct)
-        loss, aux, gradients, rows = self._objective(gnets, direct, flat, buffers, batch, seed)
+        loss, aux, gradients, rows, counts = self._objective(gnets, direct, flat, buffers, batch, seed)
         # A module may change a buffer with a graph attached, which must not live from step to step.
         buffers = {k: v.detach() for k, v in buffers.items()}
         if self._ranks > 1:
             before = {k: state.buffers[k] for k in self._averaged}
+            gradients = gradients if counts else zero_uncounted(self._layout, gradients)
             loss, aux, gradients, buffers, norm = reduce_step(self._layout, rows, loss, aux, gradients, buffers, before)
         else:
             norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))

@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import gbfunc as gb
-from gbfunc.parallel.activations import chunk_sizes
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.rank_cases import TYPES
@@ -73,9 +72,10 @@ def toy(
     styles: Callable[[], dict[str, Any]] = sequence_styles,
     steps: int = 10,
     max_tile: Any = None,
+    copies: bool = False,
     **options: Any,
 ) -> Any:
-    """Steps of AdamW on the toy; with a sequence-parallel start each rank gets its part of the rows."""
+    """Steps of AdamW on the toy; with a sequence-parallel start each rank gets its part of the rows, or a copy."""
     torch.manual_seed(0)
     pnet = Toy().double()
     plan = gb.make_plan(pnet, hypernet, max_tile=max_tile)
@@ -85,10 +85,7 @@ def toy(
     for i in range(steps):
         batch = draw(*lead, 10, seed=i), draw(*lead, 5, seed=100 + i)
         if mesh is not None:
-            batch = mesh.shard_batch(batch)
-            if styles is sequence_styles:
-                axis = mesh.axis("tensor")
-                batch = tuple(x.chunk(axis.size)[axis.rank] for x in batch)
+            batch = mesh.shard_batch(batch, sequence_dim=0 if styles is sequence_styles and not copies else None)
         state, info = step(state, batch)
         reports.append(torch.stack([info.loss, info.grad_norm, info.aux["mae"]]))
     return {"reports": torch.stack(reports), "state": step.gather(state)}
@@ -98,9 +95,16 @@ CASES: dict[str, Callable[[gb.Mesh | None], Any]] = {}
 for _name, _hypernet in TYPES.items():
     for _lead in ((20,), (12, 12)):
         CASES[f"sequence {_lead} {_name}"] = partial(toy, hypernet=_hypernet, lead=_lead)
+    CASES[f"sequence of copies {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), steps=3, copies=True)
     CASES[f"whole {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), styles=plain_styles, steps=3)
     for _tile in (4, (5, 7)):
         CASES[f"tiles {_tile} {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), steps=3, max_tile=_tile)
+for _rows in (4, 2):
+    # Of three ranks, one or two have none.
+    for _micro in (1, 2):
+        CASES[f"{_rows} rows in a sequence, micro {_micro}"] = partial(
+            toy, hypernet=TYPES["periodic"], lead=(_rows,), steps=3, microbatches=_micro
+        )
 for _lazy in (True, False, "auto"):
     for _remat in ("none", "generate", "layer"):
         for _micro in (1, 2):
@@ -168,10 +172,7 @@ def residual(mesh: gb.Mesh | None, manner: str, **options: Any) -> Any:
     for i in range(3):
         x, y = draw(6, 7, 8, seed=i), torch.randint(0, 12, (6, 7), generator=torch.Generator().manual_seed(i))
         if mesh is not None:
-            x, y = mesh.shard_batch((x, y))
-        if mesh is not None and manner != "classes":
-            axis = mesh.axis("tensor")
-            x = x.split(chunk_sizes(7, axis.size), 1)[axis.rank]
+            (x,), y = mesh.shard_batch((x,), None if manner == "classes" else 1), mesh.shard_batch(y)
         state, info = step(state, (x, y))
         reports.append(torch.stack([info.loss, info.grad_norm]))
     return {"reports": torch.stack(reports), "state": step.gather(state)}
