@@ -41,14 +41,9 @@ _CHECKPOINT = (
 
 
 class ParameterInfo(NamedTuple):
-    """A parameter of a p-net, with the module and attribute that hold it.
+    """A parameter of a p-net by its first name, its `aliases` where it is tied, and its name in its layer `module`.
 
-    Attributes:
-        name: its name in the p-net, the first one where it is tied.
-        aliases: its other names.
-        tensor: the parameter.
-        module: the layer it belongs to (the parametrised layer, not its list of parametrisations).
-        attribute: its name there.
+    The layer of a parametrised weight is the one that uses it, not the list of parametrisations.
     """
 
     name: str

@@ -13,12 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_LIVENESS_SECONDS = 3.0
-"""Seconds in which the ranks that are left answer after a failure: a dead rank's neighbours notice first."""
-
-_UNUSED_TAG = 7919
-"""Tag of a message that nobody sends."""
-
+_LIVENESS_SECONDS = 3.0  # For the ranks that are left to answer after a failure: a dead one's neighbours notice first
+_UNUSED_TAG = 7919  # Of a message that nobody sends
 _GLOO = re.compile(r"\[(enforce fail at )?[^\]\s]*\bgloo[/\\][^\]\s]*:\d+\]|^Application timeout caused pair closure")
 """Gloo's errors are RuntimeErrors with a position in its source: `[.../gloo/transport/tcp/pair.cc:537] Read error`,
 `[enforce fail at .../gloo/allreduce.cc:80] size > 0`; one message has none, of every operation after a timeout."""
