@@ -72,11 +72,7 @@ def check_genome(
 
 
 def check_plan(plan: Plan, pnet: nn.Module) -> None:
-    """Compare names and shapes of a p-net's parameters and buffers with its plan's.
-
-    Raises:
-        ValueError: if the plan was made for another p-net, naming what differs, or the p-net is wrapped.
-    """
+    """Raise `ValueError` if the plan was made for another p-net, naming what differs, or the p-net is wrapped."""
     check_pnet(pnet)
     given = {o.name: tuple(o.tensor.shape) for o in parameter_infos(pnet)}
     given |= {name: tuple(buffer.shape) for name, (buffer, _) in buffers_of(pnet).items()}

@@ -18,7 +18,6 @@ from torch import Tensor
 from gbfunc.layers.forms import WeightForm, dense_linear
 
 Make = Callable[..., Tensor]
-
 Pull = Callable[[Tensor, Sequence[Tensor], list[bool], Tensor], list[Tensor | None]]
 """`(W, others, needs, dy) -> gradients` of (W, *others), None for those that need none."""
 

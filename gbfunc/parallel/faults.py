@@ -24,11 +24,6 @@ class CollectiveError(ConnectionError):
     """A collective failed or timed out: another rank has died, or is stuck. The mesh cannot be used after."""
 
 
-def is_failure(error: BaseException) -> bool:
-    """Whether an error is the backend's (gloo, nccl, the ranks' store) and not one of the code around it."""
-    return isinstance(error, dist.DistError) or bool(isinstance(error, RuntimeError) and _GLOO.search(str(error)))
-
-
 class Faults:
     """Turns the failure of a collective into a `CollectiveError`, naming the ranks that sign no list in the store then.
 
@@ -47,7 +42,8 @@ class Faults:
         try:
             yield
         except RuntimeError as error:
-            if not is_failure(error):
+            # Of the backend (gloo, nccl, the ranks' store) and not of the code around it.
+            if not (isinstance(error, dist.DistError) or _GLOO.search(str(error))):
                 raise
             for group in self.groups:
                 _abort_connections(group)

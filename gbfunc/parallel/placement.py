@@ -43,12 +43,10 @@ class Rows(NamedTuple):
 
 
 class Layout:
-    """The placement of a plan's genome on a mesh.
+    """The placement of a plan's genome on a mesh: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"`.
 
-    Attributes:
-        placement: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"` (factors are, where there are any).
-        sharded: whether leaves are split at all, which takes more than one rank along the g-net axis.
-        sizes: tiles of every rank along the g-net axis, by ensemble; only of ensembles with leaves.
+    `sharded` says whether leaves are split at all, which takes more than one rank along the g-net axis; `sizes` has the
+    tiles of every rank along it, by ensemble with leaves.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
