@@ -241,11 +241,7 @@ ENCODINGS: Mapping[str, Callable[..., Encoding]] = MappingProxyType(
 
 
 def encoding_from_json(data: dict[str, Any]) -> Encoding:
-    """Read what `Encoding.to_json` wrote.
-
-    Raises:
-        ValueError: for an unknown type or fields that do not fit it.
-    """
+    """Read what `Encoding.to_json` wrote; ValueError for an unknown type or fields that do not fit it."""
     try:
         fields = {k: encoding_from_json(v) if isinstance(v, dict) else v for k, v in data.items() if k != "type"}
         return ENCODINGS[data["type"]](*fields.pop("dims", ()), **fields)

@@ -14,6 +14,7 @@ from gbfunc.hypernets.ensemble import Run, dense_tiles
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid, join_tiles
+from gbfunc.trees import TensorSpec, compare_trees, flat_genome, flatten_tree
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
 
 Noise = Mapping[str, Params]
@@ -37,17 +38,11 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 def check_genome(
     plan: Plan,
     genome: GenomeLike,
-    shapes: Mapping[tuple[str, str], tuple[int, ...]] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
     *,
     buffers: bool = True,
 ) -> None:
-    """Compare names and shapes of a genome with its plan's.
-
-    Args:
-        plan: the plan.
-        genome: the genome.
-        shapes: shapes by (ensemble, leaf) and ("direct", name), where they are those of one rank's part.
-        buffers: whether they count; generating weights needs none.
+    """Compare names and shapes of a genome, or of one rank's part with these `shapes`, with its plan's.
 
     Raises:
         TypeError: if it is no genome.
@@ -56,32 +51,28 @@ def check_genome(
     if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
         raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {type(genome).__name__}")
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
-    given = {(e, k): tuple(leaf.shape) for e, leaves in genome.gnets.items() for k, leaf in leaves.items()}
-    given |= {("direct", name): tuple(leaf.shape) for name, leaf in genome.direct.items()}
+    flat = flat_genome(genome.gnets, genome.direct)
     if buffers:
-        expected |= {("buffers", b.name): b.shape for b in plan.buffers}
-        given |= {("buffers", name): tuple(buffer.shape) for name, buffer in genome.buffers.items()}
-    if expected != given:
-        missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
-        wrong = {k: s for k, s in expected.items() if given.get(k, s) != s}
-        hint = ""
-        if wrong and not missing and not unknown:
-            if all(given[k][1:] == s[1:] and given[k][:1] < s[:1] for k, s in wrong.items()):
-                hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
-            elif shapes is not None and plan.leaf_shapes.items() <= given.items():
-                hint = "; a whole state becomes this rank's part by train_step.shard(state)"
-        shown = [f"{k} is {given[k]}, expected {s}" for k, s in wrong.items()]
-        raise ValueError(
-            f"the genome does not fit the plan: missing {missing}, unknown {unknown}, wrong shape {shown}{hint}"
-        )
+        expected |= {f"buffers/{b.name}": b.shape for b in plan.buffers}
+        flat |= flatten_tree(genome.buffers, "buffers/")
+    given = {k: tuple(x.shape) for k, x in flat.items()}
+    hint = ""
+    if given.keys() == expected.keys():
+        wrong = [(given[k], s) for k, s in expected.items() if given[k] != s]
+        if not wrong:
+            return
+        if all(got[1:] == s[1:] and got[:1] < s[:1] for got, s in wrong):
+            hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
+        elif shapes is not None and plan.leaf_shapes.items() <= given.items():
+            hint = "; a whole state becomes this rank's part by train_step.shard(state)"
+    try:
+        compare_trees({k: TensorSpec(s) for k, s in expected.items()}, flat, "the genome does not fit the plan")
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from None
 
 
 def check_plan(plan: Plan, pnet: nn.Module) -> None:
-    """Compare names and shapes of a p-net's parameters and buffers with its plan's.
-
-    Raises:
-        ValueError: if the plan was made for another p-net, naming what differs, or the p-net is wrapped.
-    """
+    """Raise `ValueError` if the plan was made for another p-net, naming what differs, or the p-net is wrapped."""
     check_pnet(pnet)
     given = {o.name: tuple(o.tensor.shape) for o in parameter_infos(pnet)}
     given |= {name: tuple(buffer.shape) for name, (buffer, _) in buffers_of(pnet).items()}
@@ -150,13 +141,7 @@ def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:
 
 
 def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = None) -> dict[str, Params]:
-    """Standard normal noise for every stochastic ensemble, from a CPU generator: the same on every device.
-
-    Args:
-        plan: the plan.
-        generator: a CPU generator; its state advances.
-        like: a tensor whose dtype and device the noise gets.
-    """
+    """Standard normal noise for every stochastic ensemble from a CPU generator, in dtype and device of `like`."""
     noise: dict[str, Params] = {}
     for e in plan.ensembles:
         if shapes := e.hypernet.noise_shapes(e.dims):
@@ -202,13 +187,7 @@ def init_leaves(
 
     Every slot is then centred and scaled to zero mean and unit standard deviation by its linear leaves. The mean is
     linear in them, `mean = <m, v>`, so the smallest change that removes it is `v -= m * mean / |m|^2`. A slot with a
-    single linear coefficient has its other leaves moved likewise.
-
-    Args:
-        e: the ensemble.
-        dtype: of the leaves.
-        generator: CPU generator; its state advances.
-        progress: called with the number of weights of every slot that is done.
+    single linear coefficient has its other leaves moved likewise. `progress` gets the weights of every slot done.
     """
     hypernet, specs = e.hypernet, e.leaves
     drawn = hypernet.init(e.dims, e.n_tiles, e.n_groups, generator)
@@ -274,10 +253,11 @@ def _deviation(weights: Tensor) -> float:
 def _zeroed(value: Tensor, leaves: Params) -> Params:
     """The leaves after the smallest change that makes a number zero, to first order."""
     slopes = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
-    return _without(float(value.detach()), leaves, dict(zip(leaves, slopes, strict=True)))
+    return _moved(float(value.detach()), leaves, dict(zip(leaves, slopes, strict=True)))
 
 
-def _without(value: float, leaves: Params, slopes: Params) -> Params:
+def _moved(value: float, leaves: Params, slopes: Params) -> Params:
+    """The same for a number with these slopes."""
     square = sum(float(m.square().sum()) for m in slopes.values())
     change = value / square if 0 < square < math.inf else 0.0
     return {k: leaf.detach() - change * slopes[k] for k, leaf in leaves.items()}
@@ -299,7 +279,7 @@ def _centred_factors(slot: _Slot, leaves: Params, linear: list[str]) -> tuple[Pa
         norms = [torch.linalg.vector_norm(x.detach(), dim=(-2, -1)).double() for x in (left, right)]
         square += float((norms[0] * norms[1]).square().sum()) / left.shape[-1] / slot.grid.numel
     slope = {k: torch.cat(parts) / slot.grid.numel for k, parts in zip(linear, zip(*slopes, strict=True), strict=True)}
-    return _without(mean, {k: leaves[k] for k in linear}, slope), math.sqrt(square)
+    return _moved(mean, {k: leaves[k] for k in linear}, slope), math.sqrt(square)
 
 
 def _size_of_product(slot: _Slot, leaves: Params) -> float:

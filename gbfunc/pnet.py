@@ -41,14 +41,9 @@ _CHECKPOINT = (
 
 
 class ParameterInfo(NamedTuple):
-    """A parameter of a p-net, with the module and attribute that hold it.
+    """A parameter of a p-net by its first name, its `aliases` where it is tied, and its name in its layer `module`.
 
-    Attributes:
-        name: its name in the p-net, the first one where it is tied.
-        aliases: its other names.
-        tensor: the parameter.
-        module: the layer it belongs to (the parametrised layer, not its list of parametrisations).
-        attribute: its name there.
+    The layer of a parametrised weight is the one that uses it, not the list of parametrisations.
     """
 
     name: str
@@ -187,11 +182,8 @@ class PureNet:
 
     Changes of buffers, in place (BatchNorm's running statistics) or by assignment, land in the `buffers` dict that is
     passed, so pass clones. It keeps the training mode the module has when it is made. Calls from threads take turns.
-
-    Args:
-        pnet: the module.
-        forms: forms of weights that are not dense, by name; `weights` has their inputs, as `NAME_form.INPUT`.
-        adapt: changes the skeleton further, and names the parameters that it takes in another shape or kind.
+    For weights with `forms` that are not dense, by name, `weights` has the inputs, as `NAME_form.INPUT`. `adapt`
+    changes the skeleton further, and names the parameters that it takes in another shape or kind.
     """
 
     def __init__(
@@ -226,20 +218,12 @@ class PureNet:
         return {form.name: form.reads for form in self._forms if form.reads}
 
     def check(self, weights: TensorMap, buffers: TensorMap) -> None:
-        """Compare names and shapes with the module's.
-
-        Raises:
-            ValueError: for a missing, misspelt or misshapen tensor (`functional_call` lets some of them pass).
-        """
+        """Raise `ValueError` for a missing, misspelt or misshapen tensor (`functional_call` lets some of them pass)."""
         compare_trees(self._parameters, weights, "parameters do not fit the p-net")
         compare_trees(self._buffers, buffers, "buffers do not fit the p-net")
 
     def __call__(self, weights: TensorMap, buffers: Params, *args: Any, **kwargs: Any) -> Any:
-        """The p-net's output for these weights.
-
-        Raises:
-            ValueError: if the p-net checkpoints inside its forward, or the first tensors it is given do not fit it.
-        """
+        """The p-net's output; ValueError if it checkpoints inside its forward, or the first tensors do not fit it."""
         if torch.compiler.is_compiling():
             return self._call(weights, buffers, args, kwargs)
         with self._lock:

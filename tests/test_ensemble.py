@@ -231,12 +231,9 @@ def test_buffers_without_values_are_refused_before_anything_is_drawn(monkeypatch
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda b: {}, "missing .*'buffers', '1.num_batches_tracked'"),
-        (lambda b: b | {"other": torch.zeros(1)}, "unknown .*'buffers', 'other'"),
-        (
-            lambda b: b | {"1.running_mean": torch.zeros(4)},
-            r"\('buffers', '1.running_mean'\) is \(4,\), expected \(5,\)",
-        ),
+        (lambda b: {}, "missing .*'buffers/1.num_batches_tracked'"),
+        (lambda b: b | {"other": torch.zeros(1)}, "unknown .*'buffers/other'"),
+        (lambda b: b | {"1.running_mean": torch.zeros(4)}, r"'buffers/1.running_mean is \(4,\), expected \(5,\)'"),
     ],
 )
 def test_buffers_of_a_genome_are_those_of_its_plan(spoil: Callable[[Params], Params], words: str) -> None:

@@ -41,11 +41,7 @@ HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(
 
 
 def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:
-    """Read what `Hypernet.to_json` wrote.
-
-    Args:
-        data: the description.
-        factories: factories of `from_module` by import path; a file alone never makes one run.
+    """Read what `Hypernet.to_json` wrote; `factories` of `from_module` by import path, as no file alone makes one run.
 
     Raises:
         ValueError: for an unknown type, options that do not fit it, or a factory that is not given.

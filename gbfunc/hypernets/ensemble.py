@@ -22,16 +22,9 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 class Run(NamedTuple):
     """G-nets that are generated together.
 
-    Attributes:
-        hypernet: their type.
-        dims: their tile.
-        kernel: implementation of ReLU g-nets.
-        row: row codes [U, r, p], U = 1 where all tiles share them.
-        col: column codes [U, c, q].
-        scale: scale of every tile's slot [T]; None where it is in the leaves, or there is none.
-        leaves: leaf of every tile: `{name: [T, ...]}`; {} for a type without any.
-        noise: `{name: [T, ...]}` for stochastic types, None for the mean.
-        empty: shapes of the leaves that have no entries, which no genome holds.
+    Codes are `row` [U, r, p] and `col` [U, c, q], U = 1 where all tiles share them; `scale` [T] is that of every tile's
+    slot, None where it is in the leaves or there is none; `leaves` and `noise` are `{name: [T, ...]}`, {} for a type
+    without leaves and None for the mean; `empty` are shapes of the leaves without entries, which no genome holds.
     """
 
     hypernet: Hypernet

@@ -132,11 +132,7 @@ class FromModule(Hypernet):
         return tile * leaves[_GAIN] + leaves[_SHIFT] if _GAIN in leaves else tile
 
     def to_json(self) -> dict[str, Any]:
-        """The factory by its import path, for the reader's information: a file never makes it run.
-
-        Raises:
-            ValueError: if it has none (a lambda or a local function).
-        """
+        """The factory by its import path, for information; ValueError for a lambda or a local function."""
         path = f"{getattr(self.factory, '__module__', '')}:{getattr(self.factory, '__qualname__', '')}"
         if "<" in path or path.startswith(":") or path.endswith(":"):
             raise ValueError(f"from_module's factory must be importable by name to be saved, got {self.factory!r}")

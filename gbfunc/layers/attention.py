@@ -87,14 +87,13 @@ def _merge_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
     """Add masks [T, S] or [N * H, T, S], and [N, S] of the keys: -> broadcasts to [N, H, T, S]."""
-    mask = None
-    if attn_mask is not None:
-        mask = _additive(attn_mask, dtype)
-        mask = mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads))
-    if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, dtype)[:, None, None, :]
-        mask = padding if mask is None else mask + padding
-    return mask
+    mask = None if attn_mask is None else _additive(attn_mask, dtype)
+    if mask is not None and mask.ndim == 3:
+        mask = mask.unflatten(0, (-1, heads))
+    if key_padding_mask is None:
+        return mask
+    padding = _additive(key_padding_mask, dtype)[:, None, None, :]
+    return padding if mask is None else mask + padding
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,22 +35,11 @@ _FLOPS_PER_ELEMENT = 40
 def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: int) -> bool:
     """Whether applying the factors costs less than forming the weight, forward and backward.
 
-    With R rows, C columns, nr x nc tiles of rank k and B batch rows (positions, for a convolution), in FLOPs,
-    with e = 40 FLOPs per element moved:
+    With R rows, C columns, nr x nc `tiles` of rank k and B batch rows (positions, for a convolution), in FLOPs,
+    with e = 40 FLOPs per element moved (6 times for the weight or its gradient, 15 times for the thin product):
 
         dense    = 6 R C (B + k) + 6 e R C                  three GEMMs each for layer and generation
         factored = 6 B k (nr C + nc R) + 15 e B nr nc k     three pairs of thin GEMMs
-
-    An element of the weight or its gradient is moved 6 times, one of the thin product, in two orders, 15 times;
-    inputs, outputs and factors, moved alike by both, are left out. For large B the factored FLOPs equal the dense
-    ones at k = min(r, c) / 2 with square tiles r = R / nr, c = C / nc.
-
-    Args:
-        rows: rows of the matrix.
-        cols: columns of the matrix.
-        k: rank of a tile's factors (2H for a periodic g-net with H features).
-        tiles: tile rows and tile columns of the grid.
-        batch_rows: rows of the input that the weight is applied to at once.
 
     >>> lazy_pays(4096, 4096, 64, (1, 1), 256), lazy_pays(128, 128, 64, (1, 1), 4096)
     (True, False)
@@ -72,25 +61,16 @@ class _Inputs(dict[str, Any]):
 
 
 class Call:
-    """What the forms of a p-net share during one call of it.
-
-    Attributes:
-        cache: dense weights by name; None outside of a call.
-    """
+    """What the forms of a p-net share: its dense weights by name, None outside of a call."""
 
     cache: dict[str, Tensor] | None = None
 
 
 class WeightForm(nn.Module):
-    """The weight of a layer in a form other than dense. Subclasses give `make` and the three operations.
+    """The weight of a layer, parameter `name`, in a form other than dense; `functional_call` sets its `inputs`.
 
-    Args:
-        name: name of the parameter.
-        inputs: names of the tensors that it is made of; `functional_call` sets them.
-
-    Attributes:
-        reads: how often someone else than the layer has read the dense weight.
-        call: of the p-net that it is in.
+    Subclasses give `make` and the three operations. `reads` counts how often the dense weight was read by another than
+    the layer; `call` is that of the p-net that it is in.
     """
 
     def __init__(self, name: str, inputs: tuple[str, ...]) -> None:
@@ -152,12 +132,8 @@ class WeightForm(nn.Module):
 class FactoredWeight(WeightForm):
     """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [nr, nc, r, k] and right [nr, nc, c, k].
 
-    Args:
-        name: name of the parameter.
-        shape: shape of the weight in its layer.
-        grid: the matrix [rows, cols] and its tiles.
-        transposed: the layer stores the transpose of the matrix, as Hugging Face's `Conv1D` does.
-        auto: use the factors where a count of operations says that it pays (`lazy_pays`), and else the dense weight.
+    The layer stores it in `shape`, `transposed` as in Hugging Face's `Conv1D`. With `auto` the factors are used where
+    `lazy_pays` says so, and else the dense weight.
     """
 
     left: Tensor
@@ -309,13 +285,7 @@ def _embedding_forward(layer: Any, input: Tensor) -> Tensor:
 
 
 class LayerForm(NamedTuple):
-    """A kind of layer that can stand in the skeleton with its weight in another form than dense.
-
-    Attributes:
-        forward: what it computes, on `layer.<attribute>_form`.
-        weights: its attributes that can have a form.
-        plain: `layer -> bool`: do its options let it be so?
-    """
+    """A layer's forward on `layer.<attribute>_form`, for which of its `weights`, and whether its options allow it."""
 
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
@@ -400,11 +370,8 @@ def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, 
 def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> None:
     """Put forms in the place of weights of a p-net's copy, and change the classes of their layers accordingly.
 
-    Args:
-        net: the copy; it is changed.
-        forms: by name of parameter, names of tied ones included; all must be `formable`.
-        shown: whether whoever goes through the layers' parameters sees the dense weights, as in a skeleton, or the
-            forms' parameters alone.
+    `forms` are by name of parameter, names of tied ones included. With `shown`, whoever goes through the layers'
+    parameters sees the dense weights, as in a skeleton, else the forms' parameters alone.
     """
     layers: dict[nn.Module, dict[str, WeightForm]] = {}
     for name, weight in forms.items():

@@ -18,23 +18,15 @@ from torch import Tensor
 from gbfunc.layers.forms import WeightForm, dense_linear
 
 Make = Callable[..., Tensor]
-
 Pull = Callable[[Tensor, Sequence[Tensor], list[bool], Tensor], list[Tensor | None]]
 """`(W, others, needs, dy) -> gradients` of (W, *others), None for those that need none."""
 
 
 class RecomputedWeight(WeightForm):
-    """A weight `make(*inputs)` that lives only while an operation uses it.
+    """A weight `maker(*inputs)` that lives only while an operation uses it; the layer may store it `transposed`.
 
-    Under `torch.compile` the values are right, but the compiler chooses what to keep; forward mode
-    and `torch.func.grad` do not work inside a compiled function.
-
-    Args:
-        name: name of the parameter.
-        inputs: names of the tensors that it is made of, at least one; attributes of the form.
-        maker: `maker(*inputs) -> weight`, a pure function that draws no random numbers.
-        transposed: the layer stores the transpose of the matrix that it multiplies by.
-        piece: whether it is but a piece of the weight, which nobody else than the layer may read.
+    `maker` is pure and draws no random numbers. A `piece` of a weight may be read by nobody but the layer. Under
+    `torch.compile` the compiler chooses what to keep, and neither forward mode nor `torch.func.grad` works inside.
     """
 
     def __init__(self, name: str, inputs: tuple[str, ...], maker: Make, transposed: bool, piece: bool = False) -> None:

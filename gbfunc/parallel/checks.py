@@ -18,9 +18,7 @@ from torch import Tensor
 from gbfunc.parallel.collectives import all_gather, gather_objects
 from gbfunc.parallel.mesh import AxisName, Mesh
 
-_MOST = 5
-"""Values that an error shows of two texts that differ."""
-
+_MOST = 5  # Values that an error shows of two texts that differ
 _ABSENT = "(nothing)"
 
 

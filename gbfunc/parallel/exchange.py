@@ -24,8 +24,7 @@ from gbfunc.plan import Ensemble
 from gbfunc.trees import GNET, flatten_tree, unflatten_tree
 from gbfunc.types import Factors, Params
 
-BUCKET_BYTES = 2**20
-"""Outputs of less than this, for each rank, are sent together: below it a collective's latency is what it costs."""
+BUCKET_BYTES = 2**20  # Outputs of less are sent together: below it a collective's latency is what it costs
 
 
 class Gather(NamedTuple):
@@ -145,10 +144,8 @@ def reduce_step(
         before: the buffers to average, as they were before the step, when they were equal on all ranks.
 
     Returns:
-        Loss, aux, gradients (on each rank of the rows that it holds), buffers, and the norm of the whole gradient.
-
-    Raises:
-        ValueError: for an aux with tensors that are no scalars, and for an empty global batch.
+        Loss, aux, gradients (on each rank of the rows that it holds), buffers, and the norm of the whole gradient;
+        ValueError for an aux with tensors that are no scalars, and for an empty global batch.
     """
     mesh = layout.mesh
     split = {k: g for k, g in gradients.items() if k in layout.split}

@@ -13,12 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_LIVENESS_SECONDS = 3.0
-"""Seconds in which the ranks that are left answer after a failure: a dead rank's neighbours notice first."""
-
-_UNUSED_TAG = 7919
-"""Tag of a message that nobody sends."""
-
+_LIVENESS_SECONDS = 3.0  # For the ranks that are left to answer after a failure: a dead one's neighbours notice first
+_UNUSED_TAG = 7919  # Of a message that nobody sends
 _GLOO = re.compile(r"\[(enforce fail at )?[^\]\s]*\bgloo[/\\][^\]\s]*:\d+\]|^Application timeout caused pair closure")
 """Gloo's errors are RuntimeErrors with a position in its source: `[.../gloo/transport/tcp/pair.cc:537] Read error`,
 `[enforce fail at .../gloo/allreduce.cc:80] size > 0`; one message has none, of every operation after a timeout."""
@@ -26,11 +22,6 @@ _GLOO = re.compile(r"\[(enforce fail at )?[^\]\s]*\bgloo[/\\][^\]\s]*:\d+\]|^App
 
 class CollectiveError(ConnectionError):
     """A collective failed or timed out: another rank has died, or is stuck. The mesh cannot be used after."""
-
-
-def is_failure(error: BaseException) -> bool:
-    """Whether an error is the backend's (gloo, nccl, the ranks' store) and not one of the code around it."""
-    return isinstance(error, dist.DistError) or bool(isinstance(error, RuntimeError) and _GLOO.search(str(error)))
 
 
 class Faults:
@@ -51,7 +42,8 @@ class Faults:
         try:
             yield
         except RuntimeError as error:
-            if not is_failure(error):
+            # Of the backend (gloo, nccl, the ranks' store) and not of the code around it.
+            if not (isinstance(error, dist.DistError) or _GLOO.search(str(error))):
                 raise
             for group in self.groups:
                 _abort_connections(group)

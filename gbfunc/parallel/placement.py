@@ -25,7 +25,7 @@ import torch
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.plan import DTYPES, Ensemble, Plan
-from gbfunc.trees import DIRECT, GNET
+from gbfunc.trees import GNET
 
 Placement = Literal["replicated", "sharded", "factors"]
 PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
@@ -43,12 +43,10 @@ class Rows(NamedTuple):
 
 
 class Layout:
-    """The placement of a plan's genome on a mesh.
+    """The placement of a plan's genome on a mesh: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"`.
 
-    Attributes:
-        placement: `"replicated"`, `"sharded"` (tiles are gathered) or `"factors"` (factors are, where there are any).
-        sharded: whether leaves are split at all, which takes more than one rank along the g-net axis.
-        sizes: tiles of every rank along the g-net axis, by ensemble; only of ensembles with leaves.
+    `sharded` says whether leaves are split at all, which takes more than one rank along the g-net axis; `sizes` has the
+    tiles of every rank along it, by ensemble with leaves.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
@@ -90,21 +88,19 @@ class Layout:
     @cached_property
     def ownership(self) -> Mapping[str, Rows]:
         """The rows of every trained leaf that this rank holds, by flat name (`gnets/ENSEMBLE/LEAF`, `direct/NAME`)."""
-        counts = {f"{DIRECT}{t.name}": t.shape[0] if t.shape else 1 for t in self.plan.direct}
+        counts = {name: shape[0] if shape else 1 for name, shape in self.plan.leaf_shapes.items()}
         rows = {name: Rows(0, count, count) for name, count in counts.items()}
         for e in self.plan.ensembles:
-            for k, shape in e.shapes.items():
-                name = f"{GNET}{e.name}/{k}"
-                mine = self.span(e) if name in self.split else slice(0, shape[0])
-                rows[name] = Rows(mine.start, mine.stop - mine.start, shape[0])
+            for name in self.split & {f"{GNET}{e.name}/{k}" for k in e.leaves}:
+                mine = self.span(e)
+                rows[name] = Rows(mine.start, mine.stop - mine.start, counts[name])
         return rows
 
     @cached_property
-    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        """Shape of every leaf as this rank holds it, by (ensemble, leaf) and ("direct", name)."""
-        names = {(e.name, k): f"{GNET}{e.name}/{k}" for e in self.plan.ensembles for k in e.leaves}
-        held = {key: self.ownership[name].count for key, name in names.items()}
-        return {key: (held[key], *s[1:]) if key in held else s for key, s in self.plan.leaf_shapes.items()}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every trained leaf as this rank holds it, by flat name."""
+        rows, split = self.ownership, self.split
+        return {k: (rows[k].count, *s[1:]) if k in split else s for k, s in self.plan.leaf_shapes.items()}
 
     def wire_bytes(self, itemsize: int) -> tuple[int, int]:
         """Bytes that this rank sends to gather all outputs once, and for their gradients; `itemsize` is the leaves'."""

@@ -18,23 +18,16 @@ from gbfunc.plan.slots import tile_dims
 from gbfunc.tiling import MaxTile, TileGrid, tile_grid
 from gbfunc.types import MatrixDims, TileDims
 
-_TOLERANCE = 0.02
-"""A target may be missed by this much before slots of equal shape get unequal sizes (one more ensemble)."""
-
-_THIN = 64
-"""A matrix with a side below this stays whole while 2 * features <= this: cutting it would save no time."""
+_TOLERANCE = 0.02  # A target may be missed by this much before slots of equal shape get unequal sizes
+_THIN = 64  # A matrix with a side below this stays whole while 2 * features <= this: cutting it would save no time
 
 
 @dataclass
 class Unit:
-    """Slots of equal shape, codes and hypernetwork, which get equal sizes: the sharing group, or one slot.
+    """`count` slots of equal shape, codes and hypernetwork, whose size is sought unless the hypernetwork has one.
 
-    Attributes:
-        hypernet: their hypernetwork; its size is what is sought unless it has one.
-        max_tile: largest tile, None for the rule above.
-        count: number of slots.
-        cut: tiles along rows and columns where `max_tile` is None.
-        larger: how many of the first slots have one size more than `size`.
+    They get equal sizes, but for the first `larger` of them, which get one more. Where `max_tile` is None, `cut` has
+    the tiles along rows and columns.
     """
 
     matrix: MatrixDims

@@ -27,11 +27,8 @@ from gbfunc.types import MatrixDims
 
 Rule = tuple[str, Hypernet | None]
 Codes = tuple[Encoding | None, Encoding | None]
-_DIRECT_SHARE = 0.25
-"""Direct vectors may take this part of a size target; beyond it the longest are generated."""
-
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""Where to look for the smallest file, in multiples of the fewest parameters."""
+_DIRECT_SHARE = 0.25  # Direct vectors may take this part of a size target; beyond it the longest are generated
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Where to look for the smallest file: multiples of the fewest parameters
 
 
 @dataclass

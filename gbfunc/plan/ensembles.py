@@ -29,11 +29,7 @@ class TileSpan(NamedTuple):
 class Ensemble:
     """All g-nets of one (hypernetwork with its size, tile shape, code widths): stacked leaves, one vmapped call.
 
-    Attributes:
-        name: its name in the genome.
-        hypernet: their type, with its size.
-        dims: their tile.
-        spans: the slots they fill, in order of their tiles.
+    `name` is its name in the genome, `spans` are the slots that it fills, in order of their tiles.
     """
 
     name: str

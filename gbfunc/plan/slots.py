@@ -35,12 +35,8 @@ def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDim
 class Slot:
     """One matrix of a tensor, and what generates it: `offset + scale * g`.
 
-    Attributes:
-        hypernet: the g-nets' type, with its size.
-        grid: the tiles.
-        scale: standard deviation of the p-net's initialisation.
-        offset: its mean, for vectors; 0 otherwise.
-        group: tiles at the same place of slots of the same group share leaves, where the hypernetwork shares any.
+    `scale` is the standard deviation of the p-net's initialisation, `offset` its mean for vectors, 0 otherwise. Tiles
+    at the same place of slots of the same `group` share leaves, where the hypernetwork shares any.
     """
 
     hypernet: Hypernet
@@ -75,14 +71,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One parameter of the p-net.
+    """One parameter of the p-net, of a layer kind of `gbfunc.layers.KINDS` and a dtype such as `"float32"`.
 
-    Attributes:
-        dtype: its dtype, such as `"float32"`.
-        kind: layer kind, a key of `gbfunc.layers.KINDS`.
-        slots: its matrices where it is generated, `()` where it is direct.
-        aliases: other names of the same (tied) parameter.
-        note: why it is what it is, where that needs a word.
+    `slots` are its matrices where it is generated, `()` where it is direct; `aliases` other names of the same (tied)
+    parameter; `note` says why it is what it is, where that needs a word.
     """
 
     name: str

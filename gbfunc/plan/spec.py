@@ -14,6 +14,7 @@ from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.file_layout import file_header, stored_leaves
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
+from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Params
 
 
@@ -88,10 +89,10 @@ class Plan:
         return torch.float64 if any(t.dtype == "float64" for t in self.tensors) else torch.float32
 
     @cached_property
-    def leaf_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        """Shape of every trained leaf, by (ensemble, leaf) for g-nets and ("direct", name) for direct parameters."""
-        shapes = {(e.name, k): shape for e in self.ensembles for k, shape in e.shapes.items()}
-        return shapes | {("direct", t.name): t.shape for t in self.direct}
+    def leaf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every trained leaf: `gnets/<ensemble>/<leaf>` and `direct/<name>`."""
+        shapes = {f"{GNET}{e.name}/{k}": shape for e in self.ensembles for k, shape in e.shapes.items()}
+        return shapes | {f"{DIRECT}{t.name}": t.shape for t in self.direct}
 
     @property
     def stochastic(self) -> bool:
@@ -101,8 +102,8 @@ class Plan:
     @cached_property
     def leaves(self) -> Params:
         """All tensors of a genome, on the meta device: `gnets/<ensemble>/<leaf>`, `direct/<name>`, `buffers/<name>`."""
-        specs = {f"gnets/{e.name}/{k}": (s, self.dtype) for e in self.ensembles for k, s in e.shapes.items()}
-        specs |= {f"direct/{t.name}": (t.shape, DTYPES[t.dtype]) for t in self.direct}
+        dtypes = {f"{DIRECT}{t.name}": DTYPES[t.dtype] for t in self.direct}
+        specs = {k: (shape, dtypes.get(k, self.dtype)) for k, shape in self.leaf_shapes.items()}
         specs |= {f"buffers/{b.name}": (b.shape, DTYPES[b.dtype]) for b in self.buffers}
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()}
 
@@ -148,11 +149,7 @@ class Plan:
 
 
 def genome_file_bytes(plan: Plan, dtype: torch.dtype | None = None) -> int:
-    """Bytes of `genome.safetensors`, header included.
-
-    Args:
-        plan: the plan.
-        dtype: what trained leaves are stored as, as `save` has it.
+    """Bytes of `genome.safetensors`, header included, with trained leaves stored in `dtype`, as `save` has it.
 
     Raises:
         ValueError: if the plan cannot be saved.

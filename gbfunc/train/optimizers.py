@@ -62,10 +62,12 @@ class Optimizer(NamedTuple):
     """A pair of pure functions over flat dicts of tensors.
 
     Attributes:
-        init: `(params, roles) -> state`.
+        init: `(params, roles) -> state`; ValueError for leaves of no known role and classes that cannot be pure,
+            TypeError for a class that keeps anything but tensors.
         update: `(grads, state, params, roles, *, donate=False) -> (params, state)`. Nothing given is changed unless
             donated; donated buffers may be updated in place and returned, and only the results may be used after.
-            Results need no grad and have no graph.
+            Results need no grad and have no graph. TypeError if `state` is no `OptState`; ValueError if it, the leaves
+            or their roles do not fit, or the learning rate is negative.
         settings: class, learning rate and options, which all ranks must have alike.
     """
 
@@ -123,12 +125,7 @@ def torch_optimizer(
         return cached(tuple((k, roles.get(k), p.shape, p.dtype, p.device) for k, p in params.items()))
 
     def init(params: Params, roles: Roles) -> OptState:
-        """A state with the structure that torch gives it in one step.
-
-        Raises:
-            ValueError: for leaves without a role or of an unknown one, and for classes that cannot be pure.
-            TypeError: for a class that keeps anything but tensors.
-        """
+        """A state with the structure that torch gives it in one step; errors for roles and classes that do not fit."""
         leaves: dict[str, Params] = {k: {} for k in params}
         for (k, entry), (shape, dtype, device) in prepare(params, roles).specs.items():
             leaves[k][entry] = torch.zeros(shape or (), dtype=dtype, device=device)
@@ -137,13 +134,7 @@ def torch_optimizer(
     def update(
         grads: Params, state: OptState, params: Params, roles: Roles, *, donate: bool = False
     ) -> tuple[Params, OptState]:
-        """One step: the new parameters and the new state.
-
-        Raises:
-            TypeError: if `state` is no `OptState`.
-            ValueError: for a state of another class or of other leaves; names, shapes, dtypes or roles that do not fit;
-                a learning rate that is negative.
-        """
+        """One step: the new parameters and the new state; errors for a state, leaves or a rate that do not fit."""
         calls, leaves, specs = prepare(params, roles)
         compare_trees(leaves, grads, "grads do not fit params")
         _check_state(state, params, specs, cls.__name__, fingerprint)

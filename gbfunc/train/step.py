@@ -99,8 +99,7 @@ class TrainStep:
         self._averaged = [b.name for b in plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
         still = {f"direct/{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
         self._frozen = still & self._roles.keys()
-        leaves = {f"{e}/{k}" if e == "direct" else f"gnets/{e}/{k}": shape for (e, k), shape in layout.shapes.items()}
-        self._expected = leaves | {f"buffers/{b.name}": b.shape for b in plan.buffers}
+        self._expected = layout.shapes | {f"buffers/{b.name}": b.shape for b in plan.buffers}
 
     @torch.inference_mode(False)
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:

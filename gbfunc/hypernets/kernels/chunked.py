@@ -22,19 +22,14 @@ from gbfunc.types import Params
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
-DEFAULT_MAX_BYTES = 64 * 2**20
-"""Memory of one block: so large that dispatch costs nothing, small beside the weights of a p-net that needs blocks."""
+DEFAULT_MAX_BYTES = 64 * 2**20  # So large that dispatch costs nothing, small beside a p-net that needs blocks
 
 
 class RowMap(NamedTuple):
     """A function of one g-net that can be evaluated some rows at a time.
 
-    Attributes:
-        fn: `(row inputs [r, ...], shared inputs) -> (row outputs [r, ...], outputs to sum over the rows)`.
-        inputs: numbers of row inputs and of shared inputs.
-        outputs: numbers of row outputs and of outputs to sum over the rows.
-        row_bytes: estimated memory that one row of one tile takes while it is evaluated.
-        max_bytes: memory that one block may take.
+    `fn(row inputs [r, ...], shared inputs) -> (row outputs [r, ...], outputs to sum over the rows)`, so many of each as
+    `inputs` and `outputs` say; `row_bytes` is the estimated memory of one row of one tile, `max_bytes` that of a block.
     """
 
     fn: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
@@ -154,20 +149,11 @@ def chunked_apply(
 ) -> Tensor:
     """Generate one g-net's tile [r, c] from separable pre-activations, in row blocks that backward recomputes.
 
-    Under `torch.vmap` over g-nets the blocks run over tiles too, so the bound holds for the whole ensemble; within
-    `torch.compile` the tile is one expression. Derivatives of any order and mode reach `A`, `B` and `params`, and
-    nothing that `fn` closes over.
-
-    Args:
-        fn: what follows the first layer, for some rows: `(pre-activations [rows, c, H], params) -> weights [rows, c]`.
-            It treats the rows independently and draws no random numbers.
-        A: pre-activations of the rows, bias included [r, H].
-        B: pre-activations of the columns [c, H].
-        params: parameters of the remaining layers, floating point.
-        max_bytes: estimated memory that the activations of one block may take; a single row is never divided.
-
-    Raises:
-        ValueError: for `A` and `B` that are not matrices of one width, `max_bytes` below 1, or another shape from `fn`.
+    `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is what follows the first layer: it treats the rows
+    independently and draws no random numbers. `A` [r, H], bias included, and `B` [c, H] are the pre-activations of rows
+    and columns. Under `torch.vmap` over g-nets the blocks run over tiles too, so that `max_bytes` bounds the estimated
+    memory for the whole ensemble; a single row is never divided. Within `torch.compile` the tile is one expression.
+    Derivatives of any order and mode reach `A`, `B` and `params`, and nothing that `fn` closes over.
     """
     if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[1]:
         raise ValueError(f"expected A [r, H] and B [c, H] of one g-net, got {list(A.shape)} and {list(B.shape)}")

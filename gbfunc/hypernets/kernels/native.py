@@ -43,12 +43,7 @@ def _command() -> list[str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernel: from the cache, or made in some seconds.
-
-    Raises:
-        OSError: if it cannot be loaded.
-        RuntimeError: if there is no compiler, or it fails.
-    """
+    """The compiled kernel, from the cache or made in some seconds; RuntimeError without a compiler that works."""
     command = _command()
     # One file for each source and command, kept between processes.
     digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]

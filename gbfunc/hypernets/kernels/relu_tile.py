@@ -176,7 +176,7 @@ def relu_tiles(
 
     Args:
         A: pre-activations of the rows, bias included [..., r, H].
-        B: pre-activations of the columns [..., c, H].
+        B: those of the columns [..., c, H].
         v: weights of the last layer [..., H].
         b: its bias [...].
         kernel: "eager" works in blocks of bounded memory; "compiled" is, on a CPU, a C++ loop that is compiled once and
