@@ -15,7 +15,7 @@ import torch
 import gbfunc as gb
 from gbfunc.cli.ranks import Spread, pipeline_microbatches
 from gbfunc.parallel import Mesh
-from tests.support.ranks import PATIENCE, ROOT
+from tests.support.ranks import PATIENCE, ROOT, run_ranks
 
 TEXT = "".join(f"{i} times {i} is {i * i}, and so on.\n" for i in range(400))
 CONFIG = {"--task-config": {"context": 16}, "--pnet-config": {"layers": 4, "width": 16, "heads": 2}}
@@ -181,3 +181,17 @@ def test_microbatches_divide_the_rows(arguments: tuple[Any, ...], expected: int)
 def test_microbatches_that_do_not_fit(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pipeline_microbatches(*arguments)
+
+
+def test_one_rank_prepares_files_before_the_others_read_them(tmp_path: Path) -> None:
+    reports = run_ranks(3, "rank_turns:prepare_files", arguments={"folder": str(tmp_path)})
+    assert [report["written"] for report in reports] == [True, False, False]
+    assert {report["read"] for report in reports} == {"by rank 0"}
+    for rank, report in enumerate(reports):
+        expected = (
+            "FileNotFoundError: no data" if rank == 0 else "ValueError: rank 0 cannot begin: FileNotFoundError: no"
+        )
+        assert report["without data"].startswith(expected)
+        # Rank 0 is ready, and of the others one fails.
+        expected = "OSError: no room" if rank == 2 else "ValueError: rank 2 cannot begin: OSError: no room"
+        assert report["without room"] == expected
