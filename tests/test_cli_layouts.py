@@ -124,6 +124,23 @@ def test_four_ranks_split_the_batch_too(mesh: str, folder: Path, one: dict[str, 
     assert_same_genome(folder, mesh)
 
 
+@pytest.mark.slow
+def test_a_training_goes_on_in_another_layout(folder: Path, one: dict[str, Any]) -> None:
+    """From one process to four ranks, and from these to one process."""
+    half = str(STEPS // 2)
+    begun = folder / "one" / "checkpoints" / f"step-{int(half):08d}.safetensors"
+    made = trained(
+        4, folder, "later", "--mesh", "tensor=2,pipeline=2", "--resume", str(begun), "--checkpoint-every", "5"
+    )
+    assert made["steps"] == STEPS
+    assert_same_genome(folder, "later")
+    assert {"pipeline", "tensor"} < made["bytes_sent_per_step_by_axis"].keys()
+    newest = folder / "later" / "checkpoints" / f"step-{STEPS:08d}.safetensors"
+    newest.unlink()
+    trained(1, folder, "last", "--resume", str(newest.parent))
+    assert_same_genome(folder, "last")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
