@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gbfunc.cli.job import parse_mesh
+from gbfunc.cli.ranks import parse_mesh
 from tests.support.ranks import PATIENCE, ROOT
 
 TRAIN = ("-m", "gbfunc", "train", "--epochs", "1", "--sizes", "64", "40", "10", "--genome-params", "300")
@@ -39,7 +39,8 @@ def test_two_ranks_train_the_genome_that_one_trains(tmp_path: Path) -> None:
     assert two.returncode == 0, two.stderr
     a, b = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
     assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-3) and a["steps"] == b["steps"]
-    assert (b["ranks"], b["placement"], b["mesh"]) == (2, "sharded", {"data": 1, "gnets": 2})
+    assert (b["ranks"], b["placement"]) == (2, "sharded")
+    assert b["mesh"] == {"data": 1, "pipeline": 1, "gnets": 2, "tensor": 1}
     assert a["bytes_sent_per_step"] == 0 and b["bytes_sent_per_step"] > 4 * 64 * 40
     assert all(m["samples_per_second"] > 0 and m["peak_memory_bytes"] > 2**20 for m in (a, b))
     assert two.stdout.count("test accuracy") == one.stdout.count("test accuracy") == 1, "rank 0 alone speaks"

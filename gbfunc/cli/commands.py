@@ -13,14 +13,23 @@ from gbfunc.cli.job import (
     genome_metrics,
     make_job,
     measure,
-    open_mesh,
     read_genome,
     results_folder,
     run_fit,
     train_genome,
 )
-from gbfunc.cli.options import CheckpointOptions, DataOptions, ModelOptions, RankOptions, RecipeInt, TrainingOptions
+from gbfunc.cli.meter import Meter
+from gbfunc.cli.options import (
+    NONE,
+    CheckpointOptions,
+    DataOptions,
+    ModelOptions,
+    RankOptions,
+    RecipeInt,
+    TrainingOptions,
+)
 from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
+from gbfunc.cli.ranks import Spread, in_turn, open_mesh
 from gbfunc.tasks import continue_text
 from gbfunc.tasks.pnets import n_params, narrowed
 from gbfunc.tasks.training import dense_trainer
@@ -45,13 +54,22 @@ class Train(CheckpointOptions, RankOptions):
     env_steps: RecipeInt = None
     """Length of the control task's training, in steps of its environments together."""
 
+    peak_flops: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
+    """Most operations a second of one rank, as gbfunc bench --calibrate measures them: tells the share that is used."""
+
+    profile: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint=NONE)] = None
+    """Folder for a Chrome trace of a few early steps of each rank, and a table of rank 0's operations (table.txt)."""
+
     def run(self) -> None:
         """Train, write the results, print them."""
         with open_mesh(self, self.device) as mesh:
             here = replace(self, device=str(mesh.device))
-            job = make_job(here)
+            meter = Meter(self.peak_flops, self.profile)
+            # Data and models may be downloaded, or prepared in files, which all ranks then read.
+            job = in_turn(mesh, lambda: make_job(here))
+            spread = Spread(mesh, self.placement, self.pipeline, self.microbatches)
             with results_folder(self.out if mesh.rank == 0 else None) as folder:
-                result, _, metrics = train_genome(job, here, folder, mesh, self.placement)
+                result, _, metrics = train_genome(job, here, folder, spread, meter)
                 if self.out is not None and mesh.rank == 0:
                     write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
                 if mesh.rank == 0:

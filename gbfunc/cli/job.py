@@ -8,17 +8,17 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import gbfunc as gb
 from gbfunc.cli.checkpoints import Kept, checkpoints
-from gbfunc.cli.options import DataOptions, ModelOptions, RankOptions, TrainingOptions
+from gbfunc.cli.meter import Meter
+from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions
 from gbfunc.cli.output import make_folder, reporter
-from gbfunc.lab.bench.memory import peak_resident
-from gbfunc.parallel import Placement
+from gbfunc.cli.ranks import Spread, find_device
 from gbfunc.tasks import Recipe, Task, find_task
 from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import PNet, brief, find_pnet
@@ -241,23 +241,34 @@ def train_genome(
     job: Job,
     options: TrainingOptions,
     folder: Path,
-    mesh: gb.Mesh | None = None,
-    placement: Placement | Literal["auto"] = "auto",
+    spread: Spread | None = None,
+    meter: Meter | None = None,
 ) -> tuple[Fit, nn.Module, dict[str, object]]:
     """Train a job's genome, save it, read the file back and measure what it holds.
 
     Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of another name.
 
+    Args:
+        job: what to train.
+        options: the user's.
+        folder: where to write.
+        spread: over which ranks, and how; None for this process alone.
+        meter: what measures the steps.
+
     Returns:
         The training, the network read back, and its metrics.
     """
     label = "dense" if is_dense(options) else "genome"
-    trainer = genome_trainer(job.plan, job.pnet, job.task, job.recipe, options.seed, mesh, placement)
-    with checkpoints(options, job.task, job.recipe, trainer.train_step) as kept:
+    meter = meter or Meter()
+    split = {} if spread is None else spread.arguments(job.pnet, job.recipe.batch_size)
+    trainer = meter.metered(genome_trainer(job.plan, job.pnet, job.task, job.recipe, options.seed, **split), split)
+    step = trainer.train_step
+    assert step is not None
+    steps = total_steps(job.task, job.recipe)
+    with checkpoints(options, job.task, job.recipe, step) as kept, meter.profiling(step.mesh, steps):
         result = run_fit(trainer, job, options.seed, label, kept)
     path = folder / GENOME_FILE
-    step = trainer.train_step
-    genome = result.state if step is None else step.gather(result.state)
+    genome = step.gather(result.state)
     gb.save(path, job.plan, genome, getattr(torch, options.dtype) if options.dtype else None)
     plan, _, net = read_genome(path, options, job.task)
     planned = None if is_dense(options) else job.task.pnet.plan(plan.genome_params).hypernet.type
@@ -271,55 +282,7 @@ def train_genome(
         "steps": result.steps,
         "seed": options.seed,
     }
-    if step is not None:
-        metrics |= rank_metrics(step, result.steps, job.recipe.batch_size, result.seconds)
+    metrics |= meter.metrics(
+        step, job.task, job.pnet, job.recipe.batch_size, result.steps / max(result.step_seconds, 1e-9)
+    )
     return result, net, metrics
-
-
-def open_mesh(options: RankOptions, device: str) -> gb.Mesh:
-    """The ranks that the command was started on; `ValueError` for a mesh that is no grid of all, or a bad device."""
-    find_device(device)
-    axes = parse_mesh(options.mesh)
-    return gb.mesh(axes.get("data", 1), axes.get("gnets"), device)
-
-
-def parse_mesh(text: str | None) -> dict[str, int]:
-    """`"data=2,gnets=4"` as numbers; an axis that is not named is chosen by `gb.mesh`.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    axes: dict[str, int] = {}
-    for part in () if text is None else text.split(","):
-        name, _, value = map(str.strip, part.partition("="))
-        if name not in ("data", "gnets") or name in axes or not value.isdecimal():
-            raise ValueError(f"--mesh must name ranks along its axes, such as data=2,gnets=4, got {text!r}")
-        axes[name] = int(value)
-    if "gnets" in axes and "data" not in axes:
-        raise ValueError(f"--mesh must name data too, such as data=1,{text}, got {text!r}")
-    return axes
-
-
-def rank_metrics(train_step: gb.TrainStep, steps: int, batch_size: int, seconds: float) -> dict[str, object]:
-    """How a training ran: its ranks, speed, and for this rank bytes sent per step and peak memory in bytes."""
-    mesh = train_step.mesh
-    cuda = mesh.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else peak_resident()
-    return {
-        "ranks": mesh.world,
-        "mesh": {"data": mesh.data, "gnets": mesh.gnets},
-        "placement": train_step.placement,
-        "samples_per_second": steps * batch_size / max(seconds, 1e-9),
-        "bytes_sent_per_step": mesh.traffic.total / max(1, steps),
-        "peak_memory_bytes": peak,
-    }
-
-
-def find_device(name: str) -> torch.device:
-    """The device called `name`; `ValueError` if there is none, or if it cannot be used here."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device

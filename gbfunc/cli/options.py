@@ -10,6 +10,7 @@ from tyro.conf import arg
 
 HypernetName = Literal["periodic", "gnet", "stochastic", "low_rank", "xox"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
+PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
 AUTO = "auto"
 """The value of `--resume` that takes the newest valid checkpoint, if there is any."""
@@ -115,10 +116,22 @@ class CheckpointOptions(TrainingOptions):
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Where the genome lives, where `torchrun` starts the command on many ranks. Batch sizes are global."""
+    """How a training is spread, where `torchrun` starts the command on many ranks. Batch sizes are global."""
 
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
     """With many ranks: all of the genome on each, or shares of its tiles, whose weights or factors are gathered."""
 
-    mesh: Annotated[str | None, arg(metavar="data=INT,gnets=INT", help_behavior_hint="(default: data=1)")] = None
-    """With many ranks: those along which the genome is replicated x those along which it can be sharded."""
+    mesh: Annotated[str | None, arg(metavar="AXIS=INT,...", help_behavior_hint="(default: data=1)")] = None
+    """With many ranks: how many along each axis. data and gnets split the batch (gnets the genome too, where it is
+    sharded), pipeline splits the p-net's blocks, tensor its layers, such as data=2,tensor=2,pipeline=2."""
+
+    pipeline: Annotated[
+        PipelineName | None,
+        arg(metavar="|".join(get_args(PipelineName)), help_behavior_hint="(default: 1f1b along a pipeline axis)"),
+    ] = None
+    """Schedule by which microbatches go through the pipeline."""
+
+    microbatches: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 1; with a pipeline up to 4 times its ranks)")
+    ] = None
+    """Equal parts of each batch, one after the other, whose gradients are summed."""

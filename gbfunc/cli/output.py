@@ -27,8 +27,8 @@ _WIDTH = 150
 """Of a table that is written to a file."""
 
 
-def make_folder(path: Path) -> Path:
-    """Make a folder for results, so that a path that cannot be one is known before hours of training.
+def make_folder(path: Path, option: str = "--out") -> Path:
+    """Make a folder that an option names, so that a path that cannot be one is known before hours of training.
 
     Raises:
         OSError: if it cannot be made.
@@ -36,7 +36,7 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise NotADirectoryError(f"--out {path} is a file, expected a folder") from None
+        raise NotADirectoryError(f"{option} {path} is a file, expected a folder") from None
     return path
 
 
@@ -94,12 +94,31 @@ def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
     if "seconds" in m:
         table.add_row("training", f"{m['steps']:,} steps", f"{m['seconds']:.1f} s")
     if "ranks" in m:
-        speed, peak = f"{m['samples_per_second']:,.0f} samples/s", f"{m['peak_memory_bytes'] / 2**20:,.0f} MiB"
-        table.add_row("training speed, memory", speed, peak)
+        _add_speed(table, m)
     if m.get("ranks", 1) > 1:
-        sent = f"{m['bytes_sent_per_step']:,.0f} bytes/step sent"
-        table.add_row(f"{m['ranks']} ranks", m["placement"], sent)
+        _add_ranks(table, m)
     Console().print(table)
+
+
+def _add_speed(table: Table, m: Mapping[str, Any]) -> None:
+    """How fast a training was, and in how much memory."""
+    unit = "tokens" if "tokens_per_second" in m else "samples"
+    speed, peak = f"{m[f'{unit}_per_second']:,.0f} {unit}/s", f"{m['peak_memory_bytes'] / 2**20:,.0f} MiB"
+    table.add_row("training speed, memory", speed, peak)
+    if "model_flops_per_second" in m:
+        share = f"{m['peak_flops_share']:.1%} of peak" if "peak_flops_share" in m else ""
+        table.add_row("training, p-net", f"{m['model_flops_per_second'] / 1e9:,.2f} GFLOP/s", share)
+
+
+def _add_ranks(table: Table, m: Mapping[str, Any]) -> None:
+    """What ranks sent, and how long they waited for each other in a pipeline."""
+    table.add_row(f"{m['ranks']} ranks", m["placement"], f"{m['bytes_sent_per_step']:,.0f} bytes/step sent")
+    for axis, sent in m["bytes_sent_per_step_by_axis"].items():
+        size = f"{m['mesh'][axis]} ranks" if axis in m["mesh"] else ""
+        table.add_row(f"  axis {axis}", size, f"{sent:,.0f}")
+    if "pipeline_bubble" in m:
+        schedule = f"{m['pipeline']}, {m['microbatches']} microbatches"
+        table.add_row("pipeline, simulated", schedule, f"{m['pipeline_bubble']:.1%} bubble")
 
 
 def _plain(value: object) -> str:

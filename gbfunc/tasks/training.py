@@ -44,12 +44,14 @@ class Fit(NamedTuple):
             other `train_` metrics (means since the last row), `val_` metrics, `seconds` since the start.
         seconds: of training, validation included.
         steps: done in all.
+        step_seconds: of the steps with their batches, without validation.
     """
 
     state: Any
     history: list[dict[str, float]]
     seconds: float
     steps: int
+    step_seconds: float
 
 
 class Position(NamedTuple):
@@ -62,6 +64,7 @@ class Position(NamedTuple):
         sums: of the metrics of the steps since.
         history: rows.
         seconds: of training.
+        step_seconds: of the steps, without validation; None where it is not known.
     """
 
     done: int
@@ -70,6 +73,7 @@ class Position(NamedTuple):
     sums: dict[str, float]
     history: list[dict[str, float]]
     seconds: float
+    step_seconds: float | None = None
 
 
 class Checkpoints(Protocol):
@@ -105,17 +109,19 @@ def genome_trainer(
     seed: int,
     mesh: gb.Mesh | None = None,
     placement: Placement | Literal["auto"] = "auto",
+    **split: Any,
 ) -> Trainer:
     """Train a genome with Adam, as a recipe says.
 
-    With a mesh of many ranks, each takes its share of every batch, and all must take every step.
+    With a mesh of many ranks, each takes its share of every batch, and all must take every step; `split` says how the
+    p-net is split over them (`parallel`, `pipeline`, `microbatches` of `make_train_step`).
     """
     steps = total_steps(task, recipe)
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
     lr = recipe.schedule(recipe, recipe.lr, steps)
     adam = gb.torch_optimizer(torch.optim.Adam, lr=lr, betas=recipe.betas, eps=recipe.eps, direct=direct)
     options: Any = dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
-    train_step = gb.make_train_step(plan, pnet, task.loss, adam, **options)
+    train_step = gb.make_train_step(plan, pnet, task.loss, adam, **options, **split)
 
     def step(state: gb.TrainState, batch: Any) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
         state, info = train_step(state, batch if mesh is None else mesh.shard_batch(batch))
@@ -179,7 +185,9 @@ def fit(
     every = recipe.measure_every or a_pass
     generator = torch.Generator().manual_seed(seed)
     state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
-    done, more, order, sums_before, history, spent = at or Position(0, 0, generator.get_state(), {}, [], 0.0)
+    at = at or Position(0, 0, generator.get_state(), {}, [], 0.0)
+    done, more, order, sums_before, history, spent, stepping = at
+    stepping = spent if stepping is None else stepping
     finished = done == total
     generator.set_state(order)
     batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
@@ -192,6 +200,7 @@ def fit(
     start = reported - spent
     while done < total:
         here = min(every, total - done)
+        stretch = time.perf_counter()
         for i, steps in enumerate(range(done + more + 1, done + here + 1), more + 1):
             if (steps - 1) % a_pass == 0:
                 order = generator.get_state()
@@ -204,22 +213,28 @@ def fit(
                 report(steps, _status(sums, i, steps / (now - start)), None)
             if checkpoints and checkpoints.due(steps):
                 plain = {name: float(value) for name, value in sums.items()}
-                checkpoints.save(state, steps, Position(done, i, order, plain, history, now - start))
+                checkpoints.save(
+                    state, steps, Position(done, i, order, plain, history, now - start, stepping + now - stretch)
+                )
         done += here
+        # Reading them waits for the device.
+        means = {f"train_{name}": float(value) / here for name, value in sums.items()}
+        stepping += time.perf_counter() - stretch
         measured = task.evaluate(trainer.net(state), task.val) if validate else {}
         seconds = time.perf_counter() - start
         passes = done / a_pass
         row = {"epoch": int(passes) if passes.is_integer() else round(passes, 3), "step": done, **task.counts(done)}
-        row |= {f"train_{name}": float(value) / here for name, value in sums.items()}
-        history.append(row | {f"val_{name}": v for name, v in measured.items()} | {"seconds": round(seconds, 3)})
+        history.append(
+            row | means | {f"val_{name}": v for name, v in measured.items()} | {"seconds": round(seconds, 3)}
+        )
         if validate:
             validation = f"{task.metric.label} {task.metric.show(measured[task.metric.name])}"
             report(done, _status(sums, here, done / seconds), validation)
         sums, more = {}, 0
     seconds = time.perf_counter() - start
     if checkpoints and not finished:
-        checkpoints.save(state, total, Position(total, 0, order, {}, history, seconds), wait=True)
-    return Fit(state, history, seconds, total)
+        checkpoints.save(state, total, Position(total, 0, order, {}, history, seconds, stepping), wait=True)
+    return Fit(state, history, seconds, total, stepping)
 
 
 def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:

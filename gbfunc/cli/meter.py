@@ -1,0 +1,203 @@
+"""What a training does to the machine: speed, bytes that ranks send, the pipeline's bubble, and a profile."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import gbfunc as gb
+from gbfunc.cli.output import make_folder
+from gbfunc.lab.bench.memory import peak_resident
+from gbfunc.parallel import ScheduleCosts, gather_objects, make_schedule, simulate
+from gbfunc.pnet import skeleton_of
+from gbfunc.tasks import Task
+from gbfunc.tasks.base import LossFn
+from gbfunc.tasks.training import Trainer
+from gbfunc.trees import tree_map
+
+_PROFILED = 3
+_TABLE_ROWS = 50
+
+
+class Meter:
+    """Measures the steps of one training.
+
+    Args:
+        peak_flops: operations a second that a rank can do, where it is known.
+        profile: folder for a profile of a few steps; None makes none.
+
+    Raises:
+        ValueError: for a peak that is none.
+    """
+
+    def __init__(self, peak_flops: float | None = None, profile: Path | None = None) -> None:
+        if peak_flops is not None and not 0 < peak_flops < float("inf"):
+            raise ValueError(f"--peak-flops must be a positive number, got {peak_flops}")
+        self._peak_flops, self._profile = peak_flops, profile
+        self._sent: Counter[str] = Counter()
+        self._steps = 0
+        self._split: dict[str, Any] = {}
+        self._batch: Any = None
+        self._after: Callable[[], None] = lambda: None
+
+    def metered(self, trainer: Trainer, split: dict[str, Any] | None = None) -> Trainer:
+        """The same trainer, watched; `split` says how the p-net is split over ranks."""
+        self._split = split or {}
+        if trainer.train_step is None:
+            return trainer
+        traffic = trainer.train_step.mesh.traffic
+
+        def step(state: Any, batch: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
+            if self._batch is None:
+                self._batch = batch
+            before = traffic.by_axis.copy()
+            stepped = trainer.step(state, batch)
+            self._sent.update(traffic.by_axis - before)
+            self._steps += 1
+            self._after()
+            return stepped
+
+        return trainer._replace(step=step)
+
+    @contextmanager
+    def profiling(self, mesh: gb.Mesh, steps: int) -> Iterator[None]:
+        """Profile a few early ones of the `steps` that are taken inside: a trace of each rank, and rank 0's table.
+
+        Raises:
+            ValueError: if there are too few.
+            OSError: if the folder cannot be made.
+        """
+        if self._profile is None:
+            yield
+            return
+        if steps < 2:
+            raise ValueError(f"--profile needs a training of 2 steps or more, as the first warms up, got {steps}")
+        folder, rank = make_folder(self._profile, "--profile"), mesh.rank
+        active = min(_PROFILED, steps - 1)
+        schedule = torch.profiler.schedule(wait=min(3, steps - 1 - active), warmup=1, active=active, repeat=1)
+        cuda = mesh.device.type == "cuda"
+
+        def write(profiler: torch.profiler.profile) -> None:
+            profiler.export_chrome_trace(str(folder / f"rank-{rank}.json"))
+            if rank == 0:
+                sort = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+                table = profiler.key_averages().table(sort_by=sort, row_limit=_TABLE_ROWS)
+                (folder / "table.txt").write_text(table, encoding="utf-8")
+
+        with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
+            self._after = profiler.step
+            yield
+
+    def metrics(
+        self, train_step: gb.TrainStep, task: Task, pnet: nn.Module, batch_size: int, steps_per_second: float
+    ) -> dict[str, object]:
+        """How a training ran, on every rank; all of them call. Bytes and memory are those of the rank that has most."""
+        mesh, steps = train_step.mesh, max(1, self._steps)
+        cuda = mesh.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else peak_resident()
+        ranks = gather_objects(mesh, (dict(self._sent), peak))
+        axes = [name for name in (*mesh.sizes, "replicas", "world") if any(name in sent for sent, _ in ranks)]
+        return {
+            "ranks": mesh.world,
+            "mesh": dict(mesh.sizes),
+            "placement": train_step.placement,
+            **self._split_metrics(task, pnet, mesh),
+            "bytes_sent_per_step": max(sum(sent.values()) for sent, _ in ranks) / steps,
+            "bytes_sent_per_step_by_axis": {a: max(sent.get(a, 0) for sent, _ in ranks) / steps for a in axes},
+            "peak_memory_bytes": max(peak for _, peak in ranks),
+            **self._speed(task, pnet, mesh, batch_size, steps_per_second),
+        }
+
+    def _speed(
+        self, task: Task, pnet: nn.Module, mesh: gb.Mesh, batch_size: int, steps_per_second: float
+    ) -> dict[str, object]:
+        """Samples, tokens and operations of the dense p-net per second of all ranks together."""
+        found: dict[str, object] = {"samples_per_second": steps_per_second * batch_size}
+        if task.interface.tokens:
+            found["tokens_per_second"] = steps_per_second * batch_size * task.interface.inputs[0]
+        if self._batch is None:
+            # Nothing was trained here.
+            return found
+        # Backward takes twice the operations of forward.
+        flops = 3 * forward_flops(pnet, task.loss, self._batch)
+        found |= {"model_flops_per_step": flops, "model_flops_per_second": steps_per_second * flops}
+        if self._peak_flops is not None:
+            found["peak_flops_share"] = steps_per_second * flops / (self._peak_flops * mesh.world)
+        return found
+
+    def _split_metrics(self, task: Task, pnet: nn.Module, mesh: gb.Mesh) -> dict[str, object]:
+        """Microbatches, and the pipeline's schedule with its bubble, where there is one."""
+        microbatches, pipeline = self._split.get("microbatches", 1), self._split.get("pipeline")
+        found: dict[str, object] = {"microbatches": microbatches}
+        if pipeline is not None:
+            found["pipeline"] = pipeline
+            if self._batch is not None:
+                found["pipeline_bubble"] = pipeline_bubble(
+                    pnet, task.loss, self._batch, pipeline, mesh.sizes["pipeline"], microbatches, mesh.shards
+                )
+        return found
+
+
+@torch.no_grad()
+def forward_flops(pnet: nn.Module, loss: LossFn, batch: Any) -> int:
+    """Operations of one forward of the dense p-net on a batch, counted by torch without computing, where that works."""
+    try:
+        with FlopCounterMode(display=False) as counter:
+            loss(skeleton_of(pnet), _on_meta(batch))
+    except (RuntimeError, TypeError, ValueError):
+        # A loss that reads numbers needs them.
+        with FlopCounterMode(display=False) as counter:
+            loss(copy.deepcopy(pnet), batch)
+    return counter.get_total_flops()
+
+
+def pipeline_bubble(
+    pnet: nn.Module, loss: LossFn, batch: Any, kind: Any, ranks: int, microbatches: int, shards: int = 1
+) -> float:
+    """Part of the ranks' time (0 to 1) in which they wait in a pipeline, as the simulator has it.
+
+    A stage takes as long as it has operations, twice that backward; messages and generation take no time.
+
+    Args:
+        pnet: the p-net.
+        loss: as it is trained.
+        batch: a global batch.
+        kind: schedule.
+        ranks: along the pipeline.
+        microbatches: of a shard of the batch.
+        shards: of the batch.
+    """
+    from gbfunc.parallel.pipeline import SCHEDULES, find_blocks, spread, trace_chain
+
+    each = SCHEDULES[kind][1]
+    part = shards * microbatches
+    small = tree_map(lambda x: x[: len(x) // part] if isinstance(x, Tensor) else x, _on_meta(batch))
+    chain = trace_chain(pnet, find_blocks(pnet, each * ranks), lambda net: loss(net, small))
+    starts = spread(chain.flops, each * ranks)
+    forward = [sum(chain.flops[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+    costs = ScheduleCosts(
+        forward=forward,
+        backward=[2 * f for f in forward],
+        backward_input=forward,
+        backward_weight=forward,
+        update=0.0,
+        send=0.0,
+        receive=0.0,
+    )
+    schedule = make_schedule(
+        kind, layers=len(forward), ranks=ranks, microbatches=microbatches, virtual=each, costs=costs
+    )
+    return simulate(schedule).bubble
+
+
+def _on_meta(batch: Any) -> Any:
+    """A batch without its numbers."""
+    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch)

@@ -1,0 +1,159 @@
+"""The ranks that a command was started on: their mesh, how the p-net is split over it, and whose turn it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.cli.options import PipelineName, RankOptions
+from gbfunc.parallel import Placement, gather_objects
+
+T = TypeVar("T")
+
+AXES = ("data", "pipeline", "gnets", "tensor")
+_MICROBATCHES_PER_RANK = 4
+"""Of a pipeline, where the user names none: GPipe's bubble is small from there on (Huang et al., 2019, section 2.3)."""
+
+
+def open_mesh(options: RankOptions, device: str) -> gb.Mesh:
+    """The ranks that the command was started on; `ValueError` for a mesh that is no grid of all, or a bad device."""
+    find_device(device)
+    axes = parse_mesh(options.mesh)
+    data, pipeline, tensor = (axes.get(name, 1) for name in ("data", "pipeline", "tensor"))
+    return gb.mesh(data, axes.get("gnets"), device, pipeline=pipeline, tensor=tensor)
+
+
+def parse_mesh(text: str | None) -> dict[str, int]:
+    """`"data=2,tensor=4"` as numbers; an axis that is not named is chosen by `gb.mesh`.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    axes: dict[str, int] = {}
+    for part in () if text is None else text.split(","):
+        name, _, value = map(str.strip, part.partition("="))
+        if name not in AXES or name in axes or not value.isdecimal() or not int(value):
+            known = ", ".join(AXES)
+            raise ValueError(f"--mesh must name ranks along axes ({known}), such as data=2,tensor=2, got {text!r}")
+        axes[name] = int(value)
+    if "gnets" in axes and "data" not in axes:
+        raise ValueError(f"--mesh must name data too, such as data=1,{text}, got {text!r}")
+    return axes
+
+
+def find_device(name: str) -> torch.device:
+    """The device called `name`; `ValueError` if there is none, or if it cannot be used here."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def in_turn(mesh: gb.Mesh, prepare: Callable[[], T]) -> T:
+    """What `prepare` returns, on every rank: rank 0 calls it first, then a rank of each other machine, then the rest.
+
+    So what one downloads or writes, the others read. They wait for as long as the mesh's timeout.
+
+    Raises:
+        ValueError: if another rank fails; what `prepare` raises, if this one does.
+    """
+    turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
+    made: list[T] = []
+    for now in sorted(set(gather_objects(mesh, turn))):
+        failure = None
+        if now == turn:
+            try:
+                made.append(prepare())
+            except Exception as error:
+                failure = error
+        told = gather_objects(mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if failed := [rank for rank, words in enumerate(told) if words is not None]:
+            raise ValueError(f"rank {failed[0]} cannot begin: {told[failed[0]]}")
+    return made[0]
+
+
+class Spread(NamedTuple):
+    """How a training is spread over ranks, as the user has it.
+
+    Attributes:
+        mesh: the ranks.
+        placement: of the genome.
+        pipeline: schedule of a pipeline; None is 1F1B where there is one.
+        microbatches: parts of each batch; None is 1, or with a pipeline as many as go well with it.
+    """
+
+    mesh: gb.Mesh
+    placement: Placement | Literal["auto"] = "auto"
+    pipeline: PipelineName | None = None
+    microbatches: int | None = None
+
+    def arguments(self, pnet: nn.Module, batch_size: int) -> dict[str, Any]:
+        """What `genome_trainer` takes.
+
+        Raises:
+            ValueError: for options that do not fit the mesh, the batch size or the p-net.
+        """
+        mesh, given = self.mesh, self.microbatches
+        stages, pieces = mesh.sizes["pipeline"], mesh.sizes["tensor"]
+        if self.pipeline is not None and stages == 1:
+            raise ValueError(f"--pipeline {self.pipeline} needs a pipeline axis, such as --mesh pipeline=2")
+        if given is not None and given < 1:
+            raise ValueError(f"--microbatches must be at least 1, got {given}")
+        split: dict[str, Any] = {"mesh": mesh, "placement": self.placement}
+        if pieces > 1:
+            split["parallel"] = _styles(pnet, pieces)
+        if stages == 1:
+            return split | {"microbatches": given or 1}
+        return split | {
+            "pipeline": self.pipeline or "1f1b",
+            "microbatches": pipeline_microbatches(batch_size, mesh.shards, stages, given),
+        }
+
+
+def _styles(pnet: nn.Module, ranks: int) -> Any:
+    """How the layers of a known p-net are split."""
+    # Torch's DTensor takes half a second to import.
+    from gbfunc.parallel.styles import tensor_styles
+
+    try:
+        return tensor_styles(pnet)
+    except ValueError as error:
+        raise ValueError(f"--mesh tensor={ranks} cannot split this p-net: {error}") from error
+
+
+def pipeline_microbatches(batch_size: int, shards: int, ranks: int, given: int | None) -> int:
+    """Microbatches of a pipeline of `ranks`: those given, or the most up to 4 a rank that divide a shard of the batch.
+
+    A multiple of the ranks is preferred, as interleaved schedules need one.
+
+    Raises:
+        ValueError: if there are none.
+
+    >>> pipeline_microbatches(12, shards=1, ranks=2, given=None)
+    6
+    """
+    rows, rest = divmod(batch_size, shards)
+    if rest:
+        raise ValueError(f"a pipeline needs a batch size that its {shards} shards divide, got {batch_size}")
+    fitting = [n for n in range(ranks, rows + 1) if rows % n == 0]
+    if not fitting:
+        raise ValueError(f"a pipeline of {ranks} ranks needs as many rows in each shard of the batch, got {rows}")
+    if given is not None and given not in fitting:
+        known = ", ".join(map(str, fitting))
+        raise ValueError(
+            f"--microbatches must divide the {rows} rows of a shard of the batch, at least one for each of the {ranks} "
+            f"ranks of the pipeline ({known} would fit), got {given}"
+        )
+    if given is not None:
+        return given
+    few = [n for n in fitting if n <= _MICROBATCHES_PER_RANK * ranks] or fitting[:1]
+    return max(few, key=lambda n: (n % ranks == 0, n))

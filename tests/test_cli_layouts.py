@@ -1,0 +1,214 @@
+"""`gbfunc train` on pipeline and tensor axes: one genome whatever the layout, and what is told of the training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.cli.ranks import Spread, pipeline_microbatches
+from gbfunc.parallel import Mesh
+from tests.support.ranks import PATIENCE, ROOT, run_ranks
+
+TEXT = "".join(f"{i} times {i} is {i * i}, and so on.\n" for i in range(400))
+CONFIG = {"--task-config": {"context": 16}, "--pnet-config": {"layers": 4, "width": 16, "heads": 2}}
+STEPS, BATCH = 6, 8
+
+
+def train(ranks: int, folder: Path, out: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Train a GPT on a small text, under torchrun where there are many ranks."""
+    source = folder / "text.txt"
+    source.write_text(TEXT)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    config = [word for option, value in CONFIG.items() for word in (option, json.dumps(value))]
+    sizes = ["--steps", str(STEPS), "--batch-size", str(BATCH), "--compression", "2"]
+    where = ["--data-dir", str(source), "--out", str(folder / out)]
+    command = [sys.executable, *launcher, "-m", "gbfunc", "train", "--task", "text", *config, *sizes, *where, *options]
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=100 * PATIENCE, check=False)
+
+
+def trained(ranks: int, folder: Path, out: str, *options: str) -> dict[str, Any]:
+    """The metrics of a training that succeeds."""
+    done = train(ranks, folder, out, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test loss") == 1, "rank 0 alone speaks"
+    return json.loads((folder / out / "metrics.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    """What a single process trains, with a checkpoint in the middle."""
+    options = ("--checkpoint-every", str(STEPS // 2), "--profile", str(folder / "profile one"), "--peak-flops", "1e12")
+    return trained(1, folder, "one", *options)
+
+
+def genome_of(folder: Path, out: str) -> dict[str, torch.Tensor]:
+    plan, genome = gb.load(folder / out / "genome.safetensors")
+    return {name: tensor.double() for name, tensor in gb.generate(plan, genome).items()}
+
+
+def assert_same_genome(folder: Path, out: str, tolerance: float = 2e-3) -> None:
+    """The same weights as those of a single process, but for the order of float32 sums in Adam's first steps."""
+    for name, expected in genome_of(folder, "one").items():
+        error = torch.linalg.vector_norm(genome_of(folder, out)[name] - expected)
+        assert error <= tolerance * torch.linalg.vector_norm(expected), name
+
+
+def test_one_rank_tells_its_speed_and_a_profile(folder: Path, one: dict[str, Any]) -> None:
+    context, width, words = 16, 16, len(set(TEXT))
+    # Linear layers of four blocks, both products of attention, and the head; 2 operations a weight and a token.
+    per_token = 4 * (12 * width**2 + 2 * context * width) + width * words
+    assert one["model_flops_per_step"] == 3 * 2 * per_token * BATCH * context
+    assert one["tokens_per_second"] == pytest.approx(one["samples_per_second"] * context)
+    steps_per_second = one["samples_per_second"] / BATCH
+    assert one["model_flops_per_second"] == pytest.approx(steps_per_second * one["model_flops_per_step"])
+    assert one["peak_flops_share"] == pytest.approx(one["model_flops_per_second"] / 1e12)
+    assert one["bytes_sent_per_step"] == 0 and one["bytes_sent_per_step_by_axis"] == {}
+    events = json.loads((folder / "profile one" / "rank-0.json").read_text())["traceEvents"]
+    # The last three: before them steps that are not looked at, and one that warms up.
+    assert {"ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"} <= {e.get("name") for e in events}
+    assert "ProfilerStep" in (folder / "profile one" / "table.txt").read_text()
+
+
+def test_two_tensor_ranks(folder: Path, one: dict[str, Any]) -> None:
+    made = trained(2, folder, "tensor", "--mesh", "tensor=2", "--profile", str(folder / "profile tensor"))
+    assert_same_genome(folder, "tensor")
+    assert made["mesh"] == {"data": 1, "pipeline": 1, "gnets": 1, "tensor": 2}
+    assert made["train_loss"] == pytest.approx(one["train_loss"], rel=1e-4)
+    assert made["model_flops_per_step"] == one["model_flops_per_step"]
+    assert made["bytes_sent_per_step_by_axis"].keys() == {"tensor", "world"}
+    assert sum(made["bytes_sent_per_step_by_axis"].values()) == pytest.approx(made["bytes_sent_per_step"])
+    assert "pipeline" not in made and "peak_flops_share" not in made
+    assert sorted(p.name for p in (folder / "profile tensor").iterdir()) == ["rank-0.json", "rank-1.json", "table.txt"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("gpipe", "zbv"))])
+def test_two_pipeline_ranks(schedule: str, folder: Path, one: dict[str, Any]) -> None:
+    made = trained(2, folder, schedule, "--mesh", "pipeline=2", "--pipeline", schedule)
+    assert_same_genome(folder, schedule)
+    assert (made["pipeline"], made["microbatches"]) == (schedule, 8)
+    assert made["train_loss"] == pytest.approx(one["train_loss"], rel=1e-4)
+    # Equal stages would wait (ranks - 1) / (microbatches + ranks - 1) of the time; the head makes the last one longer.
+    assert (schedule == "zbv") or 1 / 9 < made["pipeline_bubble"] < 0.3
+    # Activations [1, 16, 16] of 8 microbatches, in float32, and where stages make a V those of both halves.
+    assert made["bytes_sent_per_step_by_axis"]["pipeline"] == 8 * 16 * 16 * 4 * (2 if schedule == "zbv" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
+def test_four_ranks_on_two_axes(schedule: str, folder: Path, one: dict[str, Any]) -> None:
+    out = f"four {schedule}"
+    made = trained(4, folder, out, "--mesh", "tensor=2,pipeline=2", "--pipeline", schedule, "--microbatches", "4")
+    assert_same_genome(folder, out)
+    assert made["microbatches"] == 4 and made["mesh"] == {"data": 1, "pipeline": 2, "gnets": 1, "tensor": 2}
+    assert {"pipeline", "tensor"} < made["bytes_sent_per_step_by_axis"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "data=2,pipeline=2", "data=1,gnets=2,tensor=2"])
+def test_four_ranks_split_the_batch_too(mesh: str, folder: Path, one: dict[str, Any]) -> None:
+    trained(4, folder, mesh, "--mesh", mesh)
+    assert_same_genome(folder, mesh)
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_in_another_layout(folder: Path, one: dict[str, Any]) -> None:
+    """From one process to four ranks, and from these to one process."""
+    half = str(STEPS // 2)
+    begun = folder / "one" / "checkpoints" / f"step-{int(half):08d}.safetensors"
+    made = trained(
+        4, folder, "later", "--mesh", "tensor=2,pipeline=2", "--resume", str(begun), "--checkpoint-every", "5"
+    )
+    assert made["steps"] == STEPS
+    assert_same_genome(folder, "later")
+    assert {"pipeline", "tensor"} < made["bytes_sent_per_step_by_axis"].keys()
+    newest = folder / "later" / "checkpoints" / f"step-{STEPS:08d}.safetensors"
+    newest.unlink()
+    trained(1, folder, "last", "--resume", str(newest.parent))
+    assert_same_genome(folder, "last")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--mesh", "tensor=3"], "the axes' product must be the number of ranks, 1, got data 1 * pipeline 1 * gnets 1"),
+        (["--mesh", "rows=2"], "--mesh must name ranks along axes (data, pipeline, gnets, tensor), such as"),
+        (["--mesh", "tensor=0"], "--mesh must name ranks along axes"),
+        (["--pipeline", "gpipe"], "--pipeline gpipe needs a pipeline axis, such as --mesh pipeline=2"),
+        (["--pipeline", "gipe"], "invalid choice 'gipe' for argument '--pipeline'"),
+        (["--microbatches", "0"], "--microbatches must be at least 1, got 0"),
+        (["--peak-flops", "0"], "--peak-flops must be a positive number, got 0.0"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from gbfunc.cli import main
+
+    try:
+        code = main(["train", *options])
+    except SystemExit as end:
+        code = end.code
+    told = capsys.readouterr().err
+    assert code == 2 and told.count("\n") == 1 and words in told, told
+
+
+def test_heads_that_do_not_divide(tmp_path: Path) -> None:
+    # A later option takes the place of an earlier one.
+    options = ("--mesh", "tensor=2", "--pnet-config", '{"layers": 2, "width": 18, "heads": 3}')
+    failed = train(2, tmp_path, "out", *options)
+    assert failed.returncode and "3 cannot be split over 2 tensor ranks, 1, 3 would fit" in failed.stderr, failed.stderr
+
+
+def test_a_p_net_that_has_no_styles() -> None:
+    mesh = Mesh({"tensor": 2}, 0, torch.device("cpu"), 1.0, None, False)
+    words = r"--mesh tensor=2 cannot split this p-net: there are styles for GPT, .*got a Linear"
+    with pytest.raises(ValueError, match=words):
+        Spread(mesh).arguments(torch.nn.Linear(2, 2), 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [((12, 1, 2, None), 6), ((12, 2, 2, None), 6), ((8, 1, 2, None), 8), ((9, 1, 2, None), 3), ((64, 1, 4, 32), 32)],
+)
+def test_microbatches_divide_the_rows(arguments: tuple[Any, ...], expected: int) -> None:
+    assert pipeline_microbatches(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((12, 1, 2, 5), r"must divide the 12 rows .* \(2, 3, 4, 6, 12 would fit\), got 5"),
+        ((12, 1, 2, 1), "at least one for each of the 2 ranks"),
+        ((13, 2, 2, None), "a batch size that its 2 shards divide, got 13"),
+        ((2, 1, 4, None), "as many rows in each shard of the batch, got 2"),
+    ],
+)
+def test_microbatches_that_do_not_fit(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        pipeline_microbatches(*arguments)
+
+
+def test_one_rank_prepares_files_before_the_others_read_them(tmp_path: Path) -> None:
+    reports = run_ranks(3, "rank_turns:prepare_files", arguments={"folder": str(tmp_path)})
+    assert [report["written"] for report in reports] == [True, False, False]
+    assert {report["read"] for report in reports} == {"by rank 0"}
+    for rank, report in enumerate(reports):
+        expected = (
+            "FileNotFoundError: no data" if rank == 0 else "ValueError: rank 0 cannot begin: FileNotFoundError: no"
+        )
+        assert report["without data"].startswith(expected)
+        # Rank 0 is ready, and of the others one fails.
+        expected = "OSError: no room" if rank == 2 else "ValueError: rank 2 cannot begin: OSError: no room"
+        assert report["without room"] == expected
