@@ -331,7 +331,7 @@ class Objective:
             return [(batch, rows)]
         if self._ranks == 1 or n_rows(batch) is None:
             return [(small, rows / n) for small in split_batch(batch, n)]
-        # Only generation has collectives, so ranks with fewer rows may take fewer microbatches, unless layers have some.
+        # Ranks with fewer rows may take fewer microbatches: only generation has collectives, unless layers have some.
         n = n if self._parts else min(n, n_rows(batch) or n)
         return [(small, n_rows(small) or 0) for small in split_rows(batch, n)]
 
