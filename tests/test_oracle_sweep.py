@@ -19,7 +19,7 @@ from tests.support.dense_oracle import Answer, assert_same, dense_answer, step_a
 from tests.support.sweep_nets import HYPERNETS, NETS, OPTIONS, SETTINGS, TILINGS, Setting, sample
 from tests.support.zoo import loss_fn
 
-SAMPLE = sample(each=7)
+SAMPLE = sample(each=2)
 COMPILED = [
     (Setting("mlp", "periodic", 2), {"lazy": False}),
     (Setting("mlp", "gnet", 0), {"lazy": True}),

@@ -1,13 +1,15 @@
 """Whatever a forward does with a weight, every mode gives the loss and the gradients of the dense weight.
 
 One test for each operation of the table and each mode of a training step: float64, a tolerance of 1e-9, and the oracle
-of `tests/support/dense_oracle.py`. Where a step refuses a p-net it says so; it never trains it wrongly.
+of `tests/support/dense_oracle.py`. Where a step refuses a p-net it says so; it never trains it wrongly. By default each
+operation has the default mode, lazy weights and one of the other modes in turn; the whole product is `pytest -m slow`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any
 
@@ -68,8 +70,18 @@ def step(name: str, **options: Any) -> Answer:
     return step_answer(plan, pnet, OPERATIONS[name].loss, OPERATIONS[name].batch(), **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CASES)
+def step_cases() -> list[Any]:
+    """Every operation in every mode, as slow where the default run leaves it out."""
+    cases = []
+    others = [mode for mode in MODES if mode not in ("default", "lazy")]
+    for (name, operation), turn in zip(OPERATIONS.items(), cycle(others)):
+        for mode in MODES:
+            slow = operation.slow or mode not in ("default", "lazy", turn)
+            cases.append(pytest.param(name, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] if slow else []))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "mode"), step_cases())
 def test_a_step_equals_the_dense_oracle(name: str, mode: str) -> None:
     operation, options = OPERATIONS[name], MODES[mode]
     if operation.refused:

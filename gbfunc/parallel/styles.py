@@ -25,7 +25,7 @@ def _gpt(pnet: Any) -> Styles:
     return {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         "blocks.*": DividedAttributes("heads"),
-        "blocks.*.qkv": PackedColwiseParallel(3),
+        "blocks.*.qkv": PackedColwiseParallel(3, pnet.blocks[0].heads),
         "blocks.*.out": RowwiseParallel(),
         "blocks.*.up": ColwiseParallel(),
         "blocks.*.down": RowwiseParallel(),
@@ -38,7 +38,7 @@ def _gpt2(pnet: Any) -> Styles:
     return {
         "transformer.wte": RowwiseParallel(input_layouts=Replicate()),
         "transformer.h.*.attn": DividedAttributes("num_heads", "split_size"),
-        "transformer.h.*.attn.c_attn": PackedColwiseParallel(3),
+        "transformer.h.*.attn.c_attn": PackedColwiseParallel(3, pnet.config.n_head),
         "transformer.h.*.attn.c_proj": RowwiseParallel(),
         "transformer.h.*.mlp.c_fc": ColwiseParallel(),
         "transformer.h.*.mlp.c_proj": RowwiseParallel(),

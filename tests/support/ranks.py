@@ -1,6 +1,7 @@
 """Real ranks for tests: so many processes that meet at a file, run one function, and hand back what it returns.
 
-As a script, `ranks.py MODULE:FUNCTION FOLDER WORLD`, it imports the module once and forks the ranks.
+As a script, `ranks.py MODULE:FUNCTION FOLDER WORLD`, it imports the module once and forks the ranks. A function
+`before_fork` of the module is called before, with the arguments: what it imports is imported once.
 """
 
 from __future__ import annotations
@@ -76,9 +77,11 @@ def launch(
 
 def fork_ranks(world: int, function: str, folder: Path) -> list[int]:
     """Fork the ranks and wait for them: their exit codes."""
-    module, attribute = function.split(":")
-    call = getattr(importlib.import_module(module), attribute)
+    name, attribute = function.split(":")
+    module = importlib.import_module(name)
+    call = getattr(module, attribute)
     arguments = torch.load(folder / "arguments.pt", weights_only=False)
+    getattr(module, "before_fork", lambda **arguments: None)(**arguments)
     children = []
     for rank in range(world):
         if child := os.fork():

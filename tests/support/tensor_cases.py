@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -70,7 +71,7 @@ def toy(
     hypernet: Any,
     lead: tuple[int, ...],
     styles: Callable[[], dict[str, Any]] = sequence_styles,
-    steps: int = 10,
+    steps: int = 4,
     max_tile: Any = None,
     copies: bool = False,
     **options: Any,
@@ -197,7 +198,7 @@ def language_model(name: str, layers: int = 2) -> nn.Module:
     import transformers
 
     if name == "gpt2":
-        sizes = {"n_layer": layers, "n_head": 4, "n_embd": 16, "vocab_size": 22, "n_positions": 9}
+        sizes: dict[str, Any] = {"n_layer": layers, "n_head": 4, "n_embd": 16, "vocab_size": 22, "n_positions": 9}
         config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         return transformers.GPT2LMHeadModel(config).train()
     config = transformers.LlamaConfig(
@@ -222,7 +223,7 @@ def text(mesh: gb.Mesh | None, name: str, hypernet: Any, include: Any = (), laye
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=0.02)
     step = gb.make_train_step(plan, pnet, next_token, optimizer, mesh=mesh, parallel=parallel, **options)
     state, reports = step.init(3), []
-    for i in range(5):
+    for i in range(3):
         batch = torch.randint(0, 22, (8 if layers > 2 else 4, 9), generator=torch.Generator().manual_seed(i))
         state, info = step(state, batch if mesh is None else mesh.shard_batch(batch))
         reports.append(torch.stack([info.loss, info.grad_norm]))
@@ -268,7 +269,15 @@ for _schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
         PIPELINES[f"{_name} {_schedule}"] = partial(text, name=_name, hypernet=TYPES["periodic"], **_options)
 
 
-def run_cases(init_method: str, names: list[str], **axes: int) -> Mapping[str, Any]:
+def before_fork(names: list[str], **axes: int) -> None:
+    """Import the libraries of the cases, which takes seconds."""
+    for name in ("gpt2", "llama"):
+        if any(case.startswith(name) for case in names):
+            with suppress(ImportError):
+                language_model(name)
+
+
+def run_cases(init_method: str, names: list[str], **axes: Any) -> Mapping[str, Any]:
     """All cases on this rank; an error as its words."""
     results = {}
     with gb.mesh(**axes, timeout=30 * PATIENCE, init_method=init_method) as mesh:
