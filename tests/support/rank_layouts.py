@@ -76,6 +76,7 @@ def run_courses(init_method: str, courses: list[tuple[str, str, str, int]]) -> l
     taken = []
     with gb.mesh(init_method=init_method, timeout=30 * PATIENCE):
         for layout, source, folder, until in courses:
-            mesh = gb.mesh(**{"gnets": 1, **LAYOUTS[layout]}, timeout=30 * PATIENCE)
+            sizes: dict[str, Any] = {"gnets": 1, **LAYOUTS[layout]}
+            mesh = gb.mesh(**sizes, timeout=30 * PATIENCE)
             taken.append(take(mesh, Course(layout, Path(source), Path(folder), until)))
     return taken
