@@ -100,7 +100,7 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     return Built(step, sum(t.numel for t in plan.generated), genes.hypernet.size or 0)
 
 
-def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor], lr: float) -> Step:
+def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[str, Any]], lr: float) -> Step:
     """The loop that anyone would write: a loss, its gradients, a step of AdamW."""
     optimizer = torch.optim.AdamW(leaves, lr=lr, fused=True)
 
