@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
 
 import gbfunc as gb
 from gbfunc.lab.bench.cases import Case
@@ -78,6 +83,16 @@ def build(case: Case, variant: str, group: Group, lr: float) -> Built:
     share = x.chunk(parts)[index], target.chunk(parts)[index]
     make = _genome if scheme.kind == "genome" else _dense
     return make(case, scheme, share, group, tensor, lr)
+
+
+def lightest(case: Case, variant: str) -> Case:
+    """The case with a p-net without weights, for a variant that generates them; the same case for the others."""
+    return replace(case, net=partial(_on_meta, case.net)) if SCHEMES[variant].kind == "genome" else case
+
+
+def _on_meta(net: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return net()
 
 
 def _dense(case: Case, scheme: Scheme, share: Batch, group: Group, tensor: int, lr: float) -> Built:

@@ -23,7 +23,7 @@ from gbfunc.lab.bench.dense_parallel import CollectiveBytes, Group
 from gbfunc.lab.bench.links import Port, open_loopback, open_switch, run_ranks, sent_bytes
 from gbfunc.lab.bench.memory import steps_memory
 from gbfunc.lab.bench.report import time_together
-from gbfunc.lab.bench.schemes import PURPOSES, Built, build
+from gbfunc.lab.bench.schemes import PURPOSES, Built, build, lightest
 from gbfunc.lab.bench.variants import Step, first_net, genome_step, plan_of
 
 LINKS: Mapping[str, float | None] = {"loopback": None, "100mbit": 100.0, "10mbit": 10.0}
@@ -119,6 +119,8 @@ def measure_ranks(
 
 def measure_peaks(scale: Scale, name: str, ranks: int, pace: Pace) -> dict[str, float]:
     """Peak memory (B) of the rank that needs most, by variant of a case; see `memory.steps_memory`.
+
+    Where weights are generated the p-net is made on the meta device, as one that outgrows a rank would be.
 
     Raises:
         OSError: if a rank fails or takes too long.
@@ -224,7 +226,7 @@ def _peak(order: Mapping[str, Any], group: Group) -> float:
     scale, name, variant = order["memory"]
 
     def make(case: Case) -> Step:
-        return build(case, variant, group, order["lr"]).step
+        return build(lightest(case, variant), variant, group, order["lr"]).step
 
     return steps_memory(CASES[scale][name], make, torch.device("cpu")).peak
 
