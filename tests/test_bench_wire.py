@@ -161,7 +161,9 @@ def shared_layers(name: str, ranks: int) -> dict[str, list[Measured]]:
 
 
 SHARED = [
-    (name, ranks, v) for name, ranks in (("mlp_tensor", 2), ("gpt_tensor", 4)) for v in CASES["quick"][name].variants
+    (name, ranks, v)
+    for name, ranks in (("mlp_tensor", 2), ("gpt_tensor", 4), ("gpt_tensor_32", 4))
+    for v in CASES["quick"][name].variants
 ]
 
 

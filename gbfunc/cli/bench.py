@@ -49,7 +49,7 @@ class Bench:
     distributed: FlagCreatePairsOff[bool] = False
     """Measure instead what training on several ranks sends, and how long a step takes on slow links (as root, with
     iproute2; else modelled), beside DDP, FSDP2, torch's tensor parallelism and torchGB's scheme. Cases: mlp, gpt,
-    mlp_tensor, gpt_tensor, remat_tensor."""
+    mlp_tensor, gpt_tensor, gpt_tensor_512, remat_tensor."""
 
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of ranks, with --distributed."""

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,11 +95,12 @@ class CollectiveBytes(TorchDispatchMode):
         sent: bytes that this rank sends.
         busiest: the same, but for a broadcast those that its root sends down a binary tree, while others wait.
         by_ranks: bytes that this rank sends, by the ranks that take part.
+        of_dtensors: those of them that DTensors send by themselves.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent = self.busiest = 0.0
+        self.sent = self.busiest = self.of_dtensors = 0.0
         self.by_ranks: Counter[tuple[int, ...]] = Counter()
 
     def __torch_dispatch__(
@@ -118,6 +119,7 @@ class CollectiveBytes(TorchDispatchMode):
             ranks = _ranks_of(func._schema, args)
             sent = _sent(key, args, ranks)
             self.sent += sent
+            self.of_dtensors += sent if space == "_c10d_functional" else 0
             self.by_ranks[ranks] += round(sent)
             steps = (len(ranks) - 1).bit_length() if name == "broadcast_" else 0
             self.busiest += steps * _nbytes(args[0]) if steps else sent
@@ -201,13 +203,29 @@ def _shard(net: nn.Module, **options: Any) -> None:
     fully_shard(net, **options)
 
 
-def layer_styles(net: nn.Module) -> Styles:
-    """The styles of a case's p-net: those of a known one; of an MLP by column and by row in turn, an odd last whole."""
+def layer_styles(net: nn.Module, ranks: int) -> Styles:
+    """The styles of a case's p-net, the same for both sides.
+
+    Those of an MLP are by column and by row in turn, an odd last layer whole. A language model has its usual ones;
+    where the ranks divide its vocabulary, logits stay split, for a loss in parallel (`in_parallel`).
+    """
     if not isinstance(net, nn.Sequential):
-        return tensor_styles(net)
+        divided = net.get_submodule("head").get_parameter("weight").shape[0] % ranks == 0
+        split = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        return {**tensor_styles(net), **({"head": split} if divided else {})}
     layers = [name for name, module in net.named_children() if isinstance(module, nn.Linear)]
     pairs = layers[: len(layers) // 2 * 2]
     return {name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(pairs)}
+
+
+def in_parallel(step: Step) -> Step:
+    """A step whose loss, of logits that are split over ranks, gathers none of them."""
+
+    def parallel() -> Any:
+        with loss_parallel():
+            return step()
+
+    return parallel
 
 
 def tensor_step(net: nn.Module, batch: Batch, lr: float, tensor: int, *, sharded: bool) -> Step:
@@ -224,12 +242,12 @@ def tensor_step(net: nn.Module, batch: Batch, lr: float, tensor: int, *, sharded
     _split_layers(net, mesh["tensor"])
     if sharded:
         _shard(net, mesh=mesh["data"])
-    return plain_step(lambda: loss_fn(net, batch), _by_mesh(net), lr)
+    return in_parallel(plain_step(lambda: loss_fn(net, batch), _by_mesh(net), lr))
 
 
 def _split_layers(net: nn.Module, mesh: Any) -> None:
     """Tensor parallelism of torch: rows of packed layers in the ranks' order before, tied weights tied after."""
-    styles = layer_styles(net)
+    styles = layer_styles(net, mesh.size())
     for name, style in resolve(net, styles).items():
         if isinstance(style, PackedColwiseParallel):
             for parameter in net.get_submodule(name).parameters():

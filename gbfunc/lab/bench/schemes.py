@@ -17,6 +17,7 @@ from gbfunc.lab.bench.dense_parallel import (
     Group,
     ddp_step,
     fsdp_step,
+    in_parallel,
     layer_styles,
     tensor_step,
     torchgb_step,
@@ -121,9 +122,9 @@ def _genome(case: Case, scheme: Scheme, share: Batch, group: Group, tensor: int,
     data, gnets = (1, others) if scheme.shards else (others, 1)
     mesh = gb.mesh(data, gnets, tensor=tensor)
     mesh.traffic = traffic = _Purposes()
-    styles = {"parallel": layer_styles(net)} if tensor > 1 else {}
-    step = genome_step(plan, net, share, lr, mesh=mesh, **styles, **scheme.options)
-    return Built(step, plan.ratio_params, lambda _: traffic.take())
+    options = {**scheme.options, "parallel": layer_styles(net, tensor)} if tensor > 1 else scheme.options
+    step = genome_step(plan, net, share, lr, mesh=mesh, **options)
+    return Built(in_parallel(step) if tensor > 1 else step, plan.ratio_params, traffic.take)
 
 
 class _Purposes(Traffic):
@@ -138,7 +139,7 @@ class _Purposes(Traffic):
         purpose = "activations" if axis == "tensor" else "genome" if kind == "all_reduce" else "weights"
         self._bytes[purpose] += n_bytes
 
-    def take(self) -> dict[str, float]:
-        """What was counted since the last call."""
+    def take(self, counted: CollectiveBytes) -> dict[str, float]:
+        """What was counted since the last call, with what a loss of split logits has sent, which is torch's."""
         taken, self._bytes = self._bytes, dict.fromkeys(PURPOSES, 0.0)
-        return taken
+        return {**taken, "activations": taken["activations"] + counted.of_dtensors}

@@ -55,7 +55,9 @@ class Built(NamedTuple):
 def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     """Mean cross entropy of classes [B] or of tokens [B, L]."""
     x, target = batch
-    return F.cross_entropy(net(x).flatten(0, -2), target.flatten())
+    loss: Any = F.cross_entropy(net(x).flatten(0, -2), target.flatten())
+    # Of logits that are split over ranks it is a DTensor, whole on each.
+    return loss.to_local() if hasattr(loss, "to_local") else loss
 
 
 def first_net(case: Case) -> nn.Module:

@@ -45,12 +45,15 @@ CASES: Mapping[Scale, Mapping[str, Case]] = {
         "gpt": gpt_case(16, 64, 65, 4, 4, 128, VARIANTS, h=8, tile=128),
         "mlp_tensor": mlp_case((2048, 2048, 2048, 10), 256, _TENSOR, name="mlp tensor 2048-2048-2048-10"),
         "gpt_tensor": gpt_case(16, 64, 65, 4, 4, 128, _TENSOR_DATA, name="gpt tensor 4x128", h=8),
+        # The GPT of `gbfunc bench`.
+        "gpt_tensor_512": gpt_case(4, 512, 30_000, 4, 8, 512, _TENSOR_DATA, name="gpt tensor 4x512"),
         "remat_tensor": mlp_case((2048,) * 13, 256, _TENSOR_DATA, name="mlp tensor 12x2048"),
     },
     "quick": {
         "mlp": mlp_case((128, 128, 128, 10), 256, VARIANTS, h=4, tile=32),
         "mlp_tensor": mlp_case((128, 128, 128, 10), 64, _TENSOR, name="mlp tensor 128-128-128-10", h=4),
         "gpt_tensor": gpt_case(8, 16, 33, 2, 4, 64, _TENSOR_DATA, name="gpt tensor 2x64", h=4),
+        "gpt_tensor_32": gpt_case(8, 16, 32, 1, 4, 32, _TENSOR_DATA, name="gpt tensor 1x32", h=2),
     },
 }
 """Every case by scale and name."""
