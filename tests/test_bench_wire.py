@@ -38,6 +38,9 @@ from gbfunc.lab.bench.wire import (
     rows_of,
 )
 from gbfunc.plots import grouped_bars
+from tests.support import ranks as test_ranks
+from tests.support import wire_cases
+from tests.test_distributed import assert_equal
 
 CASE = CASES["quick"]["mlp"]
 LR = 1e-2
@@ -174,6 +177,13 @@ def purpose(measured: list[Measured], name: str) -> float:
 @pytest.mark.parametrize(("name", "ranks", "variant"), SHARED)
 def test_ranks_that_share_layers_learn_what_one_process_does(name: str, ranks: int, variant: str) -> None:
     assert_learns_alike(shared_layers(name, ranks)[variant], CASES["quick"][name], SCHEMES[variant].kind == "genome")
+
+
+@pytest.mark.parametrize("width", [128, pytest.param(2048, marks=pytest.mark.slow)])
+def test_an_mlp_on_tensor_ranks_is_that_of_one_process(width: int) -> None:
+    expected = wire_cases.train(None, width)
+    for found in test_ranks.run_ranks(2, "wire_cases:run", arguments={"width": width, "tensor": 2}, timeout=120):
+        assert_equal(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize(("name", "ranks", "variant"), SHARED)
