@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.bench import print_wire
+from gbfunc.lab.bench.cases import Case
 from gbfunc.lab.bench.dense_parallel import CollectiveBytes
 from gbfunc.lab.bench.links import RankError, can_make_links, open_loopback, open_switch, run_ranks
-from gbfunc.lab.bench.variants import loss_fn
+from gbfunc.lab.bench.schemes import PURPOSES, SCHEMES
+from gbfunc.lab.bench.variants import first_net, genome_step, loss_fn, plain_step, plan_of
 from gbfunc.lab.bench.wire import (
     CASES,
     PLACEMENTS,
@@ -30,10 +33,14 @@ from gbfunc.lab.bench.wire import (
     Measured,
     Pace,
     expected_seconds,
+    measure_peaks,
     measure_ranks,
     rows_of,
 )
 from gbfunc.plots import grouped_bars
+from tests.support import ranks as test_ranks
+from tests.support import wire_cases
+from tests.test_distributed import assert_equal
 
 CASE = CASES["quick"]["mlp"]
 LR = 1e-2
@@ -108,29 +115,27 @@ def test_placements_send_less_than_ddp(found: ByVariant) -> None:
     assert sent["factors"] < sent["sharded"] < 1.05 * ddp + 4_000
 
 
+def losses_of_one(case: Case, genome: bool) -> list[float]:
+    """Losses of the first steps in one process, of the dense p-net or of the library's step on a genome."""
+    net = first_net(case)
+    if genome:
+        assert case.periodic is not None
+        step = genome_step(plan_of(net, case.periodic), net, case.batch(), LR)
+    else:
+        step = plain_step(lambda: loss_fn(net, case.batch()), net.parameters(), LR)
+    return [float(step()) for _ in range(3)]
+
+
+def assert_learns_alike(ranks: list[Measured], case: Case, genome: bool) -> None:
+    losses = [m.losses for m in ranks]
+    actual = [sum(of_ranks) / len(ranks) for of_ranks in zip(*losses, strict=True)]
+    expected = losses_of_one(case, genome)
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize("variant", ["ddp", "fsdp2", *PLACEMENTS])
 def test_ranks_learn_what_one_process_does(variant: str, found: ByVariant) -> None:
-    batch, net = CASE.batch(), CASE.net()
-    if variant in PLACEMENTS:
-        assert CASE.periodic is not None
-        plan = gb.make_plan(net, CASE.periodic.hypernet, max_tile=CASE.periodic.max_tile)
-        step = gb.make_train_step(plan, net, loss_fn, gb.torch_optimizer(torch.optim.AdamW, lr=LR))
-        state, expected = step.init(seed=0), []
-        for _ in range(3):
-            state, info = step(state, batch)
-            expected.append(float(info.loss))
-    else:
-        optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
-        expected = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = loss_fn(net, batch)
-            loss.backward()
-            optimizer.step()
-            expected.append(loss.item())
-    ranks = [m.losses for m in ranks_of(found, variant)]
-    actual = [sum(losses) / len(ranks) for losses in zip(*ranks, strict=True)]
-    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-4, atol=2e-4)
+    assert_learns_alike(ranks_of(found, variant), CASE, variant in PLACEMENTS)
 
 
 def test_torchgb_s_scheme_learns(found: ByVariant) -> None:
@@ -139,11 +144,90 @@ def test_torchgb_s_scheme_learns(found: ByVariant) -> None:
 
 
 def test_a_collective_without_a_formula_is_refused() -> None:
-    count = CollectiveBytes(0, 2)
+    count = CollectiveBytes()
     schema = type("Op", (), {"_schema": type("Schema", (), {"name": "c10d::gather_"})()})
     assert isinstance(count, TorchDispatchMode)
     with pytest.raises(NotImplementedError, match="no count for the collective 'gather_'"):
         count.__torch_dispatch__(schema(), (), ([torch.ones(2)],))
+
+
+# Layers that ranks share.
+
+
+@lru_cache
+def shared_layers(name: str, ranks: int) -> dict[str, list[Measured]]:
+    """All variants of a case, on the loopback."""
+    if not hasattr(torch.distributed.fsdp, "fully_shard"):
+        pytest.skip("FSDP2 of torch 2.5 needs a GPU")
+    found = measure_ranks([("quick", name)], ranks, ["loopback"], Pace(0.05, 3, 100.0), LR)
+    return found[CASES["quick"][name].name, "loopback"]
+
+
+SHARED = [
+    (name, ranks, v)
+    for name, ranks in (("mlp_tensor", 2), ("gpt_tensor", 4), ("gpt_tensor_32", 4))
+    for v in CASES["quick"][name].variants
+]
+
+
+def purpose(measured: list[Measured], name: str) -> float:
+    return sum(m.purposes[name] for m in measured) / len(measured)
+
+
+@pytest.mark.parametrize(("name", "ranks", "variant"), SHARED)
+def test_ranks_that_share_layers_learn_what_one_process_does(name: str, ranks: int, variant: str) -> None:
+    assert_learns_alike(shared_layers(name, ranks)[variant], CASES["quick"][name], SCHEMES[variant].kind == "genome")
+
+
+@pytest.mark.parametrize("width", [128, pytest.param(2048, marks=pytest.mark.slow)])
+def test_an_mlp_on_tensor_ranks_is_that_of_one_process(width: int) -> None:
+    expected = wire_cases.train(None, width)
+    for found in test_ranks.run_ranks(2, "wire_cases:run", arguments={"width": width, "tensor": 2}, timeout=120):
+        assert_equal(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize(("name", "ranks", "variant"), SHARED)
+def test_all_that_is_sent_has_a_purpose(name: str, ranks: int, variant: str) -> None:
+    measured = shared_layers(name, ranks)[variant]
+    by_purpose = {p: purpose(measured, p) for p in PURPOSES}
+    assert sum(by_purpose.values()) == pytest.approx(mean(measured, "counted_bytes"), rel=1e-3)
+    assert by_purpose["weights" if SCHEMES[variant].kind == "genome" else "genome"] == 0 < by_purpose["activations"]
+
+
+def test_an_mlp_s_thin_products_are_an_eighth_of_its_activations() -> None:
+    found = shared_layers("mlp_tensor", 2)
+    # The output of the row-parallel layer [64, 128], all-reduced by two ranks; 4 features make factors of width 8.
+    assert purpose(found["dense_tensor"], "activations") == mean(found["dense_tensor"], "counted_bytes") == 64 * 128 * 4
+    assert purpose(found["tensor"], "activations") == 64 * 8 * 4
+
+
+def test_a_gpt_sends_a_third_of_fsdp_and_tensor_parallelism() -> None:
+    found = shared_layers("gpt_tensor", 4)
+    dense = found["dense_tensor_fsdp"]
+    net = first_net(CASES["quick"]["gpt_tensor"])
+    split = sum(p.numel() for p in net.parameters() if p.ndim > 1)
+    # Half of a rank's half of the matrices goes out for forward and for backward, and their gradients once.
+    assert purpose(dense, "weights") == pytest.approx(3 / 2 * 4 * split / 2, rel=0.1)
+    for variant in ("tensor_data", "tensor_data_remat"):
+        assert mean(found[variant], "counted_bytes") < mean(dense, "counted_bytes") / 3
+
+
+@needs_links
+@pytest.mark.parametrize(("name", "ranks", "variant"), SHARED)
+def test_the_interface_sends_what_is_counted_of_shared_layers(name: str, ranks: int, variant: str) -> None:
+    measured = shared_layers(name, ranks)[variant]
+    counted = mean(measured, "counted_bytes")
+    # Gloo sends a reduce-scatter as an all-reduce; small messages are acknowledged one by one.
+    assert counted < measured[0].wire_bytes < 1.1 * counted + purpose(measured, "weights") / 3 + 20_000
+
+
+@pytest.mark.slow
+def test_the_peak_memory_of_a_rank_is_measured() -> None:
+    if not hasattr(torch.distributed.fsdp, "fully_shard"):
+        pytest.skip("FSDP2 of torch 2.5 needs a GPU")
+    peaks = measure_peaks("quick", "gpt_tensor", 4, Pace(0.05, 3, 100.0))
+    assert peaks.keys() == set(CASES["quick"]["gpt_tensor"].variants)
+    assert all(0 < peak < 2**28 for peak in peaks.values())
 
 
 # Rows.
@@ -177,10 +261,10 @@ def test_rows_are_measured_where_a_link_was_and_modelled_else() -> None:
     assert ddp["modelled_ms"] == pytest.approx(10 + 80 * 1514 / 1448)
     assert (fsdp["timing"], fsdp["wire_bytes"], fsdp["repeats"]) == ("modelled", None, 0)
     assert fsdp["step_ms"] == fsdp["modelled_ms"] == pytest.approx(20 + 240 * 1514 / 1448)
-    assert (fsdp["ratio_to_ddp"], fsdp["bytes_to_ddp"]) == (pytest.approx(fsdp["step_ms"] / 100), 1.5)
+    assert (fsdp["step_ratio"], fsdp["bytes_ratio"]) == (pytest.approx(fsdp["step_ms"] / 100), 1.5)
     assert torchgb["modelled_ms"] == pytest.approx(2 * 8e-5 * 1514 / 1448)
     (alone, *_) = rows_of({("c", "loopback"): loopback}, "c", 2, "loopback")
-    assert (alone["timing"], alone["modelled_ms"], alone["wire_to_ddp"]) == ("measured", None, 1.0)
+    assert (alone["timing"], alone["modelled_ms"], alone["wire_ratio"]) == ("measured", None, 1.0)
 
 
 # Nothing outlives it.
@@ -257,7 +341,7 @@ def test_namespaces_of_killed_processes_are_swept() -> None:
 
 @pytest.mark.slow
 def test_the_command_measures_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "--distributed", "--quick", "--ranks", "2", "--links", "loopback", "100mbit"]
+    argv = ["bench", "--distributed", "--quick", "--cases", "mlp", "--ranks", "2", "--links", "loopback", "100mbit"]
     assert main([*argv, "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "wire.json").read_text())
     rows = results["rows"]
@@ -277,7 +361,10 @@ def test_the_command_measures_and_shows(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--cases", "resnet18"], "--distributed --cases resnet18: unknown; expected some of mlp gpt"),
+        (
+            ["--cases", "resnet18"],
+            "--distributed --cases resnet18: unknown; expected some of mlp gpt mlp_tensor gpt_tensor",
+        ),
         (["--ranks", "1"], "--ranks must be 2 or more, got 1"),
     ],
 )

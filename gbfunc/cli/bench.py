@@ -48,7 +48,8 @@ class Bench:
 
     distributed: FlagCreatePairsOff[bool] = False
     """Measure instead what training on several ranks sends, and how long a step takes on slow links (as root, with
-    iproute2; else modelled), beside DDP, FSDP2 and torchGB's scheme. Cases: mlp, gpt."""
+    iproute2; else modelled), beside DDP, FSDP2, torch's tensor parallelism and torchGB's scheme. Cases: mlp, gpt,
+    mlp_tensor, gpt_tensor, gpt_tensor_512, remat_tensor."""
 
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of ranks, with --distributed."""
@@ -214,7 +215,8 @@ def run_wire(
     try:
         print("1 rank", file=sys.stderr, flush=True)
         results: dict[str, Any] = describe(torch.device("cpu"), 1)
-        results["one_rank"] = {case.name: wire.one_rank_ratios(case, rounds=pace.steps) for case in chosen.values()}
+        alone = [case for case in chosen.values() if set(wire.PLACEMENTS) <= set(case.variants)]
+        results["one_rank"] = {case.name: wire.one_rank_ratios(case, rounds=pace.steps) for case in alone}
         results["rows"] = []
         orders: list[tuple[cases.Scale, str]] = [(scale, name) for name in chosen]
         slow = [link for link in links if link != "loopback"]
@@ -226,8 +228,15 @@ def run_wire(
                 wait = wire.expected_seconds(measured, slow, pace)
                 print(f"{n} ranks on {' and '.join(slow)}, about {wait:,.0f} s", file=sys.stderr, flush=True)
                 measured |= wire.measure_ranks(orders, n, slow, pace)
+            peaks = (
+                {case.name: wire.measure_peaks(scale, name, n, pace) for name, case in chosen.items()}
+                if pace.memory
+                else {}
+            )
             places = [(case.name, link) for case in chosen.values() for link in links]
-            results["rows"] += [row for case, link in places for row in wire.rows_of(measured, case, n, link)]
+            results["rows"] += [
+                row for case, link in places for row in wire.rows_of(measured, case, n, link, peaks.get(case))
+            ]
             write_metrics(folder / "wire.json", results)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -258,19 +267,30 @@ def print_wire(results: Mapping[str, Any]) -> None:
     step = _number("step_ms", ",.1f", " ms")
     columns = [
         ("step", lambda row: step(row) if row["timing"] == "measured" else f"({step(row)})"),
-        ("x DDP", _number("ratio_to_ddp", ".3g")),
+        ("x first", _number("step_ratio", ".3g")),
         ("modelled", _number("modelled_ms", ",.1f")),
         ("counted kB", _number("counted_bytes", ",.1f", scale=1e-3)),
-        ("x DDP", _number("bytes_to_ddp", ".3g")),
+        ("x first", _number("bytes_ratio", ".3g")),
         ("wire kB", _number("wire_bytes", ",.1f", scale=1e-3)),
-        ("x DDP", _number("wire_to_ddp", ".3g")),
+        ("x first", _number("wire_ratio", ".3g")),
     ]
     machine = (
         f"{results['machine']}, gloo, one thread per rank, torch {results['torch']}; kB are 1,000 bytes that a rank "
-        "sends per step: counted from the collectives' tensors, on the wire by its interface, headers included"
+        "sends per step: counted from the collectives' tensors, on the wire by its interface, headers included; x "
+        "first: to the case's first variant"
     )
     alone = [
         f"{case}, step on a mesh of one rank over one without: {_listed(ratios, '.3f')}"
         for case, ratios in results["one_rank"].items()
     ]
-    _print_rows(results["rows"], ["case", "ranks", "link"], columns, [machine, *alone])
+    details = dict.fromkeys(filter(None, map(_purposes, results["rows"])))
+    _print_rows(results["rows"], ["case", "ranks", "link"], columns, [machine, *alone, *details])
+
+
+def _purposes(row: Mapping[str, Any]) -> str:
+    """What a variant sends, and the memory of its rank that needs most, in words; the same on every link."""
+    sent = {name: row[f"{name}_bytes"] / 1e3 for name in ("activations", "weights", "genome")}
+    words = [f"kB of {_listed(sent, ',.1f')}"] if any(sent.values()) else []
+    if row["peak_bytes"] is not None:
+        words.append(f"peak memory {row['peak_bytes'] / 1e6:,.1f} MB, {row['peak_ratio']:.2f} x first")
+    return f"{row['case']}, {row['ranks']} ranks, {row['variant']}: {'; '.join(words)}" if words else ""

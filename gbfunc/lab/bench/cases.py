@@ -133,12 +133,16 @@ def gpt_case(
     heads: int,
     width: int,
     variants: Sequence[str],
+    *,
+    name: str = "",
     **options: Any,
 ) -> Case:
     """Training steps of a GPT with biases, as torchGB's, its tied embedding generated too."""
     net = partial(GPT, vocabulary, length, layers, width, heads, 4 * width, bias=True)
     options["include"] = (r"^(tokens|positions)\.weight$",)
-    return _case(f"gpt {layers}x{width}", net, partial(sequences, batch, length, vocabulary), variants, **options)
+    return _case(
+        name or f"gpt {layers}x{width}", net, partial(sequences, batch, length, vocabulary), variants, **options
+    )
 
 
 def resnet_case(batch: int, width: int, *more: str) -> Case:

@@ -1,4 +1,4 @@
-"""What others send: DDP, FSDP2 and torchGB's scheme on dense weights, and the bytes that any collective must move.
+"""What others send: torch's parallelism and torchGB's scheme on dense weights, and what any collective must move.
 
 Outside `gbfunc.parallel` this is the only file that uses `torch.distributed`: for the dense baselines, not the library.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +27,8 @@ import gbfunc as gb
 from gbfunc.generate import Generator
 from gbfunc.lab.bench.cases import Genes
 from gbfunc.lab.bench.variants import Batch, Step, loss_fn, plain_step, plan_of
+from gbfunc.parallel.styles import tensor_styles
+from gbfunc.parallel.tensor import PackedColwiseParallel, Styles, resolve
 from gbfunc.types import Params
 
 try:
@@ -88,39 +94,67 @@ class CollectiveBytes(TorchDispatchMode):
     Attributes:
         sent: bytes that this rank sends.
         busiest: the same, but for a broadcast those that its root sends down a binary tree, while others wait.
+        by_ranks: bytes that this rank sends, by the ranks that take part.
+        of_dtensors: those of them that DTensors send by themselves.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.sent = self.busiest = 0.0
-        self._rank, self._ranks = rank, ranks
+        self.sent = self.busiest = self.of_dtensors = 0.0
+        self.by_ranks: Counter[tuple[int, ...]] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Count the operation and run it."""
+        if DTensor in types:
+            return NotImplemented  # It calls operations on plain tensors, which come here.
         space, _, name = func._schema.name.partition("::")
-        if space == "c10d" and name not in ("barrier", "check_for_nan", "recv_"):
-            sent = self._sent(name, args)
+        if space in ("c10d", "_c10d_functional") and name not in _SILENT:
+            key = name if space == "c10d" else f"functional {name}"
+            if key not in _COUNTED:
+                raise NotImplementedError(
+                    f"no count for the collective {key!r}; expected all-reduce, gather, exchange or broadcast"
+                )
+            ranks = _ranks_of(func._schema, args)
+            sent = _sent(key, args, ranks)
             self.sent += sent
-            steps = (self._ranks - 1).bit_length() if name == "broadcast_" else 0
+            self.of_dtensors += sent if space == "_c10d_functional" else 0
+            self.by_ranks[ranks] += round(sent)
+            steps = (len(ranks) - 1).bit_length() if name == "broadcast_" else 0
             self.busiest += steps * _nbytes(args[0]) if steps else sent
         return func(*args, **(kwargs or {}))
 
-    def _sent(self, name: str, args: Sequence[Any]) -> float:
-        if name == "send":
-            return _nbytes(args[0])
-        if name == "alltoall_base_":
-            given, splits = args[1], args[4]
-            kept = splits[self._rank] / len(given) if splits and len(given) else 1 / self._ranks
-            return given.nbytes * (1 - kept)
-        if name not in _WHOLE:
-            raise NotImplementedError(
-                f"no count for the collective {name!r}; expected all-reduce, gather, exchange or broadcast"
-            )
-        passes, argument = _WHOLE[name]
-        return passes * (self._ranks - 1) / self._ranks * _nbytes(args[argument])
 
+def _ranks_of(schema: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """The ranks that take part in a collective."""
+    names = [argument.name for argument in schema.arguments]
+    if "process_group" in names:
+        boxed = args[names.index("process_group")]
+        group: Any = dist.ProcessGroup.unbox(boxed)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        group = args[names.index("group_name")]
+        resolve_group: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+        group = resolve_group(group) if isinstance(group, str) else group
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _sent(name: str, args: Sequence[Any], ranks: Sequence[int]) -> float:
+    n = len(ranks)
+    if name == "send":
+        return _nbytes(args[0])
+    if name == "alltoall_base_":
+        given, splits = args[1], args[4]
+        kept = splits[ranks.index(dist.get_rank())] / len(given) if splits and len(given) else 1 / n
+        return given.nbytes * (1 - kept)
+    passes, argument = _WHOLE[name]
+    # What goes in a functional gather is a rank's part of the whole.
+    whole = _nbytes(args[argument]) * (n if name.startswith("functional all_gather") else 1)
+    return passes * (n - 1) / n * whole
+
+
+_SILENT = ("barrier", "check_for_nan", "recv_", "wait_tensor", "_wrap_tensor_autograd")
+"""Operations that send nothing that counts."""
 
 _WHOLE = {
     "allreduce_": (2, 0),
@@ -132,8 +166,14 @@ _WHOLE = {
     "_allgather_base_": (1, 0),
     "_reduce_scatter_base_": (1, 1),
     "reduce_scatter_tensor_coalesced_": (1, 1),
+    "functional all_reduce": (2, 0),
+    "functional all_reduce_": (2, 0),
+    "functional all_gather_into_tensor": (1, 0),
+    "functional reduce_scatter_tensor": (1, 0),
 }
 """How often the whole of a collective's tensors goes around, and which argument these tensors are."""
+
+_COUNTED = ("send", "alltoall_base_", *_WHOLE)
 
 
 def _nbytes(tensors: Any) -> int:
@@ -148,14 +188,86 @@ def ddp_step(net: nn.Module, batch: Batch, lr: float) -> Step:
 
 
 def fsdp_step(net: nn.Module, batch: Batch, lr: float) -> Step:
-    """The dense p-net in FSDP2, with its defaults: every block, or every layer of a plain sequence, and the rest."""
+    """The dense p-net in FSDP2, with its defaults."""
+    _shard(net)
+    return plain_step(lambda: loss_fn(net, batch), net.parameters(), lr)
+
+
+def _shard(net: nn.Module, **options: Any) -> None:
+    """FSDP2 on every block, or every layer of a plain sequence, and on the rest."""
     for blocks in (net, *net.children()):
         if isinstance(blocks, nn.Sequential):
             for block in blocks:
                 if any(True for _ in block.parameters()):
-                    fully_shard(block)
-    fully_shard(net)
-    return plain_step(lambda: loss_fn(net, batch), net.parameters(), lr)
+                    fully_shard(block, **options)
+    fully_shard(net, **options)
+
+
+def layer_styles(net: nn.Module, ranks: int) -> Styles:
+    """The styles of a case's p-net, the same for both sides.
+
+    Those of an MLP are by column and by row in turn, an odd last layer whole. A language model has its usual ones;
+    where the ranks divide its vocabulary, logits stay split, for a loss in parallel (`in_parallel`).
+    """
+    if not isinstance(net, nn.Sequential):
+        divided = net.get_submodule("head").get_parameter("weight").shape[0] % ranks == 0
+        split = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        return {**tensor_styles(net), **({"head": split} if divided else {})}
+    layers = [name for name, module in net.named_children() if isinstance(module, nn.Linear)]
+    pairs = layers[: len(layers) // 2 * 2]
+    return {name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(pairs)}
+
+
+def in_parallel(step: Step) -> Step:
+    """A step whose loss, of logits that are split over ranks, gathers none of them."""
+
+    def parallel() -> Any:
+        with loss_parallel():
+            return step()
+
+    return parallel
+
+
+def tensor_step(net: nn.Module, batch: Batch, lr: float, tensor: int, *, sharded: bool) -> Step:
+    """The dense p-net, split by torch over neighbouring ranks.
+
+    Args:
+        net: the p-net.
+        batch: this rank's share, the same on all tensor ranks.
+        lr: learning rate.
+        tensor: ranks that share a layer.
+        sharded: whether FSDP2 shards what they have over all others, as in torch's two-dimensional example.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
+    _split_layers(net, mesh["tensor"])
+    if sharded:
+        _shard(net, mesh=mesh["data"])
+    return in_parallel(plain_step(lambda: loss_fn(net, batch), _by_mesh(net), lr))
+
+
+def _split_layers(net: nn.Module, mesh: Any) -> None:
+    """Tensor parallelism of torch: rows of packed layers in the ranks' order before, tied weights tied after."""
+    styles = layer_styles(net, mesh.size())
+    for name, style in resolve(net, styles).items():
+        if isinstance(style, PackedColwiseParallel):
+            for parameter in net.get_submodule(name).parameters():
+                parts = parameter.detach().unflatten(0, (style.parts, mesh.size(), -1))
+                parameter.data = parts.transpose(0, 1).flatten(0, 2).contiguous()
+    first: dict[int, str] = {}
+    tied = {n: first.setdefault(id(p), n) for n, p in net.named_parameters(remove_duplicate=False)}
+    parallelize_module(net, mesh, dict(styles))
+    for name, owner in tied.items():
+        if name != owner:
+            parent, _, key = name.rpartition(".")
+            setattr(net.get_submodule(parent), key, net.get_parameter(owner))
+
+
+def _by_mesh(net: nn.Module) -> list[dict[str, Any]]:
+    """Groups of parameters for an optimizer that updates a group at once: DTensors of one mesh only."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in net.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
 
 
 def torchgb_step(net: nn.Module, genes: Genes, batch: Batch, lr: float) -> Step:

@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import resource
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import nn
 
 from gbfunc.lab.bench.cases import Case, features
 from gbfunc.lab.bench.live import LiveBytes
-from gbfunc.lab.bench.variants import Setting, build
+from gbfunc.lab.bench.variants import Setting, Step, build
 from gbfunc.tasks.pnets.mlp import mlp
 
 _STEPS = 3
@@ -50,24 +51,35 @@ def measure_memory(case: Case, variant: str, setting: Setting) -> Memory | None:
 
 
 def run_steps(case: Case, variant: str, setting: Setting) -> Memory:
-    """What the new process does: a tiny case first, so that libraries and compilers are there already."""
+    """What the new process does."""
     torch.set_num_threads(setting.threads)
+    return steps_memory(case, lambda case: build(case, variant, setting).step, setting.device)
+
+
+def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> Memory:
+    """Memory of the steps of a case in this process, which has done little else.
+
+    Args:
+        case: the case; a tiny one goes first, so that libraries and compilers are there already.
+        make: makes a step of a case.
+        device: where it runs.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         # Else glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap.
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-    build(_tiny(case), variant, setting).step()
+    make(_tiny(case))()
     gc.freeze()  # a collection that looked at the libraries' million objects would take longer than the steps
-    before = _peak(setting.device)
-    built = build(case, variant, setting)
+    before = _peak(device)
+    step = make(case)
     gc.collect()
-    _reset_peak(setting.device)
+    _reset_peak(device)
     for _ in range(_STEPS):
-        built.step()
-    peak = _peak(setting.device) - before
+        step()
+    peak = _peak(device) - before
     if not case.counted:
         return Memory(peak, None)
     with LiveBytes(case.counted) as live:
-        built.step()
+        step()
     return Memory(peak, live.peak)
 
 
@@ -88,6 +100,10 @@ def _reset_peak(device: torch.device) -> None:
 
 def peak_resident() -> int:
     """Most bytes of this process that were in memory at once, since its start or the last reset."""
+    with contextlib.suppress(OSError):
+        # Not `ru_maxrss`, where Linux has this: that is never less than the peak of the process that started this one.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Kilobytes, but for macOS.
     return peak if sys.platform == "darwin" else peak * 1024

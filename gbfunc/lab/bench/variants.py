@@ -55,7 +55,9 @@ class Built(NamedTuple):
 def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     """Mean cross entropy of classes [B] or of tokens [B, L]."""
     x, target = batch
-    return F.cross_entropy(net(x).flatten(0, -2), target.flatten())
+    loss: Any = F.cross_entropy(net(x).flatten(0, -2), target.flatten())
+    # Of logits that are split over ranks it is a DTensor, whole on each.
+    return loss.to_local() if hasattr(loss, "to_local") else loss
 
 
 def first_net(case: Case) -> nn.Module:
@@ -100,7 +102,7 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     return Built(step, sum(t.numel for t in plan.generated), genes.hypernet.size or 0)
 
 
-def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor], lr: float) -> Step:
+def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[str, Any]], lr: float) -> Step:
     """The loop that anyone would write: a loss, its gradients, a step of AdamW."""
     optimizer = torch.optim.AdamW(leaves, lr=lr, fused=True)
 

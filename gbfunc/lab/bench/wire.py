@@ -19,9 +19,11 @@ import torch
 
 import gbfunc as gb
 from gbfunc.lab.bench.cases import Case, Scale, gpt_case, mlp_case
-from gbfunc.lab.bench.dense_parallel import CollectiveBytes, Group, ddp_step, fsdp_step, torchgb_step
+from gbfunc.lab.bench.dense_parallel import CollectiveBytes, Group
 from gbfunc.lab.bench.links import Port, open_loopback, open_switch, run_ranks, sent_bytes
+from gbfunc.lab.bench.memory import steps_memory
 from gbfunc.lab.bench.report import time_together
+from gbfunc.lab.bench.schemes import PURPOSES, Built, build, lightest
 from gbfunc.lab.bench.variants import Step, first_net, genome_step, plan_of
 
 LINKS: Mapping[str, float | None] = {"loopback": None, "100mbit": 100.0, "10mbit": 10.0}
@@ -31,15 +33,28 @@ PLACEMENTS = ("replicated", "sharded", "factors")
 """Where the library keeps the genome (see `make_train_step`)."""
 
 VARIANTS = ("ddp", "fsdp2", "torchgb", *PLACEMENTS)
-"""DDP and FSDP2 train the dense p-net, "torchgb" broadcasts generated weights and all-reduces their gradients."""
+"""Of the cases that split the batch over all ranks (see `SCHEMES`)."""
+
+_TENSOR = ("dense_tensor", "tensor")
+_TENSOR_DATA = ("dense_tensor_fsdp", "tensor_data", "tensor_data_remat")
 
 CASES: Mapping[Scale, Mapping[str, Case]] = {
     "full": {
         "mlp": mlp_case((2048, 2048, 2048, 10), 256, VARIANTS, tile=512),
         # The GPT of nanoGPT's recipe for a CPU: 65 characters, 4 layers of 128, context 64.
         "gpt": gpt_case(16, 64, 65, 4, 4, 128, VARIANTS, h=8, tile=128),
+        "mlp_tensor": mlp_case((2048, 2048, 2048, 10), 256, _TENSOR, name="mlp tensor 2048-2048-2048-10"),
+        "gpt_tensor": gpt_case(16, 64, 65, 4, 4, 128, _TENSOR_DATA, name="gpt tensor 4x128", h=8),
+        # The GPT of `gbfunc bench`.
+        "gpt_tensor_512": gpt_case(4, 512, 30_000, 4, 8, 512, _TENSOR_DATA, name="gpt tensor 4x512"),
+        "remat_tensor": mlp_case((2048,) * 13, 256, _TENSOR_DATA, name="mlp tensor 12x2048"),
     },
-    "quick": {"mlp": mlp_case((128, 128, 128, 10), 256, VARIANTS, h=4, tile=32)},
+    "quick": {
+        "mlp": mlp_case((128, 128, 128, 10), 256, VARIANTS, h=4, tile=32),
+        "mlp_tensor": mlp_case((128, 128, 128, 10), 64, _TENSOR, name="mlp tensor 128-128-128-10", h=4),
+        "gpt_tensor": gpt_case(8, 16, 33, 2, 4, 64, _TENSOR_DATA, name="gpt tensor 2x64", h=4),
+        "gpt_tensor_32": gpt_case(8, 16, 32, 1, 4, 32, _TENSOR_DATA, name="gpt tensor 1x32", h=2),
+    },
 }
 """Every case by scale and name."""
 
@@ -55,9 +70,10 @@ class Pace(NamedTuple):
     seconds: float  # of all timed steps of a variant, about; one step at least
     steps: int  # most timed steps
     timeout: float  # seconds after which the ranks of one link are ended
+    memory: bool = False  # whether to measure that of every variant in processes of its own
 
 
-PACES: Mapping[Scale, Pace] = {"full": Pace(2.0, 20, 1800.0), "quick": Pace(0.2, 5, 100.0)}
+PACES: Mapping[Scale, Pace] = {"full": Pace(2.0, 20, 1800.0, memory=True), "quick": Pace(0.2, 5, 100.0)}
 """How long to measure at each scale."""
 
 
@@ -75,6 +91,7 @@ class Measured(NamedTuple):
     busiest_bytes: float  # the same for the model (see `CollectiveBytes`)
     losses: list[float]  # of the first steps, on its share of the batch
     ratio_params: float | None  # of the plan, None without one
+    purposes: dict[str, float] = {}  # the counted bytes by what they are (see `PURPOSES`)
 
 
 ByVariant = dict[tuple[str, str], dict[str, list[Measured]]]
@@ -96,9 +113,30 @@ def measure_ranks(
     Raises:
         OSError: if a rank fails or takes too long, or if the links cannot be made.
     """
+    results: ByVariant = {}
+    for report in _launch(ranks, links, pace, lr, cases=list(cases)):
+        for case, variant, link, measured in report:
+            results.setdefault((case, link), {}).setdefault(variant, []).append(Measured(*measured))
+    return results
+
+
+def measure_peaks(scale: Scale, name: str, ranks: int, pace: Pace) -> dict[str, float]:
+    """Peak memory (B) of the rank that needs most, by variant of a case; see `memory.steps_memory`.
+
+    Where weights are generated the p-net is made on the meta device, as one that outgrows a rank would be.
+
+    Raises:
+        OSError: if a rank fails or takes too long.
+    """
+    variants = CASES[scale][name].variants
+    return {v: max(_launch(ranks, ["loopback"], pace, 1e-8, memory=(scale, name, v))) for v in variants}
+
+
+def _launch(ranks: int, links: Sequence[str], pace: Pace, lr: float, **order: Any) -> list[Any]:
+    """What each rank, a new process, reports of an order."""
     place = open_loopback if list(links) == ["loopback"] else open_switch
     with tempfile.TemporaryDirectory(prefix="gbfunc-wire-") as name, place(ranks) as ports:
-        common = {"cases": list(cases), "ranks": ranks, "links": list(links), "pace": pace, "lr": lr, "folder": name}
+        common = {"ranks": ranks, "links": list(links), "pace": pace, "lr": lr, "folder": name, **order}
         module = [sys.executable, "-m", "gbfunc.lab.bench.wire"]
         commands = [
             [*port.prefix, *module, json.dumps(common | {"rank": rank, "port": port})]
@@ -106,22 +144,20 @@ def measure_ranks(
         ]
         env = {"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         run_ranks(commands, timeout=pace.timeout, env=env)
-        reports = [json.loads(Path(name, f"{rank}.json").read_text()) for rank in range(ranks)]
-    results: ByVariant = {}
-    for report in reports:
-        for case, variant, link, measured in report:
-            results.setdefault((case, link), {}).setdefault(variant, []).append(Measured(*measured))
-    return results
+        return [json.loads(Path(name, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def rows_of(results: ByVariant, case: str, ranks: int, link: str) -> list[Row]:
-    """The rows of a case on a link, DDP's first, from what was measured on the loopback, and there if it could be made.
+def rows_of(
+    results: ByVariant, case: str, ranks: int, link: str, peaks: Mapping[str, float] | None = None
+) -> list[Row]:
+    """The rows of a case on a link, from what was measured on the loopback, and there if it could be made.
 
     Args:
         results: what each rank measured.
         case: the case's name.
         ranks: number of ranks.
         link: a name of `LINKS`.
+        peaks: peak memory (B) by variant.
     """
     mbit, rows = LINKS[link], []
     for variant, loopback in results[case, "loopback"].items():
@@ -137,13 +173,17 @@ def rows_of(results: ByVariant, case: str, ranks: int, link: str) -> list[Row]:
             "wire_bytes": _mean(there, "wire_bytes") if there else None,
             "counted_bytes": _mean(loopback, "counted_bytes"),
         }
-        ddp = rows[0] if rows else row
+        row |= {f"{p}_bytes": statistics.fmean(m.purposes.get(p, 0.0) for m in loopback) for p in PURPOSES}
+        row["peak_bytes"] = (peaks or {}).get(variant)
+        # To the case's first variant.
+        first = rows[0] if rows else row
         for ratio, of in (
-            ("ratio_to_ddp", "step_ms"),
-            ("bytes_to_ddp", "counted_bytes"),
-            ("wire_to_ddp", "wire_bytes"),
+            ("step_ratio", "step_ms"),
+            ("bytes_ratio", "counted_bytes"),
+            ("wire_ratio", "wire_bytes"),
+            ("peak_ratio", "peak_bytes"),
         ):
-            row[ratio] = row[of] / ddp[of] if ddp["variant"] == "ddp" and row[of] and ddp[of] else None
+            row[ratio] = row[of] / first[of] if row[of] and first[of] else None
         # Parameters of the dense p-net over those of the genome; steps of which `step_ms` is the median.
         row |= {"ratio_params": loopback[0].ratio_params, "repeats": len(there[0].seconds) if there else 0}
         rows.append(row)
@@ -180,30 +220,32 @@ def run_rank(order: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     folder, rank, port = Path(order["folder"]), order["rank"], Port(*order["port"])
     group = Group(rank, order["ranks"], folder / "store")
-    results: list[tuple[str, str, str, Measured]] = []
     with group.joined(pace.timeout):
-        for scale, name in order["cases"]:
-            case = CASES[scale][name]
-            for variant in case.variants:
-                step, ratio = build(case, variant, group, order["lr"])
-                for link, measured in measure(step, group, port, order["links"], pace).items():
-                    results.append((case.name, variant, link, measured._replace(ratio_params=ratio)))
-                del step
-    (folder / f"{rank}.json").write_text(json.dumps(results))
+        report = _peak(order, group) if "memory" in order else _measurements(order, group, port, pace)
+    (folder / f"{rank}.json").write_text(json.dumps(report))
 
 
-def build(case: Case, variant: str, group: Group, lr: float) -> tuple[Step, float | None]:
-    """A step of a variant with this rank's share of the batch, and the ratio of parameters of its plan."""
-    net, genes, (x, target) = first_net(case), case.periodic, case.batch()
-    share = x.chunk(group.ranks)[group.rank], target.chunk(group.ranks)[group.rank]
-    if variant in ("ddp", "fsdp2"):
-        return (ddp_step if variant == "ddp" else fsdp_step)(net, share, lr), None
-    assert genes is not None
-    plan = plan_of(net, genes)
-    if variant == "torchgb":
-        return torchgb_step(net, genes, share, lr), plan.ratio_params
-    mesh = gb.mesh(data=group.ranks) if variant == "replicated" else gb.mesh(gnets=group.ranks)
-    return genome_step(plan, net, share, lr, mesh=mesh, placement=variant), plan.ratio_params
+def _peak(order: Mapping[str, Any], group: Group) -> float:
+    scale, name, variant = order["memory"]
+
+    def make(case: Case) -> Step:
+        return build(lightest(case, variant), variant, group, order["lr"]).step
+
+    return steps_memory(CASES[scale][name], make, torch.device("cpu")).peak
+
+
+def _measurements(
+    order: Mapping[str, Any], group: Group, port: Port, pace: Pace
+) -> list[tuple[str, str, str, Measured]]:
+    results: list[tuple[str, str, str, Measured]] = []
+    for scale, name in order["cases"]:
+        case = CASES[scale][name]
+        for variant in case.variants:
+            built = build(case, variant, group, order["lr"])
+            for link, measured in measure(built, group, port, order["links"], pace).items():
+                results.append((case.name, variant, link, measured))
+            del built
+    return results
 
 
 def one_rank_ratios(case: Case, *, rounds: int, lr: float = 1e-8) -> dict[str, float]:
@@ -217,17 +259,22 @@ def one_rank_ratios(case: Case, *, rounds: int, lr: float = 1e-8) -> dict[str, f
     return {placement: times[placement].seconds / times[""].seconds for placement in PLACEMENTS}
 
 
-def measure(step: Step, group: Group, port: Port, links: Sequence[str], pace: Pace) -> dict[str, Measured]:
+def measure(built: Built, group: Group, port: Port, links: Sequence[str], pace: Pace) -> dict[str, Measured]:
     """Warm up without a limit, count one step, then time steps on each link together with the other ranks."""
+    step = built.step
     losses = [float(step()) for _ in range(_WARM_UP)]
-    with CollectiveBytes(group.rank, group.ranks) as counted:
+    built.purposes(CollectiveBytes())
+    with CollectiveBytes() as counted:
         losses.append(float(step()))
+    purposes = built.purposes(counted)
     results = {}
     for link in links:
         port.limit(LINKS[link])
         seconds, wire = _timed(step, group, port.interface, pace)
         port.limit(None)
-        results[link] = Measured(seconds, wire / port.sharing, counted.sent, counted.busiest, losses, None)
+        results[link] = Measured(
+            seconds, wire / port.sharing, counted.sent, counted.busiest, losses, built.ratio_params, purposes
+        )
     return results
 
 
