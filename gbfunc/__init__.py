@@ -11,6 +11,7 @@ from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
+from gbfunc.parallel.planner import DeviceSpec, plan_parallel
 from gbfunc.plan import Plan, make_plan
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.storage.genome_file import load, save
@@ -24,6 +25,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "CollectiveError",
+    "DeviceSpec",
     "Genome",
     "Mesh",
     "Optimizer",
@@ -52,6 +54,7 @@ __all__ = [
     "one_hot",
     "per_axis",
     "periodic",
+    "plan_parallel",
     "sample_noise",
     "save",
     "split_tiles",
