@@ -1,7 +1,7 @@
 """A rank's share of a p-net's forward on the meta device: operations, saved activations and bytes sent, by block.
 
 It runs the layers' own code, tensor-parallel ones included, with a wire that counts and sends nothing; so what the
-planner says of a layer is what the layer does. Blocks of equal shapes are run once.
+planner says of a layer is what the layer does.
 
 A *cell* is a block, or what comes before the first one (cell 0), or after the last one (the last cell).
 """
@@ -59,7 +59,7 @@ class Cell:
     formed: float = 0.0
     sent: float = 0.0
     sent_back: float = 0.0
-    messages: int = 0
+    messages: float = 0
     largest: float = 0.0
 
 
@@ -91,7 +91,6 @@ class _Meter(TorchDispatchMode):
         super().__init__()
         self.cells = [Cell() for _ in range(n_blocks + 2)]
         self.at = 0
-        self.copies: dict[int, int] = {}
         self.cache: Mapping[str, Tensor] = {}
         # Storages stay alive, so that no other gets their address.
         self.kept: dict[int, tuple[Any, int]] = {}
@@ -122,7 +121,7 @@ class _Meter(TorchDispatchMode):
                     cell.formed += n
                 else:
                     cell.saved, cell.largest = cell.saved + n, max(cell.largest, n)
-        return [self.cells[self.copies.get(i, i)] for i in range(len(self.cells))]
+        return self.cells
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count it."""
@@ -330,7 +329,7 @@ class DryRun:
     ) -> None:
         self.forms, self.shapes = factored_forms(plan, pnet, lazy), tensor.shapes if tensor is not None else {}
         self._blocks, self._pnet, self._tensor = blocks, pnet, tensor
-        self._meter, self._seen = _Meter(len(blocks)), {}
+        self._meter = _Meter(len(blocks))
         self.aux = 0
         self._net = PureNet(pnet, self.forms, self._adapt)
         self._weights = _weights(plan, pnet, self.forms, self.shapes)
@@ -339,7 +338,6 @@ class DryRun:
     def __call__(self, run: RunLoss, batch: Any) -> list[Cell]:
         """Costs of a microbatch; `run` calls the p-net as the loss function does, and only shapes of `batch` matter."""
         meter = self._meter = _Meter(len(self._blocks))
-        self._seen.clear()
         batch = tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
         inputs: list[Tensor] = []
         tree_map(lambda x: inputs.append(x) if isinstance(x, Tensor) else None, batch)
@@ -367,33 +365,18 @@ class DryRun:
             splits = self._tensor._splits
             splits.update({name: split._replace(wire=wire, local=True) for name, split in splits.items()})
             changed = self._tensor.adapt(net)
-        kinds = [self._kind(name) for name in self._blocks]
         for i, name in enumerate(self._blocks):
             block = net.get_submodule(name)
-            block.__dict__["forward"] = self._staged(i, kinds[i], block.forward)
+            block.__dict__["forward"] = self._staged(i, block.forward)
         return changed
 
-    def _kind(self, name: str) -> Any:
-        """What tells blocks apart, beside what they are given."""
-        block = self._pnet.get_submodule(name)
-        shapes = tuple((k, tuple(p.shape), p.requires_grad) for k, p in block.named_parameters())
-        ways = tuple((k.removeprefix(name), f.grid, f.auto) for k, f in self.forms.items() if k.startswith(f"{name}."))
-        return type(block), repr(block), shapes, ways
-
-    def _staged(self, i: int, kind: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's forward, that of an equal one before it where there is one."""
+    def _staged(self, i: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward, in its cell."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            meter = self._meter
-            same = kind, tuple(tuple(x.shape) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            if same in self._seen:
-                first, out = self._seen[same]
-                meter.copies[i + 1] = first
-            else:
-                meter.at = i + 1
-                out = forward(*args, **kwargs)
-                self._seen[same] = i + 1, out
-            meter.at = len(self._blocks) + 1
+            self._meter.at = i + 1
+            out = forward(*args, **kwargs)
+            self._meter.at = len(self._blocks) + 1
             return out
 
         return run

@@ -122,7 +122,7 @@ class ParallelPlan(NamedTuple):
 
 
 # The simulator runs for this many layouts at the head of the table, up to so many events: beyond, a closed form.
-_SIMULATED, _EVENTS = 64, 20_000
+_SIMULATED, _EVENTS = 64, 6_000
 
 _RULE_OF_THUMB = 12.0
 """Bytes per parameter: weights, gradients and one state of the optimizer in float32."""
@@ -331,7 +331,8 @@ def _smallest(model: Model, device: DeviceSpec, ranks: int, microbatches: int | 
         if n == ranks:
             return n
         for choices in _layouts(model, n, microbatches):
-            if isinstance(choices, list) and any(_fits(model, device, layout) for layout in choices):
+            # Of all numbers of microbatches, the largest keeps the least.
+            if isinstance(choices, list) and _fits(model, device, choices[-1]):
                 return n
     return None
 

@@ -58,6 +58,26 @@ class Footprint(NamedTuple):
     hidden: float
 
 
+class Made(NamedTuple):
+    """One generated parameter on a rank.
+
+    Attributes:
+        cells: where it is used.
+        bytes: of its weight or factors, where these are kept.
+        graph: kept for backward through its generation: as many numbers again as the factors have.
+        passing: bytes of the weight and its factors where they are made for each use: the most of several.
+        operations: of generation and its backward.
+        passing_bytes: of all of several.
+    """
+
+    cells: frozenset[int]
+    bytes: float
+    graph: float
+    passing: float
+    operations: float
+    passing_bytes: float = 0.0
+
+
 def cells_of(starts: Sequence[int] | None, n_cells: int) -> list[frozenset[int]]:
     """Cells of each stage: those before the first block are the first stage's, those after the last the last one's."""
     if starts is None:
@@ -78,9 +98,26 @@ def total_of(cells: Sequence[Cell]) -> Cell:
     return whole
 
 
+def between(a: Cell, b: Cell, part: float) -> Cell:
+    """Costs on the line from one cell (0) to another (1)."""
+    both = zip(vars(a).items(), vars(b).values(), strict=True)
+    values: dict[str, Any] = {name: x + part * (y - x) for (name, x), y in both}
+    return Cell(**values)
+
+
+def together(made: Sequence[Made]) -> Made:
+    """Several parameters as one."""
+    cells = frozenset().union(*(w.cells for w in made))
+    passing = max((w.passing for w in made), default=0.0)
+    sums = [sum(getattr(w, name) for w in made) for name in ("bytes", "graph", "operations", "passing_bytes")]
+    return Made(cells, sums[0], sums[1], passing, sums[2], sums[3])
+
+
 @lru_cache(maxsize=4096)
 def in_flight(order: Any, rank: int, ranks: int, microbatches: int, virtual: int) -> tuple[tuple[int, ...], ...]:
     """Microbatches of each of a rank's stages whose activations are kept at once: all that are not below others."""
+    if order in ("gpipe", "1f1b"):
+        return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     mine = [s for s, r in enumerate(stage_ranks(order, ranks, virtual)) if r == rank]
     live, seen = dict.fromkeys(mine, 0), set()
     for op, stage, _ in pipeline_order(order, rank, ranks, microbatches, virtual):
