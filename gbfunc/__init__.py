@@ -11,7 +11,7 @@ from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
-from gbfunc.parallel.planner import DeviceSpec, plan_parallel
+from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
 from gbfunc.plan import Plan, make_plan
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.storage.genome_file import load, save
@@ -29,6 +29,7 @@ __all__ = [
     "Genome",
     "Mesh",
     "Optimizer",
+    "ParallelPlan",
     "Plan",
     "StepInfo",
     "TileGrid",

@@ -1,4 +1,4 @@
-"""The commands that train and use genomes: `demo`, `plan`, `train`, `eval`, `sample`."""
+"""The commands that train and use genomes: `demo`, `train`, `eval`, `sample`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,11 @@ from gbfunc.cli.job import (
     run_fit,
     train_genome,
 )
-from gbfunc.cli.options import CheckpointOptions, DataOptions, ModelOptions, RankOptions, RecipeInt, TrainingOptions
+from gbfunc.cli.options import CheckpointOptions, DataOptions, RankOptions, RecipeInt, TrainingOptions
 from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
 from gbfunc.tasks import continue_text
 from gbfunc.tasks.pnets import n_params, narrowed
 from gbfunc.tasks.training import dense_trainer
-
-
-@dataclass(frozen=True)
-class Plan(ModelOptions):
-    """Show what a genome of a given size would hold, tensor by tensor, without training it."""
-
-    def run(self) -> None:
-        """Print the plan's report."""
-        print(make_job(self).plan.report())
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,9 @@ class Model:
         return "" if stages <= len(self.blocks) else f"{stages} stages of {len(self.blocks)} blocks"
 
     def can_remat(self, placement: str) -> bool:
-        """Whether weights can be made again at all."""
-        return any(t.slots for t in self.plan.tensors)
+        """Whether there are weights that would be made again: those that do not stay factors."""
+        factored = self.lazy is not False and placement == "replicated"
+        return any(w.passing for w in self.made(1, factored, True, 1))
 
     def placements(self, shards: int) -> list[tuple[str, int]]:
         """Placements of the genome on the ranks that share out the batch, with the ranks along the g-net axis."""
