@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from gbfunc.layers.forms import FactoredWeight
 from gbfunc.parallel.dry_run import factored_forms
 from gbfunc.parallel.planner_costs import Model
 from gbfunc.parallel.planner_stages import Footprint, RankLayout
+from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.planner_cases import AXES, LAYOUTS, make_case
 from tests.support.ranks import run_ranks
 from tests.support.tensor_cases import language_model, next_token
@@ -74,6 +76,21 @@ def test_factored_weights_are_those_of_the_generator(name: str, hypernet: Any) -
     plan = gb.make_plan(pnet, hypernet, max_tile=10, include=[r"(wte|tokens)\.weight$"])
     expected = {n for n, f in Generator(plan, pnet=pnet, lazy=True).forms.items() if isinstance(f, FactoredWeight)}
     assert factored_forms(plan, pnet, True).keys() == expected
+
+
+def test_ten_thousand_ranks_take_seconds() -> None:
+    with torch.device("meta"):
+        pnet = GPT(50304, 1024, 80, 10240, 80, 40960)
+    plan = gb.make_plan(pnet, gb.periodic(64), include=["tokens"])
+    assert plan.pnet_params > 1e11
+    device = gb.DeviceSpec(flops=4e14, bandwidth=2e12, link=5e10, memory=80e9, latency=1e-5)
+    batch = torch.empty((10_000, 1025), dtype=torch.int64, device="meta")
+    start = time.process_time()  # Other processes may be busy.
+    found = gb.plan_parallel(plan, pnet, batch, ranks=10_000, device=device, loss_fn=next_token)
+    assert time.process_time() - start < 10.0
+    assert found.fits and all(p.peak <= 80e9 for p in found.fits)
+    assert [p.seconds for p in found.fits] == sorted(p.seconds for p in found.fits)
+    assert found.smallest is not None and found.smallest < 10_000
 
 
 def test_layouts_that_cannot_be_are_refused_with_a_reason() -> None:

@@ -50,6 +50,7 @@ class Cell:
         sent: bytes that a rank sends along the tensor axis in forward.
         sent_back: the same in backward.
         messages: collectives, forward and backward.
+        operators: calls of torch's operators in forward.
         largest: bytes of the largest tensor that is kept.
     """
 
@@ -60,6 +61,7 @@ class Cell:
     sent: float = 0.0
     sent_back: float = 0.0
     messages: float = 0
+    operators: float = 0
     largest: float = 0.0
 
 
@@ -127,6 +129,7 @@ class _Meter(TorchDispatchMode):
         """Run an operation and count it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self.cell.operators += 1
         flops = flop_registry.get(func._overloadpacket)
         if flops is not None:
             self.cell.flops += flops(*args, **kwargs, out_val=out)

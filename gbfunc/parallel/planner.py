@@ -4,7 +4,8 @@ For every product data x g-nets x pipeline x tensor of the ranks, each schedule,
 
 * memory: weights or factors, genome, optimizer, gradients, activations in flight and buffers of the fullest rank;
 * bytes: what `mesh.traffic` counts, along each axis;
-* seconds: operations / flops + bytes moved / bandwidth + bytes sent / link, and the bubble of the simulator.
+* seconds: operations / flops + bytes moved / bandwidth + bytes sent / link, calls of operators and messages, and the
+  bubble of the simulator; backward takes twice what forward does, and nothing overlaps.
 
 What a layer costs and sends comes from its code, run on the meta device (`gbfunc.parallel.dry_run`).
 """
@@ -37,6 +38,7 @@ class DeviceSpec:
         link: bytes per second that a rank sends to others (10 Gbit/s).
         memory: bytes.
         latency: seconds of a message without content.
+        overhead: seconds of an operator without work.
     """
 
     flops: float = 50e9
@@ -44,12 +46,13 @@ class DeviceSpec:
     link: float = 1.25e9
     memory: float = 16e9
     latency: float = 1e-4
+    overhead: float = 5e-6
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"{name} of a device must be a number >= 0, got {value!r}")
-            if not value and name != "latency":
+            if not value and name not in ("latency", "overhead"):
                 raise ValueError(f"{name} of a device must be > 0, got 0")
 
     def to_json(self) -> str:
@@ -302,7 +305,7 @@ def _stage_seconds(cost: Footprint, device: DeviceSpec) -> tuple[list[float], li
     """Forward and backward of a microbatch through each stage."""
     forward, backward = [], []
     for cell in cost.cells:
-        work = cell.flops / device.flops + cell.moved / device.bandwidth
+        work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
         wait = cell.messages * device.latency / 2
         forward.append(work + cell.sent / device.link + wait)
         backward.append(2 * work + cell.sent_back / device.link + wait)

@@ -349,11 +349,13 @@ class Model:
         item, (split, whole, frozen) = self.plan.dtype.itemsize, self.genome(layout.sizes["gnets"])
         trained = item * (split + whole)
         flat = trained if math.prod(layout.sizes.values()) > 1 else 0.0
+        # Where gradients do not add up over microbatches, activations are freed as those of weights come.
+        once = layout.microbatches == 1 and layout.schedule is None
         return {
             "weights": weights + graph,
             "genome": trained + item * frozen,
             "optimizer": self.states * trained,
-            "gradients": trained + weights,
+            "gradients": trained + (max(0.0, weights - saved) if once else weights),
             "activations": saved,
             "buffers": self.plan.buffer_bytes + flat + passing,
         }

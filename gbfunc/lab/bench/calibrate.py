@@ -1,7 +1,7 @@
 """What this machine is like, for the planner: `gbfunc bench --calibrate`.
 
-A matrix product, a copy past the caches, and an all-reduce: between the ranks of `torchrun`, or else between two
-processes on the loopback, each of which runs this module: `python -m gbfunc.lab.bench.calibrate ORDER`.
+A matrix product, a copy past the caches, small operators, and an all-reduce: between the ranks of `torchrun`, or else
+between two processes on the loopback, each of which runs this module: `python -m gbfunc.lab.bench.calibrate ORDER`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[gb.DeviceSpec, 
             link, latency, first = *measure_link(mesh, rounds), mesh.rank == 0
     else:
         link, latency = loopback(rounds)
-    spec = gb.DeviceSpec(ceilings["gflops"] * 1e9, ceilings["gb_s"] * 1e9, link, memory_of(device), latency)
+    speeds = ceilings["gflops"] * 1e9, ceilings["gb_s"] * 1e9
+    spec = gb.DeviceSpec(*speeds, link, memory_of(device), latency, measure_overhead(device, rounds))
     return spec, first
 
 
@@ -49,6 +50,19 @@ def memory_of(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def measure_overhead(device: torch.device, rounds: int, calls: int = 1000) -> float:
+    """Seconds of an operator on a few numbers, a third of those of its forward and backward."""
+    times = []
+    for _ in range(rounds + 1):
+        x = y = torch.ones(8, device=device, requires_grad=True)
+        start = time.perf_counter()
+        for _ in range(calls):
+            y = y * x
+        torch.autograd.grad(y.sum(), x)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) / calls / 3
 
 
 def measure_link(mesh: gb.Mesh, rounds: int) -> tuple[float, float]:
