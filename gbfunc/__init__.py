@@ -14,6 +14,7 @@ from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
+from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
 from gbfunc.plan import Plan, make_plan
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.storage.genome_file import load, save
@@ -30,9 +31,11 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "CollectiveError",
+    "DeviceSpec",
     "Genome",
     "Mesh",
     "Optimizer",
+    "ParallelPlan",
     "Plan",
     "StepInfo",
     "TileGrid",
@@ -59,6 +62,7 @@ __all__ = [
     "pad_vocabulary",
     "per_axis",
     "periodic",
+    "plan_parallel",
     "sample_noise",
     "save",
     "split_tiles",

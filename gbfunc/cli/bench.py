@@ -1,6 +1,7 @@
 """`gbfunc bench`: what generation costs here, against the dense p-net and the naive implementation.
 
-With `--distributed`: what goes over the wire, and how long ranks wait for it.
+With `--distributed`: what goes over the wire, and how long ranks wait for it. With `--calibrate`: what the planner must
+know of this machine.
 """
 
 from __future__ import annotations
@@ -57,8 +58,15 @@ class Bench:
     links: tuple[Literal["loopback", "100mbit", "10mbit"], ...] = ("loopback", "100mbit", "10mbit")
     """Links between ranks, with --distributed."""
 
+    calibrate: FlagCreatePairsOff[bool] = False
+    """Measure instead what `gbfunc plan --device FILE` takes, and print it as JSON: a matrix product, a copy, and an
+    all-reduce, between the ranks of torchrun or two processes on the loopback."""
+
     def run(self) -> None:
         """Run the cases, print one table, write the results."""
+        if self.calibrate:
+            print_device(find_device(self.device), self.threads)
+            return
         if self.distributed:
             run_wire("quick" if self.quick else "full", self.cases, self.ranks, self.links, self.out)
             return
@@ -71,6 +79,16 @@ class Bench:
         setting = Setting(device, torch.bfloat16 if on_cuda else None, self.threads or torch.get_num_threads())
         benches = cases.choose(cases.BENCHES["quick" if self.quick else "cuda" if on_cuda else "full"], self.cases)
         print_results(measure(benches, setting, make_folder(self.out), visit=0.02 if self.quick else 0.1))
+
+
+def print_device(device: torch.device, threads: int | None) -> None:
+    """What this machine is like, as JSON on standard output; of many ranks the first speaks."""
+    from gbfunc.lab.bench.calibrate import calibrate
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    spec, first = calibrate(device)
+    if first:
+        print(spec.to_json())
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""The commands that train and use genomes: `demo`, `plan`, `train`, `eval`, `sample`."""
+"""The commands that train and use genomes: `demo`, `train`, `eval`, `sample`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from gbfunc.cli.options import (
     NONE,
     CheckpointOptions,
     DataOptions,
-    ModelOptions,
     RankOptions,
     RecipeInt,
     TrainingOptions,
@@ -33,15 +32,6 @@ from gbfunc.cli.ranks import Spread, in_turn, open_mesh
 from gbfunc.tasks import continue_text
 from gbfunc.tasks.pnets import n_params, narrowed
 from gbfunc.tasks.training import dense_trainer
-
-
-@dataclass(frozen=True)
-class Plan(ModelOptions):
-    """Show what a genome of a given size would hold, tensor by tensor, without training it."""
-
-    def run(self) -> None:
-        """Print the plan's report."""
-        print(make_job(self).plan.report())
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ except ImportError as _error:
 
 import gbfunc as gb
 from gbfunc.cli.bench import Bench
-from gbfunc.cli.commands import Demo, Eval, Plan, Sample, Train
+from gbfunc.cli.commands import Demo, Eval, Sample, Train
 from gbfunc.cli.compare import Compare
+from gbfunc.cli.plan import Plan
 
 COMMANDS: dict[str, Any] = {
     "demo": Demo,

@@ -1,0 +1,112 @@
+"""What this machine is like, for the planner: `gbfunc bench --calibrate`.
+
+A matrix product, a copy past the caches, small operators, and an all-reduce: between the ranks of `torchrun`, or else
+between two processes on the loopback, each of which runs this module: `python -m gbfunc.lab.bench.calibrate ORDER`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import gbfunc as gb
+from gbfunc.lab.bench.links import open_loopback, run_ranks
+from gbfunc.lab.bench.report import measure_ceilings
+from gbfunc.parallel import sum_ranks
+
+_SENT_BYTES = 2**25
+_TIMEOUT = 120.0
+
+
+def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[gb.DeviceSpec, bool]:
+    """What a rank has on this machine, and whether this process is to say so (one of many ranks is).
+
+    Args:
+        device: where to measure.
+        rounds: timings of each.
+    """
+    ceilings = measure_ceilings(device, rounds=rounds)
+    launched = int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
+    first = True
+    if launched:
+        with gb.mesh(device=device) as mesh:
+            link, latency, first = *measure_link(mesh, rounds), mesh.rank == 0
+    else:
+        link, latency = loopback(rounds)
+    speeds = ceilings["gflops"] * 1e9, ceilings["gb_s"] * 1e9
+    spec = gb.DeviceSpec(*speeds, link, memory_of(device), latency, measure_overhead(device, rounds))
+    return spec, first
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of a GPU, or of the machine's memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def measure_overhead(device: torch.device, rounds: int, calls: int = 1000) -> float:
+    """Seconds of an operator on a few numbers, a third of those of its forward and backward."""
+    times = []
+    for _ in range(rounds + 1):
+        x = y = torch.ones(8, device=device, requires_grad=True)
+        start = time.perf_counter()
+        for _ in range(calls):
+            y = y * x
+        torch.autograd.grad(y.sum(), x)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) / calls / 3
+
+
+def measure_link(mesh: gb.Mesh, rounds: int) -> tuple[float, float]:
+    """Bytes that a rank sends in a second of a large all-reduce, and seconds of one of a single number."""
+    large, small = (torch.zeros(n, device=mesh.device) for n in (_SENT_BYTES // 4, 1))
+    seconds = {}
+    for name, x in (("small", small), ("large", large)):
+        times = []
+        for _ in range(rounds + 1):
+            mesh.barrier()
+            start = time.perf_counter()
+            sum_ranks(mesh, x)
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
+            times.append(time.perf_counter() - start)
+        seconds[name] = statistics.median(times[1:])
+    sent = 2 * (mesh.world - 1) / mesh.world * large.nbytes
+    return sent / max(seconds["large"] - seconds["small"], 1e-9), seconds["small"]
+
+
+def loopback(rounds: int) -> tuple[float, float]:
+    """The same between two processes on this machine.
+
+    Raises:
+        OSError: if one of them fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="gbfunc-link-") as name, open_loopback(2) as ports:
+        module = [sys.executable, "-m", "gbfunc.lab.bench.calibrate"]
+        orders = [json.dumps({"rank": rank, "folder": name, "rounds": rounds}) for rank in range(2)]
+        commands = [[*port.prefix, *module, order] for port, order in zip(ports, orders, strict=True)]
+        env = {"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1"}
+        run_ranks(commands, timeout=_TIMEOUT, env=env)
+        link, latency = json.loads(Path(name, "0.json").read_text())
+    return link, latency
+
+
+def run_rank(order: str) -> None:
+    """Measure the link as one of two processes."""
+    asked = json.loads(order)
+    os.environ |= {"RANK": str(asked["rank"]), "WORLD_SIZE": "2"}
+    with gb.mesh(timeout=_TIMEOUT, init_method=f"file://{asked['folder']}/store") as mesh:
+        found = measure_link(mesh, asked["rounds"])
+    Path(asked["folder"], f"{asked['rank']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[1])

@@ -1,0 +1,385 @@
+"""A rank's share of a p-net's forward on the meta device: operations, saved activations and bytes sent, by block.
+
+It runs the layers' own code, tensor-parallel ones included, with a wire that counts and sends nothing; so what the
+planner says of a layer is what the layer does.
+
+A *cell* is a block, or what comes before the first one (cell 0), or after the last one (the last cell).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from gbfunc.layers.forms import FactoredWeight, formable
+from gbfunc.parallel.collectives import Sizes
+from gbfunc.parallel.mesh import Mesh
+from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.pnet import PureNet
+from gbfunc.tiling import TileGrid
+from gbfunc.trees import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from gbfunc.parallel.tensor import TensorParallel
+
+RunLoss = Callable[[Callable[..., Any], Any], Any]
+"""`(net, batch)`: calls the p-net as the loss function does."""
+
+# Kinds of layers whose weight can stay factors (those of `gbfunc.generate`).
+_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
+
+
+@dataclass
+class Cell:
+    """What a part of the p-net costs for one microbatch, forward (backward takes the same operations twice).
+
+    Attributes:
+        flops: multiplications and additions.
+        moved: bytes that operations read and write.
+        saved: bytes kept for backward, weights left out.
+        formed: bytes of dense weights that layers form from factors, and keep for backward.
+        sent: bytes that a rank sends along the tensor axis in forward.
+        sent_back: the same in backward.
+        messages: collectives, forward and backward.
+        operators: calls of torch's operators in forward.
+        largest: bytes of the largest tensor that is kept.
+    """
+
+    flops: float = 0.0
+    moved: float = 0.0
+    saved: float = 0.0
+    formed: float = 0.0
+    sent: float = 0.0
+    sent_back: float = 0.0
+    messages: float = 0
+    operators: float = 0
+    largest: float = 0.0
+
+
+class _Fused(torch.autograd.Function):
+    """Attention as a fused kernel computes it: it keeps its inputs, its output, and a number per query."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        total = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        # The heads of a position next to each other, as the kernel of the CPU leaves them.
+        lead, heads, length = q.shape[:-3], q.shape[-3], q.shape[-2]
+        out = q.new_empty(*lead, length, heads, v.shape[-1]).transpose(-2, -3)
+        ctx.save_for_backward(q, k, v, out, total)
+        return out
+
+
+class _Sent(torch.autograd.Function):
+    """A tensor as it is after a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return x.new_empty(shape)
+
+
+class _Meter(TorchDispatchMode):
+    """Counts operations and saved tensors into the cell of the block that runs."""
+
+    def __init__(self, n_blocks: int) -> None:
+        super().__init__()
+        self.cells = [Cell() for _ in range(n_blocks + 2)]
+        self.at = 0
+        self.cache: Mapping[str, Tensor] = {}
+        # Storages stay alive, so that no other gets their address.
+        self.kept: dict[int, tuple[Any, int]] = {}
+
+    @property
+    def cell(self) -> Cell:
+        """Of what runs now."""
+        return self.cells[self.at]
+
+    def know(self, tensors: Any) -> None:
+        """Tensors that do not count as saved: weights, buffers and the batch."""
+        for x in tensors:
+            self.kept[x.untyped_storage()._cdata] = x.untyped_storage(), -1
+
+    def pack(self, x: Tensor) -> Tensor:
+        """A tensor is kept for backward."""
+        storage = x.untyped_storage()
+        self.kept.setdefault(storage._cdata, (storage, self.at))
+        return x
+
+    def finish(self) -> list[Cell]:
+        """The cells, saved storages counted."""
+        formed = {x.untyped_storage()._cdata for x in self.cache.values()}
+        for key, (storage, at) in self.kept.items():
+            if at >= 0:
+                cell, n = self.cells[at], storage.nbytes()
+                if key in formed:
+                    cell.formed += n
+                else:
+                    cell.saved, cell.largest = cell.saved + n, max(cell.largest, n)
+        return self.cells
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.cell.operators += 1
+        flops = flop_registry.get(func._overloadpacket)
+        if flops is not None:
+            self.cell.flops += flops(*args, **kwargs, out_val=out)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        made = [x for x in (out if isinstance(out, list | tuple) else (out,)) if isinstance(x, Tensor)]
+        places = {x.untyped_storage()._cdata for x in given}
+        if any(x.untyped_storage()._cdata not in places for x in made):  # Views move nothing.
+            self.cell.moved += sum(x.nbytes for x in (*given, *made))
+        return out
+
+
+class _Attention(TorchFunctionMode):
+    """Fused attention in the place of the products that the meta device has for it."""
+
+    def __init__(self, meter: _Meter) -> None:
+        super().__init__()
+        self.meter = meter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v = (*args, *(kwargs or {}).values())[:3]
+        self.meter.cell.flops += 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        out: Any = _Fused.apply(q, k, v)
+        return out
+
+
+class DryWire:
+    """In the place of `gbfunc.parallel.activations.Wire`: the same moves, counted and not made."""
+
+    def __init__(self, mesh: Mesh, run: DryRun) -> None:
+        self.mesh, self.axis, self._dry = mesh, mesh.axis("tensor"), run
+
+    def start(self, sizes: Sizes) -> int:
+        """First entry of this rank's part."""
+        return sum(sizes[: self.axis.rank])
+
+    def sizes_of(self, n: int) -> Sizes:
+        """How long a tensor is on each rank."""
+        return (n,) * self.axis.size
+
+    def partial_to_whole(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
+        self._count(self._all_reduce(x), 0.0)
+        return self._moved(x, tuple(x.shape))
+
+    def whole_in_part(self, x: Tensor) -> Tensor:
+        """The gradient is summed."""
+        self._count(0.0, self._all_reduce(x) if x.requires_grad else 0.0)
+        return x.view_as(x)
+
+    def partial_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
+        """A reduce-scatter, and a gather of the gradient."""
+        part = x.nbytes / max(1, x.shape[dim]) * sizes[self.axis.rank]
+        self._count(x.nbytes - part, part * (self.axis.size - 1))
+        return self._moved(x, self._shape(x, dim, sizes[self.axis.rank]))
+
+    def split_in_part(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
+        """A gather, and a reduce-scatter of the gradient."""
+        whole = x.nbytes / max(1, x.shape[dim]) * sum(sizes)
+        self._count(x.nbytes * (self.axis.size - 1), whole - x.nbytes if x.requires_grad else 0.0)
+        return self._moved(x, self._shape(x, dim, sum(sizes)))
+
+    def split_to_whole(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
+        """A gather."""
+        self._count(x.nbytes * (self.axis.size - 1), 0.0)
+        return self._moved(x, self._shape(x, dim, sum(sizes)))
+
+    def whole_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
+        """A gather of the gradient."""
+        part = x.nbytes / max(1, x.shape[dim]) * sizes[self.axis.rank]
+        self._count(0.0, part * (self.axis.size - 1) if x.requires_grad else 0.0)
+        return self._moved(x, self._shape(x, dim, sizes[self.axis.rank]))
+
+    def _all_reduce(self, x: Tensor) -> float:
+        item = torch.promote_types(x.dtype, torch.float32).itemsize
+        return float(2 * x.numel() * item * (self.axis.size - 1) // self.axis.size)
+
+    def _count(self, forward: float, backward: float) -> None:
+        cell = self._dry._meter.cell
+        cell.sent, cell.sent_back = cell.sent + forward, cell.sent_back + backward
+        cell.messages += (forward > 0) + (backward > 0)
+
+    @staticmethod
+    def _shape(x: Tensor, dim: int, n: int) -> tuple[int, ...]:
+        return tuple(n if i == dim % x.ndim else m for i, m in enumerate(x.shape))
+
+    @staticmethod
+    def _moved(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        moved: Any = _Sent.apply(x, shape)
+        return moved
+
+
+class _MetaWeight(FactoredWeight):
+    """The same on the meta device, which knows no autocast."""
+
+    def dense(self) -> Tensor:
+        """The dense weight."""
+        cache: Any = self.call.cache
+        weight = self.held
+        if weight is None:
+            weight = cache[self.name] = self.make()
+        return weight
+
+    def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
+        """Rows of the weight."""
+        nr, nc, r, k = self.left.shape
+        if not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
+            return F.embedding(index, self.dense())
+        table = self.left.transpose(1, 2).reshape(nr * r, nc * k)
+        rows_Bjk = F.embedding(index.reshape(-1), table).reshape(-1, nc, k)
+        right = self.right[0] if nr == 1 else self.right[index.reshape(-1) // r]
+        y_Bjc = (rows_Bjk.transpose(0, 1) @ right.mT).transpose(0, 1) if nr == 1 else rows_Bjk.unsqueeze(2) @ right.mT
+        return y_Bjc.reshape(*index.shape, -1)[..., : self.grid.cols].contiguous()
+
+
+def factored_forms(plan: Plan, pnet: nn.Module, lazy: Any) -> dict[str, FactoredWeight]:
+    """The forms of the weights that stay factors, by name, those of tied ones included (as `Generator` has them)."""
+    forms: dict[str, FactoredWeight] = {}
+    for tensor in plan.tensors:
+        names = (tensor.name, *tensor.aliases)
+        if lazy and tensor.slots and _can_factor(plan, tensor) and is_formable(pnet, tensor):
+            first = tensor.slots[0].grid
+            grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
+            transposed = tensor.kind == "transposed_linear"
+            form: FactoredWeight = _MetaWeight(tensor.name, tensor.shape, grid, transposed, auto=lazy == "auto")
+            forms |= dict.fromkeys(names, form)
+    return forms
+
+
+def is_formable(pnet: nn.Module, tensor: TensorPlan) -> bool:
+    """Whether the layers of a parameter can have it in another form than dense."""
+    places = [name.rpartition(".") for name in (tensor.name, *tensor.aliases)]
+    return all(formable(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in places)
+
+
+def _can_factor(plan: Plan, tensor: TensorPlan) -> bool:
+    first = tensor.slots[0]
+    alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in tensor.slots)
+    whole = len(tensor.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
+    wide = DTYPES[tensor.dtype].itemsize >= plan.dtype.itemsize
+    return first.hypernet.factorised and tensor.kind in _FACTORED_KINDS and alike and whole and wide
+
+
+def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of a tensor's left and right factors."""
+    grid, k = tensor.slots[0].grid, tensor.slots[0].hypernet.factor_width
+    lead = (len(tensor.slots) * grid.n_rows, grid.n_cols)
+    return (*lead, grid.tile_rows, k), (*lead, grid.tile_cols, k)
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype, trained: bool) -> Tensor:
+    x: Any = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
+    x.to_local = lambda: x  # What a layer asks of a DTensor.
+    return x
+
+
+def _weights(
+    plan: Plan, pnet: nn.Module, forms: Mapping[str, FactoredWeight], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """What the skeleton takes on this rank."""
+    trained = {name: p.requires_grad for name, p in pnet.named_parameters()}
+    weights: dict[str, Tensor] = {}
+    for t in plan.tensors:
+        dtype = DTYPES[t.dtype]
+        if t.name in forms:
+            both = zip(("left", "right"), factor_shapes(t), strict=True)
+            weights |= {f"{t.name}_form.{side}": _meta(shape, plan.dtype, True) for side, shape in both}
+        else:
+            grad = dtype.is_floating_point and (bool(t.slots) or trained[t.name])
+            weights[t.name] = _meta(shapes.get(t.name, t.shape), dtype, grad)
+    return weights
+
+
+class DryRun:
+    """A rank's share of a p-net's forward: called with a microbatch, it says what that costs, by cell.
+
+    Args:
+        plan: the plan.
+        pnet: the p-net, on any device.
+        blocks: names of the p-net's blocks, in their order.
+        lazy: as for `make_train_step`.
+        tensor: the pieces of the layers, of a mesh without process group.
+
+    Attributes:
+        forms: of the weights that stay factors, by name.
+        shapes: of pieces of parameters.
+        aux: numbers that the loss function returned beside the loss.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        pnet: nn.Module,
+        blocks: Sequence[str],
+        *,
+        lazy: Any = "auto",
+        tensor: TensorParallel | None = None,
+    ) -> None:
+        self.forms, self.shapes = factored_forms(plan, pnet, lazy), tensor.shapes if tensor is not None else {}
+        self._blocks, self._pnet, self._tensor = blocks, pnet, tensor
+        self._meter = _Meter(len(blocks))
+        self.aux = 0
+        self._net = PureNet(pnet, self.forms, self._adapt)
+        self._weights = _weights(plan, pnet, self.forms, self.shapes)
+        self._buffers = {n: torch.empty_like(b, device="meta") for n, b in pnet.named_buffers()}
+
+    def __call__(self, run: RunLoss, batch: Any) -> list[Cell]:
+        """Costs of a microbatch; `run` calls the p-net as the loss function does, and only shapes of `batch` matter."""
+        meter = self._meter = _Meter(len(self._blocks))
+        batch = tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
+        inputs: list[Tensor] = []
+        tree_map(lambda x: inputs.append(x) if isinstance(x, Tensor) else None, batch)
+        meter.know((*self._weights.values(), *self._buffers.values(), *inputs))
+        call = next(iter(self.forms.values())).call if self.forms else None
+
+        def net(*args: Any, **kwargs: Any) -> Any:
+            return self._net(self._weights, dict(self._buffers), *args, **kwargs)
+
+        def pack(x: Tensor) -> Tensor:
+            meter.cache = (call.cache if call is not None else None) or meter.cache
+            return meter.pack(x)
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+        with torch.enable_grad(), _Attention(meter), hooks, meter:
+            out = run(net, batch)
+        pair = isinstance(out, tuple) and len(out) == 2
+        self.aux = sum(isinstance(x, Tensor | int | float) for _, x in tree_leaves(out[1])) if pair else 0
+        return meter.finish()
+
+    def _adapt(self, net: nn.Module) -> frozenset[str]:
+        changed: frozenset[str] = frozenset()
+        if self._tensor is not None:
+            wire: Any = DryWire(self._tensor.wire.mesh, self)
+            splits = self._tensor._splits
+            splits.update({name: split._replace(wire=wire, local=True) for name, split in splits.items()})
+            changed = self._tensor.adapt(net)
+        for i, name in enumerate(self._blocks):
+            block = net.get_submodule(name)
+            block.__dict__["forward"] = self._staged(i, block.forward)
+        return changed
+
+    def _staged(self, i: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward, in its cell."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._meter.at = i + 1
+            out = forward(*args, **kwargs)
+            self._meter.at = len(self._blocks) + 1
+            return out
+
+        return run

@@ -1,0 +1,347 @@
+"""The planner: which layouts of ranks fit, what each of them stores and sends, and how long a step takes.
+
+For every product data x g-nets x pipeline x tensor of the ranks, each schedule, weights kept or made again:
+
+* memory: weights or factors, genome, optimizer, gradients, activations in flight and buffers of the fullest rank;
+* bytes: what `mesh.traffic` counts, along each axis;
+* seconds: operations / flops + bytes moved / bandwidth + bytes sent / link, calls of operators and messages, and the
+  bubble of the simulator; backward takes twice what forward does, and nothing overlaps.
+
+What a layer costs and sends comes from its code, run on the meta device (`gbfunc.parallel.dry_run`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from gbfunc.parallel.dry_run import RunLoss
+from gbfunc.parallel.planner_costs import Model
+from gbfunc.parallel.planner_report import report
+from gbfunc.parallel.planner_stages import Footprint, RankLayout
+from gbfunc.plan import Plan
+from gbfunc.trees import n_rows
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What one rank has; `gbfunc bench --calibrate` measures it. The defaults are some cores of a server.
+
+    Attributes:
+        flops: operations per second of a matrix product, multiplications and additions.
+        bandwidth: bytes per second that a copy reads and writes.
+        link: bytes per second that a rank sends to others (10 Gbit/s).
+        memory: bytes.
+        latency: seconds of a message without content.
+        overhead: seconds of an operator without work.
+    """
+
+    flops: float = 50e9
+    bandwidth: float = 10e9
+    link: float = 1.25e9
+    memory: float = 16e9
+    latency: float = 1e-4
+    overhead: float = 5e-6
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} of a device must be a number >= 0, got {value!r}")
+            if not value and name not in ("latency", "overhead"):
+                raise ValueError(f"{name} of a device must be > 0, got 0")
+
+    def to_json(self) -> str:
+        """As `gbfunc plan --device FILE` takes it."""
+        return json.dumps(asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> DeviceSpec:
+        """Undo `to_json`; ValueError for anything else."""
+        names = [field.name for field in fields(DeviceSpec)]
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"a device must be a JSON object with {', '.join(names)}: {error}") from None
+        if not isinstance(values, dict) or values.keys() - set(names):
+            raise ValueError(f"a device must be a JSON object with {', '.join(names)}, got {text[:80]!r}")
+        return DeviceSpec(**values)
+
+
+class LayoutPlan(NamedTuple):
+    """A layout and what it costs.
+
+    Attributes:
+        layout: ranks along each axis, placement, schedule, microbatches, what is made again.
+        memory: bytes of the fullest rank, by part.
+        sent: bytes of the rank that sends most in a step, by axis, as `mesh.traffic.by_axis` counts them.
+        seconds: of a step.
+        bubble: part of the ranks' time in which they wait for other stages.
+    """
+
+    layout: RankLayout
+    memory: Mapping[str, float]
+    sent: Mapping[str, float]
+    seconds: float
+    bubble: float
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest rank."""
+        return sum(self.memory.values())
+
+
+class ParallelPlan(NamedTuple):
+    """What `plan_parallel` found.
+
+    Attributes:
+        ranks: how many.
+        device: what each has.
+        fits: layouts that fit, the fastest first.
+        refused: the others, each with the reason.
+        smallest: fewest ranks (a divisor of `ranks`, or a multiple by a power of two) that some layout fits on, None
+            for none.
+        dense: bytes by part of a rank of FSDP that trains the dense p-net with the same optimizer on as many ranks.
+        dense_sent: bytes that it sends in a step.
+        rule_of_thumb: bytes in all, 12 GB per billion parameters.
+    """
+
+    ranks: int
+    device: DeviceSpec
+    fits: tuple[LayoutPlan, ...]
+    refused: tuple[tuple[str, str], ...]
+    smallest: int | None
+    dense: Mapping[str, float]
+    dense_sent: float
+    rule_of_thumb: float
+
+    def report(self, most: int = 20) -> str:
+        """The fastest layouts as a table, why others do not fit, and what the dense p-net needs."""
+        return report(self, most)
+
+
+# The simulator runs for this many layouts at the head of the table, up to so many events: beyond, a closed form.
+_SIMULATED, _EVENTS = 64, 6_000
+
+_RULE_OF_THUMB = 12.0
+"""Bytes per parameter: weights, gradients and one state of the optimizer in float32."""
+
+
+def plan_parallel(
+    plan: Plan,
+    pnet: nn.Module,
+    batch: Any,
+    *,
+    ranks: int,
+    device: DeviceSpec | None = None,
+    loss_fn: RunLoss | None = None,
+    parallel: Mapping[str, Any] | None = None,
+    microbatches: int | None = None,
+    lazy: Any = "auto",
+    optimizer_states: int = 2,
+) -> ParallelPlan:
+    """What every layout of some ranks would store, send and take, without running any.
+
+    Args:
+        plan: the plan.
+        pnet: the p-net, on any device, the meta device too.
+        batch: a global batch, on any device; only its shapes matter.
+        ranks: how many.
+        device: what each has, by default some cores of a server.
+        loss_fn: as for `make_train_step`; None calls the p-net with the batch (of a tuple its first, of a mapping its
+            items as keywords), and leaves the loss itself out.
+        parallel: styles of the layers, as for `make_train_step`; None takes those of `gb.tensor_styles`, where there
+            are any.
+        microbatches: of a step; None takes the fastest number for each layout.
+        lazy: as for `make_train_step`.
+        optimizer_states: numbers that the optimizer keeps for each of the genome (Adam: 2).
+
+    Raises:
+        ValueError: for ranks < 1, or a batch without rows.
+    """
+    device = device or DeviceSpec()
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks must be an int >= 1, got {ranks!r}")
+    rows = n_rows(batch)
+    if not rows:
+        raise ValueError(f"the batch must have rows, the same in all tensors, got {rows}")
+    model = Model(plan, pnet, batch, rows, loss_fn or _call, parallel, lazy, optimizer_states)
+    fits, refused = _evaluate(model, device, ranks, microbatches)
+    head = [_simulated(model, device, p) for p in fits[:_SIMULATED]]
+    fits = sorted(head + fits[_SIMULATED:], key=lambda p: p.seconds)
+    smallest = _smallest(model, device, ranks, microbatches, bool(fits))
+    dense, sent = model.dense(ranks)
+    thumb = _RULE_OF_THUMB * plan.pnet_params
+    return ParallelPlan(ranks, device, tuple(fits), tuple(refused), smallest, dense, sent, thumb)
+
+
+def _call(net: Callable[..., Any], batch: Any) -> Any:
+    """The p-net's output for a batch."""
+    if isinstance(batch, Mapping):
+        return net(**batch)
+    return net(batch if isinstance(batch, Tensor) else batch[0])
+
+
+def _evaluate(
+    model: Model, device: DeviceSpec, ranks: int, microbatches: int | None
+) -> tuple[list[LayoutPlan], list[tuple[str, str]]]:
+    """The layouts that fit, by seconds without the simulator, and the reasons of the others."""
+    fits, refused = [], []
+    for choices in _layouts(model, ranks, microbatches):
+        if isinstance(choices, tuple):
+            refused.append(choices)
+            continue
+        found = [_costed(model, device, layout) for layout in choices]
+        fitting = [p for p in found if p.peak <= device.memory]
+        if fitting:
+            fits.append(min(fitting, key=lambda p: p.seconds))
+        else:
+            least = min(found, key=lambda p: p.peak)
+            parts = sorted(least.memory.items(), key=lambda item: -item[1])[:2]
+            words = " and ".join(f"{name} {n / 1e9:,.3g} GB" for name, n in parts)
+            reason = f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
+            refused.append((str(least.layout), reason))
+    return sorted(fits, key=lambda p: p.seconds), refused
+
+
+def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[list[RankLayout] | tuple[str, str]]:
+    """Choices of microbatches for each layout; or the layout with the reason why it cannot be."""
+    for tensor in _divisors(ranks):
+        if tensor > 1 and (reason := model.why_not_split(tensor)):
+            yield f"tensor {tensor}", reason
+            continue
+        for pipeline in _divisors(ranks // tensor):
+            shards = ranks // tensor // pipeline
+            if shards > model.rows:
+                yield f"data {shards} x pipeline {pipeline} x tensor {tensor}", f"the batch has {model.rows} rows"
+                continue
+            schedules = [None] if pipeline == 1 else ["gpipe", "1f1b", "interleaved", "zbv"]
+            for schedule in schedules:
+                name = f"data {shards} x pipeline {pipeline} x tensor {tensor}, {schedule}"
+                stages = pipeline * (2 if schedule in ("interleaved", "zbv") else 1)
+                if schedule and (reason := model.why_not_staged(stages)):
+                    yield name, reason
+                    continue
+                numbers = _numbers(-(-model.rows // shards), pipeline, microbatches)
+                if not numbers:
+                    reason = f"no number of microbatches from {pipeline} on divides {model.rows / shards:.4g} rows"
+                    yield name, reason
+                    continue
+                for placement, gnets in model.placements(shards):
+                    for remat in ("none", "layer") if model.can_remat(placement) else ("none",):
+                        sizes = {"data": shards // gnets, "pipeline": pipeline, "gnets": gnets, "tensor": tensor}
+                        # On a split genome weights that are made again are gathered again: one microbatch.
+                        some = [1] if remat == "layer" and gnets > 1 else numbers
+                        if some[0] in numbers:
+                            yield [RankLayout(sizes, placement, schedule, m, remat) for m in some]
+
+
+def _numbers(rows: int, pipeline: int, asked: int | None) -> list[int]:
+    """Numbers of microbatches to try: powers of two times the stages."""
+    tried = [asked] if asked else [pipeline * 2**i for i in range(4 if pipeline > 1 else 8)]
+    if pipeline == 1:
+        return [m for m in tried if m <= rows]
+    return [m for m in tried if m >= pipeline and rows % m == 0]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
+    """A layout with the closed form of the pipeline: all ranks as slow as the slowest, and its ramps."""
+    cost = model.footprint(layout)
+    forward, backward = _stage_seconds(cost, device)
+    p, m = layout.sizes["pipeline"], layout.microbatches
+    busiest = max(sum(forward[s] + backward[s] for s in mine) for mine in cost.stages)
+    ramp = 0.0 if p == 1 or layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
+    hops = 2 * (p - 1) * (cost.hidden / device.link + device.latency) if p > 1 else 0.0
+    generate = _generate_seconds(cost, device, layout)
+    work = m * busiest + max(sum(g[s] for s in mine) for g in [generate] for mine in cost.stages)
+    seconds = work + ramp * busiest + hops + _tail(cost, device)
+    return LayoutPlan(layout, cost.memory, cost.sent, seconds, (seconds - work) / seconds if p > 1 else 0.0)
+
+
+def _simulated(model: Model, device: DeviceSpec, planned: LayoutPlan) -> LayoutPlan:
+    """The same with the pipeline simulated, unless it is too long."""
+    from gbfunc.parallel.rank_program import ScheduleCosts
+    from gbfunc.parallel.schedule import simulate
+    from gbfunc.parallel.training_schedule import make_schedule
+
+    layout, schedule = planned.layout, planned.layout.schedule
+    p, m = layout.sizes["pipeline"], layout.microbatches
+    cost = model.footprint(layout)
+    stages = sum(map(len, cost.stages))
+    if schedule is None or 6 * stages * m > _EVENTS:
+        return planned
+    forward, backward = _stage_seconds(cost, device)
+    each = m if layout.remat == "layer" else 1
+    # Made forward and back: a third of what generation takes is forward.
+    generate = [g / each for g in _generate_seconds(cost, device, layout)]
+    halves = [b / 2 for b in backward]
+    costs = ScheduleCosts(
+        forward=forward,
+        backward=backward,
+        backward_input=halves,
+        backward_weight=halves,
+        generate=[g / 3 if each == 1 else g / 4 for g in generate],
+        generate_backward=[2 * g / 3 if each == 1 else g / 2 for g in generate],
+        update=0.0,
+        all_reduce=0.0,
+        send=device.latency + cost.hidden / device.link,
+        receive=0.0,
+    )
+    kind: Any = schedule
+    weights = "remat" if layout.remat == "layer" else "generated"
+    timeline = simulate(make_schedule(kind, layers=stages, ranks=p, microbatches=m, weights=weights, costs=costs))
+    return planned._replace(seconds=timeline.duration + _tail(cost, device), bubble=timeline.bubble)
+
+
+def _stage_seconds(cost: Footprint, device: DeviceSpec) -> tuple[list[float], list[float]]:
+    """Forward and backward of a microbatch through each stage."""
+    forward, backward = [], []
+    for cell in cost.cells:
+        work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
+        wait = cell.messages * device.latency / 2
+        forward.append(work + cell.sent / device.link + wait)
+        backward.append(2 * work + cell.sent_back / device.link + wait)
+    return forward, backward
+
+
+def _generate_seconds(cost: Footprint, device: DeviceSpec, layout: RankLayout) -> list[float]:
+    """Generation of each stage's weights, forward and backward, in a step: its weights are moved six times."""
+    times = 4 / 3 * layout.microbatches if layout.remat == "layer" else 1.0
+    pairs = zip(cost.generation, cost.weights, strict=True)
+    return [times * (flops / device.flops + 6 * n_bytes / device.bandwidth) for flops, n_bytes in pairs]
+
+
+def _tail(cost: Footprint, device: DeviceSpec) -> float:
+    """Sums over ranks, gathers of a split genome, and the update."""
+    axes = [n for axis, n in cost.sent.items() if axis not in ("tensor", "pipeline") and n]
+    genome = cost.memory["genome"] + cost.memory["optimizer"]
+    return sum(axes) / device.link + len(axes) * device.latency + 3 * genome / device.bandwidth
+
+
+def _smallest(model: Model, device: DeviceSpec, ranks: int, microbatches: int | None, fits: bool) -> int | None:
+    """The fewest ranks that some layout fits on."""
+    fewer = _divisors(ranks)[:-1]
+    more = [] if fits else [ranks * 2**i for i in range(1, 7)]
+    for n in [*fewer, *([ranks] if fits else []), *more]:
+        if n == ranks:
+            return n
+        for choices in _layouts(model, n, microbatches):
+            # Of all numbers of microbatches, the largest keeps the least.
+            if isinstance(choices, list) and _fits(model, device, choices[-1]):
+                return n
+    return None
+
+
+def _fits(model: Model, device: DeviceSpec, layout: RankLayout) -> bool:
+    return sum(model.footprint(layout).memory.values()) <= device.memory
+
+
+__all__: Sequence[str] = ["DeviceSpec", "LayoutPlan", "ParallelPlan", "plan_parallel"]

@@ -1,0 +1,435 @@
+"""What a layout stores and sends: from the costs of blocks to those of the stages of every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gbfunc.parallel.dry_run import Cell, DryRun, RunLoss, factor_shapes, is_formable
+from gbfunc.parallel.mesh import Mesh
+from gbfunc.parallel.pipeline import Chain, find_blocks, spread, trace_chain
+from gbfunc.parallel.pipeline_order import stage_ranks
+from gbfunc.parallel.placement import _operations, _products, _tile_bytes, placement_cost, shares_of
+from gbfunc.parallel.planner_blocks import Reduced, reduce_blocks
+from gbfunc.parallel.planner_stages import Footprint, Made, RankLayout, between, cells_of, in_flight, together, total_of
+from gbfunc.plan import DTYPES, Plan
+from gbfunc.trees import tree_map
+
+_EXACT_ROWS = 32
+"""Rows of a microbatch up to which each number is run; beyond, powers of two."""
+
+_KEPT = ("saved", "formed")
+
+_TRACED_ROWS = 2
+"""Rows of the batch by which blocks are found and balanced; batch norms refuse a single one."""
+
+
+class Model:
+    """A plan, its p-net and a batch, with what is known of them so far.
+
+    Args:
+        plan: the plan.
+        pnet: the p-net.
+        batch: a global batch.
+        rows: of it.
+        run: calls the p-net as the loss function does.
+        styles: of tensor parallelism; None where they may be known.
+        lazy: whether weights stay factors.
+        states: numbers that the optimizer keeps for each of the genome.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        pnet: nn.Module,
+        batch: Any,
+        rows: int,
+        run: RunLoss,
+        styles: Mapping[str, Any] | None,
+        lazy: Any,
+        states: int,
+    ) -> None:
+        self.plan, self.pnet, self.batch, self.rows, self.run = plan, pnet, batch, rows, run
+        self.styles, self.lazy, self.states = styles, lazy, states
+        self.blocks = self._find_blocks()
+        self._dry: dict[tuple[int, bool], DryRun] = {}
+        self._cells: dict[tuple[int, bool, int], list[Cell]] = {}
+        self._made: dict[tuple[int, bool, bool, int], list[Made]] = {}
+        self._starts: dict[int, tuple[int, ...]] = {}
+        self._reasons: dict[int, str] = {}
+        self._genomes: dict[int, tuple[float, float, float]] = {}
+        self._held: dict[Any, tuple[list[Made], list[Made]]] = {}
+        self._totals: dict[Any, list[Cell]] = {}
+        self._tiles: dict[Any, float] = {}
+        self._no_styles = ""
+        self._footprints: dict[Any, Footprint] = {}
+        self._chain: Chain | None = None
+        if self.blocks:
+            self._chain = trace_chain(pnet, self.blocks, lambda net: run(net, self._rows(_TRACED_ROWS)))
+        self._small = self._reduce()
+        self.cells(1, lazy is not False, rows)  # An error of the p-net shows here.
+        self._places = self._find_places()
+        self._used = [
+            (e, frozenset().union(*(self._places[plan.tensors[span.tensor].name] for span in e.spans)))
+            for e in plan.ensembles
+        ]
+        frozen = {name for name, p in pnet.named_parameters() if not p.requires_grad}
+        self.trained = [t for t in plan.direct if t.name not in frozen]
+
+    def _find_blocks(self) -> tuple[str, ...]:
+        try:
+            return find_blocks(self.pnet, 2)
+        except ValueError:
+            return ()
+
+    def _reduce(self) -> Reduced:
+        """One of each kind of block, where the p-net runs so."""
+        inputs = self._chain.inputs if self._chain is not None else ()
+        self._styles = styles = self._known_styles()
+        reduced = reduce_blocks(self.plan, self.pnet, self.blocks, inputs, styles)
+        if len(reduced.blocks) < len(self.blocks):
+            try:
+                DryRun(reduced.plan, reduced.pnet, reduced.blocks)(self.run, self._rows(_TRACED_ROWS))
+            except Exception:  # Of any kind, from a p-net that counts its blocks.
+                reduced = reduce_blocks(self.plan, self.pnet, self.blocks, range(len(self.blocks)), styles)
+        return reduced
+
+    def _known_styles(self) -> Mapping[str, Any]:
+        """The style of every module, where there are any."""
+        if self.styles is None:
+            from gbfunc.parallel.styles import tensor_styles
+
+            try:
+                self.styles = tensor_styles(self.pnet)
+            except ValueError as error:
+                self._no_styles = str(error)
+                return {}
+        from gbfunc.parallel.tensor import resolve
+
+        return resolve(self.pnet, self.styles)
+
+    def _rows(self, rows: int) -> Any:
+        """So many rows of the batch, on the meta device."""
+        return tree_map(
+            lambda x: (
+                torch.empty((rows, *x.shape[1:]) if x.ndim else (), dtype=x.dtype, device="meta")
+                if isinstance(x, Tensor)
+                else x
+            ),
+            self.batch,
+        )
+
+    def _find_places(self) -> dict[str, frozenset[int]]:
+        """In which cells each parameter is used, those after the last block in its cell."""
+        if self._chain is None:
+            return {t.name: frozenset({0}) for t in self.plan.tensors}
+        places: dict[str, frozenset[int]] = {}
+        index = {name: i for i, name in enumerate(self.blocks)}
+        parent = self.blocks[0].rpartition(".")[0]
+        depth = parent.count(".") + 2 if parent else 1
+        for t in self.plan.tensors:
+            cells: set[int] = set()
+            for name in (t.name, *t.aliases):
+                block = ".".join(name.split(".")[:depth])
+                cells |= {i + 1 for i in self._chain.places.get(name, {index[block]} if block in index else {-1})}
+            places[t.name] = frozenset(cells)
+        return places
+
+    def why_not_split(self, tensor: int) -> str:
+        """Why layers cannot be split over so many tensor ranks; empty where they can."""
+        if tensor not in self._reasons:
+            try:
+                self.dry(tensor, self.lazy is not False)
+                self._reasons[tensor] = ""
+            except ValueError as error:
+                self._reasons[tensor] = str(error)
+        return self._reasons[tensor]
+
+    def why_not_staged(self, stages: int) -> str:
+        """Why the p-net cannot be cut so; empty where it can."""
+        if self._chain is None:
+            return "the p-net has no list of layers to cut"
+        return "" if stages <= len(self.blocks) else f"{stages} stages of {len(self.blocks)} blocks"
+
+    def can_remat(self, placement: str) -> bool:
+        """Whether there are weights that would be made again: those that do not stay factors."""
+        factored = self.lazy is not False and placement == "replicated"
+        return any(w.passing for w in self.made(1, factored, True, 1))
+
+    def placements(self, shards: int) -> list[tuple[str, int]]:
+        """Placements of the genome on the ranks that share out the batch, with the ranks along the g-net axis."""
+        if shards == 1:
+            return [("replicated", 1)]
+        split = min(
+            ("sharded", "factors"), key=lambda p: placement_cost(self.plan, 1, shards, p, self.lazy is not False).bytes
+        )
+        return [("replicated", 1), (split, shards)]
+
+    def dry(self, tensor: int, factored: bool) -> DryRun:
+        """The p-net as a tensor rank runs it; ValueError where it cannot be split so."""
+        key = tensor, factored
+        if key not in self._dry:
+            parallel, small = None, self._small
+            if tensor > 1:
+                from gbfunc.parallel.tensor import TensorParallel
+
+                if self.styles is None:
+                    raise ValueError(self._no_styles)
+                mesh = Mesh({"tensor": tensor}, 0, torch.device("cpu"), 0.0, None, False)
+                there = {name for name, _ in small.pnet.named_modules()}
+                styles = {name: style for name, style in self._styles.items() if name in there}
+                parallel = TensorParallel(small.pnet, styles, mesh)
+            lazy = self.lazy if factored else False
+            self._dry[key] = DryRun(small.plan, small.pnet, small.blocks, lazy=lazy, tensor=parallel)
+        return self._dry[key]
+
+    def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
+        """Costs of a microbatch of so many rows."""
+        key = tensor, factored, rows
+        if key not in self._cells and rows > _EXACT_ROWS and rows & (rows - 1):
+            # Between powers of two costs are linear, but where a layer's form changes.
+            below = 1 << (rows.bit_length() - 1)
+            both = (self.cells(tensor, factored, n) for n in (below, 2 * below))
+            self._cells[key] = [between(a, b, rows / below - 1) for a, b in zip(*both, strict=True)]
+        elif key not in self._cells:
+            first, *blocks, last = self.dry(tensor, factored)(self.run, self._rows(rows))
+            self._cells[key] = [first, *(blocks[i] for i in self._small.places), last]
+        return self._cells[key]
+
+    def _same(self, name: str) -> str:
+        """The parameter of the reduced p-net that is as this one."""
+        return self._small.names.get(name, name)
+
+    def made(self, tensor: int, factored: bool, remat: bool, gnets: int) -> list[Made]:
+        """Every generated parameter as a tensor rank keeps it."""
+        key = tensor, factored, remat, gnets
+        if key in self._made:
+            return self._made[key]
+        dry, plan, item = self.dry(tensor, factored), self.plan, self.plan.dtype.itemsize
+        operations: dict[int, float] = {}
+        for e in plan.ensembles:
+            dense, product = _operations(e), _products(e) if e.hypernet.factorised else 0.0
+            for span in e.spans:
+                thin = self._same(plan.tensors[span.tensor].name) in dry.forms
+                share = span.slot.grid.n_tiles / e.n_tiles
+                operations[span.tensor] = operations.get(span.tensor, 0.0) + share * (dense - product * thin)
+        made = []
+        for i, t in enumerate(plan.tensors):
+            if not t.slots:
+                continue
+            factors = 0.0
+            if t.slots[0].hypernet.factorised and len({(s.hypernet, s.grid) for s in t.slots}) == 1:
+                factors = float(item * sum(map(math.prod, factor_shapes(t))))
+            if self._same(t.name) in dry.forms:
+                made.append(Made(self._places[t.name], factors, factors / gnets, 0.0, operations[i]))
+                continue
+            numel = math.prod(dry.shapes.get(self._same(t.name), t.shape))
+            share = numel / max(1, t.numel)
+            # Tiles of a split genome are gathered whole, from those that this rank makes of its factors.
+            kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
+            graph = 2 * factors / gnets * (share if gnets == 1 else 1.0)
+            cells, work = self._places[t.name], operations[i] * share
+            if remat and is_formable(self.pnet, t):
+                made.append(Made(cells, 0.0, 0.0, kept + graph, work, kept + graph))
+            else:
+                made.append(Made(cells, kept, graph, 0.0, work))
+        self._made[key] = made
+        return made
+
+    def _by_stage(self, key: Any, of_stage: Sequence[frozenset[int]]) -> tuple[list[Made], list[Made]]:
+        """What each stage alone has, taken together; and, one by one, what several have (tied tensors)."""
+        full = key, len(of_stage)
+        if full not in self._held:
+            of_cell = {c: s for s, cells in enumerate(of_stage) for c in cells}
+            parts: list[list[Made]] = [[] for _ in of_stage]
+            shared = []
+            for w in self.made(*key):
+                stages = {of_cell[c] for c in w.cells}
+                (parts[stages.pop()] if len(stages) == 1 else shared).append(w)
+            self._held[full] = [together(part) for part in parts], shared
+        return self._held[full]
+
+    def starts(self, stages: int) -> tuple[int, ...]:
+        """First block of each stage, and the number of blocks."""
+        if stages not in self._starts:
+            assert self._chain is not None
+            self._starts[stages] = spread(self._chain.flops, stages)
+        return self._starts[stages]
+
+    def footprint(self, layout: RankLayout) -> Footprint:
+        """What a layout stores and sends."""
+        key = (tuple(layout.sizes.values()), *layout[1:])
+        if key not in self._footprints:
+            self._footprints[key] = self._footprint(layout)
+        return self._footprints[key]
+
+    def _footprint(self, layout: RankLayout) -> Footprint:
+        sizes, m = layout.sizes, layout.microbatches
+        p, t, remat = sizes["pipeline"], sizes["tensor"], layout.remat == "layer"
+        split = sizes["gnets"] > 1
+        factored = self.lazy is not False and (not split or (layout.placement == "factors" and not remat))
+        rows = math.ceil(math.ceil(self.rows / (sizes["data"] * sizes["gnets"])) / m)
+        each = 2 if layout.schedule in ("interleaved", "zbv") else 1
+        of_stage = cells_of(self.starts(p * each) if layout.schedule else None, len(self.blocks) + 2)
+        order: Any = layout.schedule or "gpipe"
+        mine = [[s for s, r in enumerate(stage_ranks(order, p, each)) if r == rank] for rank in range(p)]
+        stages = self._stages(t, factored, rows, of_stage)
+        own_weights, shared = self._by_stage((t, factored, remat, sizes["gnets"]), of_stage)
+        hidden = self._hidden(layout, rows, p * each)
+        parts = []
+        for rank, own in enumerate(mine):
+            used = set().union(*(of_stage[s] for s in own))
+            weights = [*(own_weights[s] for s in own), *(w for w in shared if w.cells & used)]
+            live = in_flight(order, rank, p, m, each) if layout.schedule else ((1,),)
+            saved, formed = max(
+                tuple(sum(n * getattr(stages[s], what) for n, s in zip(at, own, strict=True)) for what in _KEPT)
+                for at in live
+            )
+            passing = max((w.passing for w in weights), default=0.0)
+            kept, graph = sum(w.bytes for w in weights) + passing, sum(w.graph for w in weights)
+            ends = sum((s > 0) + (s < p * each - 1) for s in own) if p > 1 else 0
+            largest = max(stages[s].largest for s in own)
+            parts.append(self._memory(layout, kept + formed, graph, saved, 2 * m * ends * hidden + largest))
+        memory = max(parts, key=lambda part: sum(part.values()))
+        generation, held = [0.0] * len(stages), [0.0] * len(stages)
+        for s, of in enumerate(of_stage):
+            for w in (own_weights[s], *(w for w in shared if w.cells & of)):
+                generation[s] += w.operations / sizes["gnets"]
+                held[s] += w.bytes + w.passing_bytes
+        sent = self._sent(layout, mine, of_stage, stages, hidden)
+        return Footprint(memory, sent, mine, stages, generation, held, hidden)
+
+    def _stages(self, tensor: int, factored: bool, rows: int, of_stage: Sequence[frozenset[int]]) -> list[Cell]:
+        """Costs of every stage for a microbatch."""
+        key = tensor, factored, rows, len(of_stage)
+        if key not in self._totals:
+            cells = self.cells(tensor, factored, rows)
+            stages = [total_of([cells[c] for c in of]) for of in of_stage]
+            if len(stages) > 1 and tensor > 1:
+                # What comes before the blocks runs on every later stage, on weights that are no numbers, nor factors.
+                again = self.cells(tensor, False, rows)[0].sent
+                stages = [replace(s, sent=s.sent + again * (i > 0)) for i, s in enumerate(stages)]
+            self._totals[key] = stages
+        return self._totals[key]
+
+    def _hidden(self, layout: RankLayout, rows: int, stages: int) -> float:
+        """Most bytes between two stages, for a microbatch."""
+        if not layout.schedule or self._chain is None:
+            return 0.0
+        inputs = [self._chain.inputs[start] for start in self.starts(stages)[1:-1]]
+        return max(math.prod(shape) * dtype.itemsize * rows / _TRACED_ROWS for shape, dtype in inputs)
+
+    def genome(self, gnets: int) -> tuple[float, float, float]:
+        """Numbers of the genome on a rank: of split leaves, of other trained ones, and of frozen ones."""
+        if gnets not in self._genomes:
+            self._genomes[gnets] = self._genome(gnets)
+        return self._genomes[gnets]
+
+    def _genome(self, gnets: int) -> tuple[float, float, float]:
+        split = whole = 0.0
+        for e in self.plan.ensembles:
+            share = shares_of(e.n_tiles, gnets, 0)[0] / e.n_tiles if gnets > 1 else 1.0
+            for k, shape in e.shapes.items():
+                if gnets > 1 and e.leaves[k].scope == "tile":
+                    split += share * math.prod(shape)
+                else:
+                    whole += math.prod(shape)
+        direct = sum(t.numel for t in self.plan.direct)
+        trained = sum(t.numel for t in self.trained)
+        return split, whole + trained, direct - trained
+
+    def _memory(
+        self, layout: RankLayout, weights: float, graph: float, saved: float, passing: float
+    ) -> dict[str, float]:
+        item, (split, whole, frozen) = self.plan.dtype.itemsize, self.genome(layout.sizes["gnets"])
+        trained = item * (split + whole)
+        flat = trained if math.prod(layout.sizes.values()) > 1 else 0.0
+        # Where gradients do not add up over microbatches, activations are freed as those of weights come.
+        once = layout.microbatches == 1 and layout.schedule is None
+        return {
+            "weights": weights + graph,
+            "genome": trained + item * frozen,
+            "optimizer": self.states * trained,
+            "gradients": trained + (max(0.0, weights - saved) if once else weights),
+            "activations": saved,
+            "buffers": self.plan.buffer_bytes + flat + passing,
+        }
+
+    def _sent(
+        self,
+        layout: RankLayout,
+        mine: Sequence[Sequence[int]],
+        of_stage: Sequence[Collection[int]],
+        stages: Sequence[Cell],
+        hidden: float,
+    ) -> dict[str, float]:
+        """Most bytes that a rank sends in a step, by axis."""
+        sizes, m, item = layout.sizes, layout.microbatches, self.plan.dtype.itemsize
+        world, n = math.prod(sizes.values()), len(stages)
+        sent: dict[str, float] = {}
+        if sizes["tensor"] > 1:
+            sent["tensor"] = m * max(sum(stages[s].sent + stages[s].sent_back for s in own) for own in mine)
+        if sizes["pipeline"] > 1:
+            ends = [sum((s + d not in own) and 0 <= s + d < n for s in own for d in (-1, 1)) for own in mine]
+            sent["pipeline"] = m * hidden * max(ends)
+        split, whole, _ = self.genome(layout.sizes["gnets"])
+        replicas = world // sizes["gnets"]
+        if sizes["gnets"] > 1:
+            used = [set().union(*(of_stage[s] for s in own)) for own in mine]
+            sent["gnets"] = max(self._gathered(layout, cells) for cells in used)
+            sent["replicas"] = 2 * split * item * (replicas - 1) / replicas
+        if world > 1:
+            aux, averaged = self.dry(1, self.lazy is not False).aux, self._averaged()
+            sent["world"] = 2 * (whole + 3 + aux + averaged) * item * (world - 1) / world
+        return {axis: n for axis, n in sent.items() if n}
+
+    def _averaged(self) -> int:
+        """Numbers of the buffers that ranks average."""
+        kept = [b for b in self.plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
+        return sum(math.prod(b.shape) for b in kept)
+
+    def _gathered(self, layout: RankLayout, cells: set[int]) -> float:
+        """Most bytes that a rank sends to gather tiles or factors, and for their gradients."""
+        touched = frozenset(e.name for e, used in self._used if used & cells)
+        key = layout.sizes["gnets"], layout.placement, layout.remat, touched
+        if key not in self._tiles:
+            self._tiles[key] = self._gathered_tiles(layout, touched)
+        return self._tiles[key]
+
+    def _gathered_tiles(self, layout: RankLayout, touched: Collection[str]) -> float:
+        gnets, mine, total, turn = layout.sizes["gnets"], [0.0] * layout.sizes["gnets"], 0.0, 0
+        again = 2 if layout.remat == "layer" else 1
+        for e in self.plan.ensembles:
+            if not e.leaves:
+                continue
+            sizes = shares_of(e.n_tiles, gnets, turn)
+            turn = (turn + e.n_tiles) % gnets
+            if e.name in touched:
+                factors = layout.placement == "factors" and e.hypernet.factorised
+                tile = _tile_bytes(self.plan, e, factors, self.plan.dtype.itemsize)
+                mine = [a + tile * b for a, b in zip(mine, sizes, strict=True)]
+                total += tile * e.n_tiles
+        return max(again * x * (gnets - 1) + total - x for x in mine)
+
+    def dense(self, ranks: int) -> tuple[dict[str, float], float]:
+        """Bytes by part of a rank of FSDP on the dense p-net, and those that it sends in a step."""
+        rows = -(-self.rows // ranks)
+        cells, plan = self.cells(1, False, rows), self.plan
+        total = float(sum(t.numel * DTYPES[t.dtype].itemsize for t in plan.tensors))
+        by_cell: dict[int, float] = {}
+        for t in plan.tensors:
+            for c in self._places[t.name]:
+                by_cell[c] = by_cell.get(c, 0.0) + t.numel * DTYPES[t.dtype].itemsize
+        parts = {
+            "weights": total / ranks,
+            "gradients": total / ranks,
+            "optimizer": self.states * total / ranks,
+            "gathered block": 2 * max(by_cell.values()) if ranks > 1 else 0.0,
+            "activations": sum(cell.saved for cell in cells),
+        }
+        return parts, 3 * total * (ranks - 1) / ranks

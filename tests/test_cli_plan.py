@@ -1,0 +1,75 @@
+"""`gbfunc plan --ranks`: layouts on standard output, units, and one clear error each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.cli.plan import parse_bytes
+from gbfunc.lab.bench import calibrate
+
+SMALL = ["plan", "--compression", "5", "--sizes", "64", "32", "32", "10"]
+
+
+def test_plan_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--ranks", "4", "--memory", "16GB", "--link", "100Gbit", "--batch-size", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "whole model" in out
+    assert "data 4" in out and "pipeline 2" in out and "fewest ranks   1 (of 16 GB each)" in out
+    assert "dense, FSDP" in out and "rule of thumb" in out
+
+
+def test_plan_reads_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "device.json"
+    path.write_text(gb.DeviceSpec(memory=1e4).to_json())
+    assert main([*SMALL, "--ranks", "2", "--device", str(path)]) == 0
+    assert "0 layouts of 2 ranks fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "rate", "expected"),
+    [
+        ("--memory", "16GB", False, 16e9),
+        ("--memory", "1.5 GiB", False, 1.5 * 2**30),
+        ("--memory", "100B", False, 100.0),
+        ("--link", "100Gbit", True, 12.5e9),
+        ("--link", "800 kbit/s", True, 1e5),
+        ("--link", "12.5GB/s", True, 12.5e9),
+    ],
+)
+def test_units(option: str, text: str, rate: bool, expected: float) -> None:
+    assert parse_bytes(option, text, rate=rate) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "16GB"], "--memory is for layouts of ranks: say --ranks too"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--ranks", "2", "--memory", "16"], "--memory must be a size such as 16GB or 512MiB, got '16'"),
+        (["--ranks", "2", "--memory", "0GB"], "--memory must be a size such as 16GB or 512MiB, got '0GB'"),
+        (["--ranks", "2", "--memory", "1Gbit"], "--memory must be a size such as 16GB or 512MiB, got '1Gbit'"),
+        (["--ranks", "2", "--link", "fast"], "--link must be a rate such as 100Gbit or 12.5GB, got 'fast'"),
+        (["--ranks", "2", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--ranks", "2", "--device", "nowhere.json"], "no such device file: nowhere.json"),
+        (["--ranks", "2", "--task", "control"], "--ranks plans tasks of examples"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "control" in arguments:
+        pytest.importorskip("gymnasium")
+    assert main(["plan", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1
+
+
+def test_calibrate_prints_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("gbfunc.lab.bench.calibrate.measure_ceilings", lambda device, rounds: {"gflops": 2, "gb_s": 3})
+    monkeypatch.setattr(calibrate, "_SENT_BYTES", 2**20)
+    assert main(["bench", "--calibrate"]) == 0
+    device = gb.DeviceSpec.from_json(capsys.readouterr().out)
+    assert (device.flops, device.bandwidth) == (2e9, 3e9)
+    assert device.link > 0 and device.memory > 1e8 and device.latency > 0

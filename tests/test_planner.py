@@ -1,0 +1,130 @@
+"""The planner: bytes and memory as ranks count them, large cases in seconds, and what cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.generate import Generator
+from gbfunc.layers.forms import FactoredWeight
+from gbfunc.parallel.dry_run import factored_forms
+from gbfunc.parallel.planner_costs import Model
+from gbfunc.parallel.planner_stages import Footprint, RankLayout
+from gbfunc.tasks.pnets.gpt import GPT
+from tests.support.planner_cases import AXES, LAYOUTS, make_case
+from tests.support.ranks import run_ranks
+from tests.support.tensor_cases import language_model, next_token
+
+
+@lru_cache
+def measured() -> list[dict[str, Any]]:
+    """All layouts on four ranks: started once, as a rank takes seconds to start."""
+    return run_ranks(4, "planner_cases:run_layouts", arguments={"names": list(LAYOUTS)}, timeout=300)
+
+
+@lru_cache
+def planned(name: str) -> Footprint:
+    options = LAYOUTS[name]
+    pnet, plan, batch = make_case()
+    model = Model(plan, pnet, batch, len(batch), next_token, None, options.get("lazy", "auto"), 2)
+    given = {"placement": "replicated", "pipeline_schedule": None, "microbatches": 1, "remat": "none"} | options
+    sizes = {axis: given.get(axis, 1) for axis in AXES}
+    schedule, number = given["pipeline_schedule"], given["microbatches"]
+    return model.footprint(RankLayout(sizes, given["placement"], schedule, number, given["remat"]))
+
+
+def busiest(name: str, what: str) -> Any:
+    """The most that any rank measured."""
+    results = [result[name] for result in measured()]
+    assert not any(isinstance(result, str) for result in results), results
+    if what != "sent":
+        return max(result[what] for result in results)
+    axes = {axis for result in results for axis in result["sent"]}
+    return {axis: max(result["sent"].get(axis, 0) for result in results) for axis in axes}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_are_those_that_ranks_send(name: str) -> None:
+    assert planned(name).sent == pytest.approx(busiest(name, "sent"), rel=0.01)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_memory_is_what_ranks_keep(name: str) -> None:
+    """Genome and optimizer, and what graphs keep for backward: of generation (weights), and of the p-net."""
+    memory = planned(name).memory
+    assert memory["genome"] == pytest.approx(busiest(name, "genome"), rel=0.01)
+    assert memory["optimizer"] == pytest.approx(busiest(name, "optimizer"), rel=0.01)
+    if LAYOUTS[name].get("remat") != "layer":
+        assert memory["activations"] == pytest.approx(busiest(name, "kept"), rel=0.1)
+        assert memory["weights"] == pytest.approx(busiest(name, "weights"), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "llama"])
+@pytest.mark.parametrize("hypernet", [gb.periodic(4), gb.gnet((8,)), gb.low_rank(2)])
+def test_factored_weights_are_those_of_the_generator(name: str, hypernet: Any) -> None:
+    if name != "gpt":
+        pytest.importorskip("transformers")
+    pnet = language_model(name)
+    plan = gb.make_plan(pnet, hypernet, max_tile=10, include=[r"(wte|tokens)\.weight$"])
+    expected = {n for n, f in Generator(plan, pnet=pnet, lazy=True).forms.items() if isinstance(f, FactoredWeight)}
+    assert factored_forms(plan, pnet, True).keys() == expected
+
+
+def test_ten_thousand_ranks_take_seconds() -> None:
+    with torch.device("meta"):
+        pnet = GPT(50304, 1024, 80, 10240, 80, 40960)
+    plan = gb.make_plan(pnet, gb.periodic(64), include=["tokens"])
+    assert plan.pnet_params > 1e11
+    device = gb.DeviceSpec(flops=4e14, bandwidth=2e12, link=5e10, memory=80e9, latency=1e-5)
+    batch = torch.empty((10_000, 1025), dtype=torch.int64, device="meta")
+    start = time.process_time()  # Other processes may be busy.
+    found = gb.plan_parallel(plan, pnet, batch, ranks=10_000, device=device, loss_fn=next_token)
+    assert time.process_time() - start < 10.0
+    assert found.fits and all(p.peak <= 80e9 for p in found.fits)
+    assert [p.seconds for p in found.fits] == sorted(p.seconds for p in found.fits)
+    assert found.smallest is not None and found.smallest < 10_000
+
+
+def test_layouts_that_cannot_be_are_refused_with_a_reason() -> None:
+    pnet, plan, batch = make_case()
+    found = gb.plan_parallel(plan, pnet, batch, ranks=6, loss_fn=next_token, device=gb.DeviceSpec(memory=1e9))
+    reasons = dict(found.refused)
+    assert "cannot be split over 3 tensor ranks, 1, 2, 4" in reasons["tensor 3"]
+    assert reasons["data 1 x pipeline 6 x tensor 1, gpipe"] == "6 stages of 4 blocks"
+    tiny = gb.plan_parallel(plan, pnet, batch, ranks=2, loss_fn=next_token, device=gb.DeviceSpec(memory=1e4))
+    assert not tiny.fits and tiny.smallest is None
+    assert "needs" in tiny.refused[0][1] and "do not" in tiny.report()
+
+
+def test_a_linear_stack_needs_no_styles_and_no_loss() -> None:
+    pnet = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    found = gb.plan_parallel(gb.make_plan(pnet, gb.periodic(2)), pnet, torch.zeros(4, 8), ranks=2)
+    assert {p.layout.sizes["data"] * p.layout.sizes["gnets"] for p in found.fits} >= {1, 2}
+    assert "there are styles for" in dict(found.refused)["tensor 2"]
+
+
+@pytest.mark.parametrize("values", [{"flops": 0.0}, {"link": -1.0}, {"memory": float("nan")}, {"latency": True}])
+def test_devices_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(values))} of a device must be"):
+        gb.DeviceSpec(**values)
+
+
+def test_a_device_is_read_as_it_is_written() -> None:
+    device = gb.DeviceSpec(flops=1e12, latency=0.0)
+    assert gb.DeviceSpec.from_json(device.to_json()) == device
+    for text in ("[]", "{", '{"speed": 1}'):
+        with pytest.raises(ValueError, match="a device must be a JSON object with flops, bandwidth"):
+            gb.DeviceSpec.from_json(text)
+
+
+def test_importing_the_library_leaves_dtensor_alone() -> None:
+    code = "import sys, gbfunc; sys.exit('torch.distributed.tensor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
