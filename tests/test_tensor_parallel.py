@@ -75,13 +75,14 @@ def test_what_would_go_wrong_is_refused(words: str) -> None:
 def test_a_vocabulary_is_padded_without_probability_for_the_new_words() -> None:
     torch.manual_seed(0)
     pnet = GPT(65, 8, 1, 8, 2, 8)
-    padded = pad_vocabulary(pnet, 4)
+    padded: Any = pad_vocabulary(pnet, 4)
     tokens = torch.randint(0, 65, (2, 8))
     logits, plain = padded(tokens), pnet(tokens)
     assert logits.shape[-1] == 68 and padded.head.weight is padded.tokens.weight
     torch.testing.assert_close(logits[..., :65], plain)
     assert (logits.softmax(-1)[..., 65:] == 0).all()
-    assert pad_vocabulary(pnet, 5).head.out_features == 65
+    fitting: Any = pad_vocabulary(pnet, 5)
+    assert fitting.head.out_features == 65
     with pytest.raises(ValueError, match="has no embedding"):
         pad_vocabulary(nn.Linear(2, 2), 2)
 

@@ -98,7 +98,7 @@ def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
     """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
     W_RC = A.new_empty(grid.rows, grid.cols)
     tensors = [x.detach().contiguous() for x in (A, B, v, b, W_RC)]
-    programs = (grid.n_tiles * triton.cdiv(grid.tile_rows, _ROWS), triton.cdiv(grid.tile_cols, _COLS))
+    programs = (grid.n_tiles * -(-grid.tile_rows // _ROWS), -(-grid.tile_cols // _COLS))
     _launch(forward_kernel, programs, tensors, grid, _ROWS, _COLS)
     return W_RC
 
@@ -108,10 +108,10 @@ def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tup
     g, A, B, v = (x.detach().contiguous() for x in (g, A, B, v))
     hidden, results = A.shape[2], []
     for by_rows, x, y in ((True, A, B), (False, B, A)):
-        parts, dx = triton.cdiv(x.shape[1], _COLS), torch.empty_like(x)
+        parts, dx = -(-x.shape[1] // _COLS), torch.empty_like(x)
         dv_TPH = x.new_empty(grid.n_tiles, parts, hidden, dtype=compute_dtype(x.dtype))
         db_TP = torch.empty_like(dv_TPH[..., 0])
-        programs = (grid.n_tiles * parts, triton.cdiv(hidden, _HIDDEN))
+        programs = (grid.n_tiles * parts, -(-hidden // _HIDDEN))
         _launch(backward_kernel, programs, (g, x, y, v, dx, dv_TPH, db_TP), grid, by_rows, _COLS, _HIDDEN)
         results.append((dx, dv_TPH.sum(1), db_TP.sum(1)))
     (dA, dv_rows, db), (dB, dv_cols, _) = results
