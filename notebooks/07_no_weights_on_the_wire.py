@@ -202,3 +202,31 @@ for kind, sizes in {
 }.items():
     peaks = [simulate(make_schedule(kind, weights=w, **sizes)).peak_memory for w in ("stored", "generated", "remat")]
     print(f"{kind:<14} " + " ".join(f"{p / 1e6:>10.2f}" for p in peaks))
+
+# %% [markdown]
+# ## The planner
+#
+# A Llama of 7 billion parameters, trained from a genome of 316,160 numbers on eight accelerators (200 Tflop/s, 80 GB, links of
+# 100 Gbit/s), 64 sequences of 2,048 tokens. Nothing runs: what layers cost and send comes from their code on the meta
+# device. The weights of the p-net take few bytes, those that are generated at a time; what fills a rank is activations.
+
+# %%
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gbfunc.parallel.planner import DeviceSpec, plan_parallel
+
+with torch.device("meta"):
+    llama = LlamaForCausalLM(LlamaConfig()).train()
+embeddings = ["embed_tokens", "lm_head"]
+plan = gb.make_plan(llama, gb.periodic(32, share="layers"), max_tile=4096, include=embeddings)
+batch = torch.zeros(64, 2048, dtype=torch.int64, device="meta")
+device = DeviceSpec(flops=200e12, bandwidth=2e12, link=12.5e9, memory=80e9)
+layouts = plan_parallel(plan, llama, batch, ranks=8, device=device)
+
+print(f"{'seconds':>8} {'memory':>9} {'sent':>9}   layout")
+for found in layouts.fits[:8]:
+    sent = sum(found.sent.values())
+    print(f"{found.seconds:>8.2f} {found.peak / 1e9:>6.1f} GB {sent / 1e6:>6.0f} MB   {found.layout}")
+print(
+    f"\ndense FSDP: {sum(layouts.dense.values()) / 1e9:.1f} GB a rank, {layouts.dense_sent / 1e9:.0f} GB sent per step"
+)
