@@ -9,6 +9,7 @@ Each rank is a process that runs this module: `python -m gbfunc.lab.bench.bubble
 from __future__ import annotations
 
 import json
+import os
 import signal
 import statistics
 import sys
@@ -179,3 +180,4 @@ if __name__ == "__main__":
     from gbfunc.lab.bench import bubble
 
     bubble.run_rank(json.loads(sys.argv[1]))
+    os._exit(0)  # As in `gbfunc.lab.bench.wire`.
