@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.generate import Generator
+from gbfunc.lab.bench.live import LiveBytes
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.plan import Plan
 from gbfunc.tasks.pnets.gpt import GPT
@@ -135,10 +136,12 @@ def measure(layout: dict[str, Any]) -> dict[str, Any]:
     finally:
         Generator.__call__ = call
     sent = {axis: n - before[axis] for axis, n in mesh.traffic.by_axis.items() if n > before[axis]}
+    with LiveBytes(0) as live:
+        step(state, mesh.shard_batch(batch))
     opt = sum(x.nbytes for leaves in state.opt.leaves.values() for x in leaves.values() if x.ndim)
     genome = sum(x.nbytes for leaves in state.gnets.values() for x in leaves.values())
     genome += sum(x.nbytes for x in state.direct.values())
-    return {"sent": sent, "kept": kept.peak, "weights": made[0], "optimizer": opt, "genome": genome}
+    return {"sent": sent, "kept": kept.peak, "weights": made[0], "optimizer": opt, "genome": genome, "live": live.peak}
 
 
 def run_layouts(init_method: str, names: list[str]) -> dict[str, Any]:
