@@ -206,9 +206,9 @@ for kind, sizes in {
 # %% [markdown]
 # ## The planner
 #
-# A Llama of 7 billion parameters, trained from a genome of 316,160 numbers on eight accelerators (200 Tflop/s, 80 GB, links of
-# 100 Gbit/s), 64 sequences of 2,048 tokens. Nothing runs: what layers cost and send comes from their code on the meta
-# device. The weights of the p-net take few bytes, those that are generated at a time; what fills a rank is activations.
+# A Llama of 7 billion parameters, trained from a genome of 316,160 numbers on eight accelerators (200 Tflop/s, 80 GB,
+# links of 100 Gbit/s), 64 sequences of 2,048 tokens. Nothing runs: what layers cost and send comes from their code on
+# the meta device. The weights of the p-net take few bytes, as factors; what fills a rank is activations.
 
 # %%
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -269,7 +269,7 @@ for _schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
         PIPELINES[f"{_name} {_schedule}"] = partial(text, name=_name, hypernet=TYPES["periodic"], **_options)
 
 
-def before_fork(names: list[str], **axes: int) -> None:
+def before_fork(names: Sequence[str] = (), **arguments: Any) -> None:
     """Import the libraries of the cases, which takes seconds."""
     for name in ("gpt2", "llama"):
         if any(case.startswith(name) for case in names):
