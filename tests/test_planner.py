@@ -105,6 +105,8 @@ def test_layouts_that_cannot_be_are_refused_with_a_reason() -> None:
     reasons = dict(found.refused)
     assert "cannot be split over 3 tensor ranks, 1, 2, 4" in reasons["tensor 3"]
     assert reasons["data 1 x pipeline 6 x tensor 1, gpipe"] == "6 stages of 4 blocks"
+    odd = gb.plan_parallel(plan, pnet, batch[:15], ranks=2, loss_fn=next_token, microbatches=5)
+    assert {p.layout.schedule for p in odd.fits} == {None, "gpipe", "1f1b", "zbv"}
     tiny = gb.plan_parallel(plan, pnet, batch, ranks=2, loss_fn=next_token, device=gb.DeviceSpec(memory=1e4))
     assert not tiny.fits and tiny.smallest is None
     assert "needs" in tiny.refused[0][1] and "do not" in tiny.report()

@@ -227,6 +227,8 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[lis
                     yield name, reason
                     continue
                 numbers = _numbers(-(-model.rows // shards), pipeline, microbatches)
+                if schedule == "interleaved":  # In equal rounds.
+                    numbers = [m for m in numbers if m % (m // pipeline) == 0]
                 if not numbers:
                     reason = f"no number of microbatches from {pipeline} on divides {model.rows / shards:.4g} rows"
                     yield name, reason
