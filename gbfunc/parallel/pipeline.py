@@ -80,8 +80,7 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
         if not lists:
             raise ValueError(f"a {type(pnet).__name__} has no list of {stages} layers or more: name blocks by stages=")
         parent = max(lists, key=lambda name: lists[name])
-    children = [n for n, _ in pnet.get_submodule(parent).named_children()]
-    names = tuple(f"{parent}.{n}" if parent else n for n in children)
+    names = tuple(f"{parent}.{n}" if parent else n for n, _ in pnet.get_submodule(parent).named_children())
     if splits is not None and not set(splits) <= set(names):
         raise ValueError(f"stages must be among {list(names)}, got {list(splits)}")
     return names
@@ -334,16 +333,31 @@ class Pipeline:
         shadow = skeleton_of(self._pnet)
         for i, name in enumerate(self._blocks):
             block = skeleton.get_submodule(name)
-            block.__dict__["forward"] = self._forward(i, block.forward, shadow.get_submodule(name))
+            block.__dict__["forward"] = self._forward(i, block.forward, _Nowhere(shadow.get_submodule(name)))
+        inside = tuple(f"{name}." for name in self._blocks)
+        for name, plain in shadow.named_modules():
+            names = [f"{name}.{key}" if name else key for key in plain._parameters]
+            if names and not [*plain.children()] and not f"{name}.".startswith(inside):
+                module = skeleton.get_submodule(name)
+                module.__dict__["forward"] = self._elsewhere(names, module.forward, _Nowhere(plain))
         return ()
 
-    def _forward(self, i: int, forward: Callable[..., Any], shadow: nn.Module) -> Callable[..., Any]:
+    def _elsewhere(self, names: list[str], forward: Callable[..., Any], nowhere: _Nowhere) -> Callable[..., Any]:
+        """The forward of a layer of no block, which is skipped in stages that use none of its parameters."""
+        runs = [any(self._runs(stage, name) for name in names) for stage in range(self.stages)]
+
+        def staged(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs) if runs[self.stage] else nowhere(args, kwargs)
+
+        return staged
+
+    def _forward(self, i: int, forward: Callable[..., Any], nowhere: _Nowhere) -> Callable[..., Any]:
         """A block's forward: skipped before the stage, on what was received at its start, and the end after it."""
 
         def staged(*args: Any, **kwargs: Any) -> Any:
             first, last = self.starts[self.stage : self.stage + 2]
             if i < first:
-                return _nowhere(shadow, args, kwargs)
+                return nowhere(args, kwargs)
             if i == last:
                 raise _Cut(_hidden(args, kwargs))
             if i == first:
@@ -351,10 +365,9 @@ class Pipeline:
                 if self.entered > 1:
                     raise ValueError("in a pipeline the loss function must call the p-net once")
             if i == first and self.received is not None:
-                if args:
-                    args = (self.received, *args[1:])
-                else:
-                    kwargs = {k: self.received if n == 0 else x for n, (k, x) in enumerate(kwargs.items())}
+                args, kwargs = (
+                    ((self.received, *args[1:]), kwargs) if args else ((), kwargs | {next(iter(kwargs)): self.received})
+                )
             return forward(*args, **kwargs)
 
         return staged
@@ -382,8 +395,8 @@ class Pipeline:
         self.call, self.leaves = call, leaves
         for module in modules:
             module.calls = 0
-        numbers = torch.arange(self._microbatches, dtype=torch.float32, device=self._mesh.device)
         self._count()
+        numbers = torch.arange(self._microbatches, dtype=torch.float32, device=self._mesh.device)
         try:
             with self._mesh.faults.named("a pipelined step"):
                 schedule.step(numbers, target=numbers)
@@ -419,10 +432,19 @@ def _nan(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), number, dtype=dtype, device=device).expand(shape)
 
 
-def _nowhere(shadow: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a block would return, as numbers that are none."""
-    device = _hidden(args, kwargs).device
-    args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, dict(kwargs)))
-    with torch.no_grad():
-        out = shadow(*args, **kwargs)
-    return tree_map(lambda x: _nan(x.shape, x.dtype, device) if isinstance(x, Tensor) else x, out)
+class _Nowhere:
+    """What a module would return, as numbers that are none: its form is found on the meta device, once for a form."""
+
+    def __init__(self, shadow: nn.Module) -> None:
+        self._shadow, self._seen = shadow, dict[Any, Any]()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = (args, dict(kwargs))
+        tensors = _tensors(given)
+        key = tuple((tuple(x.shape), x.dtype) for x in tensors)
+        if key not in self._seen:
+            args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, given)
+            with torch.no_grad():
+                self._seen[key] = self._shadow(*args, **kwargs)
+        device = tensors[0].device
+        return tree_map(lambda x: _nan(x.shape, x.dtype, device) if isinstance(x, Tensor) else x, self._seen[key])
