@@ -247,7 +247,10 @@ class TensorParallel:
 
     def backward(self) -> AbstractContextManager[Any]:
         """What backward needs around it: `loss_parallel`, where the last layer's classes are spread over ranks."""
-        return loss_parallel() if self.by_class else nullcontext()
+        # Torch's context cannot be entered twice: the caller's, around the whole step, is as good.
+        handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+        active = torch.ops.aten._log_softmax.default in handlers
+        return loss_parallel() if self.by_class and not active else nullcontext()
 
     @staticmethod
     def whole(loss: Tensor) -> Tensor:

@@ -289,12 +289,13 @@ class Objective:
         def call(number: int) -> Tensor:
             small, n = parts[number]
             loss, aux = self._loss(cut, given.buffers, small)
+            if self._tensor is not None and self._tensor.by_class:
+                raise ValueError("classes split over ranks (loss_parallel) and pipeline= do not go together")
             n = self._rows(n)
             ends.append((loss.detach(), _detached(aux), n))
             return loss * (self._scale * n)
 
-        with self._backward():
-            sums = pipeline.run(call, {k: cut[k] for k in live})
+        sums = pipeline.run(call, {k: cut[k] for k in live})
         gradients = self._through_gnets(given, weights, sums, wanted)
         changed = {k: x.detach() for k, x in given.buffers.items() if k in pipeline.buffers and not _same(x, before[k])}
         given.buffers.update(before)
