@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -310,10 +309,6 @@ class Model:
         if key not in self._totals:
             cells = self.cells(tensor, factored, rows)
             stages = [total_of([cells[c] for c in of]) for of in of_stage]
-            if len(stages) > 1 and tensor > 1:
-                # What comes before the blocks runs on every later stage, on weights that are no numbers, nor factors.
-                again = self.cells(tensor, False, rows)[0].sent
-                stages = [replace(s, sent=s.sent + again * (i > 0)) for i, s in enumerate(stages)]
             self._totals[key] = stages
         return self._totals[key]
 
@@ -351,11 +346,15 @@ class Model:
         flat = trained if math.prod(layout.sizes.values()) > 1 else 0.0
         # Where gradients do not add up over microbatches, activations are freed as those of weights come.
         once = layout.microbatches == 1 and layout.schedule is None
+        # Elsewhere the genome's come when activations have gone; with the most activations in flight, those of the
+        # weights are there in 1F1B and with microbatches alone, not in schedules that peak before they go back.
+        gradients = weights if layout.schedule in (None, "1f1b") else 0.0
+        flat = flat if once else 0.0
         return {
             "weights": weights + graph,
             "genome": trained + item * frozen,
             "optimizer": self.states * trained,
-            "gradients": trained + (max(0.0, weights - saved) if once else weights),
+            "gradients": trained + max(0.0, weights - saved) if once else max(gradients, trained),
             "activations": saved,
             "buffers": self.plan.buffer_bytes + flat + passing,
         }

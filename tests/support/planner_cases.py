@@ -137,6 +137,9 @@ def measure(layout: dict[str, Any]) -> dict[str, Any]:
         Generator.__call__ = call
     sent = {axis: n - before[axis] for axis, n in mesh.traffic.by_axis.items() if n > before[axis]}
     with LiveBytes(0) as live:
+        # The state is there before the step; its optimizer's part is used at the end alone.
+        for x in (*_state_tensors(state), *(x for of in state.opt.leaves.values() for x in of.values())):
+            x.view_as(x)
         step(state, mesh.shard_batch(batch))
     opt = sum(x.nbytes for leaves in state.opt.leaves.values() for x in leaves.values() if x.ndim)
     genome = sum(x.nbytes for leaves in state.gnets.values() for x in leaves.values())
