@@ -31,6 +31,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from IPython.display import display
 from torch import nn
 
 import gbfunc as gb
@@ -183,10 +184,9 @@ plt.show()
 for kind in ("gpipe", "1f1b", "zbv"):
     timeline = simulate(make_schedule(kind, layers=8, ranks=4, microbatches=8, weights="generated"))
     figure = plot_schedule(timeline)
-    figure.suptitle(
-        f"{kind}: bubble {100 * timeline.bubble:.0f} %, peak memory {timeline.peak_memory / 1e6:.1f} M numbers"
-    )
-    plt.show()
+    axes = figure.axes[0]
+    axes.set_title(f"{kind}: {axes.get_title()}")
+    display(figure)
 
 # %% [markdown]
 # What is stored where, for the schedules of the training puzzles, with weights that are stored and with weights that
@@ -211,17 +211,19 @@ for kind, sizes in {
 # the meta device. The weights of the p-net take few bytes, as factors; what fills a rank is activations.
 
 # %%
-from transformers import LlamaConfig, LlamaForCausalLM
+import warnings
 
-from gbfunc.parallel.planner import DeviceSpec, plan_parallel
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Of the progress bars that it has no use for here.
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 with torch.device("meta"):
     llama = LlamaForCausalLM(LlamaConfig()).train()
 embeddings = ["embed_tokens", "lm_head"]
 plan = gb.make_plan(llama, gb.periodic(32, share="layers"), max_tile=4096, include=embeddings)
 batch = torch.zeros(64, 2048, dtype=torch.int64, device="meta")
-device = DeviceSpec(flops=200e12, bandwidth=2e12, link=12.5e9, memory=80e9)
-layouts = plan_parallel(plan, llama, batch, ranks=8, device=device)
+device = gb.DeviceSpec(flops=200e12, bandwidth=2e12, link=12.5e9, memory=80e9)
+layouts = gb.plan_parallel(plan, llama, batch, ranks=8, device=device)
 
 print(f"{'seconds':>8} {'memory':>9} {'sent':>9}   layout")
 for found in layouts.fits[:8]:
