@@ -13,8 +13,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbfunc as gb
 from gbfunc.lab.bench.links import open_loopback, run_ranks
@@ -52,17 +55,27 @@ def memory_of(device: torch.device) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def measure_overhead(device: torch.device, rounds: int, calls: int = 1000) -> float:
-    """Seconds of an operator on a few numbers, a third of those of its forward and backward."""
-    times = []
+class _Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def measure_overhead(device: torch.device, rounds: int, layers: int = 100) -> float:
+    """Seconds of an operator on a few numbers, in forward and backward of a net of layers, module calls included."""
+    net = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(8, 8), nn.GELU()))).to(device)
+    x, weights, times = torch.ones(4, 8, device=device), list(net.parameters()), []
+    with _Operators() as counted:
+        torch.autograd.grad(net(x).sum(), weights)
     for _ in range(rounds + 1):
-        x = y = torch.ones(8, device=device, requires_grad=True)
         start = time.perf_counter()
-        for _ in range(calls):
-            y = y * x
-        torch.autograd.grad(y.sum(), x)
+        torch.autograd.grad(net(x).sum(), weights)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]) / calls / 3
+    return statistics.median(times[1:]) / counted.count
 
 
 def measure_link(mesh: gb.Mesh, rounds: int) -> tuple[float, float]:
