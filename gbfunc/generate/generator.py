@@ -122,8 +122,9 @@ class Stack:
     def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
         """This rank's tiles, from its leaves and the noise of all tiles."""
         bare, scale, groups = self.constants(dtype, device)
-        some = self._span if self._some else slice(None)
-        leaves = {k: v[groups] if k in self._shared else v[some] for k, v in leaves.items()}
+        if self._some:
+            leaves = {k: v if k in self._shared else v[self._span] for k, v in leaves.items()}
+        leaves = {k: v[groups] if k in self._shared else v for k, v in leaves.items()}
         # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
         leaves |= {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in self._linear}
         return bare.filled(leaves, noise and {k: v[self._span] for k, v in noise.items()})
