@@ -36,9 +36,6 @@ _RUN_BYTES = 2**22
 """Tiles from which on slots are generated apart: fewer cost calls, more cost fresh memory (2 x 17 MB: 15 ms)."""
 
 
-_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
-
-
 class GatheredRun(NamedTuple):
     """A run of which each rank holds some tiles; all ranks evaluate it together, and gather.
 
@@ -279,7 +276,7 @@ class Generator:
         layout = self._layout
         # With a gather for each use none stays factors, nor where it is tiles that are gathered.
         thin = lazy and (layout is None or (layout.placement == "factors" and not remat))
-        if thin and _can_factor(self._plan, tensor):
+        if thin and tensor.can_factor(self._plan.dtype):
             first = tensor.slots[0].grid
             grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
             return FactoredWeight(
@@ -402,15 +399,6 @@ class Generator:
 def _formable(pnet: nn.Module, name: str) -> bool:
     prefix, _, attribute = name.rpartition(".")
     return formable(pnet.get_submodule(prefix), attribute)
-
-
-def _can_factor(plan: Plan, tensor: TensorPlan) -> bool:
-    """Whether a tensor can be left as factors: factorised g-nets, of one tiling where it has several matrices."""
-    first = tensor.slots[0]
-    alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in tensor.slots)
-    whole = len(tensor.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
-    wide = DTYPES[tensor.dtype].itemsize >= plan.dtype.itemsize
-    return first.hypernet.factorised and tensor.kind in _FACTORED_KINDS and alike and whole and wide
 
 
 def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kernel: Kernel = "auto") -> Params:

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 RunLoss = Callable[[Callable[..., Any], Any], Any]
 """`(net, batch)`: calls the p-net as the loss function does."""
 
-# Kinds of layers whose weight can stay factors (those of `gbfunc.generate`).
-_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
-
 
 @dataclass
 class Cell:
@@ -252,7 +249,7 @@ def factored_forms(plan: Plan, pnet: nn.Module, lazy: Any) -> dict[str, Factored
     forms: dict[str, FactoredWeight] = {}
     for tensor in plan.tensors:
         names = (tensor.name, *tensor.aliases)
-        if lazy and tensor.slots and _can_factor(plan, tensor) and is_formable(pnet, tensor):
+        if lazy and tensor.slots and tensor.can_factor(plan.dtype) and is_formable(pnet, tensor):
             first = tensor.slots[0].grid
             grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
             transposed = tensor.kind == "transposed_linear"
@@ -265,14 +262,6 @@ def is_formable(pnet: nn.Module, tensor: TensorPlan) -> bool:
     """Whether the layers of a parameter can have it in another form than dense."""
     places = [name.rpartition(".") for name in (tensor.name, *tensor.aliases)]
     return all(formable(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in places)
-
-
-def _can_factor(plan: Plan, tensor: TensorPlan) -> bool:
-    first = tensor.slots[0]
-    alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in tensor.slots)
-    whole = len(tensor.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
-    wide = DTYPES[tensor.dtype].itemsize >= plan.dtype.itemsize
-    return first.hypernet.factorised and tensor.kind in _FACTORED_KINDS and alike and whole and wide
 
 
 def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:

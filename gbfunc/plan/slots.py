@@ -25,6 +25,10 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.
 """Of a p-net's tensors, by name; in the order of safetensors, which writes wider ones first."""
 
 
+_FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
+"""Kinds of layers that can apply the factors of their weight."""
+
+
 def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDims:
     """A tile of a grid as its g-net sees it."""
     p, q = row_code.tile_width(grid.rows, grid.tile_rows), col_code.tile_width(grid.cols, grid.tile_cols)
@@ -93,6 +97,14 @@ class TensorPlan:
         fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
         if sizes and not fits:
             raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
+
+    def can_factor(self, dtype: torch.dtype) -> bool:
+        """Whether g-nets of a dtype can leave it as factors: factorised ones, of one tiling for all its matrices."""
+        first = self.slots[0]
+        alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in self.slots)
+        whole = len(self.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
+        wide = DTYPES[self.dtype].itemsize >= dtype.itemsize
+        return first.hypernet.factorised and self.kind in _FACTORED_KINDS and alike and whole and wide
 
     @property
     def matrices(self) -> tuple[MatrixDims, ...]:
