@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
+import gbfunc as gb
 from gbfunc.parallel.pipeline import Chain, find_blocks, spread, trace_chain
 from gbfunc.tasks.pnets.gpt import GPT
+from tests.support.rank_cases import TYPES
 from tests.support.ranks import PATIENCE, launch, run_ranks
-from tests.support.tensor_cases import PIPELINES, Skip
+from tests.support.tensor_cases import ADAMW, PIPELINES, Skip, language_model, next_token
 from tests.test_distributed import assert_equal
 
 if "scale_grads" not in inspect.signature(ScheduleInterleaved1F1B).parameters:
@@ -126,3 +128,14 @@ def test_a_tensor_that_skips_a_stage_is_no_silent_error() -> None:
     """What a stage does not have is not a number there, and the first step says so."""
     for words in run_ranks(2, "tensor_cases:skip_a_stage", timeout=60):
         assert "the first loss of the pipeline is nan" in words
+
+
+def test_rows_of_a_pipeline_are_divided_by_its_microbatches_or_none() -> None:
+    pnet = language_model("gpt", 4).double()
+    plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=10)
+    step = gb.make_train_step(plan, pnet, next_token, ADAMW)
+    _, info = step(step.init(3), torch.randint(0, 22, (4, 9), generator=torch.Generator().manual_seed(0)))
+    for result in run_ranks(4, "tensor_cases:rows_in_a_pipeline", timeout=90):
+        assert "4" in result["words"] and "3" in result["words"], result["words"]
+        torch.testing.assert_close(result["loss"], info.loss, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(result["norm"], info.grad_norm, rtol=1e-12, atol=0.0)

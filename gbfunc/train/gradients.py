@@ -173,7 +173,8 @@ class Objective:
         if self._ranks > 1:
             rows = n_rows(batch)
             rows, counts = (1, True) if rows is None else (rows, rows > 0 or self._parts)
-            batch = batch if counts else _zeros(batch)
+            # Two: some layers refuse a single row. A pipeline needs all of its microbatches.
+            batch = batch if counts else _zeros(batch, max(2, self._options.microbatches if self._pipeline else 0))
             seed = (seed + _RANK_MIX * self._shard) % 2**63
         if self._pipeline is not None:
             seed = (seed + _STAGE_MIX * self._pipeline.rank) % 2**63
@@ -279,9 +280,8 @@ class Objective:
 
     def _pipelined(self, given: _Given, wanted: list[Tensor]) -> tuple[Tensor, Any, Gradients, float]:
         """The same, with microbatches that go from rank to rank, each of which has some blocks."""
-        pipeline, before = self._pipeline, dict(given.buffers)
+        pipeline, before = self._pipeline, {k: x.clone() for k, x in given.buffers.items()}
         assert pipeline is not None
-        before = {k: x.clone() for k, x in before.items()}
         weights, cut, live = self._cut(given)
         parts = self._split(given.batch, given.rows)
         ends: list[tuple[Tensor, Any, float]] = []
@@ -330,7 +330,7 @@ class Objective:
         n = self._options.microbatches
         if n == 1:
             return [(batch, rows)]
-        if self._ranks == 1 or n_rows(batch) is None:
+        if self._ranks == 1 or self._pipeline is not None or n_rows(batch) is None:
             return [(small, rows / n) for small in split_batch(batch, n)]
         # Ranks with fewer rows may take fewer microbatches: only generation has collectives, unless layers have some.
         n = n if self._parts else min(n, n_rows(batch) or n)
@@ -356,7 +356,6 @@ def _detached(aux: Any) -> Any:
     return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
-def _zeros(batch: Any) -> Any:
-    """Two rows of zeros in the place of an empty share: all ranks must build the same graph, with its collectives."""
-    # Some layers refuse a single row.
-    return tree_map(lambda x: x.new_zeros((2, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x, batch)
+def _zeros(batch: Any, rows: int) -> Any:
+    """Rows of zeros in the place of an empty share: all ranks must build the same graph, with its collectives."""
+    return tree_map(lambda x: x.new_zeros((rows, *x.shape[1:])) if isinstance(x, Tensor) and x.ndim else x, batch)

@@ -417,3 +417,19 @@ def run_refused(init_method: str) -> dict[str, str]:
             except (ValueError, TypeError, RuntimeError) as error:
                 said[words] = str(error)
         return said
+
+
+def rows_in_a_pipeline(init_method: str) -> dict[str, Any]:
+    """What two stages on two data shards say of rows that microbatches do not divide, and of an empty shard."""
+    pnet = language_model("gpt", 4).double()
+    plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=10)
+    batch = torch.randint(0, 22, (4, 9), generator=torch.Generator().manual_seed(0))
+    with gb.mesh(pipeline=2, data=2, timeout=30 * PATIENCE, init_method=init_method) as mesh:
+        step = gb.make_train_step(plan, pnet, next_token, ADAMW, mesh=mesh, pipeline="1f1b", microbatches=4)
+        state, words = step.init(3), ""
+        try:
+            step(state, batch[:3])
+        except ValueError as error:
+            words = str(error)
+        _, info = step(state, batch if mesh.axis("data").rank == 0 else batch[:0])
+        return {"words": words, "loss": info.loss, "norm": info.grad_norm}
