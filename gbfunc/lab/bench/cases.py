@@ -38,6 +38,7 @@ class Case:
         variants: names of `VARIANTS`; ratios are to "dense" and "naive", where they are among them.
         periodic: the genome of the variants with periodic g-nets.
         relu: the genome of those with ReLU g-nets, and of the naive one.
+        adapter: the genome of deltas of the p-net, which is then frozen.
         kind: "step" measures training steps, "generation" the weights' generation alone, forward and backward.
         counted: bytes from which a tensor's memory is counted beside the process's peak; 0 counts nothing.
     """
@@ -48,6 +49,7 @@ class Case:
     variants: tuple[str, ...]
     periodic: Genes | None = None
     relu: Genes | None = None
+    adapter: Genes | None = None
     kind: Literal["step", "generation"] = "step"
     counted: int = 0
 
@@ -55,7 +57,7 @@ class Case:
 class Variant(NamedTuple):
     """A way to run a case: its g-nets and options of `make_train_step`; no g-nets is the dense p-net itself."""
 
-    gnets: Literal["periodic", "relu", ""]
+    gnets: Literal["periodic", "relu", "adapter", ""]
     options: Mapping[str, Any]
 
 
@@ -72,9 +74,11 @@ VARIANTS: Mapping[str, Variant] = {
     "relu compiled": Variant("relu", {"kernel": "compiled"}),
     "relu auto": Variant("relu", {}),
     "naive": Variant("relu", {}),
+    "adapter": Variant("adapter", {}),
+    "lora rank 1": Variant("adapter", {}),
 }
 """Every variant by name. "naive" is `gbfunc.lab.bench.naive`, the others' generation is the library's; "periodic saved"
-begins to write a checkpoint before every step."""
+begins to write a checkpoint before every step; "lora rank 1" is peft's, on the layers of the adapter."""
 
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
 _RELU = ("relu eager", "relu compiled")
@@ -157,6 +161,14 @@ def remat_case(layers: int, width: int, batch: int) -> Case:
     return mlp_case((width,) * (layers + 1), batch, _REMAT, name=f"remat {layers}x{width}", counted=counted)
 
 
+def adapter_case(layers: int, width: int, batch: int, length: int) -> Case:
+    """Training steps of an adapter of a GPT, with tokens as short as questions; dense is full fine-tuning."""
+    net = partial(GPT, 1_000, length, layers, width, width // 32, 4 * width, bias=True)
+    variants, genes = ("dense", "adapter", "lora rank 1"), Genes(periodic(8, share="shapes"))
+    batches = partial(sequences, batch, length, 1_000)
+    return Case(f"adapter of gpt {layers}x{width}", net, batches, variants, adapter=genes)
+
+
 def checkpoint_case(h: int, tile: int) -> Case:
     """Training steps of an MLP while their state is written, and while it is not."""
     name, variants = f"checkpoint 2048-2048-2048-10 tiles {tile}", ("periodic auto", "periodic saved")
@@ -195,6 +207,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "remat": (remat_case(24, 2048, 256),),
         # 81,418 parameters (103x), and 1,041,610.
         "checkpoint": (checkpoint_case(32, 256), checkpoint_case(36, 64)),
+        "adapter": (adapter_case(6, 384, 32, 16),),
         "growth_weights": growth_weights((704, 1440, 2880, 5664), 256),
         "growth_features": growth_features(2048, (8, 16, 32, 64, 128, 256), 256),
     },
@@ -205,6 +218,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "gpt": (gpt_case(2, 64, 2_000, 2, 2, 128, (*_PERIODIC, "relu eager")),),
         "resnet18": (resnet_case(4, 16),),
         "remat": (remat_case(12, 512, 64),),
+        "adapter": (adapter_case(2, 128, 8, 16),),
         "growth_weights": growth_weights((352, 1408), 256),
         "growth_features": growth_features(704, (8, 128), 64),
     },
@@ -216,6 +230,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "gpt": (gpt_case(32, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
         "resnet18": (resnet_case(512, 64, "relu compiled"),),
         "remat": (remat_case(24, 8192, 1024),),
+        "adapter": (adapter_case(12, 1024, 64, 128),),
         "growth_weights": growth_weights((704, 1440, 2880, 5664, 11328), 1024),
         "growth_features": growth_features(8192, (8, 16, 32, 64, 128, 256), 1024),
     },

@@ -91,7 +91,9 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     genes: Genes | None = getattr(case, gnets)
     if genes is None:
         raise ValueError(f"{case.name} has no {gnets} g-nets for the variant {variant!r}")
-    plan = plan_of(pnet, genes)
+    plan = plan_of(pnet, genes, base="own") if gnets == "adapter" else plan_of(pnet, genes)
+    if variant == "lora rank 1":
+        return Built(_lora(plan, pnet, loss, setting), sum(t.numel for t in plan.generated), 0)
     if case.kind == "generation":
         step = _generation(plan, pnet, variant, setting.device)
     elif variant == "naive":
@@ -144,6 +146,21 @@ def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: b
 
     weakref.finalize(step, stack.close)
     return step
+
+
+def _lora(plan: Plan, pnet: nn.Module, loss: Callable[..., Tensor], setting: Setting) -> Step:
+    """LoRA of rank 1 (Hu et al., 2022) as peft has it, on the layers that the plan changes.
+
+    Raises:
+        ImportError: if peft is missing.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("the bench of adapters needs peft: pip install peft") from error
+    layers = [t.name.removesuffix(".weight") for t in plan.tensors if t.base]
+    net: Any = get_peft_model(pnet, LoraConfig(r=1, lora_alpha=1, target_modules=layers))  # pyright: ignore[reportArgumentType]
+    return plain_step(lambda: loss(net), [p for p in net.parameters() if p.requires_grad], setting.lr)
 
 
 def _naive(plan: Plan, pnet: nn.Module, loss: Callable[..., Tensor], setting: Setting) -> Step:
