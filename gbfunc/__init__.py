@@ -11,7 +11,7 @@ import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.generate import generate, generate_piece
 from gbfunc.genome import init_genome, sample_noise
-from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
+from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
 from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
@@ -41,6 +41,7 @@ __all__ = [
     "TileGrid",
     "TrainState",
     "TrainStep",
+    "bilinear",
     "binary",
     "constant",
     "from_module",

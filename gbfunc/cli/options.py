@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 from tyro.conf import arg
 
-HypernetName = Literal["periodic", "gnet", "stochastic", "low_rank", "xox"]
+HypernetName = Literal["periodic", "bilinear", "gnet", "stochastic", "low_rank", "xox"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
 PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 

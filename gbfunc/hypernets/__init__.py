@@ -11,7 +11,7 @@ from gbfunc.hypernets.base import Hypernet, Leaf, Sized, draw, ensemble_params
 from gbfunc.hypernets.codeless import constant, low_rank, xox
 from gbfunc.hypernets.mlp import gnet, stochastic
 from gbfunc.hypernets.module import from_module
-from gbfunc.hypernets.periodic import periodic
+from gbfunc.hypernets.periodic import bilinear, periodic
 from gbfunc.types import Factors, MatrixDims, TileDims
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "MatrixDims",
     "Sized",
     "TileDims",
+    "bilinear",
     "constant",
     "draw",
     "ensemble_params",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(
-    {t.type: t for t in (periodic, constant, gnet, stochastic, low_rank, xox, from_module)}
+    {t.type: t for t in (periodic, bilinear, constant, gnet, stochastic, low_rank, xox, from_module)}
 )
 """Every hypernetwork by its type."""
 

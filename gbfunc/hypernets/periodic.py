@@ -3,6 +3,8 @@ r"""Periodic g-nets: a sum of sines over the codes, which is exactly a product o
 With `share="none"`, $g_{ij} = \sum_h v_h \sin(A_{ih} + B_{jh})$ with $A = X_r W_r + \phi$, $B = X_c W_c$.
 With code weights that are shared, $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$, where
 $W_r, W_c$ belong to the group and $s, t$ to the tile. The addition theorem gives the factors, of 2 H columns each.
+
+Bilinear ones mix all pairs: $g_{ij} = \phi(A_i)^T M \phi(B_j)$ with $\phi = [\sin, \cos]$ and $M$ of the tile.
 """
 
 from __future__ import annotations
@@ -20,24 +22,12 @@ from gbfunc.types import Factors, Params, TileDims
 
 
 @dataclass(frozen=True)
-class Periodic(Sized):
-    """Sums of sines over the codes: the default g-net, fast (a batched GEMM) and good at high compression.
-
-    Args:
-        features: sines per tile; None lets the plan choose (32 without a size target).
-        share: `"layers"`: tiles of the same kind and position in other layers share their code weights; `"shapes"`:
-            those of all matrices of a shape do, whatever their kind.
-        frequency: standard deviation of the initial code weights, or that of the rows' and that of the columns';
-            None is 1.0, or 2.5 for shared ones.
-
-    Raises:
-        ValueError: for options out of range.
-    """
+class _Waves(Sized):
+    """Sines over the codes, whose code weights some matrices may share."""
 
     features: int | None = None
     share: Literal["none", "layers", "shapes"] = "none"
     frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
-    type: ClassVar[str] = "periodic"
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
     batched: ClassVar[bool] = True
@@ -50,9 +40,14 @@ class Periodic(Sized):
             raise ValueError(f"frequency must be a positive number, two of them or None, got {self.frequency!r}")
 
     @property
+    def default_frequency(self) -> float:
+        """Where `frequency` is None."""
+        return 1.0
+
+    @property
     def _deviations(self) -> tuple[float, float]:
         """Of the initial code weights of the rows and of the columns."""
-        frequency = (2.5 if self.shares else 1.0) if self.frequency is None else self.frequency
+        frequency = self.default_frequency if self.frequency is None else self.frequency
         return frequency if isinstance(frequency, tuple) else (frequency, frequency)
 
     @property
@@ -71,15 +66,41 @@ class Periodic(Sized):
         kind = re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]
 
-    def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Code weights [p, H] and [q, H] with phase and amplitude, or shared ones with two coefficients a feature."""
-        h = self.known_size
+    def _code_weights(self, dims: TileDims) -> dict[str, Leaf]:
+        """[p, H] and [q, H]."""
         rows, cols = self._deviations
         scope = "group" if self.shares else "tile"
-        codes = {
-            "row_weight": Leaf((dims.row_width, h), "code", scope, rows),
-            "col_weight": Leaf((dims.col_width, h), "code", scope, cols),
+        return {
+            "row_weight": Leaf((dims.row_width, self.known_size), "code", scope, rows),
+            "col_weight": Leaf((dims.col_width, self.known_size), "code", scope, cols),
         }
+
+
+@dataclass(frozen=True)
+class Periodic(_Waves):
+    """Sums of sines over the codes: the default g-net, fast (a batched GEMM) and good at high compression.
+
+    Args:
+        features: sines per tile; None lets the plan choose (32 without a size target).
+        share: `"layers"`: tiles of the same kind and position in other layers share their code weights; `"shapes"`:
+            those of all matrices of a shape do, whatever their kind.
+        frequency: standard deviation of the initial code weights, or that of the rows' and that of the columns';
+            None is 1.0, or 2.5 with `share="layers"`.
+
+    Raises:
+        ValueError: for options out of range.
+    """
+
+    type: ClassVar[str] = "periodic"
+
+    @property
+    def default_frequency(self) -> float:
+        """Where `frequency` is None."""
+        return 2.5 if self.share == "layers" else 1.0
+
+    def leaves(self, dims: TileDims) -> dict[str, Leaf]:
+        """Code weights [p, H] and [q, H] with phase and amplitude, or shared ones with two coefficients a feature."""
+        h, codes = self.known_size, self._code_weights(dims)
         coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:
             return codes | {"sine": coefficient, "cosine": coefficient}
@@ -107,4 +128,39 @@ class Periodic(Sized):
         return Factors(left, torch.cat([torch.cos(b_cH), torch.sin(b_cH)], -1))
 
 
-periodic = Periodic
+@dataclass(frozen=True)
+class Bilinear(_Waves):
+    """Sines of the rows times sines of the columns, mixed by a matrix per tile: thin factors, many coefficients.
+
+    A tile of H features has $4 H^2$ coefficients and factors of 2 H columns, where a periodic one has factors of twice
+    as many columns as features: for many matrices that share code weights, such as deltas of a pretrained net.
+
+    Args:
+        features: sines of the rows, and of the columns; None lets the plan choose (4 without a size target).
+        share: as for `periodic`.
+        frequency: as for `periodic`; None is 1.0.
+
+    Raises:
+        ValueError: for options out of range.
+    """
+
+    type: ClassVar[str] = "bilinear"
+    default_size: ClassVar[int] = 4
+
+    def leaves(self, dims: TileDims) -> dict[str, Leaf]:
+        """Code weights [p, H] and [q, H], and the tile's mixing matrix [2H, 2H]."""
+        width = self.factor_width
+        return self._code_weights(dims) | {"mix": Leaf((width, width), "linear", std=1 / self.known_size)}
+
+    def max_size(self, dims: TileDims) -> int:
+        """From where on the factors are as wide as the tile."""
+        return max(1, min(dims.rows, dims.cols) // 2)
+
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
+        """Factors [r, 2H] and [c, 2H] of one tile."""
+        a_rH, b_cH = row_rp @ leaves["row_weight"], col_cq @ leaves["col_weight"]
+        left = torch.cat([torch.sin(a_rH), torch.cos(a_rH)], -1) @ leaves["mix"]
+        return Factors(left, torch.cat([torch.sin(b_cH), torch.cos(b_cH)], -1))
+
+
+periodic, bilinear = Periodic, Bilinear

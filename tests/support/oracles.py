@@ -94,11 +94,20 @@ def _periodic(net: Any, leaves: Leaves, row: list[float], col: list[float], i: i
     total = 0.0
     for h in range(net.features):
         angle = dot(row, leaves.get("row_weight"), h) + dot(col, leaves.get("col_weight"), h)
-        if net.share == "layers":
+        if net.share != "none":
             total += float(leaves["sine"][h]) * math.sin(angle) + float(leaves["cosine"][h]) * math.cos(angle)
         else:
             total += float(leaves["amplitude"][h]) * math.sin(angle + float(leaves["phase"][h]))
     return total
+
+
+def _bilinear(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
+    waves = []
+    for code, name in ((row, "row_weight"), (col, "col_weight")):
+        angles = [dot(code, leaves.get(name), h) for h in range(net.features)]
+        waves.append([*map(math.sin, angles), *map(math.cos, angles)])
+    pairs = itertools.product(range(2 * net.features), repeat=2)
+    return sum(waves[0][a] * float(leaves["mix"][a, b]) * waves[1][b] for a, b in pairs)
 
 
 def _gnet(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int, j: int, noise: Leaves) -> float:
@@ -143,6 +152,7 @@ def _module(net: Any, leaves: Leaves, row: list[float], col: list[float], i: int
 
 WEIGHTS: Mapping[str, Callable[..., float]] = {
     "periodic": _periodic,
+    "bilinear": _bilinear,
     "constant": lambda net, *rest: net.value,
     "gnet": _gnet,
     "stochastic": _gnet,

@@ -28,6 +28,7 @@ PLACEMENTS = ("replicated", "sharded", "factors")
 TYPES: Mapping[str, Hypernet] = MappingProxyType(
     {
         "periodic": gb.periodic(2),
+        "bilinear": gb.bilinear(2, share="shapes"),
         "constant": gb.constant(0.1),
         "gnet": gb.gnet((3,)),
         "stochastic": gb.stochastic((3,)),

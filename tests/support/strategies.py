@@ -50,8 +50,10 @@ EXAMPLES: Mapping[str, tuple[Hypernet, ...]] = MappingProxyType(
             gb.periodic(5),
             gb.periodic(3, "layers"),
             gb.periodic(4, "layers", frequency=1.5),
+            gb.periodic(3, "shapes"),
             gb.periodic(2, frequency=(0.5, 2.0)),
         ),
+        "bilinear": (gb.bilinear(1), gb.bilinear(3, "shapes"), gb.bilinear(2, frequency=(0.5, 2.0))),
         "constant": (gb.constant(), gb.constant(-0.25)),
         "gnet": (
             gb.gnet((2,)),

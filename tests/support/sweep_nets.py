@@ -181,6 +181,8 @@ HYPERNETS: Mapping[str, Callable[[], Hypernet]] = MappingProxyType(
         "periodic": lambda: gb.periodic(2),
         "periodic_shared": lambda: gb.periodic(2, share="layers"),
         "periodic_shapes": lambda: gb.periodic(2, share="shapes"),
+        "bilinear": lambda: gb.bilinear(1),
+        "bilinear_shapes": lambda: gb.bilinear(2, share="shapes"),
         "gnet": lambda: gb.gnet((3,)),
         "gnet_deep": lambda: gb.gnet((3, 2), "tanh"),
         "stochastic": lambda: gb.stochastic((3,)),
