@@ -12,6 +12,7 @@ from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.generate import generate, generate_piece
 from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
+from gbfunc.many import ManyGenomes, materialize_many, merge_genomes
 from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
 from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
@@ -33,6 +34,7 @@ __all__ = [
     "CollectiveError",
     "DeviceSpec",
     "Genome",
+    "ManyGenomes",
     "Mesh",
     "Optimizer",
     "ParallelPlan",
@@ -57,6 +59,8 @@ __all__ = [
     "make_plan",
     "make_train_step",
     "materialize",
+    "materialize_many",
+    "merge_genomes",
     "mesh",
     "one_hot",
     "pad_vocabulary",

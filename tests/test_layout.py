@@ -21,7 +21,7 @@ LEVELS = (
     {"genome"},
     {"parallel"},
     {"generate"},
-    {"train", "materialize"},
+    {"train", "materialize", "many"},
     {"storage"},
     {"__init__"},
     {"tasks", "plots"},
