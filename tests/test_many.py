@@ -265,3 +265,64 @@ def test_a_sum_of_genomes() -> None:
     for wrong in ([1.0], [1.0, 0.0, 0.0, float("nan")]):
         with pytest.raises(ValueError, match="expected 4 finite weights"):
             gb.merge_genomes(plan, genomes, pnet, wrong)
+
+
+class Classifier(nn.Module):
+    """A pretrained body with a buffer, and a new head with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((8,), 0.3))
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+        self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x + self.shift))
+
+
+def adapters(hypernet: Any, targets: list[str]) -> tuple[nn.Module, Plan, list[gb.Genome]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pnet = Classifier().double().eval()
+    plan = gb.make_plan(pnet, hypernet, base="own", target_modules=targets, modules_to_save=["head"])
+    genomes = genomes_of(plan, pnet)
+    # Deltas start at zero.
+    moved = [
+        {n: {k: x + 0.1 * i * vectors(*x.shape) for k, x in e.items()} for n, e in g.gnets.items()}
+        for i, g in enumerate(genomes)
+    ]
+    return pnet, plan, [g._replace(gnets=gnets) for g, gnets in zip(genomes, moved, strict=True)]
+
+
+@pytest.mark.parametrize("hypernet", [gb.periodic(1), gb.gnet((3,)), gb.periodic(1, "layers")], ids=str)
+def test_adapters_of_one_base(hypernet: Any) -> None:
+    pnet, plan, genomes = adapters(hypernet, ["0"])
+    x = vectors(5, 8)
+    net = gb.materialize_many(plan, genomes, pnet)
+    assert net.row_wise == ["body.0", "head.0", "head.1"]
+    assert_close(net(INDEX, x), one_by_one(plan, genomes, pnet, INDEX, x)[0])
+    parameters = dict(pnet.named_parameters())
+    base = {parameters[f"body.{name}"].data_ptr() for name in ("0.weight", "2.weight", "2.bias")}
+    held = {x.data_ptr() for x in net.buffers()}
+    # The base is not copied; dense weights are each genome's.
+    assert len(base - held) == (hypernet.type == "gnet")
+    with torch.no_grad():
+        parameters["body.0.bias"].add_(1)
+    with pytest.raises(ValueError, match="digest"):
+        gb.materialize_many(plan, genomes, pnet)
+
+
+def test_a_sum_of_deltas() -> None:
+    pnet, plan, genomes = adapters(gb.periodic(1), ["0", "2"])
+    shares = [1.5, -0.5, 0.25, 1.0]
+    before = pnet.state_dict()
+    state = gb.merge_genomes(plan, genomes, pnet, shares).state_dict()
+    each = [gb.materialize(plan, g, pnet).state_dict() for g in genomes]
+    assert list(state) == list(before)
+    for name, x in before.items():
+        if x.is_floating_point():
+            assert_close(state[name], x + sum(a * (one[name] - x) for a, one in zip(shares, each, strict=True)))
+    alone = gb.merge_genomes(plan, genomes[2:3], pnet).state_dict()
+    assert all(torch.equal(x, each[2][name]) for name, x in alone.items())
+    nothing = gb.merge_genomes(plan, genomes, pnet, [0.0] * 4).state_dict()
+    assert all(torch.equal(x, before[name]) for name, x in nothing.items() if x.is_floating_point())

@@ -40,8 +40,9 @@ class ManyGenomes(nn.Module):
 
     def __init__(self, plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
         super().__init__()
-        self._plan, self._pnet, self.n_genomes = plan, pnet, len(genomes)
-        tensors, forms, buffers = _all_tensors(plan, genomes, pnet)
+        check_genomes(plan, genomes, pnet)
+        self._plan, self._pnet, self.n_genomes, self._base = plan, pnet, len(genomes), plan.base_tensors(pnet)
+        tensors, forms, buffers = _all_tensors(plan, genomes, self._generator())
         self._forms, self._keys, self._rows = forms, {"weights": [*tensors], "buffers": [*buffers]}, set[str]()
         for i, (key, values) in enumerate((tensors | buffers).items()):
             shared = all(x is values[0] or torch.equal(x, values[0]) for x in values[1:])
@@ -71,12 +72,14 @@ class ManyGenomes(nn.Module):
             without_fused(skeleton)
             return [name for module in row_wise for name in module.install(skeleton)]
 
-        return PureNet(self._pnet, self._fresh_forms(), adapt)
+        return PureNet(self._pnet, self._fresh_forms(), adapt, self._base)
+
+    def _generator(self) -> Generator:
+        return Generator(self._plan, pnet=self._pnet, lazy=True, base=self._base)
 
     def _fresh_forms(self) -> dict[str, WeightForm]:
         """Forms belong to one function each."""
-        made = Generator(self._plan, pnet=self._pnet, lazy=True).forms
-        return {name: form for name, form in made.items() if name in self._forms}
+        return {name: form for name, form in self._generator().forms.items() if name in self._forms}
 
     def _present(self, path: str, varying: set[str]) -> set[str]:
         """Without second names of tensors that are tied inside of the module."""
@@ -154,22 +157,20 @@ def _padded(index: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
 
 
 def _all_tensors(
-    plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module
+    plan: Plan, genomes: Sequence[GenomeLike], generator: Generator
 ) -> tuple[dict[str, list[Tensor]], set[str], dict[str, list[Tensor]]]:
     """What the p-net takes, of every genome by name; names of the parameters that are factors; and buffers."""
-    check_genomes(plan, genomes, pnet)
-    generator = Generator(plan, pnet=pnet, lazy=True)
-    tensors: dict[str, list[Tensor]] = {}
     with torch.no_grad():
         made = [generator(genome.gnets, genome.direct) for genome in genomes]
+    tensors = {name: [x[name] for x in made] for name in generator.unchanged}
     forms: set[str] = set()
     for tensor in plan.tensors:
         name, dtype, form = tensor.name, DTYPES[tensor.dtype], generator.forms.get(tensor.name)
         keys = [f"{name}_form.{k}" for k in form.inputs] if form else []
-        inputs = {key: [x[key] for x in made] for key in keys}
-        if form is not None and sum(values[0].numel() for values in inputs.values()) < tensor.numel:
+        if form and sum(made[0][key].numel() for key in keys if not key.endswith(".base")) < tensor.numel:
             forms |= {name, *tensor.aliases}
-            tensors |= {key: [x.detach().to(dtype) for x in values] for key, values in inputs.items()}
+            # Beside a base factors are as they were in training.
+            tensors |= {key: [x[key] if tensor.base else x[key].to(dtype) for x in made] for key in keys}
         else:
             tensors[name] = [_dense(form, x, name).detach().to(dtype) for x in made]
     buffers = {b.name: [g.buffers[b.name].detach() for g in genomes] for b in plan.buffers}
