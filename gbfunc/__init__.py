@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
+from gbfunc.fit import Fit, fit_genome
 from gbfunc.generate import generate, generate_piece
 from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import constant, from_module, gnet, low_rank, periodic, stochastic, xox
@@ -33,6 +34,7 @@ __all__ = [
     "Checkpointer",
     "CollectiveError",
     "DeviceSpec",
+    "Fit",
     "Genome",
     "ManyGenomes",
     "Mesh",
@@ -45,6 +47,7 @@ __all__ = [
     "TrainStep",
     "binary",
     "constant",
+    "fit_genome",
     "from_module",
     "generate",
     "generate_piece",

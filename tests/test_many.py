@@ -270,6 +270,8 @@ def test_a_sum_of_genomes() -> None:
 class Classifier(nn.Module):
     """A pretrained body with a buffer, and a new head with statistics."""
 
+    shift: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("shift", torch.full((8,), 0.3))
