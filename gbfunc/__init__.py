@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
+from gbfunc.fit import Fit, fit_genome
 from gbfunc.generate import generate, generate_piece
 from gbfunc.genome import init_genome, sample_noise
 from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, periodic, stochastic, xox
+from gbfunc.many import ManyGenomes, materialize_many, merge_genomes
 from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
 from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
@@ -32,7 +34,9 @@ __all__ = [
     "Checkpointer",
     "CollectiveError",
     "DeviceSpec",
+    "Fit",
     "Genome",
+    "ManyGenomes",
     "Mesh",
     "Optimizer",
     "ParallelPlan",
@@ -44,6 +48,7 @@ __all__ = [
     "bilinear",
     "binary",
     "constant",
+    "fit_genome",
     "from_module",
     "generate",
     "generate_piece",
@@ -58,6 +63,8 @@ __all__ = [
     "make_plan",
     "make_train_step",
     "materialize",
+    "materialize_many",
+    "merge_genomes",
     "mesh",
     "one_hot",
     "pad_vocabulary",

@@ -22,7 +22,7 @@ LEVELS = (
     {"genome"},
     {"parallel"},
     {"generate"},
-    {"train", "materialize"},
+    {"train", "materialize", "many", "fit"},
     {"storage"},
     {"__init__"},
     {"tasks", "plots"},

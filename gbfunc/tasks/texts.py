@@ -40,6 +40,9 @@ _FINE_TUNING = Recipe(
     schedule=linear_decay,
 )
 
+_POOL = 16
+"""Batches whose texts are sorted by length together."""
+
 
 class Labelled(NamedTuple):
     """Texts with a label each, line by line.
@@ -85,10 +88,13 @@ class PaddedTexts:
         return len(self.y)
 
     def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """One shuffled pass in full batches; what does not fill one is left out."""
+        """One shuffled pass in full batches of similar lengths; what does not fill one is left out."""
         steps = steps_per_epoch(self, batch_size)
-        order_N = torch.randperm(len(self.y), generator=generator)
-        for index_B in order_N[: steps * batch_size].split(batch_size):
+        order_N = torch.randperm(len(self.y), generator=generator)[: steps * batch_size]
+        # Of some batches at a time: half as many pads, and batches remain random.
+        pools = (pool[self.lengths[pool].argsort(stable=True)] for pool in order_N.split(_POOL * batch_size))
+        batches = [index_B for pool in pools for index_B in pool.split(batch_size)]
+        for index_B in (batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()):
             here_B = index_B.to(self.y.device)
             yield self.x[here_B, : self.longest(index_B)], self.y[here_B]
 

@@ -1,0 +1,283 @@
+r"""The genome nearest to given weights: every ensemble of g-nets fitted to its tiles by least squares.
+
+With the target tile $Y_t$ (the given weight, less offset and base, over the slot's scale) of a slot of energy $e_s$,
+
+    minimise   sum_t |g(theta_t) - Y_t|^2 / e_s(t)
+
+The leaves in which a tile is linear have a closed form, and are solved for by conjugate gradients before and after
+all are trained by Adam. Trained factors alone are those of the singular value decomposition.
+
+Suffixes: T tiles, r rows and c columns of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from gbfunc.base import BaseTensors
+from gbfunc.generate import Generator
+from gbfunc.genome import check_genome, check_plan, codes_of, init_leaves
+from gbfunc.hypernets.codeless import LowRank
+from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.layers import KINDS
+from gbfunc.plan import DTYPES, Ensemble, Plan
+from gbfunc.pnet import buffers_of, parameter_infos
+from gbfunc.tiling import split_tiles
+from gbfunc.types import Genome, GenomeLike, Params, TensorMap
+
+_SOLVES = 32
+"""Iterations of conjugate gradients: as many as a tile has unknowns are exact, fewer are close."""
+
+
+class Fit(NamedTuple):
+    """A genome that was fitted to given weights.
+
+    Attributes:
+        genome: the genome.
+        errors: of every tensor that g-nets generate `|W - W_hat| / |W|` (Frobenius), by name; 0 where both are zero.
+            Of a base's tensor W is the delta.
+    """
+
+    genome: Genome
+    errors: dict[str, float]
+
+
+class _Tiles:
+    """The tiles of one ensemble as functions of its leaves, with those that they are to be."""
+
+    def __init__(self, plan: Plan, e: Ensemble, targets: TensorMap, dtype: torch.dtype, device: torch.device) -> None:
+        self.specs, self.groups = e.leaves, torch.from_numpy(e.groups).to(device)
+        self.linear = [k for k, leaf in e.leaves.items() if leaf.role == "linear"]
+        self.run = Run.bare(e.hypernet, e.dims, "auto", *codes_of(e, dtype, device))
+        tiles, inside, energies = [], [], []
+        for span in e.spans:
+            tensor, slot = plan.tensors[span.tensor], span.slot
+            matrix = KINDS[tensor.kind].unfold(targets[tensor.name])[span.part].to(device, torch.float64) - slot.offset
+            if e.hypernet.standardised:
+                # Without a scale there is nothing that g-nets could change.
+                matrix = matrix / slot.scale if slot.scale else torch.zeros_like(matrix)
+            tiles.append(split_tiles(matrix, slot.grid))
+            inside.append(split_tiles(torch.ones_like(matrix, dtype=dtype), slot.grid))
+            energies += [float(matrix.square().sum()) or 1.0] * slot.grid.n_tiles
+        self.target_Trc, self.inside_Trc = torch.cat(tiles).to(dtype), torch.cat(inside)
+        self.weight_T = 1 / torch.tensor(energies, dtype=dtype, device=device)
+
+    def __call__(self, leaves: Params) -> Tensor:
+        """The tiles [T, r, c], zero beyond the edges of their matrices."""
+        mine = {k: v[self.groups] if self.specs[k].scope == "group" else v for k, v in leaves.items()}
+        return dense_tiles(self.run.filled(mine, None).tiles()) * self.inside_Trc
+
+    def loss(self, leaves: Params) -> Tensor:
+        """Sum of the squared relative errors of the slots."""
+        return ((self(leaves) - self.target_Trc).square().sum((1, 2)) * self.weight_T).sum()
+
+    def solve(self, leaves: Params) -> Params:
+        """The leaves with the best linear ones, tile by tile (CGLS; Bjorck, 1996, section 7.4)."""
+        if not self.linear or any(self.specs[k].scope == "group" for k in self.linear):
+            return leaves
+        x = {k: leaves[k] for k in self.linear}
+        made, transpose = self._linearly(leaves, x)
+        residual = self.target_Trc - made
+        slope = direction = transpose(residual)
+        square_T = _dot(slope)
+        for _ in range(_SOLVES):
+            made, transpose = self._linearly(leaves, direction)
+            step_T = _ratio(square_T, made.square().sum((1, 2)))
+            x = {k: x[k] + _like(step_T, x[k]) * direction[k] for k in x}
+            residual = residual - step_T[:, None, None] * made
+            slope, before_T = transpose(residual), square_T
+            square_T = _dot(slope)
+            turn_T = _ratio(square_T, before_T)
+            direction = {k: slope[k] + _like(turn_T, slope[k]) * direction[k] for k in x}
+        solved = leaves | x
+        with torch.no_grad():
+            better = bool(self.loss(solved) <= self.loss(leaves))
+        return solved if better else leaves
+
+    def _linearly(self, leaves: Params, linear: Params) -> tuple[Tensor, Callable[[Tensor], Params]]:
+        """The tiles of some linear leaves, and the transpose of the map from them to tiles."""
+        x = {k: v.detach().requires_grad_() for k, v in linear.items()}
+        with torch.enable_grad():
+            tiles = self(leaves | x)
+
+        def transpose(of_tiles: Tensor) -> Params:
+            slopes = torch.autograd.grad(tiles, [*x.values()], of_tiles, materialize_grads=True)
+            return dict(zip(x, slopes, strict=True))
+
+        return tiles.detach(), transpose
+
+
+def _dot(leaves: Params) -> Tensor:
+    """Squared norm of each tile's leaves: [T]."""
+    return torch.stack([v.reshape(len(v), -1).square().sum(1) for v in leaves.values()]).sum(0)
+
+
+def _ratio(a_T: Tensor, b_T: Tensor) -> Tensor:
+    return torch.where(b_T > 0, a_T / b_T.where(b_T > 0, 1), 0)
+
+
+def _like(x_T: Tensor, leaf: Tensor) -> Tensor:
+    return x_T.reshape(-1, *(1,) * (leaf.ndim - 1))
+
+
+def fit_genome(
+    plan: Plan,
+    trained: nn.Module | TensorMap,
+    *,
+    pnet: nn.Module | None = None,
+    start: GenomeLike | None = None,
+    seed: int = 0,
+    steps: int = 500,
+    lr: float = 0.05,
+    progress: Callable[[int, int], None] | None = None,
+) -> Fit:
+    """The genome whose p-net is nearest to a trained one: least squares on the weights, tile by tile.
+
+    Direct parameters and buffers are copied. Weights that were trained without a genome are usually far from all that
+    a small one generates: errors near 1 are no failure of the fit. Training on the task is then what helps, with the
+    fit as its start:
+
+        state = train_step.init(seed=0)
+        genome, errors = gb.fit_genome(plan, trained)
+        state = state._replace(gnets=genome.gnets, direct=genome.direct, buffers=genome.buffers)
+
+    or, repeatedly, training of the weights themselves from where the fit is (Shuvaev et al., 2024):
+    `trained = gb.materialize(plan, genome, pnet)`, train it for a while, `gb.fit_genome(plan, trained, start=genome)`.
+
+    Args:
+        plan: the plan.
+        trained: a module like the p-net, or its parameters and buffers by name.
+        pnet: the base, where the plan has one: what is fitted is the difference from it.
+        start: a genome to start from; None is a fresh one of `seed`.
+        seed: seed of the start.
+        steps: steps of Adam; 0 solves for the linear leaves alone.
+        lr: its first learning rate, which decays to 0 by a cosine.
+        progress: called with the steps that are done and all, of all ensembles.
+
+    Raises:
+        ValueError: if plan, weights, base and start do not fit together, the plan generates nothing, or a weight is not
+            finite.
+
+    >>> import gbfunc as gb
+    >>> trained = nn.Linear(30, 20)
+    >>> plan = gb.make_plan(trained, gb.low_rank(2))
+    >>> fit = gb.fit_genome(plan, trained)
+    >>> 0 < fit.errors["weight"] < 1
+    True
+    """
+    if not any(e.leaves for e in plan.ensembles):
+        raise ValueError("the plan generates no tensor by g-nets with parameters: there is nothing to fit")
+    if steps < 0 or not lr > 0:
+        raise ValueError(f"steps must be >= 0 and lr > 0, got {steps} and {lr}")
+    given, base = _tensors_of(plan, trained), _base_of(plan, pnet)
+    genome = _start(plan, start, given, seed)
+    targets = {t.name: given[t.name].double() for t in plan.generated}
+    if base is not None:
+        present = base.on(next(iter(given.values())).device)[0]
+        targets |= {t.name: targets[t.name] - present[t.name] for t in plan.generated if t.base}
+    done, total = 0, steps * sum(bool(e.leaves) for e in plan.ensembles)
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    gnets = {}
+    for e in plan.ensembles:
+        if e.leaves:
+            leaves = genome.gnets[e.name]
+            like = next(iter(leaves.values()))
+            gnets[e.name] = _fitted(_Tiles(plan, e, targets, like.dtype, like.device), leaves, steps, lr, count)
+    genome = genome._replace(gnets=gnets)
+    with torch.no_grad():
+        made = Generator(plan, base=base)(genome.gnets, genome.direct)
+    return Fit(genome, {name: _error(made[name], given[name], target) for name, target in targets.items()})
+
+
+def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callable[[], None]) -> Params:
+    """The leaves of an ensemble after the fit, or before it where that is better."""
+    if isinstance(tiles.run.hypernet, LowRank):
+        return _best_factors(tiles.target_Trc, tiles.run.hypernet.known_size)
+    leaves = tiles.solve({k: v.detach().clone() for k, v in leaves.items()})
+    with torch.no_grad():
+        first = float(tiles.loss(leaves))
+    trained = {k: v.clone().requires_grad_() for k, v in leaves.items()}
+    adam = torch.optim.Adam([*trained.values()], lr=lr)
+    schedule = CosineAnnealingLR(adam, max(1, steps))
+    for _ in range(steps):
+        with torch.enable_grad():
+            loss = tiles.loss(trained)
+        slopes = torch.autograd.grad(loss, [*trained.values()], materialize_grads=True)
+        for x, slope in zip(trained.values(), slopes, strict=True):
+            x.grad = slope
+        adam.step()
+        schedule.step()
+        count()
+    fitted = tiles.solve({k: v.detach() for k, v in trained.items()})
+    with torch.no_grad():
+        last = float(tiles.loss(fitted))
+    # A fit that starts at its end only loses by Adam's first steps.
+    return fitted if last < first else leaves
+
+
+def _best_factors(tiles_Trc: Tensor, rank: int) -> Params:
+    """Factors [T, r, k] and [T, c, k] of the nearest tiles of a rank (Eckart and Young, 1936), of equal norms."""
+    u, s, vh = torch.linalg.svd(tiles_Trc, full_matrices=False)
+    more = max(0, rank - s.shape[-1])
+    left, right = u * s.sqrt()[:, None], vh.mT * s.sqrt()[:, None]
+    return {k: nn.functional.pad(x[..., :rank], (0, more)).contiguous() for k, x in (("left", left), ("right", right))}
+
+
+def _tensors_of(plan: Plan, trained: nn.Module | TensorMap) -> Params:
+    """The trained parameters and buffers that the plan is about, by name; raises as `fit_genome`."""
+    if isinstance(trained, nn.Module):
+        check_plan(plan, trained)
+        named = {info.name: info.tensor for info in parameter_infos(trained)}
+        trained = named | {name: buffer for name, (buffer, _) in buffers_of(trained).items()}
+    elif not isinstance(trained, Mapping):
+        raise TypeError(f"trained must be a module or tensors by name, got {type(trained).__name__}")
+    shapes = {x.name: x.shape for x in (*plan.tensors, *plan.buffers)}
+    wrong: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        got = tuple(trained[name].shape) if name in trained else None
+        wrong |= {} if got == shape else {name: got}
+    if wrong:
+        expected = {name: shapes[name] for name in wrong}
+        raise ValueError(f"the weights do not fit the plan: expected {expected}, got {wrong}")
+    tensors = {name: trained[name].detach() for name in shapes}
+    if bad := [t.name for t in plan.generated if not tensors[t.name].isfinite().all()]:
+        raise ValueError(f"the weights {bad} are not finite")
+    return tensors
+
+
+def _base_of(plan: Plan, pnet: nn.Module | None) -> BaseTensors | None:
+    """The base's tensors, None for a plan without one."""
+    if (plan.base is None) != (pnet is None):
+        raise ValueError(f"the plan has {'a base: give it, as pnet=' if pnet is None else 'no base: leave out pnet='}")
+    return None if pnet is None else plan.base_tensors(pnet)
+
+
+def _start(plan: Plan, start: GenomeLike | None, given: TensorMap, seed: int) -> Genome:
+    """The genome to start from, with the given direct parameters and buffers."""
+    device = next(iter(given.values())).device
+    if start is not None:
+        check_genome(plan, start)
+        gnets = start.gnets
+    else:
+        generator = torch.Generator("cpu").manual_seed(seed)
+        drawn = {e.name: init_leaves(e, plan.dtype, generator) for e in plan.ensembles if e.leaves}
+        gnets = {name: {k: v.to(device) for k, v in leaves.items()} for name, leaves in drawn.items()}
+    direct = {t.name: given[t.name].to(DTYPES[t.dtype], copy=True) for t in plan.direct}
+    return Genome(gnets, direct, {b.name: given[b.name].to(DTYPES[b.dtype], copy=True) for b in plan.buffers})
+
+
+def _error(made: Tensor, given: Tensor, target: Tensor) -> float:
+    """What is left of a target, relative to it, in float64."""
+    left, size = float((made.to(target) - given.to(target)).norm()), float(target.norm())
+    return left / size if size else float(left > 0)

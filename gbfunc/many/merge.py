@@ -1,0 +1,75 @@
+"""The weighted sum of what several genomes of a plan generate, as one plain module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gbfunc.generate import Generator
+from gbfunc.genome import check_genome, check_plan
+from gbfunc.plan import DTYPES, Plan
+from gbfunc.pnet import PureNet, buffers_of, parameter_infos, with_weights
+from gbfunc.types import GenomeLike, Params
+
+
+def check_genomes(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
+    """Raise `ValueError` unless there are genomes, they fit the plan, and it fits the p-net."""
+    check_plan(plan, pnet)
+    if not len(genomes):
+        raise ValueError("expected at least one genome, got none")
+    for i, genome in enumerate(genomes):
+        try:
+            check_genome(plan, genome)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"genome {i}: {error}") from None
+
+
+def merge_genomes(
+    plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module, weights: Sequence[float] | None = None
+) -> nn.Module:
+    """A plain module whose tensors are weighted sums of those of several genomes: their mean, or between two of them.
+
+    With W_i the tensors that genome i gives and a_i its weight, the module has `sum_i a_i W_i`, and with a base, whose
+    tensors (and present heads) are W_0, `W_0 + sum_i a_i (W_i - W_0)`: tasks are added up, or with a negative weight
+    taken away (Ilharco et al. 2023, task arithmetic). Sums of genomes would be something else, since g-nets are not
+    linear. The module is `materialize`'s for a single genome; to switch or to undo, materialise another genome, or use
+    the base, which is not changed.
+
+    Args:
+        plan: the plan.
+        genomes: genomes of the plan.
+        pnet: the p-net the plan was made for, or its base; it is not changed.
+        weights: a weight for each genome, any finite numbers; None is their mean.
+
+    Raises:
+        ValueError: if genomes, plan, p-net and weights do not fit together.
+    """
+    check_genomes(plan, genomes, pnet)
+    shares = [1 / len(genomes)] * len(genomes) if weights is None else [float(a) for a in weights]
+    if len(shares) != len(genomes) or not all(math.isfinite(a) for a in shares):
+        raise ValueError(f"expected {len(genomes)} finite weights, one for each genome, got {weights}")
+    base = plan.base_tensors(pnet)
+    generator = Generator(plan, base=base)
+    with torch.no_grad():
+        made = [generator(genome.gnets, genome.direct) for genome in genomes]
+    present: Params = {} if base is None else {info.name: info.tensor.detach() for info in parameter_infos(pnet)}
+    present |= {} if base is None else {name: buffer for name, (buffer, _) in buffers_of(pnet).items()}
+    first = max(range(len(shares)), key=lambda i: shares[i])
+
+    def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
+        # Counters are not for sums.
+        if not dtype.is_floating_point or len(values) == 1 == shares[0]:
+            return values[first].to(dtype)
+        start = present[name].to(values[0]).double() if name in present else values[0].new_zeros(()).double()
+        total = sum((a * (x.detach().double() - start) for a, x in zip(shares, values, strict=True)), start)
+        return torch.as_tensor(total).to(dtype)
+
+    tensors = {name: made[0][name] for name in generator.unchanged}
+    tensors |= {t.name: summed(t.name, [x[t.name] for x in made], DTYPES[t.dtype]) for t in plan.tensors}
+    buffers = {b.name: summed(b.name, [g.buffers[b.name] for g in genomes], DTYPES[b.dtype]) for b in plan.buffers}
+    buffers |= {} if base is None else base.on(next(iter(tensors.values())).device)[1]
+    PureNet(pnet).check(tensors, buffers)
+    return with_weights(pnet, tensors, buffers)

@@ -1,0 +1,330 @@
+"""Many genomes in one batch give each row what its genome gives alone, and their sum is a plain module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.plan import Plan
+from tests.support.forms import assert_close, vectors
+
+TOKENS = torch.arange(30).reshape(5, 6) * 7 % 19
+INDEX = torch.tensor([3, 0, 3, 1, 2])
+
+
+class Positions(nn.Module):
+    """A language model whose positions have no rows, and whose output layer is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(19, 12), nn.Embedding(8, 12)
+        self.hidden, self.head = nn.Linear(12, 12), nn.Linear(12, 19, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return self.head(self.hidden(x).tanh())
+
+
+class TimeFirst(nn.Module):
+    """An encoder whose layers have the time first, and a module that reads another's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.scale = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x.transpose(0, 1)).transpose(0, 1) * self.scale.weight
+
+
+class Recurrent(nn.Module):
+    """A layer that vmap has no rule for, and whose last states have the rows second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.out = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        every, (last, _) = self.cells(x)
+        return {"y": self.out(every), "last": (last.mT[0].t(), None), "name": "y"}
+
+
+class Branching(nn.Module):
+    """A module that looks at values, between layers that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x.relu() if (x > 0).any() else x)
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 9, 4))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 20), nn.Dropout(0.5), nn.Tanh(), nn.Linear(20, 5))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2, enable_nested_tensor=False)
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return transformers.BertModel(transformers.BertConfig(vocab_size=19, **sizes), add_pooling_layer=False)
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=19, use_cache=False, **sizes))
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str] | None]] = {
+    "mlp": (mlp, vectors(5, 8), ["0", "3"]),
+    "conv": (conv_net, vectors(5, 3, 5, 5), ["0", "1", "4"]),
+    "encoder": (encoder, vectors(5, 5, 8), None),
+    "positions": (Positions, TOKENS, [""]),
+    "time first": (TimeFirst, vectors(5, 7, 8), [""]),
+    "recurrent": (Recurrent, vectors(5, 4, 8), [""]),
+    "branching": (Branching, vectors(5, 8), ["first", "second"]),
+    "bert": (bert, TOKENS, None),
+    "gpt2": (gpt2, TOKENS, None),
+}
+EACH_NET = pytest.mark.parametrize("name", NETS)
+
+
+def genomes_of(plan: Plan, pnet: nn.Module, n: int = 4) -> list[gb.Genome]:
+    """Genomes that differ in all that they hold."""
+
+    def moved(x: Tensor, by: float) -> Tensor:
+        return x + by if x.is_floating_point() else x
+
+    genomes = [gb.init_genome(plan, pnet, seed) for seed in range(n)]
+    return [
+        g._replace(
+            direct={k: moved(x, 0.1 * i) for k, x in g.direct.items()},
+            buffers={k: moved(x, 0.2 * i) for k, x in g.buffers.items()},
+        )
+        for i, g in enumerate(genomes)
+    ]
+
+
+def case(name: str, hypernet: Any = None) -> tuple[nn.Module, Plan, list[gb.Genome], Tensor]:
+    build, x, _ = NETS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pnet = build().double().eval()
+    plan = gb.make_plan(pnet, gb.periodic(2) if hypernet is None else hypernet)
+    return pnet, plan, genomes_of(plan, pnet), x
+
+
+def tensors(out: Any) -> list[Tensor]:
+    """Tensors of an output."""
+    if isinstance(out, Tensor):
+        return [out]
+    children = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()
+    return [x for child in children for x in tensors(child)]
+
+
+def one_by_one(plan: Plan, genomes: list[gb.Genome], pnet: nn.Module, index: Tensor, x: Tensor) -> list[Tensor]:
+    nets = [gb.materialize(plan, genome, pnet) for genome in genomes]
+    with torch.no_grad():
+        rows = [tensors(nets[i](x[b : b + 1])) for b, i in enumerate(index.tolist())]
+    return [torch.cat(parts) for parts in zip(*rows, strict=True)]
+
+
+@EACH_NET
+def test_every_row_is_that_of_its_genome_alone(name: str) -> None:
+    pnet, plan, genomes, x = case(name)
+    net = gb.materialize_many(plan, genomes, pnet)
+    assert_close(tensors(net(INDEX, x)), one_by_one(plan, genomes, pnet, INDEX, x))
+    assert NETS[name][2] in (None, net.row_wise)
+    # Another batch, and what has been learned of the net stays so.
+    index = INDEX.flip(0)[:3]
+    assert_close(tensors(net(index, x[:3])), one_by_one(plan, genomes, pnet, index, x[:3]))
+
+
+@pytest.mark.parametrize("hypernet", [gb.gnet((3,)), gb.low_rank(2), gb.xox(2)], ids=lambda h: h.type)
+@pytest.mark.parametrize("name", ["mlp", "conv", "encoder"])
+def test_every_hypernetwork(name: str, hypernet: Any) -> None:
+    pnet, plan, genomes, x = case(name, hypernet)
+    net = gb.materialize_many(plan, genomes, pnet)
+    assert_close(net(INDEX, x), one_by_one(plan, genomes, pnet, INDEX, x)[0])
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 5, 6, 7, 8])
+def test_batches_as_large_as_another_dimension(n_rows: int) -> None:
+    """Six positions of six rows must not be taken for the rows."""
+    pnet, plan, genomes, _ = case("positions")
+    index, x = torch.arange(n_rows) % 4, torch.arange(n_rows * 6).reshape(n_rows, 6) % 19
+    net = gb.materialize_many(plan, genomes, pnet)
+    assert_close(net(index, x), one_by_one(plan, genomes, pnet, index, x)[0])
+
+
+def test_what_genomes_share_is_computed_once() -> None:
+    pnet, plan, genomes, x = case("mlp")
+    first = genomes[0]
+    leaves = {name: first.gnets[name] for name in first.gnets if "20x8" in name}
+    alike = [g._replace(gnets=g.gnets | leaves, direct=g.direct | {"0.bias": first.direct["0.bias"]}) for g in genomes]
+    net = gb.materialize_many(plan, alike, pnet)
+    assert leaves and net.row_wise == ["3"]
+    assert_close(net(INDEX, x), one_by_one(plan, alike, pnet, INDEX, x)[0])
+    assert gb.materialize_many(plan, [first, first], pnet).row_wise == []
+
+
+def test_gradients_reach_the_inputs() -> None:
+    pnet, plan, genomes, x = case("mlp")
+    net = gb.materialize_many(plan, genomes, pnet)
+    given = x.clone().requires_grad_()
+    net(INDEX, given).square().sum().backward()
+    for b, i in enumerate(INDEX.tolist()):
+        row = x[b : b + 1].clone().requires_grad_()
+        gb.materialize(plan, genomes[i], pnet)(row).square().sum().backward()
+        assert given.grad is not None and row.grad is not None
+        assert_close(given.grad[b : b + 1], row.grad)
+
+
+def test_it_is_always_in_eval_mode_and_leaves_the_pnet_alone() -> None:
+    pnet, plan, genomes, x = case("mlp")
+    before = {k: v.clone() for k, v in pnet.state_dict().items()}
+    net = gb.materialize_many(plan, genomes, pnet.train())
+    assert_close(net.train()(INDEX, x), net(INDEX, x))
+    assert pnet.training and all(torch.equal(before[k], v) for k, v in pnet.state_dict().items())
+
+
+def test_inputs_for_all_rows() -> None:
+    """Masks and the like that have no rows are for every row; keywords pass."""
+    pnet, plan, genomes, x = case("bert")
+    mask, types = (x > 2).long(), torch.arange(6)[None] % 2
+    net = gb.materialize_many(plan, genomes, pnet)
+    out = net(INDEX, x, attention_mask=mask, token_type_ids=types).last_hidden_state
+    for b, i in enumerate(INDEX.tolist()):
+        alone = gb.materialize(plan, genomes[i], pnet)
+        with torch.no_grad():
+            row = alone(x[b : b + 1], attention_mask=mask[b : b + 1], token_type_ids=types).last_hidden_state
+        assert_close(out[b : b + 1], row)
+
+
+def test_refuses() -> None:
+    pnet, plan, genomes, x = case("mlp")
+    net = gb.materialize_many(plan, genomes, pnet)
+    for index, error, message in [
+        (INDEX.int(), TypeError, r"int64 tensor \[B\] of genomes' numbers, got torch.int32"),
+        ([0, 1, 2, 3, 0], TypeError, "got list"),
+        (INDEX[None], ValueError, r"shape \[B\] with B >= 1, got \(1, 5\)"),
+        (INDEX[:0], ValueError, r"got \(0,\)"),
+        (INDEX + 1, ValueError, r"within 0 .. 3, got 1 .. 4"),
+        (INDEX - 1, ValueError, r"within 0 .. 3, got -1 .. 2"),
+        (INDEX[:3], ValueError, r"index has 3 rows, and no input has: their shapes are \[\(5, 8\)\]"),
+    ]:
+        with pytest.raises(error, match=message):
+            net(index, x)
+    with pytest.raises(ValueError, match="at least one genome"):
+        gb.materialize_many(plan, [], pnet)
+    with pytest.raises(ValueError, match="genome 1: the genome does not fit the plan"):
+        gb.materialize_many(plan, [genomes[0], genomes[1]._replace(direct={})], pnet)
+    with pytest.raises(ValueError, match="another p-net"):
+        gb.materialize_many(plan, genomes, conv_net())
+
+
+def test_refuses_outputs_without_rows() -> None:
+    class Mean(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).mean()
+
+    pnet = Mean(8, 3).double()
+    plan = gb.make_plan(pnet, gb.periodic(1))
+    net = gb.materialize_many(plan, genomes_of(plan, pnet), pnet)
+    with pytest.raises(ValueError, match="batches must come first"):
+        net(INDEX, vectors(5, 8))
+
+
+def test_a_sum_of_genomes() -> None:
+    pnet, plan, genomes, _ = case("conv")
+    shares = [0.5, 2.0, -1.0, 0.25]
+    state = gb.merge_genomes(plan, genomes, pnet, shares).state_dict()
+    each = [gb.materialize(plan, g, pnet).state_dict() for g in genomes]
+    for name, x in state.items():
+        if x.is_floating_point():
+            assert_close(x, sum(a * one[name] for a, one in zip(shares, each, strict=True)))
+    mean = gb.merge_genomes(plan, genomes[:2], pnet).state_dict()
+    assert_close(mean["0.weight"], (each[0]["0.weight"] + each[1]["0.weight"]) / 2)
+    alone = gb.merge_genomes(plan, genomes[:1], pnet).state_dict()
+    assert all(torch.equal(x, each[0][name]) for name, x in alone.items())
+    for wrong in ([1.0], [1.0, 0.0, 0.0, float("nan")]):
+        with pytest.raises(ValueError, match="expected 4 finite weights"):
+            gb.merge_genomes(plan, genomes, pnet, wrong)
+
+
+class Classifier(nn.Module):
+    """A pretrained body with a buffer, and a new head with statistics."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((8,), 0.3))
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+        self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x + self.shift))
+
+
+def adapters(hypernet: Any, targets: list[str]) -> tuple[nn.Module, Plan, list[gb.Genome]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pnet = Classifier().double().eval()
+    plan = gb.make_plan(pnet, hypernet, base="own", target_modules=targets, modules_to_save=["head"])
+    genomes = genomes_of(plan, pnet)
+    # Deltas start at zero.
+    moved = [
+        {n: {k: x + 0.1 * i * vectors(*x.shape) for k, x in e.items()} for n, e in g.gnets.items()}
+        for i, g in enumerate(genomes)
+    ]
+    return pnet, plan, [g._replace(gnets=gnets) for g, gnets in zip(genomes, moved, strict=True)]
+
+
+@pytest.mark.parametrize("hypernet", [gb.periodic(1), gb.gnet((3,)), gb.periodic(1, "layers")], ids=str)
+def test_adapters_of_one_base(hypernet: Any) -> None:
+    pnet, plan, genomes = adapters(hypernet, ["0"])
+    x = vectors(5, 8)
+    net = gb.materialize_many(plan, genomes, pnet)
+    assert net.row_wise == ["body.0", "head.0", "head.1"]
+    assert_close(net(INDEX, x), one_by_one(plan, genomes, pnet, INDEX, x)[0])
+    parameters = dict(pnet.named_parameters())
+    base = {parameters[f"body.{name}"].data_ptr() for name in ("0.weight", "2.weight", "2.bias")}
+    held = {x.data_ptr() for x in net.buffers()}
+    # The base is not copied; dense weights are each genome's.
+    assert len(base - held) == (hypernet.type == "gnet")
+    with torch.no_grad():
+        parameters["body.0.bias"].add_(1)
+    with pytest.raises(ValueError, match="digest"):
+        gb.materialize_many(plan, genomes, pnet)
+
+
+def test_a_sum_of_deltas() -> None:
+    pnet, plan, genomes = adapters(gb.periodic(1), ["0", "2"])
+    shares = [1.5, -0.5, 0.25, 1.0]
+    before = pnet.state_dict()
+    state = gb.merge_genomes(plan, genomes, pnet, shares).state_dict()
+    each = [gb.materialize(plan, g, pnet).state_dict() for g in genomes]
+    assert list(state) == list(before)
+    for name, x in before.items():
+        if x.is_floating_point():
+            assert_close(state[name], x + sum(a * (one[name] - x) for a, one in zip(shares, each, strict=True)))
+    alone = gb.merge_genomes(plan, genomes[2:3], pnet).state_dict()
+    assert all(torch.equal(x, each[2][name]) for name, x in alone.items())
+    nothing = gb.merge_genomes(plan, genomes, pnet, [0.0] * 4).state_dict()
+    assert all(torch.equal(x, before[name]) for name, x in nothing.items() if x.is_floating_point())
