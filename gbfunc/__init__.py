@@ -23,6 +23,7 @@ from gbfunc.train import Optimizer, StepInfo, TrainState, TrainStep, make_train_
 from gbfunc.types import Genome
 
 if TYPE_CHECKING:
+    from gbfunc.module import GenomeModule
     from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "CollectiveError",
     "DeviceSpec",
     "Genome",
+    "GenomeModule",
     "Mesh",
     "Optimizer",
     "ParallelPlan",
@@ -74,8 +76,12 @@ __all__ = [
     "xox",
 ]
 
-_LAZY = {"pad_vocabulary": "gbfunc.parallel.styles", "tensor_styles": "gbfunc.parallel.styles"}
-"""What needs torch's DTensor, which takes half a second to import."""
+_LAZY = {
+    "GenomeModule": "gbfunc.module",
+    "pad_vocabulary": "gbfunc.parallel.styles",
+    "tensor_styles": "gbfunc.parallel.styles",
+}
+"""What few programs need; torch's DTensor, which styles use, takes half a second to import."""
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ LEVELS = (
     {"generate"},
     {"train", "materialize"},
     {"storage"},
+    {"module"},
     {"__init__"},
     {"tasks", "plots"},
     {"lab"},
