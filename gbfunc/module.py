@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gbfunc.base import BaseTensors
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise
 from gbfunc.plan import Plan
@@ -28,23 +29,34 @@ from gbfunc.types import Genome, GenomeLike, GNets, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
 
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v"})
+"""Buffers that layers update in training mode: batch norm's, and spectral norm's."""
+
 _MATERIALIZE = "gb.materialize(plan, module.to_genome(), pnet) is a p-net with weights"
 
 
 class _Frame:
-    """What a module is built of beside its tensors: the plan, the p-net without its weights, and `lazy`."""
+    """What a module is built of beside its tensors: plan, p-net without its weights, the frozen base, and `lazy`."""
 
-    def __init__(self, plan: Plan, pnet: nn.Module, lazy: Lazy) -> None:
-        self.plan, self.pnet = plan, pnet
+    def __init__(self, plan: Plan, pnet: nn.Module, base: BaseTensors | None, lazy: Lazy) -> None:
+        self.plan, self.pnet, self.base = plan, pnet, base
         self.lazy: Lazy = lazy
 
     def build(self) -> tuple[Generator, PureNet]:
         """From leaves to weights, and from weights to outputs."""
-        generator = Generator(self.plan, pnet=self.pnet, lazy=self.lazy)
-        return generator, PureNet(self.pnet, generator.forms)
+        generator = Generator(self.plan, pnet=self.pnet, lazy=self.lazy, base=self.base)
+        return generator, PureNet(self.pnet, generator.forms, frozen=self.base)
+
+    def still(self, net: nn.Module) -> None:
+        """Put what would change the base's statistics in training mode into evaluation mode."""
+        for name in () if self.base is None else self.base.buffer_names:
+            layer, _, attribute = name.rpartition(".")
+            if attribute in _STATISTICS:
+                net.get_submodule(layer).eval()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
-        return _Frame(self.plan, copy.deepcopy(self.pnet, memo), self.lazy)
+        # Nothing writes to a base: copies share it.
+        return _Frame(self.plan, copy.deepcopy(self.pnet, memo), self.base, self.lazy)
 
 
 class _Place:
@@ -79,19 +91,24 @@ class GenomeModule(nn.Module):
     mode updates. Stochastic g-nets draw from torch's default generator in training mode, and give their mean in
     evaluation mode. Direct parameters that do not require grad in the p-net do not here.
 
+    A base is neither parameter nor buffer of the module, nor in its state dict; it is on the device of the genome.
+    Its batch norms stay in evaluation mode, and copies of the module share it.
+
     The p-net's plain attributes (`config`, `main_input_name`) can be read, its tensors and methods cannot: it has no
     weights of its own. `forward` has the p-net's signature. One forward generates all weights once.
 
     Args:
         plan: the plan.
-        pnet: the p-net that it was made for; it is not changed. The module starts in its training mode.
+        pnet: the p-net that it was made for, and the base of a plan that has one; it is not changed. The module starts
+            in its training mode.
         genome: a `Genome` or `TrainState`, of which copies are taken; None draws a fresh one.
         seed: of a fresh genome.
         lazy: whether weights stay factors, as in `make_train_step`. `torch.compile` of torch 2.5 needs False.
 
     Raises:
         TypeError: for a p-net or a genome that is none.
-        ValueError: if plan, p-net and genome do not fit together, or the p-net is wrapped (DDP, FSDP, compiled).
+        ValueError: if plan, p-net and genome do not fit together, the p-net is not the plan's base, or it is wrapped
+            (DDP, FSDP, compiled).
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(30, 20)
@@ -112,7 +129,8 @@ class GenomeModule(nn.Module):
         if genome is None:
             genome = init_genome(plan, pnet, seed)
         check_genome(plan, genome)
-        self._frame = _Frame(plan, skeleton_of(pnet), lazy)
+        self._frame = _Frame(plan, skeleton_of(pnet), plan.base_tensors(pnet), lazy)
+        self._frame.still(self._frame.pnet)
         frozen = {info.name for info in parameter_infos(pnet) if not info.tensor.requires_grad}
         persistent = {b.name: b.persistent for b in plan.buffers}
         gnets, direct = nn.Module(), nn.Module()
@@ -167,6 +185,7 @@ class GenomeModule(nn.Module):
         super().train(mode)
         for net in (self._frame.pnet, self._net.skeleton):
             net.train(mode)
+            self._frame.still(net)
         return self
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:

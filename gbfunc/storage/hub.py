@@ -98,7 +98,7 @@ class _Held:
 
 def config_of(plan: Plan, genome_bytes: int) -> dict[str, Any]:
     """What `config.json` says: format, version, base, and sizes. It repeats what the genome's file holds."""
-    base = getattr(plan, "base", None)
+    base = plan.base
     sizes = {
         "genome_params": plan.genome_params,
         "genome_bytes": genome_bytes,
@@ -115,7 +115,7 @@ def config_of(plan: Plan, genome_bytes: int) -> dict[str, Any]:
 
 def card_text(plan: Plan, genome_bytes: int, place: str, head: str) -> str:
     """The model card: what the genome is, how large, of which base, and how to load it, under its metadata."""
-    base, named = getattr(plan, "base", None), ""
+    base, named = plan.base, ""
     if base is not None:
         named = f"`{base.name}`" if base.name else "a pretrained network"
         named += f" (revision `{base.revision}`)" if base.revision else ""
@@ -174,7 +174,7 @@ def _mixin() -> Any:
             return super().push_to_hub(repo_id, **options)
 
         def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-            base = getattr(self.held.plan, "base", None)
+            base = self.held.plan.base
             data = ModelCardData(**self._hub_mixin_info.model_card_data.to_dict())
             if base is not None:
                 data.base_model = base.name or None
