@@ -25,6 +25,7 @@ from gbfunc.types import Genome
 if TYPE_CHECKING:
     from gbfunc.module import GenomeModule
     from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
+    from gbfunc.storage.lora import save_lora
 
 __version__ = "0.1.0"
 
@@ -67,6 +68,7 @@ __all__ = [
     "plan_parallel",
     "sample_noise",
     "save",
+    "save_lora",
     "split_tiles",
     "stochastic",
     "tensor_styles",
@@ -79,6 +81,7 @@ __all__ = [
 _LAZY = {
     "GenomeModule": "gbfunc.module",
     "pad_vocabulary": "gbfunc.parallel.styles",
+    "save_lora": "gbfunc.storage.lora",
     "tensor_styles": "gbfunc.parallel.styles",
 }
 """What few programs need; torch's DTensor, which styles use, takes half a second to import."""

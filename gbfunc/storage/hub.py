@@ -131,7 +131,7 @@ def card_text(plan: Plan, genome_bytes: int, place: str, head: str) -> str:
         of=f" of {named}" if named else "",
         what="the weights of a network" if base is None else "deltas of a network",
         base=words,
-        pnet="the network as it was made" if base is None else f"{named} with its pretrained weights, and its new head",
+        pnet="the network that it was made for" if base is None else "the pretrained network, with its new head if any",
         place=place,
         genome_bytes=genome_bytes,
         genome_params=plan.genome_params,
