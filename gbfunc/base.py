@@ -100,7 +100,12 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
         for part in flatten()[0]:
             _update(digest, part, getattr(tensor, part))
     elif tensor.numel():
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        try:
+            values = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        except RuntimeError as error:
+            hint = "inside of a torch.func transform, give plan.base_tensors(pnet), made outside"
+            raise ValueError(f"{name!r} of the base cannot be read ({error}): {hint}") from error
+        digest.update(values.data)
 
 
 def hub_name(pnet: nn.Module) -> tuple[str, str]:

@@ -288,7 +288,7 @@ def no_module(width: int) -> Any:
         (lambda: api.periodic(0), ValueError, "features must be an int >= 1"),
         (lambda: api.periodic(2.5), ValueError, "features must be an int >= 1"),
         (lambda: api.periodic(True), ValueError, "features must be an int >= 1"),
-        (lambda: api.periodic(3, "all"), ValueError, "share must be 'none' or 'layers', got 'all'"),
+        (lambda: api.periodic(3, "all"), ValueError, "share must be 'none', 'layers' or 'shapes', got 'all'"),
         (lambda: api.periodic(3, frequency=0.0), ValueError, "frequency must be a positive number"),
         (lambda: api.periodic(3, frequency=(1.0, -1.0)), ValueError, "two of them or None, got"),
         (lambda: api.periodic(3, frequency=(1.0, 1.0, 1.0)), ValueError, "two of them or None, got"),

@@ -19,7 +19,8 @@ from gbfunc.plan.slots import Slot
 from tests.support.strategies import Conv1D, pnets
 
 api: Any = gb
-SIZABLE = (gb.periodic(), gb.periodic(share="layers"), gb.gnet(), gb.stochastic(), gb.low_rank(), gb.xox())
+SHARED = (gb.periodic(share="layers"), gb.periodic(share="shapes"))
+SIZABLE = (gb.periodic(), *SHARED, gb.gnet(), gb.stochastic(), gb.low_rank(), gb.xox())
 hypernets = st.sampled_from(SIZABLE)
 tiles = st.sampled_from([None, None, 16, (8, 32)])
 
@@ -219,7 +220,7 @@ def test_explicit_sizes_of_rules_count_towards_the_target() -> None:
 
 
 def test_defaults_without_a_size() -> None:
-    for hypernet, size in zip(SIZABLE, (32, 32, 32, 32, 4, 8), strict=True):
+    for hypernet, size in zip(SIZABLE, (32, 32, 32, 32, 32, 4, 8), strict=True):
         plan = gb.make_plan(mnist(), hypernet)
         assert set(sizes(plan).values()) == {size}
         assert all(slot.grid.n_tiles == 1 for slot in slots(plan).values())

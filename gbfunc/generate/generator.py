@@ -276,7 +276,7 @@ def generate(
     *,
     noise: Noise | None = None,
     kernel: Kernel = "auto",
-    base: nn.Module | None = None,
+    base: nn.Module | BaseTensors | None = None,
 ) -> Params:
     """All parameters of the p-net by name, direct ones included: `{name: Tensor}`.
 
@@ -288,6 +288,7 @@ def generate(
         noise: noise of stochastic g-nets (see `sample_noise`); None gives the mean weights.
         kernel: implementation of ReLU g-nets.
         base: the pretrained p-net that the genome changes, where the plan has a base: what has no delta is its tensor.
+            For many calls, and inside of `torch.func` transforms, `plan.base_tensors(pnet)`, which is checked once.
 
     Raises:
         ValueError: if the genome's leaves are not those of the plan, or the base is not the plan's.
@@ -301,5 +302,5 @@ def generate(
     check_genome(plan, genome, buffers=False)
     if base is not None and plan.base is None:
         raise ValueError("the plan has no base: the genome holds all of the p-net")
-    tensors = None if base is None else plan.base_tensors(base)
+    tensors = plan.base_tensors(base) if isinstance(base, nn.Module) else base
     return Generator(plan, kernel=kernel, base=tensors)(genome.gnets, genome.direct, noise)

@@ -74,6 +74,10 @@ class Hypernet:
         """Whether groups of tiles share leaves."""
         return False
 
+    def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
+        """The group of matrices whose tiles share leaves, where any do, by the tensor, part and shape of one."""
+        return ""
+
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """The g-net's leaves, by name."""
         raise NotImplementedError

@@ -1,13 +1,14 @@
 r"""Periodic g-nets: a sum of sines over the codes, which is exactly a product of two thin matrices.
 
 With `share="none"`, $g_{ij} = \sum_h v_h \sin(A_{ih} + B_{jh})$ with $A = X_r W_r + \phi$, $B = X_c W_c$.
-With `share="layers"`, $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$, where
+With code weights that are shared, $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$, where
 $W_r, W_c$ belong to the group and $s, t$ to the tile. The addition theorem gives the factors, of 2 H columns each.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +25,8 @@ class Periodic(Sized):
 
     Args:
         features: sines per tile; None lets the plan choose (32 without a size target).
-        share: `"layers"`: tiles of the same kind and position in other layers share their code weights.
+        share: `"layers"`: tiles of the same kind and position in other layers share their code weights; `"shapes"`:
+            those of all matrices of a shape do, whatever their kind.
         frequency: standard deviation of the initial code weights, or that of the rows' and that of the columns';
             None is 1.0, or 2.5 for shared ones.
 
@@ -33,7 +35,7 @@ class Periodic(Sized):
     """
 
     features: int | None = None
-    share: Literal["none", "layers"] = "none"
+    share: Literal["none", "layers", "shapes"] = "none"
     frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
     type: ClassVar[str] = "periodic"
     size_field: ClassVar[str] = "features"
@@ -42,8 +44,8 @@ class Periodic(Sized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.share not in ("none", "layers"):
-            raise ValueError(f"share must be 'none' or 'layers', got {self.share!r}")
+        if self.share not in ("none", "layers", "shapes"):
+            raise ValueError(f"share must be 'none', 'layers' or 'shapes', got {self.share!r}")
         if len(self._deviations) != 2 or not all(math.isfinite(f) and f > 0 for f in self._deviations):
             raise ValueError(f"frequency must be a positive number, two of them or None, got {self.frequency!r}")
 
@@ -60,8 +62,14 @@ class Periodic(Sized):
 
     @property
     def shares(self) -> bool:
-        """Whether the tiles of a kind share code weights."""
-        return self.share == "layers"
+        """Whether tiles of some matrices share code weights."""
+        return self.share != "none"
+
+    def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
+        """With `"layers"` the name without its numbers, part and shape; with `"shapes"` the shape."""
+        size = f"{shape[0]}x{shape[1]}"
+        kind = re.sub("[0-9]+", "*", name)
+        return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Code weights [p, H] and [q, H] with phase and amplitude, or shared ones with two coefficients a feature."""

@@ -238,13 +238,11 @@ def _tensors(
         tile = max_tile if hypernet.standardised else None
         for part, matrix in enumerate(choice.tensor.matrices):
             scale = _initial_scale(choice, matrix, part)
-            # Slots share code weights that have these in common: name without numbers, part and shape.
-            alike = f"{re.sub(r'[0-9]+', '*', name)}:{part}:{matrix.rows}x{matrix.cols}"
             pair = _default_codes(matrix, codes.get(name, (None, None)))
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
                 # A flattened image, say: tiles cut its channels, as they do a convolution's.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            key = matrix, hypernet, pair, alike if hypernet.shares else ""
+            key = matrix, hypernet, pair, hypernet.group(name, part, matrix[:2])
             unit = units.setdefault(key, Unit(matrix, hypernet, pair, tile, key[-1]))
             unit.count += 1
             parts.append((name, scale if hypernet.standardised else (1.0, 0.0), unit))

@@ -7,6 +7,7 @@ leaves, as an ordinary p-net's parameters are, and hands their gradients through
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +54,35 @@ def step_answer(
 ) -> Answer:
     """Loss, gradients and buffers of one `train_step`, through the public interface alone."""
     step = gb.make_train_step(plan, pnet, loss_fn, READ_GRADIENTS, **options)
-    state, info = step(step.init(seed), batch)
+    start = step.init(seed)
+    if plan.base is not None:
+        start = start._replace(gnets=moved_deltas(plan, start.gnets))
+    state, info = step(start, batch)
     assert bool(info.finite)
     return Answer(info.loss, flat_leaves(state, pnet), state.buffers)
+
+
+def moved_deltas(plan: gb.Plan, gnets: Any) -> Any:
+    """Leaves with other numbers than zeros, with which deltas of a base begin."""
+    draw = torch.Generator().manual_seed(11)
+    return {
+        e: {
+            k: leaf + 0.5 * torch.randn(leaf.shape, generator=draw, dtype=torch.float64).to(leaf)
+            for k, leaf in own.items()
+        }
+        for e, own in gnets.items()
+    }
+
+
+def weights_of(plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> dict[str, Tensor]:
+    """All parameters: what is generated alone, and where the plan has a base, the sum with it."""
+    if plan.base is None:
+        return gb.generate(plan, genome)
+    alone = gb.Plan(tuple(replace(t, base=False) for t in plan.tensors), plan.buffers)
+    made = gb.generate(alone, genome)
+    deltas = {t.name for t in plan.tensors if t.base}
+    base = {k: p.detach() for k, p in pnet.named_parameters()}
+    return base | {k: (base[k] + w).to(base[k].dtype) if k in deltas else w for k, w in made.items()}
 
 
 def dense_answer(
@@ -63,13 +90,16 @@ def dense_answer(
 ) -> Answer:
     """The same by the oracle. The p-net may keep what its forward leaves on it: pass a fresh one."""
     genome = gb.init_genome(plan, pnet, seed)
+    if plan.base is not None:
+        genome = genome._replace(gnets=moved_deltas(plan, genome.gnets))
     leaves = {k: v.detach().requires_grad_() for k, v in flat_leaves(genome, pnet).items()}
     gnets = {e: {k: leaves[f"gnets/{e}/{k}"] for k in own} for e, own in genome.gnets.items()}
     direct = {k: leaves.get(f"direct/{k}", v) for k, v in genome.direct.items()}
-    made = gb.generate(plan, gb.Genome(gnets, direct, genome.buffers))
+    made = weights_of(plan, gb.Genome(gnets, direct, genome.buffers), pnet)
     weights = {k: w.detach().requires_grad_(w.requires_grad) for k, w in made.items()}
     trained = [k for k, w in made.items() if w.requires_grad]
-    losses, parts, buffers = [], [], dict(genome.buffers)
+    losses, parts = [], []
+    buffers = {k: b.clone() for k, b in pnet.named_buffers()} | dict(genome.buffers)
     with torch.random.fork_rng(devices=[]):
         for small in batch.chunk(microbatches):
             loss = _loss_on(pnet, weights, buffers, loss_fn, small)
@@ -79,6 +109,7 @@ def dense_answer(
     used = {k: total for k, total in sums.items() if total is not None}
     found = torch.autograd.grad([made[k] for k in used], list(leaves.values()), list(used.values()), allow_unused=True)
     zero_filled = (torch.zeros_like(v) if g is None else g for v, g in zip(leaves.values(), found, strict=True))
+    buffers = {k: buffers[k] for k in genome.buffers}
     return Answer(torch.stack(losses).mean(), dict(zip(leaves, zero_filled, strict=True)), buffers)
 
 

@@ -176,17 +176,11 @@ def small_module(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
-def _shared_periodic() -> Hypernet:
-    try:
-        return gb.periodic(2, share="layers")  # pyright: ignore[reportArgumentType]
-    except ValueError:
-        return gb.periodic(2, share="kind")  # pyright: ignore[reportArgumentType]
-
-
 HYPERNETS: Mapping[str, Callable[[], Hypernet]] = MappingProxyType(
     {
         "periodic": lambda: gb.periodic(2),
-        "periodic_shared": _shared_periodic,
+        "periodic_shared": lambda: gb.periodic(2, share="layers"),
+        "periodic_shapes": lambda: gb.periodic(2, share="shapes"),
         "gnet": lambda: gb.gnet((3,)),
         "gnet_deep": lambda: gb.gnet((3, 2), "tanh"),
         "stochastic": lambda: gb.stochastic((3,)),
