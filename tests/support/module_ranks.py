@@ -11,11 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gbfunc as gb
 from gbfunc.trees import flatten_tree
+from tests.support.adapters import adapter, tokens
 from tests.support.ranks import PATIENCE
 from tests.support.zoo import ZOO, dtype_of, loss_fn
 
 RATE = 0.1
-NAMES = ("mlp", "conv_bn", "tied", "attention", "shared", "frozen", "float64")
+NAMES = ("mlp", "conv_bn", "tied", "attention", "shared", "frozen", "float64", "adapter")
 STEPS = 3
 
 
@@ -49,14 +50,22 @@ def by_step(plan: gb.Plan, pnet: nn.Module, share: Tensor, mesh: gb.Mesh) -> tup
     return losses, state
 
 
+def case(name: str) -> tuple[nn.Module, gb.Plan, Tensor]:
+    """An animal of the zoo, or a pretrained p-net with a genome beside it, and a batch."""
+    if name == "adapter":
+        pnet, plan, _ = adapter()
+        return pnet, plan, tokens(8)
+    pnet = ZOO[name].pnet()
+    return pnet, ZOO[name].plan(pnet), ZOO[name].batch(dtype_of(pnet))
+
+
 def run(init_method: str) -> dict[str, Any]:
     """Of each animal: losses of both ways, numbers sent, trained numbers, and both genomes."""
     found = {}
     with gb.mesh(data=2, init_method=init_method, timeout=30 * PATIENCE) as mesh:
         for name in NAMES:
-            pnet = ZOO[name].pnet()
-            plan = ZOO[name].plan(pnet)
-            share = mesh.shard_batch(ZOO[name].batch(dtype_of(pnet)))
+            pnet, plan, batch = case(name)
+            share = mesh.shard_batch(batch)
             # Rank 1 begins elsewhere: DDP sends rank 0's leaves and buffers first.
             module = gb.GenomeModule(plan, pnet, seed=mesh.rank)
             trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
