@@ -25,7 +25,9 @@ from gbfunc.train import Optimizer, StepInfo, TrainState, TrainStep, make_train_
 from gbfunc.types import Genome
 
 if TYPE_CHECKING:
+    from gbfunc.module import GenomeModule
     from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
+    from gbfunc.storage.lora import save_lora
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,7 @@ __all__ = [
     "DeviceSpec",
     "Fit",
     "Genome",
+    "GenomeModule",
     "ManyGenomes",
     "Mesh",
     "Optimizer",
@@ -73,6 +76,7 @@ __all__ = [
     "plan_parallel",
     "sample_noise",
     "save",
+    "save_lora",
     "split_tiles",
     "stochastic",
     "tensor_styles",
@@ -82,8 +86,13 @@ __all__ = [
     "xox",
 ]
 
-_LAZY = {"pad_vocabulary": "gbfunc.parallel.styles", "tensor_styles": "gbfunc.parallel.styles"}
-"""What needs torch's DTensor, which takes half a second to import."""
+_LAZY = {
+    "GenomeModule": "gbfunc.module",
+    "pad_vocabulary": "gbfunc.parallel.styles",
+    "save_lora": "gbfunc.storage.lora",
+    "tensor_styles": "gbfunc.parallel.styles",
+}
+"""What few programs need; torch's DTensor, which styles use, takes half a second to import."""
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ LEVELS = (
     {"generate"},
     {"train", "materialize", "many", "fit"},
     {"storage"},
+    {"module"},
     {"__init__"},
     {"tasks", "plots"},
     {"lab"},

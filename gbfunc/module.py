@@ -1,0 +1,360 @@
+"""The genome as an `nn.Module`, for whatever trains modules: loops, `Trainer`, `Accelerate`, DDP, `torch.compile`.
+
+    parameters (the genome's leaves) --generate--> weights --the p-net's forward--> outputs
+
+The functional side stays the core: a forward is the same generation and the same call as in a training step, so losses
+and gradients are the same, bit for bit on the same path.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gbfunc.base import BaseTensors
+from gbfunc.generate import Generator
+from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise
+from gbfunc.plan import Plan
+from gbfunc.pnet import PureNet, parameter_infos, skeleton_of
+from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
+from gbfunc.train.options import Lazy
+from gbfunc.types import Genome, GenomeLike, GNets, Params
+
+Self = TypeVar("Self", bound="GenomeModule")
+
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v"})
+"""Buffers that layers update in training mode: batch norm's, and spectral norm's."""
+
+_MATERIALIZE = "gb.materialize(plan, module.to_genome(), pnet) is a p-net with weights"
+
+
+class _Frame:
+    """What a module is built of beside its tensors: plan, p-net without its weights, the frozen base, and `lazy`."""
+
+    def __init__(self, plan: Plan, pnet: nn.Module, base: BaseTensors | None, lazy: Lazy) -> None:
+        self.plan, self.pnet, self.base = plan, pnet, base
+        self.lazy: Lazy = lazy
+
+    def build(self) -> tuple[Generator, PureNet]:
+        """From leaves to weights, and from weights to outputs."""
+        generator = Generator(self.plan, pnet=self.pnet, lazy=self.lazy, base=self.base)
+        return generator, PureNet(self.pnet, generator.forms, frozen=self.base)
+
+    def still(self, net: nn.Module) -> None:
+        """Put what would change the base's statistics in training mode into evaluation mode."""
+        for name in () if self.base is None else self.base.buffer_names:
+            layer, _, attribute = name.rpartition(".")
+            if attribute in _STATISTICS:
+                net.get_submodule(layer).eval()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
+        # Nothing writes to a base: copies share it.
+        return _Frame(self.plan, copy.deepcopy(self.pnet, memo), self.base, self.lazy)
+
+
+class _Place:
+    """A parameter or buffer of the genome in the module that holds it, by its names in the genome."""
+
+    def __init__(self, root: nn.Module, path: str, tensor: Tensor, persistent: bool | None = None) -> None:
+        *parents, self.attribute = path.split(".")
+        for name in parents:
+            if name not in root._modules:
+                root.add_module(name, nn.Module())
+            root = root.get_submodule(name)
+        self.holder = root
+        if persistent is None:
+            root.register_parameter(self.attribute, nn.Parameter(tensor, tensor.requires_grad))
+        else:
+            root.register_buffer(self.attribute, tensor, persistent)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor as it is now."""
+        return getattr(self.holder, self.attribute)
+
+
+class GenomeModule(nn.Module):
+    """A genome as a module: its parameters are the genome's leaves, its forward runs the p-net on generated weights.
+
+    Whatever trains modules trains it, and sees the genome alone: an optimizer's state, DDP's all-reduce and a state
+    dict have its size. Names in the state dict are `gnets.<ensemble>.<leaf>`, `direct.<name in the p-net>`, and
+    `buffer.<name in the p-net>` for the p-net's buffers.
+
+    `train()` and `eval()` reach the p-net's dropout and batch norms, whose running statistics a forward in training
+    mode updates. Stochastic g-nets draw from torch's default generator in training mode, and give their mean in
+    evaluation mode. Direct parameters that do not require grad in the p-net do not here.
+
+    A base is neither parameter nor buffer of the module, nor in its state dict; it is on the device of the genome.
+    Its batch norms stay in evaluation mode, and copies of the module share it.
+
+    The p-net's plain attributes (`config`, `main_input_name`) can be read, its tensors and methods cannot: it has no
+    weights of its own. `forward` has the p-net's signature. One forward generates all weights once.
+
+    Args:
+        plan: the plan.
+        pnet: the p-net that it was made for, and the base of a plan that has one; it is not changed. The module starts
+            in its training mode.
+        genome: a `Genome` or `TrainState`, of which copies are taken; None draws a fresh one.
+        seed: of a fresh genome.
+        lazy: whether weights stay factors, as in `make_train_step`. `torch.compile` of torch 2.5 needs False.
+
+    Raises:
+        TypeError: for a p-net or a genome that is none.
+        ValueError: if plan, p-net and genome do not fit together, the p-net is not the plan's base, or it is wrapped
+            (DDP, FSDP, compiled).
+
+    >>> import gbfunc as gb
+    >>> pnet = nn.Linear(30, 20)
+    >>> module = gb.GenomeModule(gb.make_plan(pnet, gb.periodic(features=2)), pnet)
+    >>> [name for name, _ in module.named_parameters()][-1], tuple(module(torch.ones(3, 30)).shape)
+    ('direct.bias', (3, 20))
+    """
+
+    def __init__(
+        self, plan: Plan, pnet: nn.Module, genome: GenomeLike | None = None, *, seed: int = 0, lazy: Lazy = "auto"
+    ) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"GenomeModule takes (plan, pnet), the plan from gb.make_plan, got {type(plan).__name__}")
+        if lazy not in (True, False, "auto"):
+            raise ValueError(f"lazy must be one of {(True, False, 'auto')}, got {lazy!r}")
+        super().__init__()
+        check_plan(plan, pnet)
+        if genome is None:
+            genome = init_genome(plan, pnet, seed)
+        check_genome(plan, genome)
+        self._frame = _Frame(plan, skeleton_of(pnet), plan.base_tensors(pnet), lazy)
+        self._frame.still(self._frame.pnet)
+        frozen = {info.name for info in parameter_infos(pnet) if not info.tensor.requires_grad}
+        persistent = {b.name: b.persistent for b in plan.buffers}
+        gnets, direct = nn.Module(), nn.Module()
+
+        def leaf(root: nn.Module, path: str, x: Tensor, trained: bool = True) -> _Place:
+            return _Place(root, path, x.detach().clone().requires_grad_(trained))
+
+        self._gnets = {e: {k: leaf(gnets, f"{e}.{k}", x) for k, x in xs.items()} for e, xs in genome.gnets.items()}
+        self._direct = {k: leaf(direct, k, x, k not in frozen) for k, x in genome.direct.items()}
+        self.add_module("gnets", gnets)
+        self.add_module("direct", direct)
+        self.add_module("buffer", nn.Module())
+        root = self.get_submodule("buffer")
+        self._kept = {k: _Place(root, k, x.detach().clone(), persistent[k]) for k, x in genome.buffers.items()}
+        super().train(pnet.training)
+        self._build()
+
+    @classmethod
+    def from_genome(cls: type[Self], plan: Plan, genome: GenomeLike, pnet: nn.Module, **options: Any) -> Self:
+        """The module of a genome, of which copies are taken: `GenomeModule(plan, pnet, genome, **options)`."""
+        return cls(plan, pnet, genome, **options)
+
+    def to_genome(self) -> Genome:
+        """The genome as it is now: copies without a graph, for `gb.save`, `gb.generate` and `gb.materialize`."""
+        gnets, direct, buffers = self._tensors()
+        flat = ({k: x.detach().clone() for k, x in part.items()} for part in (*gnets.values(), direct, buffers))
+        return Genome({name: next(flat) for name in gnets}, next(flat), next(flat))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self._frame.plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The p-net's output on the weights that the genome generates now.
+
+        Raises:
+            ValueError: if the p-net checkpoints inside its forward.
+        """
+        gnets, direct, buffers = self._tensors()
+        weights = self._generator(gnets, direct, self._noise(gnets))
+        after = dict(buffers)
+        out = self._net(weights, after, *args, **kwargs)
+        for name, x in after.items():
+            if x is not buffers[name]:
+                # Assigned, not changed in place, maybe with a graph, which must not live from call to call.
+                setattr(self._kept[name].holder, self._kept[name].attribute, x.detach())
+        return out
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Set the training mode, of the p-net too."""
+        super().train(mode)
+        for net in (self._frame.pnet, self._net.skeleton):
+            net.train(mode)
+            self._frame.still(net)
+        return self
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported: backward would recompute without the generated weights.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "a p-net on generated weights cannot checkpoint inside its forward; lazy=True keeps factors instead of "
+            "weights, and gb.make_train_step(remat='layer') makes weights again in backward"
+        )
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
+        """Write a folder as the Hugging Face hub has them: `genome.safetensors`, `config.json` and a model card.
+
+        Args:
+            save_directory: the folder; it is made where there is none.
+            options: of `huggingface_hub.ModelHubMixin.save_pretrained` (`push_to_hub`, `repo_id`, ...).
+
+        Returns:
+            The commit's address with `push_to_hub=True`, else None.
+
+        Raises:
+            ImportError: without the package huggingface_hub.
+            ValueError: if the plan cannot be saved (see `gb.save`).
+        """
+        return save_pretrained(self.plan, self.to_genome(), save_directory, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload what `save_pretrained` writes, with the options of `huggingface_hub.ModelHubMixin.push_to_hub`."""
+        return push_pretrained(self.plan, self.to_genome(), repo_id, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Self],
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        pnet: nn.Module | None = None,
+        lazy: Lazy = "auto",
+        factories: Sequence[Callable[..., Any]] = (),
+        **options: Any,
+    ) -> Self:
+        """The module of a folder, or of a name on the hub, that `save_pretrained` or `push_to_hub` wrote.
+
+        Args:
+            pretrained_model_name_or_path: the folder or name.
+            pnet: the p-net that the genome was made for; where it has a base, with the base's weights.
+            lazy: as in the constructor.
+            factories: as in `gb.load`.
+            options: of `huggingface_hub.ModelHubMixin.from_pretrained` (`revision`, `token`, `cache_dir`, ...).
+
+        Raises:
+            FileNotFoundError: if there is no such folder or name, or it has no genome.
+            ImportError: without the package huggingface_hub.
+            TypeError: without `pnet`.
+            ValueError: if the genome is not valid, or the p-net is not its.
+        """
+        if pnet is None:
+            raise TypeError(
+                "from_pretrained needs pnet=, the module that the genome was made for: a genome holds no architecture"
+            )
+        plan, genome = load_pretrained(pretrained_model_name_or_path, factories, **options)
+        device = next((x.device for x in pnet.parameters() if not x.is_meta), None)
+        return cls(plan, pnet, genome, lazy=lazy).to(device)
+
+    def extra_repr(self) -> str:
+        """The p-net and both sizes."""
+        sizes = f"{self.plan.genome_params:,} parameters of the genome, {self.plan.pnet_params:,} of the p-net"
+        return f"{type(self._frame.pnet).__name__}: {sizes}"
+
+    def _tensors(self) -> tuple[GNets, Params, Params]:
+        """Leaves, direct parameters and buffers as they are now."""
+        gnets = {e: {k: place.tensor for k, place in places.items()} for e, places in self._gnets.items()}
+        direct, buffers = ({k: place.tensor for k, place in x.items()} for x in (self._direct, self._kept))
+        return gnets, direct, buffers
+
+    def _noise(self, gnets: GNets) -> Noise | None:
+        """Noise for stochastic g-nets in training mode."""
+        if not self.training or not self.plan.stochastic:
+            return None
+        return _drawn(self.plan, next(x for leaves in gnets.values() for x in leaves.values()))
+
+    def _build(self) -> None:
+        """Make what is not kept in a copy or a pickle."""
+        self._generator, self._net = self._frame.build()
+        self._prepare()
+        if type(self).forward is GenomeModule.forward:
+            signed: Any = _with_signature(type(self), self._frame.pnet)
+            self.__class__ = signed
+
+    def _prepare(self) -> None:
+        """Constants for the device of the leaves; a compiled forward cannot make them."""
+        gnets, direct, _ = self._tensors()
+        self._generator.prepare(gnets, direct)
+
+    def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._prepare()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            net = self.__dict__.get("_net")
+            if net is None or name.startswith("_") or not hasattr(net.skeleton, name):
+                raise
+        value = getattr(net.skeleton, name)
+        if isinstance(value, torch.device):
+            return next((x.device for x in self.parameters()), value)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            raise AttributeError(f"{name!r} of the p-net works on weights, which it does not have here: {_MATERIALIZE}")
+        if _holds_tensors(value):
+            raise AttributeError(f"{name!r} of the p-net has no values here: {_MATERIALIZE}")
+        return value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (_plain_class(type(self)),), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: x for k, x in self.__dict__.items() if k not in ("_generator", "_net")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._build()
+
+
+def _draw(plan: Plan, like: Tensor) -> Noise:
+    """Noise from torch's default generator, which no graph can hold."""
+    return sample_noise(plan, torch.default_generator, like)
+
+
+_drawn: Callable[[Plan, Tensor], Noise] = torch.compiler.disable(_draw)  # pyright: ignore[reportAssignmentType]
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is a tensor or a module, or a container of some."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(_holds_tensors(x) for x in value)
+    return isinstance(value, Tensor | nn.Module)
+
+
+def _with_signature(cls: type[GenomeModule], pnet: nn.Module) -> type[GenomeModule]:
+    """A subclass whose forward shows the p-net's signature: trainers choose columns of a data set by it."""
+    try:
+        given = inspect.signature(pnet.forward)
+    except (TypeError, ValueError):
+        return cls
+    plain = _plain_class(cls)
+
+    def forward(self: GenomeModule, *args: Any, **kwargs: Any) -> Any:
+        return GenomeModule.forward(self, *args, **kwargs)
+
+    forward.__doc__ = GenomeModule.forward.__doc__
+    rest = [p for p in given.parameters.values() if p.name != "self"]
+    first = inspect.Parameter("self", min([inspect.Parameter.POSITIONAL_OR_KEYWORD, *(p.kind for p in rest)]))
+    forward.__signature__ = given.replace(parameters=[first, *rest])  # pyright: ignore[reportFunctionMemberAccess]
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (plain,), {**names, "forward": forward, "_plain": plain})
+
+
+def _plain_class(cls: type[GenomeModule]) -> type[GenomeModule]:
+    """The class that a user can name, of one that `_with_signature` made."""
+    return cls.__dict__.get("_plain", cls)
+
+
+def _blank(cls: type[GenomeModule]) -> GenomeModule:
+    """An instance whose state is to come."""
+    return cls.__new__(cls)

@@ -1,0 +1,249 @@
+r"""Deltas of an adapter as a LoRA adapter (Hu et al., 2022), in the folder that `peft.PeftModel.from_pretrained` reads.
+
+A delta with the tiles `L[i, j] @ R[i, j].T` is one product of two thin matrices, whose rank is that of all tiles:
+
+    W_base + delta = W_base + B A,    A [k', in],  B [out, k'],    k' = nr nc k
+
+in which the columns of B hold `L[i, j]` in the rows of tile row i, and the rows of A hold `R[i, j].T` in the columns of
+tile column j. The scales of the g-nets are in B: `lora_alpha = r` for every layer.
+
+Suffixes: i tile rows (nr of them), j tile columns (nc), r and c rows and columns of a tile, k rank of a tile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+from gbfunc.files import replace_file
+from gbfunc.generate import Generator
+from gbfunc.genome import check_genome, check_plan
+from gbfunc.layers.forms import FactoredWeight
+from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.tiling import TileGrid
+from gbfunc.types import GenomeLike, Params
+
+_PREFIX = "base_model.model."
+_INSTEAD = "; gb.materialize(plan, genome, pnet) gives the whole network instead"
+
+
+class LoRA(NamedTuple):
+    """What a folder holds.
+
+    Attributes:
+        config: `adapter_config.json`.
+        tensors: `adapter_model.safetensors`.
+    """
+
+    config: dict[str, Any]
+    tensors: Params
+
+
+def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pnet: nn.Module) -> int:
+    """Write an adapter as a LoRA adapter, which `peft.PeftModel.from_pretrained(pnet, folder)` reads.
+
+    The folder has every delta as two thin matrices, and the modules that are new (`modules_to_save`) whole, so it is
+    larger than the genome's file. It serves the same outputs wherever LoRA is served; it cannot be read back into a
+    genome. Where a weight is tied, each of its layers has the matrices, and peft's merge would add them twice.
+
+    Args:
+        folder: where to; it is made where there is none, and its files are replaced.
+        plan: the plan, which has a base.
+        genome: a `Genome` or `TrainState`.
+        pnet: the base.
+
+    Returns:
+        Bytes of `adapter_model.safetensors`.
+
+    Raises:
+        ValueError: if plan, genome and p-net do not fit together, or for a tensor that a LoRA adapter cannot hold,
+            naming it.
+        OSError: if a file cannot be written.
+    """
+    made, place = lora_of(plan, genome, pnet), Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    data = to_bytes({k: x.detach().cpu().contiguous() for k, x in made.tensors.items()}, {"format": "pt"})
+    replace_file(place / "adapter_model.safetensors", data)
+    replace_file(place / "adapter_config.json", f"{json.dumps(made.config, indent=2)}\n".encode())
+    if not (place / "README.md").exists():
+        replace_file(place / "README.md", _card(plan).encode())
+    return len(data)
+
+
+def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> LoRA:
+    """What `save_lora` writes.
+
+    Raises:
+        ValueError: as `save_lora`.
+    """
+    check_plan(plan, pnet)
+    check_genome(plan, genome)
+    base = plan.base_tensors(pnet)
+    if base is None:
+        raise ValueError(f"a LoRA adapter changes a base, and the plan has none (make_plan(base='own')){_INSTEAD}")
+    deltas, heads = [t for t in plan.tensors if t.base], [t for t in plan.tensors if not t.base]
+    generator = Generator(plan, pnet=pnet, lazy=True, base=base, names={t.name for t in deltas})
+    with torch.no_grad():
+        weights = generator(genome.gnets, genome.direct)
+        dense = Generator(plan, base=base, names={t.name for t in heads})(genome.gnets, genome.direct)
+    ranks, tensors = {}, {}
+    for tensor in deltas:
+        form = generator.forms.get(tensor.name)
+        if not isinstance(form, FactoredWeight):
+            raise ValueError(_no_factors(tensor, plan))
+        inputs = f"{tensor.name}_form."
+        a, b = thin_product(weights[f"{inputs}left"], weights[f"{inputs}right"], form.grid)
+        # Tied weights are of several layers, each of which has the matrices.
+        for name in (tensor.name, *tensor.aliases):
+            layer, _, attribute = name.rpartition(".")
+            tensors |= _layer_tensors(name, layer, attribute, pnet.get_submodule(layer), a, b)
+            ranks[layer] = len(a)
+    new = {name: dense[t.name].to(DTYPES[t.dtype]) for t in heads for name in (t.name, *t.aliases)}
+    saved = _new_modules(pnet, new.keys())
+    tensors |= {f"{_PREFIX}{k}": x for k, x in _whole(pnet, saved, new | dict(genome.buffers)).items()}
+    return LoRA(_config(plan, pnet, ranks, saved), tensors)
+
+
+def thin_product(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+    """The matrix of tiles `L[i, j] @ R[i, j].T` as `B A`: A [k', cols] and B [rows, k'].
+
+    `k'` is the rank of all tiles, or that of the matrix where this is less.
+    """
+    nr, nc, r, k = left_ijrk.shape
+    c = right_ijck.shape[2]
+    b = left_ijrk.new_zeros(nr, r, nr, nc, k)
+    a = right_ijck.new_zeros(nr, nc, k, nc, c)
+    for i in range(nr):
+        b[i, :, i] = left_ijrk[i].transpose(0, 1)
+    for j in range(nc):
+        a[:, j, :, j] = right_ijck[:, j].transpose(1, 2)
+    b, a = b.reshape(nr * r, -1)[: grid.rows], a.reshape(-1, nc * c)[:, : grid.cols]
+    if len(a) <= min(grid.rows, grid.cols):
+        return a, b
+    if grid.cols <= grid.rows:
+        return torch.eye(grid.cols, dtype=a.dtype, device=a.device), b @ a
+    return b @ a, torch.eye(grid.rows, dtype=a.dtype, device=a.device)
+
+
+def _no_factors(tensor: TensorPlan, plan: Plan) -> str:
+    types = ", ".join(sorted({s.hypernet.type for s in tensor.slots}))
+    if tensor.can_factor(plan.dtype):
+        return f"the delta of {tensor.name!r} is not of a layer that LoRA knows: its forward is not torch's{_INSTEAD}"
+    return f"the delta of {tensor.name!r} (a {tensor.kind} by {types}) has no factors, which LoRA needs{_INSTEAD}"
+
+
+def _layer_tensors(name: str, layer: str, attribute: str, module: nn.Module, a: Tensor, b: Tensor) -> Params:
+    """A and B as peft stores them for a layer of its type."""
+    if (why := _unknown(module, attribute)) is not None:
+        raise ValueError(f"the delta of {name!r} has no place in a LoRA adapter of peft's: {why}{_INSTEAD}")
+    key = f"{_PREFIX}{layer}.lora_"
+    if isinstance(module, nn.Embedding):
+        # Its matrix has a row for each token: what it applies is the transpose.
+        return {f"{key}embedding_A": b.t(), f"{key}embedding_B": a.t()}
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        a = a.unflatten(1, (module.in_channels, *module.kernel_size))
+        b = b.unflatten(1, (-1, *(1,) * len(module.kernel_size)))
+    return {f"{key}A.weight": a, f"{key}B.weight": b}
+
+
+def _unknown(module: nn.Module, attribute: str) -> str | None:
+    """Why peft's LoRA cannot hold a delta of a layer; None where it can."""
+    if isinstance(module, nn.MultiheadAttention):
+        return "it adapts both projections of an nn.MultiheadAttention, by one rank, or neither"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "attention does not call its output projection, so an adapter there is ignored"
+    if attribute != "weight":
+        return f"it adapts weights, not {attribute!r} of a {type(module).__name__}"
+    if isinstance(module, nn.Embedding):
+        return None if module.max_norm is None else "max_norm would cut its factors"
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        plain = module.groups == 1 and module.padding_mode == "zeros" and set(module.dilation) == {1}
+        return None if plain else "of convolutions it has those of one group, zero padding and no dilation"
+    known = isinstance(module, nn.Linear) or _is_conv1d(module)
+    return None if known else f"it does not know layers of type {type(module).__name__}"
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether a layer is Hugging Face's `Conv1D`, which stores the transpose of its weight."""
+    return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__)
+
+
+def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
+    """The modules that hold the tensors that are not the base's, as peft's `modules_to_save`."""
+    holders = {name.rpartition(".")[0] for name in new}
+    saved = sorted(h for h in holders if not any(h.startswith(f"{other}.") for other in holders if other != h))
+    modules = [name for name, _ in pnet.named_modules(remove_duplicate=False)]
+    for name in saved:
+        # Peft takes every module whose name ends so, also within a word.
+        others = [other for other in modules if other != name and other.endswith(name)]
+        if others or not name:
+            what = f"peft would take {others} for {name!r} too" if name else "a parameter of no submodule is new"
+            raise ValueError(f"modules_to_save of a LoRA adapter cannot say what is new: {what}{_INSTEAD}")
+    return saved
+
+
+def _whole(pnet: nn.Module, saved: list[str], given: Mapping[str, Tensor]) -> Params:
+    """State dicts of these modules, from these tensors."""
+    keys = [f"{module}.{k}" for module in saved for k in pnet.get_submodule(module).state_dict()]
+    if missing := [k for k in keys if k not in given]:
+        raise ValueError(f"modules_to_save of a LoRA adapter are whole, and {missing} are the base's{_INSTEAD}")
+    return {k: given[k] for k in keys}
+
+
+def _config(plan: Plan, pnet: nn.Module, ranks: Mapping[str, int], saved: list[str]) -> dict[str, Any]:
+    """`adapter_config.json`: exactly these modules, each with its rank and scaling 1."""
+    assert plan.base is not None
+    usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
+    patterns = {_pattern(layer, ranks): rank for layer, rank in ranks.items() if rank != usual}
+    layers = [pnet.get_submodule(layer) for layer in ranks]
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": plan.base.name or None,
+        "revision": plan.base.revision or None,
+        "target_modules": _targets(pnet, ranks.keys(), saved),
+        "modules_to_save": saved or None,
+        "r": usual,
+        "lora_alpha": usual,
+        "rank_pattern": patterns,
+        "alpha_pattern": dict(patterns),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": any(map(_is_conv1d, layers)),
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _pattern(layer: str, ranks: Collection[str]) -> str:
+    """A key of `rank_pattern`, of which peft takes the first that is a regular expression of the name or its end."""
+    others = (other for other in ranks if other != layer)
+    return f"^{re.escape(layer)}" if any(re.match(rf"(.*\.)?({layer})$", o) for o in others) else layer
+
+
+def _targets(pnet: nn.Module, layers: Collection[str], saved: Collection[str]) -> list[str] | str:
+    """`target_modules`: full names, or a regular expression where peft would take other modules by their ends."""
+    names = [name for name, _ in pnet.named_modules(remove_duplicate=False) if name not in layers]
+    inside = tuple(f"{module}." for module in saved)
+    clash = any(n.endswith(f".{layer}") for n in names if not f"{n}.".startswith(inside) for layer in layers)
+    return "|".join(map(re.escape, layers)) if clash else list(layers)
+
+
+def _card(plan: Plan) -> str:
+    assert plan.base is not None
+    name = plan.base.name
+    head = f"base_model: {name}\nlibrary_name: peft\n" if name else "library_name: peft\n"
+    words = f"A genome of {plan.genome_params:,} parameters, exported by gbfunc as a LoRA adapter."
+    words += f"\n\nBase: {name or 'unnamed'}, digest `{plan.base.digest}`."
+    return f"---\n{head}tags:\n- gbfunc\n- lora\n---\n\n{words}\n"

@@ -1,0 +1,61 @@
+"""A small pretrained network with a new head, and genomes that adapt it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.trees import tree_map
+
+
+class Pretrained(nn.Module):
+    """An embedding, a convolution with a batch norm, linear layers, and a head of three classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.query, self.value = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.dropout = nn.Dropout(0.5)
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, 3]."""
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.norm(self.conv(hidden.unsqueeze(1))).mean(1)
+        hidden = hidden + self.value(torch.tanh(self.query(hidden)))
+        return self.classifier(self.dropout(hidden.mean(1)))
+
+
+def pretrained(seed: int = 0) -> nn.Module:
+    """Always the same one, in evaluation mode, with running statistics that are not those of a fresh one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pnet = Pretrained()
+        pnet(torch.randint(0, 11, (16, 5)))
+    return pnet.eval()
+
+
+def tokens(rows: int = 6) -> Tensor:
+    """A batch."""
+    return torch.randint(0, 11, (rows, 5), generator=torch.Generator().manual_seed(2))
+
+
+def moved(genome: gb.Genome, amount: float = 0.3, seed: int = 3) -> gb.Genome:
+    """A genome some way from its start, where all deltas are zero."""
+    draw = torch.Generator().manual_seed(seed)
+    add: Any = lambda x: x + amount * torch.randn(x.shape, generator=draw).to(x) if x.is_floating_point() else x  # noqa: E731
+    return gb.Genome(tree_map(add, genome.gnets), tree_map(add, genome.direct), genome.buffers)
+
+
+def adapter(hypernet: Any = None, **options: Any) -> tuple[nn.Module, gb.Plan, gb.Genome]:
+    """The network, the plan of its adapter, and a genome whose deltas are not zero."""
+    pnet = pretrained()
+    hypernet = gb.low_rank(2) if hypernet is None else hypernet
+    options = {"target_modules": ["query", "value", "conv", "embedding"], "modules_to_save": ["classifier"], **options}
+    plan = gb.make_plan(pnet, hypernet, base="own", **options)
+    return pnet, plan, moved(gb.init_genome(plan, pnet))

@@ -1,0 +1,82 @@
+"""The module of a genome under DDP, and the functional step, on the same ranks and the same rows."""
+
+# Annotations are no strings here: DDP reads those of its hooks.
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gbfunc as gb
+from gbfunc.trees import flatten_tree
+from tests.support.adapters import adapter, tokens
+from tests.support.ranks import PATIENCE
+from tests.support.zoo import ZOO, dtype_of, loss_fn
+
+RATE = 0.1
+NAMES = ("mlp", "conv_bn", "tied", "attention", "shared", "frozen", "float64", "adapter")
+STEPS = 3
+
+
+def by_ddp(module: gb.GenomeModule, share: Tensor) -> tuple[list[Tensor], list[int], gb.Genome]:
+    """This rank's losses, numbers sent by each all-reduce of a gradient, and the genome at the end."""
+    ddp, sent = DistributedDataParallel(module), []
+
+    def count(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # pyright: ignore
+        sent.append(bucket.buffer().numel())
+        return allreduce_hook(group, bucket)
+
+    ddp.register_comm_hook(None, count)
+    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=RATE)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_fn(ddp, share)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, sent, module.to_genome()
+
+
+def by_step(plan: gb.Plan, pnet: nn.Module, share: Tensor, mesh: gb.Mesh) -> tuple[list[Tensor], gb.TrainState]:
+    """Losses over the global batch, and the state at the end."""
+    step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.SGD, lr=RATE), mesh=mesh)
+    state, losses = step.init(0), []
+    for _ in range(STEPS):
+        state, info = step(state, share)
+        losses.append(info.loss)
+    return losses, state
+
+
+def case(name: str) -> tuple[nn.Module, gb.Plan, Tensor]:
+    """An animal of the zoo, or a pretrained p-net with a genome beside it, and a batch."""
+    if name == "adapter":
+        pnet, plan, _ = adapter()
+        return pnet, plan, tokens(8)
+    pnet = ZOO[name].pnet()
+    return pnet, ZOO[name].plan(pnet), ZOO[name].batch(dtype_of(pnet))
+
+
+def run(init_method: str) -> dict[str, Any]:
+    """Of each animal: losses of both ways, numbers sent, trained numbers, and both genomes."""
+    found = {}
+    with gb.mesh(data=2, init_method=init_method, timeout=30 * PATIENCE) as mesh:
+        for name in NAMES:
+            pnet, plan, batch = case(name)
+            share = mesh.shard_batch(batch)
+            # Rank 1 begins elsewhere: DDP sends rank 0's leaves and buffers first.
+            module = gb.GenomeModule(plan, pnet, seed=mesh.rank)
+            trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+            losses, sent, genome = by_ddp(module, share)
+            expected, state = by_step(plan, pnet, share, mesh)
+            found[name] = {
+                "losses": torch.stack(losses),
+                "expected": torch.stack(expected),
+                "sent": sum(sent) / STEPS,
+                "trained": trained,
+                "genome": flatten_tree(gb.Genome(genome.gnets, genome.direct, {})),
+                "state": flatten_tree(gb.Genome(state.gnets, state.direct, {})),
+            }
+    return found

@@ -1,0 +1,145 @@
+"""Folders of the Hugging Face hub, offline."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.trees import flatten_tree
+from tests.support.zoo import ZOO, genome_of
+
+pytest.importorskip("huggingface_hub", reason="folders of the hub need huggingface_hub")
+
+
+@pytest.fixture
+def module() -> gb.GenomeModule:
+    pnet, plan, genome = genome_of(ZOO["conv_bn"])
+    return gb.GenomeModule(plan, pnet, genome)
+
+
+def test_a_folder_gives_the_module_back(module: gb.GenomeModule, tmp_path: Path) -> None:
+    assert module.save_pretrained(tmp_path / "new" / "folder") is None
+    folder = tmp_path / "new" / "folder"
+    assert {path.name for path in folder.iterdir()} == {"genome.safetensors", "config.json", "README.md"}
+    other = gb.GenomeModule.from_pretrained(folder, pnet=ZOO["conv_bn"].pnet(5))
+    given, expected = (flatten_tree(m.to_genome()) for m in (other, module))
+    assert all(torch.equal(given[k], expected[k]) for k in expected) and other.plan == module.plan
+    batch = ZOO["conv_bn"].batch()
+    assert torch.equal(other.eval()(batch), module.eval()(batch))
+
+
+def test_the_config_and_the_card_say_the_sizes(module: gb.GenomeModule, tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    module.save_pretrained(tmp_path)
+    plan, size = module.plan, (tmp_path / "genome.safetensors").stat().st_size
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["gbfunc_version"] == gb.__version__ and config["base"] is None
+    assert config["plan"] == {
+        "digest": plan.digest(),
+        "genome_params": plan.genome_params,
+        "genome_bytes": size,
+        "pnet_params": plan.pnet_params,
+        "dense_bytes": plan.dense_bytes,
+    }
+    card = ModelCard.load(tmp_path / "README.md")
+    head = card.data.to_dict()
+    assert head["library_name"] == "gbfunc" and set(head["tags"]) >= {"gbfunc", "hypernetwork", "model_hub_mixin"}
+    assert f"{plan.genome_params:,} trained parameters in a file of {size:,} bytes" in card.text
+    assert 'gb.GenomeModule.from_pretrained("FOLDER OR NAME", pnet=pnet)' in card.text
+
+
+def test_a_folder_is_written_again_with_the_new_genome_and_the_users_card(
+    module: gb.GenomeModule, tmp_path: Path
+) -> None:
+    module.save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("my words")
+    with torch.no_grad():
+        next(module.parameters()).add_(1)
+    module.save_pretrained(tmp_path)
+    other = gb.GenomeModule.from_pretrained(str(tmp_path), pnet=ZOO["conv_bn"].pnet())
+    assert torch.equal(next(other.parameters()), next(module.parameters()))
+    assert (tmp_path / "README.md").read_text() == "my words"
+
+
+@pytest.mark.parametrize("name", ["genome.safetensors", "config.json"])
+def test_a_missing_file_is_named(module: gb.GenomeModule, tmp_path: Path, name: str) -> None:
+    module.save_pretrained(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"holds no {name}, which save_pretrained writes"):
+        gb.GenomeModule.from_pretrained(tmp_path, pnet=ZOO["conv_bn"].pnet())
+
+
+@pytest.mark.parametrize("name", ["{}/nowhere", "someone/nothing", "./nowhere"])
+def test_a_missing_folder_is_one_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="is neither a folder nor a genome that the hub gives"):
+        gb.GenomeModule.from_pretrained(name.format(tmp_path), pnet=ZOO["mlp"].pnet(), cache_dir=tmp_path / "cache")
+
+
+def test_what_does_not_fit_is_refused(module: gb.GenomeModule, tmp_path: Path) -> None:
+    module.save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="from_pretrained needs pnet=, the module that the genome was made for"):
+        gb.GenomeModule.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the plan was made for another p-net"):
+        gb.GenomeModule.from_pretrained(tmp_path, pnet=ZOO["mlp"].pnet())
+    content = (tmp_path / "genome.safetensors").read_bytes()
+    (tmp_path / "genome.safetensors").write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="is not a valid genome"):
+        gb.GenomeModule.from_pretrained(tmp_path, pnet=ZOO["conv_bn"].pnet())
+
+
+def test_a_push_uploads_the_same_folder(module: gb.GenomeModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfApi
+
+    uploaded: dict[str, Any] = {}
+
+    class Repository:
+        repo_id = "someone/genome"
+
+    def upload(self: HfApi, *, folder_path: Path, **options: Any) -> str:
+        uploaded.update({path.name: path.read_bytes() for path in folder_path.iterdir()}, **options)
+        return "address"
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, **options: Repository())
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    assert module.push_to_hub("someone/genome", commit_message="first") == "address"
+    assert {"genome.safetensors", "config.json", "README.md"} <= uploaded.keys()
+    assert uploaded["repo_id"] == "someone/genome" and uploaded["commit_message"] == "first"
+    assert b'from_pretrained("someone/genome", pnet=pnet)' in uploaded["README.md"]
+
+
+def test_without_the_package_the_module_works_and_the_methods_say_what_to_install(tmp_path: Path) -> None:
+    script = """
+import sys
+sys.modules["huggingface_hub"] = None
+import torch, gbfunc as gb
+pnet = torch.nn.Linear(4, 3)
+module = gb.GenomeModule(gb.make_plan(pnet, gb.periodic(2)), pnet)
+module(torch.ones(2, 4)).sum().backward()
+for call in (lambda: module.save_pretrained("x"), lambda: gb.GenomeModule.from_pretrained("x", pnet=pnet)):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.count("need the package huggingface_hub: pip install huggingface_hub") == 2
+
+
+def test_importing_the_library_imports_neither_the_hub_nor_what_trains() -> None:
+    script = (
+        "import sys, gbfunc as gb; gb.GenomeModule; names = {'huggingface_hub', 'peft', 'transformers', 'accelerate'};"
+        "print(sorted(names & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,340 @@
+"""The genome as a module: the same numbers as the functional side, in the shape that trainers of modules expect."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.trees import flat_genome, flatten_tree
+from tests.support.zoo import ZOO, dtype_of, genome_of, loss_fn
+
+RATE = 0.1
+SGD = gb.torch_optimizer(torch.optim.SGD, lr=RATE)
+DRAWING = {"dropout", "transformer", "stochastic"}
+"""Animals that draw random numbers in training mode."""
+
+
+def module_of(name: str, **options: Any) -> tuple[nn.Module, gb.GenomeModule, Tensor]:
+    """An animal's p-net, the module of its genome, and a batch."""
+    pnet, plan, genome = genome_of(ZOO[name])
+    return pnet, gb.GenomeModule(plan, pnet, genome, **options), ZOO[name].batch(dtype_of(pnet))
+
+
+def trained(module: gb.GenomeModule, batch: Any, steps: int = 3, loss: Callable[..., Any] = loss_fn) -> list[Tensor]:
+    """Losses of a plain loop with torch's SGD."""
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=RATE)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss(module, batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    return losses
+
+
+def assert_same(genome: Any, other: Any) -> None:
+    """Equal names and bits."""
+    flat, given = (flatten_tree(gb.Genome(g.gnets, g.direct, g.buffers)) for g in (genome, other))
+    assert flat.keys() == given.keys()
+    assert {k for k in flat if not torch.equal(flat[k], given[k])} == set()
+
+
+@pytest.mark.parametrize("lazy", [True, False, "auto"])
+@pytest.mark.parametrize("name", sorted(ZOO.keys() - DRAWING))
+def test_a_plain_loop_is_the_functional_step_bit_by_bit(name: str, lazy: Any) -> None:
+    pnet, module, batch = module_of(name, lazy=lazy)
+    step = gb.make_train_step(module.plan, pnet, loss_fn, SGD, lazy=lazy)
+    state = step.init(0)
+    losses = []
+    for _ in range(3):
+        state, info = step(state, batch)
+        losses.append(info.loss)
+    assert torch.equal(torch.stack(trained(module, batch)), torch.stack(losses))
+    assert_same(module.to_genome(), state)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv_bn", "attention", "tied", "lstm", "mixed", "frozen"])
+def test_gradients_are_those_of_generate_and_a_functional_call(name: str) -> None:
+    pnet = ZOO[name].pnet().double()
+    plan = ZOO[name].plan(pnet)
+    genome = gb.init_genome(plan, pnet)
+    module = gb.GenomeModule(plan, pnet, genome, lazy=True)
+    batch = ZOO[name].batch(torch.float64)
+    loss_fn(module, batch).backward()
+    leaves = {k: v.requires_grad_() for k, v in flat_genome(genome.gnets, genome.direct).items()}
+    weights = gb.generate(plan, genome)
+
+    def net(x: Tensor) -> Any:
+        return torch.func.functional_call(pnet, {**weights, **{k: b.clone() for k, b in genome.buffers.items()}}, x)
+
+    expected = torch.autograd.grad(loss_fn(net, batch), list(leaves.values()))
+    named = dict(module.named_parameters())
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        parameter = named[leaf.replace("/", ".")]
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+        else:
+            assert name == "frozen" and parameter.grad is None
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv_bn", "lstm", "weight_norm", "shared", "only_direct"])
+def test_names_are_those_of_the_genome(name: str) -> None:
+    pnet, module, _ = module_of(name)
+    plan = module.plan
+    named = {f"gnets.{e.name}.{k}" for e in plan.ensembles for k in e.leaves}
+    named |= {f"direct.{t.name}" for t in plan.direct}
+    assert {k for k, _ in module.named_parameters()} == named
+    assert {k for k, _ in module.named_buffers()} == {f"buffer.{b.name}" for b in plan.buffers}
+    kept = {f"buffer.{b.name}" for b in plan.buffers if b.persistent}
+    assert module.state_dict().keys() == named | kept
+
+
+def test_a_state_dict_goes_through_a_file_into_another_module() -> None:
+    pnet, module, batch = module_of("conv_bn")
+    trained(module, batch)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other = gb.GenomeModule(module.plan, pnet, seed=7)
+    other.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    assert_same(other.to_genome(), module.to_genome())
+    assert torch.equal(other(batch), module(batch))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("name", ["conv_bn", "tied", "attention"])
+def test_copies_and_pickles_work_on(again: Callable[[Any], Any], name: str) -> None:
+    _, module, batch = module_of(name, lazy=True)
+    module.eval()
+    other = again(module)
+    assert type(other).__name__ == "GenomeModule" and isinstance(other, gb.GenomeModule)
+    assert not other.training and torch.equal(other(batch), module(batch))
+    before = module.to_genome()
+    trained(other.train(), batch, 1)
+    changed = {k: not torch.equal(x, before.direct[k]) for k, x in module.to_genome().direct.items()}
+    # A shallow copy shares its parameters, as that of any module does.
+    assert any(changed.values()) == (again is copy.copy)
+
+
+def test_a_genome_goes_in_and_out_as_copies() -> None:
+    pnet, plan, genome = genome_of(ZOO["conv_bn"])
+    kept = copy.deepcopy(genome)
+    module = gb.GenomeModule.from_genome(plan, genome, pnet)
+    assert_same(module.to_genome(), genome)
+    taken = module.to_genome()
+    trained(module, ZOO["conv_bn"].batch())
+    assert_same(genome, kept)
+    assert_same(taken, kept)
+    assert not any(x.requires_grad for x in flatten_tree(taken).values())
+
+
+def test_a_fresh_genome_is_that_of_the_seed() -> None:
+    pnet, plan, _ = genome_of(ZOO["mlp"])
+    assert_same(gb.GenomeModule(plan, pnet, seed=3).to_genome(), gb.init_genome(plan, pnet, 3))
+
+
+def test_training_goes_on_where_a_step_ended() -> None:
+    pnet, plan, _ = genome_of(ZOO["conv_bn"])
+    batch = ZOO["conv_bn"].batch()
+    step = gb.make_train_step(plan, pnet, loss_fn, SGD)
+    state, _ = step(step.init(0), batch)
+    module = gb.GenomeModule.from_genome(plan, state, pnet)
+    trained(module, batch, 1)
+    assert_same(module.to_genome(), step(state, batch)[0])
+
+
+def test_running_statistics_change_in_training_mode_alone() -> None:
+    pnet, module, batch = module_of("conv_bn")
+    reference = gb.materialize(module.plan, module.to_genome(), pnet)
+    for _ in range(2):
+        module(batch)
+        reference(batch)
+    for name, buffer in reference.named_buffers():
+        torch.testing.assert_close(module.to_genome().buffers[name], buffer)
+    module.eval()
+    before = module.to_genome()
+    module(batch)
+    assert_same(module.to_genome(), before)
+
+
+def test_a_buffer_that_the_pnet_assigns_stays_a_buffer_without_a_graph() -> None:
+    _, module, batch = module_of("running")
+    for _ in range(2):
+        loss_fn(module, batch).backward()
+    buffer = dict(module.named_buffers())["buffer.mean"]
+    assert buffer.abs().sum() > 0 and not buffer.requires_grad
+
+
+@pytest.mark.parametrize("name", ["dropout", "transformer", "stochastic"])
+def test_the_mode_reaches_dropout_and_noise(name: str) -> None:
+    pnet, module, batch = module_of(name)
+    module.train()
+    assert not torch.equal(module(batch), module(batch))
+    torch.manual_seed(4)
+    first = module(batch)
+    torch.manual_seed(4)
+    assert torch.equal(module(batch), first)
+    module.eval()
+    dense = gb.materialize(module.plan, module.to_genome(), pnet).eval()
+    torch.testing.assert_close(module(batch), dense(batch))
+
+
+def test_a_module_starts_in_the_pnets_mode() -> None:
+    pnet, plan, genome = genome_of(ZOO["dropout"])
+    assert gb.GenomeModule(plan, pnet.eval(), genome).training is False
+    assert gb.GenomeModule(plan, pnet.train(), genome).training is True
+    pnet.get_submodule("1").eval()
+    module = gb.GenomeModule(plan, pnet, genome)
+    batch = ZOO["dropout"].batch()
+    assert torch.equal(module(batch), module(batch)), "a part that is in evaluation mode stays so"
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+    _, module, batch = module_of("float64")
+    loss_fn(module, batch).backward()
+    whole = {k: p.grad.clone() for k, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    for half in batch.chunk(2):
+        (loss_fn(module, half) / 2).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[name])
+
+
+def test_autocast_is_for_the_pnet_and_not_for_generation() -> None:
+    pnet, module, batch = module_of("mlp", lazy=False)
+    step = gb.make_train_step(module.plan, pnet, loss_fn, SGD, lazy=False, amp=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(batch)
+        loss = loss_fn(module, batch)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(loss.detach(), step(step.init(0), batch)[1].loss)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "conv_bn", "running"])
+def test_a_compiled_module_gives_the_same(name: str, lazy: bool) -> None:
+    if lazy and torch.__version__ < "2.6":
+        pytest.skip("Dynamo of torch 2.5 does not trace forms of layers")
+    _, module, batch = module_of(name, lazy=lazy)
+    other = copy.deepcopy(module)
+    torch._dynamo.reset()
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=RATE) for m in (module, other)]
+    for _ in range(2):
+        losses = [loss_fn(net, batch) for net in (module, compiled)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    for x, y in zip(flatten_tree(other.to_genome()).values(), flatten_tree(module.to_genome()).values(), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("name", ["dropout", "stochastic"])
+def test_a_compiled_module_follows_its_mode(name: str) -> None:
+    _, module, batch = module_of(name, lazy=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager")
+    assert not torch.equal(compiled(batch), compiled(batch))
+    module.eval()
+    torch.testing.assert_close(compiled(batch), module(batch))
+    module.train()
+    assert not torch.equal(compiled(batch), compiled(batch))
+
+
+def test_conversions_reach_generation() -> None:
+    _, module, batch = module_of("mlp")
+    expected = module(batch)
+    torch.testing.assert_close(module.double()(batch.double()).float(), expected)
+    assert module.to(torch.float64) is module
+
+
+class Classifier(nn.Module):
+    """With what trainers ask a module for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"hidden": 4}
+        self.main_input_name, self.parts = "input_ids", [nn.Linear(2, 2)]
+        self.cached = torch.ones(2)
+        self.body = nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        """Logits, or the loss."""
+        out = self.body(input_ids) * scale
+        return out if labels is None else F.cross_entropy(out, labels)
+
+    def hidden_size(self) -> int:
+        return self.body.in_features
+
+    @property
+    def device(self) -> torch.device:
+        return self.body.weight.device
+
+
+def test_forward_has_the_pnets_signature() -> None:
+    pnet = Classifier()
+    module = gb.GenomeModule(gb.make_plan(pnet, gb.periodic(2)), pnet)
+    assert inspect.signature(module.forward) == inspect.signature(pnet.forward)
+    assert inspect.signature(type(module).forward) == inspect.signature(Classifier.forward)
+    assert inspect.signature(copy.deepcopy(module).forward) == inspect.signature(pnet.forward)
+    out = module(torch.ones(2, 4), labels=torch.tensor([0, 1]), scale=2.0)
+    assert out.shape == ()
+
+
+def test_a_subclass_keeps_its_forward() -> None:
+    class Doubled(gb.GenomeModule):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    pnet, plan, genome = genome_of(ZOO["mlp"])
+    batch = ZOO["mlp"].batch()
+    doubled = Doubled.from_genome(plan, genome, pnet)
+    assert type(doubled) is Doubled
+    assert torch.equal(doubled(batch), 2 * gb.GenomeModule(plan, pnet, genome)(batch))
+
+
+def test_plain_attributes_of_the_pnet_can_be_read_but_no_tensors_and_no_methods() -> None:
+    pnet = Classifier()
+    module = gb.GenomeModule(gb.make_plan(pnet, gb.periodic(2)), pnet)
+    assert module.config == {"hidden": 4} and module.main_input_name == "input_ids"
+    assert module.device == torch.device("cpu")
+    for name in ("body", "parts", "cached"):
+        with pytest.raises(AttributeError, match=f"'{name}' of the p-net has no values here: gb.materialize"):
+            getattr(module, name)
+    with pytest.raises(AttributeError, match="'hidden_size' of the p-net works on weights, which it does not have"):
+        _ = module.hidden_size
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = module.missing
+    assert not any(x.is_meta for x in (*module.parameters(), *module.buffers()))
+    assert [name for name, _ in module.named_children()] == ["gnets", "direct", "buffer"]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    pnet, plan, genome = genome_of(ZOO["mlp"])
+    with pytest.raises(TypeError, match=r"takes \(plan, pnet\), the plan from gb.make_plan, got Sequential"):
+        gb.GenomeModule(pnet, plan)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="the plan was made for another p-net"):
+        gb.GenomeModule(plan, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="the genome does not fit the plan: missing"):
+        gb.GenomeModule(plan, pnet, genome._replace(gnets={}))
+    with pytest.raises(TypeError, match="expected a Genome or a TrainState"):
+        gb.GenomeModule(plan, pnet, pnet)
+    with pytest.raises(ValueError, match="the p-net is wrapped in OptimizedModule"):
+        gb.GenomeModule(plan, torch.compile(pnet, backend="eager"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="lazy must be one of"):
+        gb.GenomeModule(plan, pnet, lazy="yes")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="cannot checkpoint inside its forward"):
+        gb.GenomeModule(plan, pnet).gradient_checkpointing_enable()

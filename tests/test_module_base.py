@@ -1,0 +1,139 @@
+"""The module of an adapter: its base is frozen, shared, and in no state dict."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.trees import flatten_tree
+from tests.support.adapters import adapter, pretrained, tokens
+
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+def loss_fn(net: Any, batch: Tensor) -> Tensor:
+    return F.cross_entropy(net(batch), LABELS)
+
+
+def test_the_base_is_neither_parameter_nor_buffer() -> None:
+    pnet, plan, genome = adapter()
+    module = gb.GenomeModule(plan, pnet, genome)
+    direct = {"direct.classifier.weight", "direct.classifier.bias"}
+    assert {k for k in module.state_dict() if not k.startswith("gnets.")} == direct
+    assert sum(p.numel() for p in module.parameters()) == plan.genome_params and not list(module.buffers())
+    assert plan.base is not None and f"{plan.pnet_params:,} of the p-net" in repr(module)
+
+
+@pytest.mark.parametrize("lazy", [True, False, "auto"])
+def test_a_fresh_module_is_the_base_bit_by_bit(lazy: Any) -> None:
+    pnet, plan, _ = adapter()
+    assert torch.equal(gb.GenomeModule(plan, pnet, lazy=lazy)(tokens()), pnet(tokens()))
+
+
+@pytest.mark.parametrize("lazy", [True, False, "auto"])
+def test_a_plain_loop_is_the_functional_step_bit_by_bit(lazy: Any) -> None:
+    pnet, plan, genome = adapter(gb.periodic(2), max_tile=6)
+    step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.SGD, lr=0.1), lazy=lazy)
+    state = step.init(0)._replace(gnets=genome.gnets, direct=genome.direct)
+    module, before = gb.GenomeModule(plan, pnet, genome, lazy=lazy), copy.deepcopy(pnet.state_dict())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        state, info = step(state, tokens())
+        optimizer.zero_grad()
+        loss = loss_fn(module, tokens())
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(loss, info.loss)
+    given, expected = (flatten_tree(gb.Genome(g.gnets, g.direct, g.buffers)) for g in (module.to_genome(), state))
+    assert all(torch.equal(given[k], x) for k, x in expected.items()) and given.keys() == expected.keys()
+    assert all(torch.equal(x, before[k]) for k, x in pnet.state_dict().items()), "the p-net is as it was"
+
+
+def test_training_mode_reaches_dropout_and_leaves_the_bases_statistics() -> None:
+    pnet, plan, genome = adapter()
+    module = gb.GenomeModule(plan, pnet, genome).train()
+    assert not torch.equal(module(tokens()), module(tokens()))
+    module.eval()
+    assert torch.equal(module(tokens()), gb.GenomeModule(plan, pretrained(), genome)(tokens()))
+    # Also where the p-net comes in training mode.
+    module = gb.GenomeModule(plan, pnet.train(), genome)
+    module(tokens())
+    assert module.training and not torch.equal(module(tokens()), module(tokens()))
+
+
+def test_a_norm_that_is_new_is_trained_and_keeps_statistics() -> None:
+    pnet, plan, genome = adapter(modules_to_save=["classifier", "norm"], target_modules=["query"])
+    module = gb.GenomeModule(plan, pnet, genome).train()
+    before = module.to_genome().buffers
+    module(tokens())
+    after = module.to_genome().buffers
+    assert {k for k in after if not torch.equal(after[k], before[k])} == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_bring_the_base(again: Any) -> None:
+    pnet, plan, genome = adapter()
+    module = gb.GenomeModule(plan, pnet, genome)
+    assert torch.equal(again(module)(tokens()), module(tokens()))
+
+
+def test_copies_share_the_base() -> None:
+    pnet, plan, genome = adapter()
+    module = gb.GenomeModule(plan, pnet, genome)
+    bases = [m._frame.base for m in (module, copy.copy(module), copy.deepcopy(module))]
+    places = {b.on(torch.device("cpu"))[0]["query.weight"].data_ptr() for b in bases if b is not None}
+    assert places == {dict(pnet.named_parameters())["query.weight"].data_ptr()} and None not in bases
+
+
+def test_a_compiled_adapter_gives_the_same() -> None:
+    if torch.__version__ < "2.6":
+        pytest.skip("Dynamo of torch 2.5 does not trace forms of layers")
+    pnet, plan, genome = adapter()
+    module = gb.GenomeModule(plan, pnet, genome, lazy=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens()), module(tokens()))
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    pnet, plan, genome = adapter()
+    with pytest.raises(ValueError, match="its weights must be those that the plan was made for"):
+        gb.GenomeModule(plan, pretrained(1), genome)
+    # The head is not the base's: it may start anywhere.
+    other = pretrained()
+    nn.init.zeros_(other.get_submodule("classifier").get_parameter("weight"))
+    gb.GenomeModule(plan, other, genome)
+
+
+def test_a_folder_names_the_base(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub", reason="folders of the hub need huggingface_hub")
+    from huggingface_hub import ModelCard
+
+    pnet, plan, genome = adapter()
+    assert plan.base is not None
+    named = plan.base._replace(name="someone/small", revision="abc")
+    plan = gb.Plan(plan.tensors, plan.buffers, plan.target, named)
+    module = gb.GenomeModule(plan, pnet, genome)
+    module.save_pretrained(tmp_path)
+    base = json.loads((tmp_path / "config.json").read_text())["base"]
+    assert base == named._asdict() and base["name"] == "someone/small"
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.to_dict()["base_model"] == "someone/small" and "adapter" in card.data.to_dict()["tags"]
+    assert f"digest `{named.digest}`" in card.text and "`someone/small` (revision `abc`)" in card.text
+    other = gb.GenomeModule.from_pretrained(tmp_path, pnet=pretrained())
+    assert torch.equal(other(tokens()), module(tokens()))
+    with pytest.raises(ValueError, match=r"the genome's base 'someone/small' \(revision abc\) has digest"):
+        gb.GenomeModule.from_pretrained(tmp_path, pnet=pretrained(1))
