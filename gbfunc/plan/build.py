@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors, hub_name
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
-from gbfunc.hypernets import Hypernet, periodic
+from gbfunc.hypernets import Hypernet, bilinear, periodic
 from gbfunc.layers import KINDS, layer_kind
 from gbfunc.plan.budget import Unit, allocate, spend
 from gbfunc.plan.select import Targets, check_targets
@@ -30,6 +30,7 @@ from gbfunc.types import MatrixDims
 Rule = tuple[str, Hypernet | None]
 Codes = tuple[Encoding | None, Encoding | None]
 _DIRECT_SHARE = 0.25  # What may be direct or not takes this part of a size target; beyond it the longest are generated
+_HEAD_SHARE = 0.1  # What is new beside a base and generated takes this part of a size target: deltas are many
 _DELTA_SCALE = 0.1  # Deviation of a delta of unit g-nets, in that of the base's weights
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Where to look for the smallest file: multiples of the fewest parameters
 
@@ -78,7 +79,7 @@ def make_plan(
 
     Args:
         pnet: any `nn.Module`; it is only looked at. Its initial weights set the scale of the generated ones.
-        hypernet: the type of g-net, `periodic()` by default.
+        hypernet: the type of g-net; by default `periodic()`, and for deltas of a base `bilinear(share="shapes")`.
         genome_params: most parameters of the whole genome, direct ones included.
         genome_bytes: most bytes of the genome's file, header and buffers included.
         compression: least ratio of the p-net's parameters to the genome's.
@@ -94,7 +95,8 @@ def make_plan(
             linear, convolution and attention layer. `include`, `exclude` and `rules` go before it.
         modules_to_save: names, or their last parts, of modules that are not the base's, such as a new head: trained
             and part of the genome. Their parameters are direct, and start at their present values; a size target of
-            which they would take over a quarter has the longest of them generated.
+            which they would take over a quarter has the longest of them generated, by `periodic()` where
+            `hypernet` shares code weights between matrices.
 
     Returns:
         The plan. A size target is met from below, within 2 % where the sizes' steps allow.
@@ -106,7 +108,8 @@ def make_plan(
     """
     check_pnet(pnet)
     check_max_tile(max_tile)
-    hypernet = periodic() if hypernet is None else hypernet
+    if hypernet is None:
+        hypernet = periodic() if base is None else bilinear(share="shapes")
     if not isinstance(hypernet, Hypernet):
         raise TypeError(f"hypernet must come from a factory such as gb.periodic(), got {hypernet!r}")
     targets = check_targets(pnet, base, target_modules, modules_to_save)
@@ -129,7 +132,11 @@ def make_plan(
     def build(params: int | None, direct_share: float = _DIRECT_SHARE) -> Plan:
         fresh = [replace(c) for c in choices]
         if params is not None:
-            _promote(fresh, direct_share * params, hypernet, max_tile)
+            if targets is None:
+                _promote(fresh, direct_share * params, hypernet, max_tile)
+            else:
+                alone = periodic() if hypernet.shares else hypernet
+                _promote(fresh, direct_share * params, alone, max_tile, _HEAD_SHARE * params)
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen)
         except TargetTooSmall:
@@ -209,14 +216,22 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Pla
     )
 
 
-def _promote(choices: list[Candidate], most: float, hypernet: Hypernet, max_tile: MaxTile) -> None:
-    """Generate the longest movable parameters where those and direct vectors would take more than `most` parameters."""
+def _promote(
+    choices: list[Candidate], most: float, hypernet: Hypernet, max_tile: MaxTile, share: float | None = None
+) -> None:
+    """Generate the longest movable parameters where those and direct vectors would take more than `most` parameters.
+
+    With a `share`, those of a matrix by at most so many parameters; else the target's allocation says.
+    """
     direct = sum(c.tensor.numel for c in choices if c.hypernet is None and (c.movable or c.tensor.kind == "vector"))
     for choice in sorted((c for c in choices if c.movable), key=lambda c: -c.tensor.numel):
         units = [Unit(m, hypernet, _default_codes(m, (None, None)), max_tile, count=1) for m in choice.tensor.matrices]
         if direct <= most or sum(unit.cost_of((1, 1), 1) for unit in units) >= choice.tensor.numel:
             return
         choice.hypernet = hypernet
+        if share is not None and choice.tensor.kind != "vector" and hypernet.size is None:
+            size = min(unit.largest((1, 1), share / len(units)) for unit in units)
+            choice.hypernet = hypernet.with_size(size)
         what = "vectors" if choice.tensor.kind == "vector" else "parameters"
         note = f"generated: direct {what} would take over a quarter of the target"
         choice.tensor = replace(choice.tensor, note=note)

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gbfunc.hypernets import periodic
+from gbfunc.hypernets import bilinear
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet
 from gbfunc.tasks.pnets.pretrained import pretrained_folder
 
-_ADAPTER = PlanOptions(hypernet=periodic(share="layers", frequency=2.5), base="own", modules_to_save=("classifier",))
+_ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
 
 class TextClassifier(nn.Module):
