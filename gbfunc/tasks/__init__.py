@@ -15,6 +15,7 @@ from gbfunc.tasks.digits import digits
 from gbfunc.tasks.mnist import fashion_mnist, mnist
 from gbfunc.tasks.pnets import import_factory, is_import_path, options_for
 from gbfunc.tasks.text import continue_text, text
+from gbfunc.tasks.texts import texts, trec
 
 __all__ = [
     "TASKS",
@@ -45,6 +46,8 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "fashion-mnist": fashion_mnist,
         "cifar10": cifar10,
         "text": text,
+        "trec": trec,
+        "texts": texts,
         "control": control,
     }
 )

@@ -58,6 +58,16 @@ def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=recipe.warmup)
 
 
+def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
+    """Learning rate by step: in equal steps up to `lr` in the recipe's warm-up, then down to nothing."""
+    warm = max(1, round(recipe.warmup * steps))
+
+    def schedule(step: int) -> float:
+        return lr * min((step + 1) / warm, max(0, steps - step) / max(1, steps - warm + 1))
+
+    return schedule
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Settings that train a genome of a given size well, chosen on validation data.
@@ -74,7 +84,7 @@ class Recipe:
         measure_every: steps from one validation to the next; None for a pass.
         augment: changes the inputs of a training batch.
         clip_norm: largest norm of the gradient.
-        warmup: part of the steps in which the learning rate rises (one-cycle schedule).
+        warmup: part of the steps in which the learning rate rises.
         schedule: from the recipe, a peak rate and the number of steps to the learning rate by step.
     """
 

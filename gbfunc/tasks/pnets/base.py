@@ -35,12 +35,16 @@ class Interface(NamedTuple):
         inputs: shape of one example: (channels, rows, columns) of an image, (positions,) of a text.
         outputs: classes, or tokens of the vocabulary.
         tokens: whether inputs are tokens (integers), each position of which is answered by a prediction.
+        vocabulary: tokens that the texts of a task consist of whose outputs are classes of whole texts; else 0.
+        pad: the token that fills up short ones of them.
         actions: what a policy decides on, in a task of control: a choice, or a vector; outputs are its numbers.
     """
 
     inputs: tuple[int, ...]
     outputs: int
     tokens: bool = False
+    vocabulary: int = 0
+    pad: int = 0
     actions: Literal["choice", "vector"] | None = None
 
 

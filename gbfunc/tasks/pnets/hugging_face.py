@@ -1,4 +1,4 @@
-"""Any Hugging Face model from its configuration: `hf:gpt2`, `hf:llama`, `hf:vit`, ... Nothing is downloaded."""
+"""Any Hugging Face model from its configuration: `hf:gpt2`, `hf:llama`, `hf:vit`, ...; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from gbfunc.tasks.pnets.base import Interface, PNet
+from gbfunc.tasks.pnets.text_classifier import text_classifier
 
 PREFIX = "hf:"
 _PLACES = "max_position_embeddings"
@@ -14,12 +15,13 @@ _PLACES = "max_position_embeddings"
 
 
 def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
-    """A Hugging Face model with initial weights, as a p-net: a causal language model or an image classifier.
+    """A Hugging Face model as a p-net: a causal language model, an image classifier, or `text_classifier`.
 
     What the task decides is filled in where the configuration does not say it: the vocabulary, the number of classes,
     size and channels of an image, and the length of a text where the model has a table of positions.
 
     Raises:
+        FileNotFoundError: if there is no such pretrained network.
         ImportError: if transformers is missing.
         ValueError: for an unknown type, one without a model for such a task, or fields that do not fit.
     """
@@ -27,6 +29,10 @@ def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
         import transformers
     except ImportError as error:
         raise ImportError("Hugging Face p-nets need transformers: pip install 'gbfunc[hf]'") from error
+    if interface.vocabulary:
+        return text_classifier(interface, model_type, config)
+    if "pretrained" in config:
+        raise ValueError("pretrained weights are for tasks of texts with classes, such as trec")
     auto = transformers.AutoModelForCausalLM if interface.tokens else transformers.AutoModelForImageClassification
     try:
         template = transformers.AutoConfig.for_model(model_type)

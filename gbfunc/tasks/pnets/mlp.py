@@ -56,8 +56,9 @@ def mlp_pnet(
     Raises:
         ValueError: if the task is no image task, or the sizes do not fit it.
     """
-    if interface.tokens or interface.actions:
-        other = "gpt for a text task" if interface.tokens else "actor_critic for a task of control"
+    if interface.tokens or interface.vocabulary or interface.actions:
+        texts = "gpt for a text task" if interface.tokens else "hf:TYPE for a task of texts with classes"
+        other = "actor_critic for a task of control" if interface.actions else texts
         raise ValueError(f"the p-net mlp reads images: take {other}")
     n_inputs = math.prod(interface.inputs)
     layers = tuple((n_inputs, *hidden, interface.outputs) if sizes is None else sizes)
