@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gbfunc.cli import main
 from gbfunc.lab.compare import (
     METHODS,
     PRETRAINED_METHODS,
@@ -21,7 +22,7 @@ from gbfunc.lab.compare import (
     methods_for,
     reference_problem,
 )
-from gbfunc.lab.compare.adapters import ADAPTERS, FULL, HEAD, Adapted, linears_of, without_padding
+from gbfunc.lab.compare.adapters import ADAPTERS, FULL, HEAD, Adapted, linears_of
 from gbfunc.lab.compare.base import Stored, unpack
 from gbfunc.tasks import Recipe, Split, Task, accuracy
 from gbfunc.tasks.pnets import Interface, PNet
@@ -30,6 +31,8 @@ LAYERS, WIDTH, TOKENS, LENGTH, CLASSES, PAD = 3, 16, 50, 9, 4, 0
 RIVALS = {**ADAPTERS, "full_fine_tuning": FULL}
 PACKAGED = set(ADAPTERS) - {"linear_probe", "bitfit"}
 NUMBERS = (torch.float32, torch.float16)
+RECIPE = Recipe(batch_size=32, epochs=1, clip_norm=1.0)
+BUDGET, FULL_BUDGET = 8_000, 60_000
 
 
 class Classifier(nn.Module):
@@ -73,21 +76,18 @@ def texts(n: int, seed: int) -> Split:
 def task() -> Task:
     pnet = PNet("bert", make=new_bert, config={"pretrained": "nowhere"})
     interface = Interface((LENGTH,), CLASSES)
-    return Task("texts", interface, texts(64, 0), texts(40, 1), texts(40, 2), pnet)
+    splits = (texts(64, 0), texts(40, 1), texts(40, 2))
+    return Task("texts", interface, *splits, pnet, settings=lambda pnet, params: RECIPE)
 
 
 def problem_of(task: Task, budget: int, dtype: torch.dtype = torch.float32) -> Problem:
-    return Problem(task, budget // 4, budget, dtype, Recipe(batch_size=32, epochs=1, clip_norm=1.0))
+    return Problem(task, budget // 4, budget, dtype, RECIPE)
 
 
 def rival(name: str) -> Adapted:
     if name in PACKAGED:
         pytest.importorskip("peft", reason="the adapter is of the package peft")
     return RIVALS[name]
-
-
-BUDGET = 8_000
-FULL_BUDGET = 60_000
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
@@ -202,17 +202,6 @@ def test_a_network_without_blocks_has_no_layers_to_adapt(name: str, task: Task) 
         rival(name).candidates(problem_of(plain, BUDGET))
 
 
-def test_padding_is_left_out_and_changes_nothing(task: Task) -> None:
-    net, x = task.build(0).eval(), task.val.x
-    lengths: list[int] = []
-    net.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    with torch.no_grad():
-        torch.testing.assert_close(without_padding(net)(x), net(x))
-    assert lengths == [int((x != PAD).sum(1).max()), LENGTH]
-    plain = nn.Linear(3, 3)
-    assert without_padding(plain) is plain
-
-
 # Tables
 
 
@@ -251,3 +240,35 @@ def test_without_the_package_the_cure_is_told(task: Task, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match="pip install peft"):
         ADAPTERS["lora"].candidates(problem_of(task, BUDGET))
+
+
+# The command
+
+
+def test_the_command_compares_adapters_with_all_weights(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gbfunc.cli.job.load_task", lambda options: task)
+    methods = ["--methods", "bitfit", "bitfit_float16", "full_fine_tuning"]
+    options = ["compare", "--bytes", "600", "8000", "--quick", *methods, "--out", str(tmp_path)]
+    assert main(options) == 0
+    told = capsys.readouterr()
+    results = json.loads((tmp_path / "compare.json").read_text())
+    rows = [(row["method"], row["budget"]) for row in results["rows"]]
+    every = reference_problem(problem_of(task, 8_000)).budget
+    assert rows == [("bitfit_float16", 600), ("bitfit", 8_000), ("bitfit_float16", 8_000), ("full_fine_tuning", every)]
+    assert [(c["method"], c["budget"]) for c in results["choices"] if c["settings"] is None] == [("bitfit", 600)]
+    test = 100 * results["rows"][-1]["test"]
+    assert f"full_fine_tuning ({every:,} bytes): {test:.2f}" in told.out and f"{every:,} bytes" not in told.out[:200]
+    assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
+    assert main(options) == 0 and capsys.readouterr().out == told.out
+    assert main([*options[:4], "--quick", "--methods", "full_fine_tuning", "--out", str(tmp_path)]) == 0
+    assert f"full_fine_tuning ({every:,} bytes): {test:.2f}" in capsys.readouterr().out
+
+
+def test_budgets_of_adapters_are_bytes(task: Task) -> None:
+    from gbfunc.cli.compare import _BYTES, Compare
+
+    given = Compare(bytes=(8_000, 500))._problems(task, torch.float32)
+    assert [(p.size, p.budget) for p in given] == [(125, 500), (2_000, 8_000)]
+    assert [p.budget for p in Compare()._problems(task, torch.float16)] == list(_BYTES)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
@@ -136,7 +136,7 @@ class Adapted:
         with seeded(seed):
             net = self.adapter.attach(problem.task.build(seed), settings["adapter"])
         leaves = [p for p in net.parameters() if p.requires_grad]
-        base.train_net(problem, leaves, without_padding(net), settings["lr"], seed)
+        base.train_net(problem, leaves, net, settings["lr"], seed)
         data = base.pack(self.adapter.state(net), problem.dtype, _about(settings["adapter"]))
         return Trained(data, sum(leaf.numel() for leaf in leaves))
 
@@ -170,19 +170,6 @@ class Adapted:
 
 def _about(settings: Settings) -> dict[str, str]:
     return {"adapter": json.dumps(settings, separators=(",", ":"))}
-
-
-def without_padding(net: nn.Module) -> Net:
-    """A network of texts that reads a batch [B, L] up to the end of its longest: the same outputs in less time."""
-    pad = getattr(net, "pad", None)
-    if pad is None:
-        return net
-
-    def shorter(tokens_BL: Tensor) -> Any:
-        filled_L = (tokens_BL != pad).any(0)
-        return net(tokens_BL[:, : int(filled_L.nonzero().max()) + 1])
-
-    return shorter
 
 
 @dataclass(frozen=True)
