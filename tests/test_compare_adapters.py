@@ -169,6 +169,14 @@ def test_every_candidate_fits_and_another_rung_does_not(name: str, task: Task) -
             assert json.dumps(ladder.rung(most)) in fitting
 
 
+@pytest.mark.parametrize("name", RIVALS)
+def test_the_default_generator_is_left_as_it_was(name: str, task: Task) -> None:
+    method, problem = rival(name), problem_of(task, FULL_BUDGET)
+    before = torch.get_rng_state()
+    method.load(method.train(problem, method.candidates(problem)[0], 3).data, task)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_foreign_tensors_are_refused(task: Task) -> None:
     net = task.build(0)
     with pytest.raises(ValueError, match="the p-net has no parameters other"):

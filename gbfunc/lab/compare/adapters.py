@@ -133,8 +133,7 @@ class Adapted:
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on the adapter and the classifier."""
-        with seeded(seed):
-            net = self.adapter.attach(problem.task.build(seed), settings["adapter"])
+        net = self._attached(problem.task.build(seed), settings["adapter"], seed)
         leaves = [p for p in net.parameters() if p.requires_grad]
         base.train_net(problem, leaves, net, settings["lr"], seed)
         data = base.pack(self.adapter.state(net), problem.dtype, _about(settings["adapter"]))
@@ -143,7 +142,7 @@ class Adapted:
     def load(self, data: bytes, task: Task) -> Net:
         """A fresh base with the adapter."""
         state, about = base.unpack(data)
-        net = self.adapter.attach(task.build(0), json.loads(about["adapter"]))
+        net = self._attached(task.build(0), json.loads(about["adapter"]), 0)
         self.adapter.fill(net, state)
         return net.requires_grad_(False).eval()
 
@@ -153,9 +152,14 @@ class Adapted:
         ladder = self.adapter.ladders(net)[-1]
         return len(self._packed(net, ladder.rung(ladder.rungs), dtype))
 
+    def _attached(self, net: nn.Module, settings: Settings, seed: int) -> nn.Module:
+        # Adapters draw from torch's default generator, which is left as it was.
+        with seeded(seed):
+            return self.adapter.attach(net, settings)
+
     def _packed(self, net: nn.Module, settings: Settings, dtype: torch.dtype) -> bytes:
         # Of tensors of shapes alone: a copy of the base costs nothing, and no matrix is decomposed.
-        attached = self.adapter.attach(copy.deepcopy(net), settings)
+        attached = self._attached(copy.deepcopy(net), settings, 0)
         shapes = {name: tuple(t.shape) for name, t in self.adapter.state(attached).items()}
         return base.pack(base.zeros(shapes), dtype, _about(settings))
 
