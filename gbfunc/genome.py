@@ -77,6 +77,8 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
     given = {o.name: tuple(o.tensor.shape) for o in parameter_infos(pnet)}
     given |= {name: tuple(buffer.shape) for name, (buffer, _) in buffers_of(pnet).items()}
     expected = {t.name: t.shape for t in plan.tensors} | {b.name: b.shape for b in plan.buffers}
+    if plan.base is not None:
+        given = {k: shape for k, shape in given.items() if k in expected}
     if given != expected:
         other = {k: given.get(k) for k in sorted(given.keys() | expected.keys()) if given.get(k) != expected.get(k)}
         raise ValueError(f"the plan was made for another p-net: this one differs in {other}")
@@ -92,6 +94,8 @@ def init_genome(
 ) -> Genome:
     """A fresh genome: g-nets drawn from `seed`, direct parameters and buffers as the p-net has them now.
 
+    Deltas of a base are zero: the leaves in which a tile is linear are.
+
     Direct parameters of a meta-device p-net, which has no values, start at 0 (vectors), 1 (weights of norms) or normal
     with deviation 1 / sqrt(fan_in).
 
@@ -106,7 +110,7 @@ def init_genome(
         ValueError: if the p-net is not the one of the plan, or has a buffer without values.
     """
     check_plan(plan, pnet)
-    buffers = {name: buffer.detach() for name, (buffer, _) in buffers_of(pnet).items()}
+    buffers = {b.name: buffers_of(pnet)[b.name][0].detach() for b in plan.buffers}
     if empty := [name for name, buffer in buffers.items() if buffer.is_meta]:
         raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: give them some")
     infos = {info.name: info for info in parameter_infos(pnet)}
@@ -124,10 +128,19 @@ def init_genome(
     gnets: GNets = {}
     for e in plan.ensembles:
         if e.leaves:
-            leaves = init_leaves(e, plan.dtype, generator, count)
+            leaves = _without_deltas(plan, e, init_leaves(e, plan.dtype, generator, count))
             gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
+
+
+def _without_deltas(plan: Plan, e: Ensemble, leaves: Params) -> Params:
+    """The leaves with zeros where a tile of a delta is linear in them."""
+    first = {k: leaves[k].clone() for k, leaf in e.leaves.items() if leaf.role == "linear"}
+    for span in (p for p in e.spans if plan.tensors[p.tensor].base):
+        for leaf in first.values():
+            leaf[span.first : span.first + span.slot.grid.n_tiles] = 0
+    return leaves | first
 
 
 def _direct(info: ParameterInfo, generator: torch.Generator) -> Tensor:

@@ -30,24 +30,27 @@ def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bo
     """
     check_plan(plan, pnet)
     check_genome(plan, genome)
-    generator = Generator(plan, pnet=pnet if factored else None, lazy=factored)
+    base = plan.base_tensors(pnet)
+    generator = Generator(plan, pnet=pnet if factored else None, lazy=factored, base=base)
     with torch.no_grad():
         tensors = generator(genome.gnets, genome.direct)
-    forms, weights = {}, {}
+    forms, weights = {}, {k: tensors[k] for k in generator.unchanged}
     for tensor in plan.tensors:
         name, dtype, form = tensor.name, DTYPES[tensor.dtype], generator.forms.get(tensor.name)
         if not isinstance(form, FactoredWeight):
             weights[name] = tensors[name].to(dtype)
             continue
-        factors = {k: tensors[f"{name}_form.{k}"].to(dtype) for k in form.inputs}
-        form.hold(factors)
-        if sum(x.numel() for x in factors.values()) < tensor.numel:
+        inputs = {k: tensors[f"{name}_form.{k}"] for k in form.inputs}
+        # Beside a base factors are as they were in training.
+        form.hold(inputs if tensor.base else {k: x.to(dtype) for k, x in inputs.items()})
+        if sum(x.numel() for k, x in inputs.items() if k != "base") < tensor.numel:
             forms |= dict.fromkeys((name, *tensor.aliases), form)
             # A layer with factors has no use for the memory of its weight: one entry stands there until it is removed.
             weights[name] = torch.zeros((), dtype=dtype).expand(tensor.shape)
         else:
             weights[name] = form.make().detach().to(dtype)
-    PureNet(pnet).check(weights, genome.buffers)
-    net = with_weights(pnet, weights, genome.buffers, bare=forms)
+    buffers = dict(genome.buffers) | ({} if base is None else base.on(next(iter(weights.values())).device)[1])
+    PureNet(pnet).check(weights, buffers)
+    net = with_weights(pnet, weights, buffers, bare=forms)
     install(net, forms, shown=False)
     return net

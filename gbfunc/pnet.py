@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,20 @@ _CHECKPOINT = (
     "this p-net calls torch.utils.checkpoint inside its forward: backward would recompute with the module's own "
     "weights instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
 )
+
+_CHANGED = (
+    "the p-net changes a buffer of its frozen base: put that layer into eval mode before make_train_step, or name it "
+    "in modules_to_save: "
+)
+
+
+class FrozenBuffers(Protocol):
+    """Buffers of a base (`gbfunc.base.BaseTensors`): their names, and parameters and buffers on a device."""
+
+    @property
+    def buffer_names(self) -> Collection[str]: ...  # noqa: D102
+
+    def on(self, device: torch.device) -> tuple[Params, Params]: ...  # noqa: D102
 
 
 class ParameterInfo(NamedTuple):
@@ -183,7 +197,8 @@ class PureNet:
     Changes of buffers, in place (BatchNorm's running statistics) or by assignment, land in the `buffers` dict that is
     passed, so pass clones. It keeps the training mode the module has when it is made. Calls from threads take turns.
     For weights with `forms` that are not dense, by name, `weights` has the inputs, as `NAME_form.INPUT`. `adapt`
-    changes the skeleton further, and names the parameters that it takes in another shape or kind.
+    changes the skeleton further, and names the parameters that it takes in another shape or kind. The `frozen`
+    buffers of a base are not passed, and a call that changes one is refused.
     """
 
     def __init__(
@@ -191,6 +206,7 @@ class PureNet:
         pnet: nn.Module,
         forms: Mapping[str, WeightForm] | None = None,
         adapt: Callable[[nn.Module], Collection[str]] = lambda skeleton: (),
+        frozen: FrozenBuffers | None = None,
     ) -> None:
         check_pnet(pnet)
         forms = forms or {}
@@ -201,7 +217,9 @@ class PureNet:
                 self._parameters |= {f"{name}_form.{k}": _ANY for k in forms[name].inputs}
             else:
                 self._parameters[name] = TensorSpec(tuple(tensor.shape))
-        self._buffers = dict.fromkeys(buffers_of(pnet), _ANY)
+        self._frozen = frozen if frozen is not None and frozen.buffer_names else None
+        kept = () if self._frozen is None else self._frozen.buffer_names
+        self._buffers = dict.fromkeys((k for k in buffers_of(pnet) if k not in kept), _ANY)
         self._ties = _ties(pnet, forms)
         install(self.skeleton, forms, shown=True)
         self._parameters |= {name: _ANY for name in adapt(self.skeleton) if name in self._parameters}
@@ -244,7 +262,9 @@ class PureNet:
         return lambda *args, **kwargs: self(weights, buffers, *args, **kwargs)
 
     def _call(self, weights: TensorMap, buffers: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = {**weights, **buffers}
+        frozen = {} if self._frozen is None else self._frozen.on(next(iter(weights.values())).device)[1]
+        before = () if torch.compiler.is_compiling() else [b._version for b in frozen.values()]
+        tensors = {**weights, **buffers, **frozen}
         # Not by functional_call's tie_weights, which would go through all parameters at every call.
         tensors |= {alias: tensors[name] for alias, name in self._ties.items()}
         self._shared.cache = {}
@@ -256,6 +276,9 @@ class PureNet:
             for name, buffer in buffers.items():
                 if tensors[name] is not buffer:
                     buffers[name] = tensors[name]
+        for (name, buffer), version in zip(frozen.items(), before, strict=False):
+            if tensors[name] is not buffer or buffer._version != version:
+                raise ValueError(f"{_CHANGED}{name!r}")
         return out
 
 

@@ -17,6 +17,7 @@ LEVELS = (
     {"trees", "tiling", "encoding", "files"},
     {"hypernets", "layers"},
     {"pnet"},
+    {"base"},
     {"plan"},
     {"genome"},
     {"parallel"},

@@ -16,178 +16,23 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.genome import Noise, check_genome, codes_of
-from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.base import BaseTensors
+from gbfunc.generate.stack import GatheredRun, Part, Stack, factors_of, matrix_of
+from gbfunc.genome import Noise, check_genome
+from gbfunc.hypernets.ensemble import Run
 from gbfunc.layers import KINDS
+from gbfunc.layers.delta import DeltaWeight, added
 from gbfunc.layers.forms import FactoredWeight, WeightForm, formable
 from gbfunc.layers.recomputed import RecomputedWeight
-from gbfunc.parallel import Gather, Layout, Sizes, no_tiles
-from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan
-from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece, join_all, join_tiles
-from gbfunc.types import Factors, GenomeLike, GNets, Kernel, Params
-
-_RUN_BYTES = 2**22
-"""Tiles from which on slots are generated apart: fewer cost calls, more cost fresh memory (2 x 17 MB: 15 ms)."""
-
-
-class GatheredRun(NamedTuple):
-    """A run of which each rank holds some tiles; all ranks evaluate it together, and gather.
-
-    Attributes:
-        run: of this rank's tiles.
-        stack: the ensemble that it is of.
-        sizes: tiles of every rank.
-    """
-
-    run: Run
-    stack: Stack
-    sizes: Sizes
-
-    def tiles(self) -> Tensor | Factors:
-        """Scaled tiles [T, r, c] of all ranks, or their factors."""
-        gather = self.stack.gather()
-        assert gather is not None
-        return gather.slot(self.stack.ensemble, self.stack.mine(self.run), self.sizes)
-
-
-Part = Tensor | Factors | Run | GatheredRun
-"""What one slot of a tensor is made of: its matrix, its factors, or what makes either."""
-
-
-class Stack:
-    """An ensemble with its constants at hand: from its leaves to what each of its slots is made of.
-
-    Attributes:
-        ensemble: the ensemble.
-        layout: whose tiles are whose; None where all are this rank's.
-        slots: numbers of those of its slots that are made: all, where they are spread over ranks.
-        cuts: the tiles of each of them that are made.
-    """
-
-    def __init__(
-        self,
-        ensemble: Ensemble,
-        kernel: Kernel,
-        layout: Layout | None,
-        gather: Callable[[], Gather | None],
-        cuts: Mapping[int, Cut],
-    ) -> None:
-        self.ensemble, self.layout, self.gather = ensemble, layout, gather
-        self._kernel: Kernel = kernel
-        grids = [p.slot.grid for p in ensemble.spans]
-        if layout is not None:
-            cuts = {i: cuts.get(i, Cut(grid)) for i, grid in enumerate(grids)}
-        self.slots, self.cuts = [*cuts], [*cuts.values()]
-        self.grids = [cut.grid for cut in self.cuts]
-        self._counts = [grid.n_tiles for grid in self.grids]
-        # Tiles of each slot that every rank has, and that this one has.
-        self._sizes = [layout.sizes_of(ensemble, i) for i in range(len(self.grids))] if layout else None
-        self._held = [s[layout.mesh.gnets_index] for s in self._sizes] if layout and self._sizes else self._counts
-        hypernet, specs = ensemble.hypernet, ensemble.leaves
-        self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
-        linear = hypernet.standardised and not hypernet.stochastic
-        self._linear = tuple(k for k, leaf in specs.items() if linear and leaf.role == "linear")
-        self._span: slice | Tensor = layout.span(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
-        self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
-        if self._some:
-            numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
-            tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
-            self._span = torch.tensor(tiles, dtype=torch.int64, device="cpu")
-        self._built: dict[tuple[torch.dtype, torch.device], tuple[Run, Tensor, Tensor | None]] = {}
-
-    def constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
-        """The run of this rank's tiles without leaves, the scale [T] of each, and its group [T] or None."""
-        key = (dtype, device)
-        if key not in self._built:
-            e = self.ensemble
-            row, col = codes_of(e, dtype, device)
-            counts = torch.tensor([p.slot.grid.n_tiles for p in e.spans], device="cpu")
-            scales = torch.tensor([p.slot.scale for p in e.spans], dtype=dtype, device="cpu")
-            scale = scales.repeat_interleave(counts).to(device)
-            groups = torch.from_numpy(e.groups).to(device)[self._span] if self._shared else None
-            left = scale if e.hypernet.standardised and not self._linear else None
-            whole = Run.bare(e.hypernet, e.dims, self._kernel, row, col, left)
-            self._built[key] = (whole.of(self._span), scale[self._span], groups)
-        return self._built[key]
-
-    def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
-        """This rank's tiles, from its leaves and the noise of all tiles."""
-        bare, scale, groups = self.constants(dtype, device)
-        if self._some:
-            leaves = {k: v if k in self._shared else v[self._span] for k, v in leaves.items()}
-        leaves = {k: v[groups] if k in self._shared else v for k, v in leaves.items()}
-        # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
-        leaves |= {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in self._linear}
-        return bare.filled(leaves, noise and {k: v[self._span] for k, v in noise.items()})
-
-    def matrix(self, slot: int, leaves: Params, noise: Params | None) -> Tensor:
-        """The matrix of one slot, from what this rank's tiles of it are made of."""
-        like, first = next(iter(leaves.values())), sum(self._held[:slot])
-        bare = self.constants(like.dtype, like.device)[0].of(slice(first, first + self._held[slot]))
-        return matrix_of(self._of_all(bare.filled(leaves, noise), slot), self.cuts[slot])
-
-    def _of_all(self, run: Run, slot: int) -> Run | GatheredRun:
-        """What makes one slot on all ranks, of what makes this rank's tiles of it."""
-        return run if self._sizes is None else GatheredRun(run, self, self._sizes[slot])
-
-    def runs(self, run: Run) -> list[Part]:
-        """What makes each slot."""
-        return [self._of_all(part, slot) for slot, part in enumerate(run.split(self._held))]
-
-    def mine(self, run: Run) -> Tensor | Factors:
-        """This rank's tiles or factors, to be gathered; it may hold none."""
-        return run.tiles() if run.n_tiles or not self.layout else no_tiles(self.layout, self.ensemble, run.leaves)
-
-    def factors(self, run: Run) -> list[Part]:
-        """The factors of each slot."""
-        return self.parts(run.tiles())
-
-    def matrices(self, run: Run) -> list[Tensor]:
-        """The matrix of each slot; large ones one after the other, which spares memory and the time to get it."""
-        dims = self.ensemble.dims
-        spans = _spans([n * dims.rows * dims.cols * run.row.itemsize for n in self._counts])
-        parts = run.split([sum(self._counts[span]) for span in spans])
-        return [m for part, span in zip(parts, spans, strict=True) for m in part.matrices(self.grids[span])]
-
-    def parts(self, tiles: Tensor | Factors) -> list[Part]:
-        """The matrix or the factors of each slot, from all tiles."""
-        if isinstance(tiles, Tensor):
-            return list(join_all(tiles, self.grids))
-        left, right = (x.split(self._counts) if len(self._counts) > 1 else (x,) for x in tiles)
-        return [Factors(*both) for both in zip(left, right, strict=True)]
-
-
-def _spans(sizes: list[int]) -> list[slice]:
-    """Cut a sequence of slots into spans of at least `_RUN_BYTES`, the last one maybe smaller."""
-    ends, total = [0], 0
-    for i, size in enumerate(sizes, 1):
-        total += size
-        if total >= _RUN_BYTES or i == len(sizes):
-            ends.append(i)
-            total = 0
-    return [slice(a, b) for a, b in pairwise(ends)]
-
-
-def matrix_of(part: Part, cut: Cut) -> Tensor:
-    """The matrix [R, C] of a slot, or the block of it that is cut out."""
-    if isinstance(part, Run):
-        part = part.matrix(cut.grid)
-    elif not isinstance(part, Tensor):
-        part = join_tiles(dense_tiles(part if isinstance(part, Factors) else part.tiles()), cut.grid)
-    return cut.crop(part)
-
-
-def factors_of(part: Part) -> Factors:
-    """The factors of a slot, whose type has some."""
-    made = part if isinstance(part, Tensor | Factors) else part.tiles()
-    assert isinstance(made, Factors)
-    return made
+from gbfunc.parallel import Gather, Layout
+from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece
+from gbfunc.types import GenomeLike, GNets, Kernel, Params
 
 
 class Generator:
@@ -204,9 +49,12 @@ class Generator:
         remat: whether the others are made for each use and again in backward.
         names: the parameters to make; None is all.
         pieces: which block to make of the matrix of a parameter, by name; of factors all are made.
+        base: what deltas belong to, where the plan has a base.
 
     Attributes:
         forms: the form of each weight that is not dense, by name of parameter, names of tied ones included.
+        unchanged: names of the parameters of the base that have no delta.
+        frozen: what it gives of the base, by name: those, and what deltas belong to.
         gather: from each rank's outputs to everyone's, where the genome is split.
     """
 
@@ -221,7 +69,13 @@ class Generator:
         remat: bool = False,
         names: Collection[str] | None = None,
         pieces: Mapping[str, Piece] | None = None,
+        base: BaseTensors | None = None,
     ) -> None:
+        if plan.base is not None and base is None:
+            raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
+        self._base = base
+        changed = {t.name for t in plan.tensors}
+        self.unchanged = [k for k in base.names if k not in changed] if base is not None else []
         self._layout = layout if layout is not None and layout.sharded else None
         self.gather = None if self._layout is None else Gather(self._layout)
         self._plan, self._dtype, self._pieces = plan, plan.dtype, pieces or {}
@@ -234,6 +88,8 @@ class Generator:
             if tensor.slots and pnet is not None and all(_formable(pnet, name) for name in named):
                 form = self._form(tensor, lazy, remat)
                 self.forms |= {} if form is None else dict.fromkeys(named, form)
+        deltas = {name for name, form in self.forms.items() if isinstance(form, DeltaWeight)}
+        self.frozen = {*self.unchanged, *(f"{name}_form.base" for name in deltas)}
         wanted = {t.name for t in made}
         self._stacks = []
         # Where each slot is: its stack, and its place there.
@@ -248,10 +104,10 @@ class Generator:
                 self._place |= {span: (len(self._stacks), i) for i, span in enumerate(spans)}
                 self._stacks.append(stack)
         self._tensors: list[tuple[TensorPlan, Callable[..., Params], list[tuple[int, int]]]] = []
-        write = {FactoredWeight: self._factored, RecomputedWeight: self._recomputed, type(None): self._dense}
+        write = {RecomputedWeight: self._recomputed, type(None): self._dense}
         for tensor in made:
             places = [self._place[tensor.name, part] for part in range(len(tensor.slots))]
-            self._tensors.append((tensor, write[type(self.forms.get(tensor.name))], places))
+            self._tensors.append((tensor, write.get(type(self.forms.get(tensor.name)), self._factored), places))
         # Gathered are the outputs of whole ensembles, or of each slot where they are not to be kept.
         gathered = self._layout is not None and not remat
         self._made: list[Callable[[Run], Sequence[Part]] | None] = []
@@ -262,7 +118,8 @@ class Generator:
             elif RecomputedWeight in kinds:
                 self._made.append(stack.runs)
             else:
-                self._made.append(stack.factors if FactoredWeight in kinds else stack.matrices)
+                thin = any(issubclass(kind, FactoredWeight) for kind in kinds)
+                self._made.append(stack.factors if thin else stack.matrices)
 
     def _cut_of(self, tensor: TensorPlan, grid: TileGrid, spread: bool) -> Cut:
         """The tiles to make of a matrix: all where they are spread over ranks, and the block is cut out after."""
@@ -279,9 +136,8 @@ class Generator:
         if thin and tensor.can_factor(self._plan.dtype):
             first = tensor.slots[0].grid
             grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
-            return FactoredWeight(
-                tensor.name, tensor.shape, grid, tensor.kind == "transposed_linear", auto=lazy == "auto"
-            )
+            form = DeltaWeight if tensor.base else FactoredWeight
+            return form(tensor.name, tensor.shape, grid, tensor.kind == "transposed_linear", auto=lazy == "auto")
         index = next(i for i, t in enumerate(self._plan.tensors) if t is tensor)
         spans = sorted((p.part, e.name) for e in self._plan.ensembles for p in e.spans if p.tensor == index)
         by_name = {e.name: e for e in self._plan.ensembles}
@@ -328,6 +184,9 @@ class Generator:
             parts = self._gather(runs)
             parts |= {i: make(runs[i]) for i, make in enumerate(self._made) if make is not None}
             tensors: Params = {}
+            if self._base is not None:
+                params, _ = self._base.on(device)
+                tensors |= {k: params[k] for k in self.unchanged}
             for tensor, write, places in self._tensors:
                 if places:
                     tensors |= write(tensor, [(parts[number][i], self._stacks[number].cuts[i]) for number, i in places])
@@ -337,6 +196,8 @@ class Generator:
 
     def prepare(self, gnets: GNets, direct: Params) -> None:
         """Build the constants for these leaves, which a compiled call cannot do itself."""
+        if self._base is not None:
+            self._base.on(self._kind(gnets, direct)[1])
         for stack in self._stacks:
             stack.constants(*self._kind(gnets, direct))
 
@@ -373,6 +234,8 @@ class Generator:
         matrices = [m + slot.offset if slot.offset else m for m, slot in zip(matrices, tensor.slots, strict=True)]
         kind, piece = KINDS[tensor.kind], self._pieces.get(tensor.name)
         weight = kind.fold(matrices, tensor.shape if piece is None else kind.block_shape(tensor.shape, piece.shape))
+        if tensor.base:
+            return added(self._of_base(tensor.name, weight.device), weight)
         # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
         narrow = DTYPES[tensor.dtype]
         return weight.to(narrow) if narrow.itemsize < self._plan.dtype.itemsize else weight
@@ -384,7 +247,13 @@ class Generator:
         left, right = (torch.cat(x) if len(factors) > 1 else x[0] for x in zip(*factors, strict=True))
         cut = (len(parts) * grid.n_rows, grid.n_cols)
         form = f"{tensor.name}_form"
-        return {f"{form}.left": left.unflatten(0, cut), f"{form}.right": right.unflatten(0, cut)}
+        factors = {f"{form}.left": left.unflatten(0, cut), f"{form}.right": right.unflatten(0, cut)}
+        return factors | ({f"{form}.base": self._of_base(tensor.name, left.device)} if tensor.base else {})
+
+    def _of_base(self, name: str, device: torch.device) -> Tensor:
+        """The base's tensor of a delta."""
+        assert self._base is not None
+        return self._base.on(device)[0][name]
 
     def _recomputed(self, tensor: TensorPlan, parts: list[tuple[Part, Cut]]) -> Params:
         """What its g-nets are made of."""
@@ -401,7 +270,14 @@ def _formable(pnet: nn.Module, name: str) -> bool:
     return formable(pnet.get_submodule(prefix), attribute)
 
 
-def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kernel: Kernel = "auto") -> Params:
+def generate(
+    plan: Plan,
+    genome: GenomeLike,
+    *,
+    noise: Noise | None = None,
+    kernel: Kernel = "auto",
+    base: nn.Module | None = None,
+) -> Params:
     """All parameters of the p-net by name, direct ones included: `{name: Tensor}`.
 
     Differentiable with respect to `genome.gnets` and `genome.direct`, also under `torch.func` transforms.
@@ -411,9 +287,10 @@ def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kern
         genome: a `Genome` or `TrainState`; one that is split over ranks must be gathered first.
         noise: noise of stochastic g-nets (see `sample_noise`); None gives the mean weights.
         kernel: implementation of ReLU g-nets.
+        base: the pretrained p-net that the genome changes, where the plan has a base: what has no delta is its tensor.
 
     Raises:
-        ValueError: if the genome's leaves are not those of the plan.
+        ValueError: if the genome's leaves are not those of the plan, or the base is not the plan's.
 
     >>> import gbfunc as gb
     >>> pnet = torch.nn.Linear(30, 20)
@@ -422,4 +299,7 @@ def generate(plan: Plan, genome: GenomeLike, *, noise: Noise | None = None, kern
     {'weight': (20, 30), 'bias': (20,)}
     """
     check_genome(plan, genome, buffers=False)
-    return Generator(plan, kernel=kernel)(genome.gnets, genome.direct, noise)
+    if base is not None and plan.base is None:
+        raise ValueError("the plan has no base: the genome holds all of the p-net")
+    tensors = None if base is None else plan.base_tensors(base)
+    return Generator(plan, kernel=kernel, base=tensors)(genome.gnets, genome.direct, noise)

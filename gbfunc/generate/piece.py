@@ -27,7 +27,8 @@ def generate_piece(
     """A block of one parameter's matrix, from the tiles alone that it meets: rows a..b and columns c..d.
 
     The matrix [R, C] has output channels in its rows and input channels times kernel positions in its columns,
-    whatever the layer's layout (a vector is [R, 1]). Differentiable as `generate` is.
+    whatever the layer's layout (a vector is [R, 1]); of a tensor with a base, of its delta. Differentiable as
+    `generate` is.
 
     Args:
         plan: the plan.

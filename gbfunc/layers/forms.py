@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ _FLOPS_PER_ELEMENT = 40
 """Floating-point operations in the time that writing or reading an element takes: 10 per byte, 4 bytes."""
 
 
-def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: int) -> bool:
+def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: int, frozen_base: bool = False) -> bool:
     """Whether applying the factors costs less than forming the weight, forward and backward.
 
     With R rows, C columns, nr x nc `tiles` of rank k and B batch rows (positions, for a convolution), in FLOPs,
@@ -41,11 +41,13 @@ def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: 
         dense    = 6 R C (B + k) + 6 e R C                  three GEMMs each for layer and generation
         factored = 6 B k (nr C + nc R) + 15 e B nr nc k     three pairs of thin GEMMs
 
+    Beside a `frozen_base`, the factors spare one GEMM of the weight's size, that of its gradient, and not three.
+
     >>> lazy_pays(4096, 4096, 64, (1, 1), 256), lazy_pays(128, 128, 64, (1, 1), 4096)
     (True, False)
     """
     tile_rows, tile_cols = tiles
-    dense = 6 * rows * cols * (batch_rows + k + _FLOPS_PER_ELEMENT)
+    dense = rows * cols * ((2 if frozen_base else 6) * batch_rows + 6 * (k + _FLOPS_PER_ELEMENT))
     thin = 6 * (tile_rows * cols + tile_cols * rows) + 15 * _FLOPS_PER_ELEMENT * tile_rows * tile_cols
     return batch_rows * k * thin < dense
 
@@ -138,9 +140,11 @@ class FactoredWeight(WeightForm):
 
     left: Tensor
     right: Tensor
+    more: ClassVar[tuple[str, ...]] = ()
+    """Inputs beside the factors."""
 
     def __init__(self, name: str, shape: tuple[int, ...], grid: TileGrid, transposed: bool, auto: bool) -> None:
-        super().__init__(name, ("left", "right"))
+        super().__init__(name, ("left", "right", *self.more))
         self.shape, self.grid, self.transposed, self.auto = shape, grid, transposed, auto
 
     def make(self) -> Tensor:
@@ -156,17 +160,22 @@ class FactoredWeight(WeightForm):
         if self.held is not None:
             return False
         grid, (nr, nc, _, k) = self.grid, self.left.shape
-        return not self.auto or lazy_pays(grid.rows, grid.cols, k, (nr, nc), batch_rows)
+        return not self.auto or lazy_pays(grid.rows, grid.cols, k, (nr, nc), batch_rows, "base" in self.more)
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
-        """`x @ W[rows].T + bias` as two thin products."""
+        """`x @ W[rows].T + bias` as two thin products, where these pay."""
+        y = self.thin_linear(x, bias, rows)
+        return dense_linear(self.dense(), self.transposed, rows, x, bias) if y is None else y
+
+    def thin_linear(self, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor | None:
+        """`x @ (L R^T)[rows].T + bias`; None where the dense weight is used."""
         grid, left, right = self.grid, self.left, self.right
         start, stop = rows.start or 0, grid.rows if rows.stop is None else rows.stop
         tiles = slice(start // grid.tile_rows, -(-stop // grid.tile_rows))
         # Rows that begin within a tile and end in another one are cut out of the dense weight.
         across = start % grid.tile_rows and tiles.stop - tiles.start > 1
         if across or not self._thin(math.prod(x.shape[:-1])):
-            return dense_linear(self.dense(), self.transposed, rows, x, bias)
+            return None
         if x.shape[-1] != grid.cols:
             raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
         if rows.stop is not None:
@@ -176,13 +185,21 @@ class FactoredWeight(WeightForm):
         return _linear(x, left, right, stop - start, bias)
 
     def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+        """`conv(x, W, bias, **options)` as two thin convolutions, where these pay."""
+        y = self.thin_conv(conv, x, bias, options)
+        return conv(x, self.dense(), bias, **options) if y is None else y
+
+    def thin_conv(
+        self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, options: dict[str, Any]
+    ) -> Tensor | None:
         """A convolution with k filters per tile, then a 1x1 convolution; tiles must not cut kernels."""
         positions = math.prod(self.shape[2:])
         whole = options["groups"] == 1 and self.grid.tile_cols % positions == 0
         if not whole or not self._thin(_positions(x, self.shape[2:], options)):
-            return conv(x, self.dense(), bias, **options)
+            return None
         if x.ndim == len(self.shape) - 1:
-            return self.conv(conv, x.unsqueeze(0), bias, **options).squeeze(0)
+            y = self.thin_conv(conv, x.unsqueeze(0), bias, options)
+            return None if y is None else y.squeeze(0)
         channels, kernel = self.shape[1], self.shape[2:]
         if x.shape[1] != channels:
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
@@ -205,11 +222,16 @@ class FactoredWeight(WeightForm):
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if last else y.contiguous()
 
     def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
-        """Rows of the left factors times the right factors."""
+        """Rows of the weight, from its factors where these pay."""
+        y = self.thin_embedding(index, padding_idx)
+        return F.embedding(index, self.dense(), padding_idx) if y is None else y
+
+    def thin_embedding(self, index: Tensor, padding_idx: int | None) -> Tensor | None:
+        """Rows of the left factors times the right factors; None where the dense weight is used."""
         nr, nc, r, k = self.left.shape
         # Rows of several tiles need each token's right factors: past the weight's size, form it.
         if not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
-            return F.embedding(index, self.dense(), padding_idx)
+            return None
         flat = index.reshape(-1)
         table = self.left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)

@@ -161,9 +161,11 @@ def plan_parallel(
         optimizer_states: numbers that the optimizer keeps for each of the genome (Adam: 2).
 
     Raises:
-        ValueError: for ranks < 1, or a batch without rows.
+        ValueError: for ranks < 1, a batch without rows, or a plan with a base.
     """
     device = device or DeviceSpec()
+    if plan.base is not None:
+        raise ValueError("a p-net with a base is not split: plan_parallel is for plans without one")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks must be an int >= 1, got {ranks!r}")
     rows = n_rows(batch)

@@ -10,15 +10,17 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gbfunc.base import BaseTensors, hub_name
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
 from gbfunc.hypernets import Hypernet, periodic
 from gbfunc.layers import KINDS, layer_kind
 from gbfunc.plan.budget import Unit, allocate, spend
+from gbfunc.plan.select import Targets, check_targets
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, dtype_name
 from gbfunc.plan.spec import Plan, genome_file_bytes
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
@@ -27,7 +29,8 @@ from gbfunc.types import MatrixDims
 
 Rule = tuple[str, Hypernet | None]
 Codes = tuple[Encoding | None, Encoding | None]
-_DIRECT_SHARE = 0.25  # Direct vectors may take this part of a size target; beyond it the longest are generated
+_DIRECT_SHARE = 0.25  # What may be direct or not takes this part of a size target; beyond it the longest are generated
+_DELTA_SCALE = 0.1  # Deviation of a delta of unit g-nets, in that of the base's weights
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Where to look for the smallest file: multiples of the fewest parameters
 
 
@@ -35,13 +38,15 @@ _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Where to look for the smallest file
 class Candidate:
     """One parameter, its plan without slots, and what generates it, None where it is direct.
 
-    A size target may have a `movable` one generated; `scales` keeps `_initial_scale` of its matrices.
+    A size target may have a `movable` one generated; with `base` it is a delta that is generated; `scales` keeps
+    `_initial_scale` of its matrices.
     """
 
     info: ParameterInfo
     tensor: TensorPlan
     hypernet: Hypernet | None
     movable: bool = False
+    base: bool = False
     scales: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -57,12 +62,19 @@ def make_plan(
     rules: Sequence[Rule] = (),
     encodings: Mapping[str, Codes] | None = None,
     max_tile: MaxTile = None,
+    base: Literal["own"] | None = None,
+    target_modules: str | Sequence[str] | None = None,
+    modules_to_save: Sequence[str] = (),
 ) -> Plan:
-    """Plan how a p-net's weights grow from a genome.
+    """Plan how a p-net's weights grow from a genome, or how a genome changes a pretrained p-net.
 
     By default the weights of linear, convolution and attention layers are generated, and biases, norms and embeddings
     are direct parameters. At most one size target may be given, and none with an explicit size; with neither, every
     matrix has one tile and its type's default size (32 features, 32 hidden units, rank 4, 8 genes).
+
+    With `base="own"` the p-net's present weights are the base, and the genome an adapter: `weights = base + delta`. The
+    deltas are generated and start at exactly zero; all that has no delta is frozen, and neither trained, nor counted,
+    nor stored.
 
     Args:
         pnet: any `nn.Module`; it is only looked at. Its initial weights set the scale of the generated ones.
@@ -76,6 +88,13 @@ def make_plan(
         encodings: `{parameter: (rows, columns)}`: codes of the axes of its matrix, None for the default (`binary`).
         max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns);
             columns coded per axis, as a convolution's are, count channels.
+        base: `"own"`: the p-net's present tensors, but for those of `modules_to_save`, are the base.
+        target_modules: modules whose weights get a delta, as PEFT has it: a list of names or their last parts
+            (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None is every
+            linear, convolution and attention layer. `include`, `exclude` and `rules` go before it.
+        modules_to_save: names, or their last parts, of modules that are not the base's, such as a new head: trained
+            and part of the genome. Their parameters are direct, and start at their present values; a size target of
+            which they would take over a quarter has the longest of them generated.
 
     Returns:
         The plan. A size target is met from below, within 2 % where the sizes' steps allow.
@@ -90,22 +109,29 @@ def make_plan(
     hypernet = periodic() if hypernet is None else hypernet
     if not isinstance(hypernet, Hypernet):
         raise TypeError(f"hypernet must come from a factory such as gb.periodic(), got {hypernet!r}")
-    choices = _choose(pnet, hypernet, include, exclude, rules)
+    targets = check_targets(pnet, base, target_modules, modules_to_save)
+    choices = _choose(pnet, hypernet, include, exclude, rules, targets)
     buffers = tuple(
-        BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved) for name, (b, saved) in buffers_of(pnet).items()
+        BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved)
+        for name, (b, saved) in buffers_of(pnet).items()
+        if targets is None or targets.saved(name)
     )
-    total = sum(c.tensor.numel for c in choices)
-    targets = {"genome_params": genome_params, "genome_bytes": genome_bytes, "compression": compression}
-    target, words = _target(total, hypernet, targets)
+    frozen = None
+    if targets is not None:
+        new = {c.tensor.name for c in choices if not c.base} | {b.name for b in buffers}
+        frozen = BaseTensors(pnet, new).describe(*hub_name(pnet))
+    total = sum(c.tensor.numel for c in choices if not c.base) + (frozen.params if frozen else 0)
+    sizes = {"genome_params": genome_params, "genome_bytes": genome_bytes, "compression": compression}
+    target, words = _target(total, hypernet, sizes)
     asked = None if compression is None else f"a compression of {compression:,.10g}x"
     codes = _check_encodings(encodings or {}, choices, promotes=target is not None)
 
     def build(params: int | None, direct_share: float = _DIRECT_SHARE) -> Plan:
         fresh = [replace(c) for c in choices]
         if params is not None:
-            _promote_vectors(fresh, direct_share * params, hypernet, max_tile)
+            _promote(fresh, direct_share * params, hypernet, max_tile)
         try:
-            return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words)
+            return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen)
         except TargetTooSmall:
             # With every vector generated that is smaller so: what fails then is below the smallest genome.
             if not direct_share:
@@ -183,18 +209,18 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Pla
     )
 
 
-def _promote_vectors(choices: list[Candidate], most: float, hypernet: Hypernet, max_tile: MaxTile) -> None:
-    """Generate the longest vectors where direct ones would take more than `most` parameters."""
-    direct = sum(c.tensor.numel for c in choices if c.hypernet is None and c.tensor.kind == "vector")
+def _promote(choices: list[Candidate], most: float, hypernet: Hypernet, max_tile: MaxTile) -> None:
+    """Generate the longest movable parameters where those and direct vectors would take more than `most` parameters."""
+    direct = sum(c.tensor.numel for c in choices if c.hypernet is None and (c.movable or c.tensor.kind == "vector"))
     for choice in sorted((c for c in choices if c.movable), key=lambda c: -c.tensor.numel):
-        (matrix,) = choice.tensor.matrices
-        unit = Unit(matrix, hypernet, _default_codes(matrix, (None, None)), max_tile, count=1)
-        if direct <= most or unit.cost_of((1, 1), 1) >= unit.numel:
+        units = [Unit(m, hypernet, _default_codes(m, (None, None)), max_tile, count=1) for m in choice.tensor.matrices]
+        if direct <= most or sum(unit.cost_of((1, 1), 1) for unit in units) >= choice.tensor.numel:
             return
         choice.hypernet = hypernet
-        note = "generated: direct vectors would take over a quarter of the target"
+        what = "vectors" if choice.tensor.kind == "vector" else "parameters"
+        note = f"generated: direct {what} would take over a quarter of the target"
         choice.tensor = replace(choice.tensor, note=note)
-        direct -= unit.numel
+        direct -= choice.tensor.numel
 
 
 def _tensors(
@@ -234,7 +260,9 @@ def _tensors(
         unit.larger -= 1
         sized = unit.hypernet if unit.fixed else unit.hypernet.with_size(size)
         slots.setdefault(name, []).append(Slot(sized, unit.tiling(unit.cut)[0], *unit.codes, *scale, unit.group))
-    return tuple(replace(c.tensor, slots=tuple(slots.get(c.tensor.name, ()))) for c in choices)
+    return tuple(
+        replace(c.tensor, slots=tuple(made), base=c.base) for c in choices for made in [slots.get(c.tensor.name, ())]
+    )
 
 
 def _too_small(choices: list[Candidate], target: int, direct: int, least: int, asked: str | None) -> TargetTooSmall:
@@ -269,9 +297,17 @@ def _matches(what: str, patterns: Sequence[str], infos: list[ParameterInfo]) -> 
 
 
 def _choose(
-    pnet: nn.Module, hypernet: Hypernet, include: Sequence[str], exclude: Sequence[str], rules: Sequence[Rule]
+    pnet: nn.Module,
+    hypernet: Hypernet,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    rules: Sequence[Rule],
+    targets: Targets | None,
 ) -> list[Candidate]:
-    """Every parameter with its kind and hypernetwork: exclude beats rules, which beat include and the default."""
+    """Every parameter with its kind and hypernetwork: exclude beats rules, which beat include and the default.
+
+    Of a p-net that is a base, those alone that change or are new.
+    """
     infos = parameter_infos(pnet)
     included = set[str]().union(*_matches("include", include, infos))
     excluded = set[str]().union(*_matches("exclude", exclude, infos))
@@ -286,22 +322,30 @@ def _choose(
     for info in infos:
         name, weights, shape = info.name, info.tensor, tuple(info.tensor.shape)
         kind = layer_kind(info.module, info.attribute, shape)
+        saved = targets is not None and targets.saved(name)
         if name in excluded:
             chosen, note = None, "excluded"
         elif name in by_rule:
             chosen, note = by_rule[name], "by rule"
         elif name in included:
             chosen, note = hypernet, "included"
+        elif targets is not None and not saved:
+            chosen, note = hypernet if targets.changes(info, kind) else None, ""
         else:
-            chosen, note = hypernet if kind.selected else None, ""
-        movable = not note and kind.name == "vector"
+            chosen, note = hypernet if kind.selected and targets is None else None, ""
+        movable = not note and (kind.name == "vector" or (saved and kind.selected))
         if not (weights.numel() and weights.dtype.is_floating_point):
             if chosen is not None and note:
                 what = f"{name!r} ({weights.dtype}, {weights.numel()} entries)"
                 raise ValueError(f"{what} cannot be generated: exclude it")
             chosen, movable = None, False
+        base = targets is not None and not saved
+        if base and chosen is None:
+            continue
         tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)
-        choices.append(Candidate(info, tensor, chosen, movable))
+        choices.append(Candidate(info, tensor, chosen, movable and not base, base))
+    if targets is not None and not choices:
+        raise ValueError("nothing of the p-net has a delta or is new: name layers by target_modules or include")
     return choices
 
 
@@ -341,7 +385,8 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
     """Standard deviation and offset of a slot: those of the p-net's initial weights.
 
     A vector keeps its mean as the offset. Where the deviation is zero or undefined (one entry, a meta-device p-net) it
-    is 1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector.
+    is 1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector. That of a delta is a tenth,
+    of three digits, and has no offset.
     """
     # Kept: a target in bytes is met by many plans, and all of them have the same.
     if part in choice.scales:
@@ -349,6 +394,9 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
     weights = choice.info.tensor.detach()
     vector = choice.tensor.kind == "vector"
     fallback = 1 / math.sqrt(matrix.rows if vector else matrix.cols)
+    if choice.base:
+        choice.scales[part] = (_delta_scale(KINDS[choice.tensor.kind].unfold(weights)[part], fallback), 0.0)
+        return choice.scales[part]
     if weights.is_meta:
         norm = "Norm" in type(choice.info.module).__name__ and choice.info.attribute == "weight"
         return fallback, float(vector and norm)
@@ -359,3 +407,11 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
     tiny = std <= 1e-8 * max(1.0, largest)
     choice.scales[part] = (fallback if tiny else std), float(values.mean()) if vector else 0.0
     return choice.scales[part]
+
+
+def _delta_scale(weights: Tensor, fallback: float) -> float:
+    values = weights.double()
+    std = float(values.std(correction=0)) if values.numel() > 1 else 0.0
+    if not math.isfinite(std):
+        raise ValueError("the base holds values that are not finite in a tensor that is to change")
+    return float(f"{_DELTA_SCALE * (std or fallback):.3g}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gbfunc.base import Base
 from gbfunc.encoding import Encoding, encoding_from_json
 from gbfunc.hypernets import Hypernet, hypernet_from_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
@@ -19,7 +20,9 @@ VERSION = 1
 _MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS, _MAX_TILES = 1 << 14, 64, 256, 1 << 24
 
 
-def plan_to_json(tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], target: str) -> str:
+def plan_to_json(
+    tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], target: str, base: Base | None = None
+) -> str:
     """Compact JSON: hypernetworks and encodings once each, slots as short lists that refer to them."""
     hypernets: dict[Hypernet, int] = {}
     encodings: dict[Encoding, int] = {}
@@ -32,7 +35,13 @@ def plan_to_json(tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], t
             codes = (encodings.setdefault(code, len(encodings)) for code in (slot.row_code, slot.col_code))
             group = [slot.group] if slot.group else []
             slots.append([h, slot.grid.tile_rows, slot.grid.tile_cols, *codes, slot.scale, slot.offset, *group])
-        optional = {"dtype": dtype, "aliases": list(tensor.aliases), "note": tensor.note, "slots": slots}
+        optional = {
+            "dtype": dtype,
+            "aliases": list(tensor.aliases),
+            "note": tensor.note,
+            "slots": slots,
+            "base": tensor.base,
+        }
         entry: JSON = {"name": tensor.name, "shape": list(tensor.shape), "kind": tensor.kind}
         entries.append(entry | {k: v for k, v in optional.items() if v})
     data = {
@@ -42,14 +51,15 @@ def plan_to_json(tensors: Sequence[TensorPlan], buffers: Sequence[BufferPlan], t
         "tensors": entries,
         **({"buffers": [list(b) for b in buffers]} if buffers else {}),
         **({"target": target} if target else {}),
+        **({"base": list(base)} if base else {}),
     }
     return json.dumps(data, separators=(",", ":"))
 
 
 def plan_from_json(
     text: str, factories: Sequence[Callable[..., Any]] = ()
-) -> tuple[tuple[TensorPlan, ...], tuple[BufferPlan, ...], str]:
-    """Read what `plan_to_json` wrote: tensors, buffers and target; `ValueError` for anything else."""
+) -> tuple[tuple[TensorPlan, ...], tuple[BufferPlan, ...], str, Base | None]:
+    """Read what `plan_to_json` wrote: tensors, buffers, target and base; `ValueError` for anything else."""
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = json.loads(text)
@@ -61,11 +71,12 @@ def plan_from_json(
         tensors = tuple(_tensor(entry, hypernets, encodings) for entry in data["tensors"])
         buffers = tuple(_buffer(*entry) for entry in data.get("buffers", []))
         target = _text(data.get("target", ""))
+        base = _base(*data["base"]) if "base" in data else None
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
     if (tiles := sum(s.grid.n_tiles for t in tensors for s in t.slots)) > _MAX_TILES:
         raise ValueError(f"the plan declares {tiles} tiles; at most {_MAX_TILES:,} are read")
-    return tensors, buffers, target
+    return tensors, buffers, target, base
 
 
 def check_limits(data: JSON) -> None:
@@ -103,14 +114,21 @@ def _buffer(name: Any, shape: Any, dtype: Any, persistent: Any) -> BufferPlan:
     return BufferPlan(_text(name), _shape(shape), dtype, persistent)
 
 
+def _base(digest: Any, params: Any, size: Any, name: Any, revision: Any) -> Base:
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (params, size)):
+        raise TypeError(f"expected the parameters and bytes of a base, got {params!r} and {size!r}")
+    return Base(_text(digest), params, size, _text(name), _text(revision))
+
+
 def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -> TensorPlan:
     aliases, note = tuple(map(_text, entry.get("aliases", []))), _text(entry.get("note", ""))
     name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
     bare = TensorPlan(name, shape, dtype, entry["kind"], aliases=aliases, note=note)
+    base = entry.get("base", False) is True
     slots, matrices = [], bare.matrices if "slots" in entry else ()
     for values, matrix in zip(entry.get("slots", ()), matrices, strict=True):
         h, tile_rows, tile_cols, row_code, col_code, scale, offset, *group = values
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)
         codes = encodings[row_code], encodings[col_code]
         slots.append(Slot(hypernets[h], grid, *codes, float(scale), float(offset), *map(_text, group)))
-    return replace(bare, slots=tuple(slots))
+    return replace(bare, slots=tuple(slots), base=base)

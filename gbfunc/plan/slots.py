@@ -78,7 +78,8 @@ class TensorPlan:
     """One parameter of the p-net, of a layer kind of `gbfunc.layers.KINDS` and a dtype such as `"float32"`.
 
     `slots` are its matrices where it is generated, `()` where it is direct; `aliases` other names of the same (tied)
-    parameter; `note` says why it is what it is, where that needs a word.
+    parameter; `note` says why it is what it is, where that needs a word. With `base`, what the slots generate is a
+    delta of the base's tensor.
     """
 
     name: str
@@ -88,6 +89,7 @@ class TensorPlan:
     slots: tuple[Slot, ...] = ()
     aliases: tuple[str, ...] = ()
     note: str = ""
+    base: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.dtype not in DTYPES:
@@ -97,13 +99,15 @@ class TensorPlan:
         fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
         if sizes and not fits:
             raise ValueError(f"{self.name}: slots of {sizes} do not fold to a {self.kind} of shape {self.shape}")
+        if self.base and not sizes:
+            raise ValueError(f"{self.name}: a tensor of the base without a delta is no part of a plan")
 
     def can_factor(self, dtype: torch.dtype) -> bool:
         """Whether g-nets of a dtype can leave it as factors: factorised ones, of one tiling for all its matrices."""
         first = self.slots[0]
         alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in self.slots)
         whole = len(self.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
-        wide = DTYPES[self.dtype].itemsize >= dtype.itemsize
+        wide = self.base or DTYPES[self.dtype].itemsize >= dtype.itemsize
         return first.hypernet.factorised and self.kind in _FACTORED_KINDS and alike and whole and wide
 
     @property
@@ -112,9 +116,9 @@ class TensorPlan:
         return KINDS[self.kind].matrices(self.shape)
 
     @property
-    def role(self) -> Literal["generated", "direct"]:
-        """Whether g-nets generate it."""
-        return "generated" if self.slots else "direct"
+    def role(self) -> Literal["generated", "delta", "direct"]:
+        """Whether g-nets generate it, or what is added to the base's."""
+        return "direct" if not self.slots else "delta" if self.base else "generated"
 
     @property
     def numel(self) -> int:

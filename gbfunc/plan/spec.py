@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import nn
 
+from gbfunc.base import Base, BaseTensors
 from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.file_layout import file_header, stored_leaves
@@ -23,19 +25,23 @@ class Plan:
     """How a p-net grows from a genome: static, hashable, JSON-able. Made by `make_plan`.
 
     Attributes:
-        tensors: every parameter of the p-net, tied ones once.
-        buffers: every buffer.
+        tensors: every parameter of the p-net, tied ones once; with a base, those that the genome changes or adds.
+        buffers: every buffer; with a base, those that the genome holds.
         target: the size target it was made for, in words, or "".
+        base: whose deltas the genome holds, None where it holds all of the p-net.
     """
 
     tensors: tuple[TensorPlan, ...]
     buffers: tuple[BufferPlan, ...] = ()
     target: str = field(default="", compare=False)
+    base: Base | None = None
 
     def __post_init__(self) -> None:
         names = [n for t in self.tensors for n in (t.name, *t.aliases)] + [b.name for b in self.buffers]
         if len(set(names)) != len(names):
             raise ValueError("every tensor of a plan needs a name of its own")
+        if self.base is None and (deltas := [t.name for t in self.tensors if t.base]):
+            raise ValueError(f"{deltas} are deltas of a base, and the plan names none")
 
     @cached_property
     def ensembles(self) -> tuple[Ensemble, ...]:
@@ -60,7 +66,12 @@ class Plan:
     @property
     def pnet_params(self) -> int:
         """Parameters of the dense p-net, tied ones once."""
-        return sum(t.numel for t in self.tensors)
+        return sum(t.numel for t in self._new) + (self.base.params if self.base else 0)
+
+    @property
+    def _new(self) -> tuple[TensorPlan, ...]:
+        """The parameters that are not the base's."""
+        return tuple(t for t in self.tensors if not t.base)
 
     @cached_property
     def genome_params(self) -> int:
@@ -80,8 +91,9 @@ class Plan:
     @property
     def dense_bytes(self) -> int:
         """Bytes of the dense state dict in the p-net's dtypes, tied parameters once."""
-        parameters = sum(t.numel * DTYPES[t.dtype].itemsize for t in self.tensors)
-        return parameters + sum(math.prod(b.shape) * DTYPES[b.dtype].itemsize for b in self.buffers if b.persistent)
+        parameters = sum(t.numel * DTYPES[t.dtype].itemsize for t in self._new)
+        buffers = sum(math.prod(b.shape) * DTYPES[b.dtype].itemsize for b in self.buffers if b.persistent)
+        return parameters + buffers + (self.base.bytes if self.base else 0)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -109,7 +121,28 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON; `Plan.from_json` reads it back."""
-        return plan_to_json(self.tensors, self.buffers, self.target)
+        return plan_to_json(self.tensors, self.buffers, self.target, self.base)
+
+    def base_tensors(self, pnet: nn.Module) -> BaseTensors | None:
+        """The frozen tensors that the genome's deltas belong to; None for a plan without a base.
+
+        Args:
+            pnet: the base.
+
+        Raises:
+            ValueError: if it is another one.
+        """
+        if self.base is None:
+            return None
+        tensors = BaseTensors(pnet, {t.name for t in self._new} | {b.name for b in self.buffers})
+        given = tensors.describe()
+        if given.digest != self.base.digest:
+            named = "" if not self.base.name else f" {self.base.name!r} (revision {self.base.revision or 'unknown'})"
+            raise ValueError(
+                f"the genome's base{named} has digest {self.base.digest} ({self.base.params:,} parameters), this p-net "
+                f"has {given.digest} ({given.params:,}): its weights must be those that the plan was made for"
+            )
+        return tensors
 
     @staticmethod
     def from_json(text: str, factories: tuple = ()) -> Plan:
@@ -139,9 +172,22 @@ class Plan:
             f"whole model  dense {self.pnet_params:,} parameters, {self.dense_bytes:,} bytes",
             f"             genome {self.genome_params:,} parameters, {on_disk}",
             f"             ratio {self.ratio_params:.1f}x in parameters{in_bytes}",
+            *self._parts(),
             *([f"asked for    {self.target}"] if self.target else []),
         ]
         return "\n".join(lines)
+
+    def _parts(self) -> list[str]:
+        """What base, delta and head are, where there is a base."""
+        if self.base is None:
+            return []
+        named, sizes = f"{self.base.name}, " * bool(self.base.name), f"{self.base.params:,} parameters"
+        head = sum(s.tile_params for t in self._new for s in t.slots) + sum(t.numel for t in self.direct)
+        rest = f"deltas of {sum(t.base for t in self.tensors)} tensors {self.genome_params - head:,} parameters"
+        return [
+            f"base         {named}{sizes}, {self.base.bytes:,} bytes: frozen, and not in the genome",
+            f"genome       {rest}; {len(self._new)} new tensors {head:,}",
+        ]
 
     def digest(self) -> str:
         """SHA-256 of the JSON form."""

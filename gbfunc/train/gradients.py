@@ -108,6 +108,7 @@ class Objective:
     ) -> None:
         self._plan, self._pnet, self._loss_fn, self._layout, self._options = layout.plan, pnet, loss_fn, layout, options
         self._stochastic, self._tensor = layout.plan.stochastic, tensor
+        self._base = layout.plan.base_tensors(pnet)
         # Whether ranks may have parts of the same rows: an empty one is then as good as any.
         self._parts = tensor is not None and tensor.takes_parts
         self._sharded, self._shard, self._ranks = layout.sharded, layout.mesh.shard, layout.mesh.world
@@ -144,9 +145,12 @@ class Objective:
             remat=options.remat == "layer",
             names=names,
             pieces=tensor.pieces if tensor else None,
+            base=self._base,
         )
         adapted = [part.adapt for part in (tensor, pipeline) if part is not None]
-        self.net = PureNet(self._pnet, self._generator.forms, lambda net: {n for adapt in adapted for n in adapt(net)})
+        self.net = PureNet(
+            self._pnet, self._generator.forms, lambda net: {n for adapt in adapted for n in adapt(net)}, self._base
+        )
 
     def __call__(
         self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seed: int
@@ -263,8 +267,9 @@ class Objective:
         again = self._options.remat == "generate"
         with torch.no_grad() if again else nullcontext():
             weights = self._generator(given.gnets, given.direct, given.noise)
+        trained = weights.keys() - self._generator.frozen
         live = [
-            k for k, w in weights.items() if w.requires_grad or (again and (w.is_floating_point() or w.is_complex()))
+            k for k in weights if k in trained and (weights[k].requires_grad or (again and _differentiable(weights[k])))
         ]
         cut = {k: w.detach() for k, w in weights.items()} | {k: weights[k].detach().requires_grad_() for k in live}
         return weights, cut, live
@@ -335,6 +340,10 @@ class Objective:
         # Ranks with fewer rows may take fewer microbatches: only generation has collectives, unless layers have some.
         n = n if self._parts else min(n, n_rows(batch) or n)
         return [(small, n_rows(small) or 0) for small in split_rows(batch, n)]
+
+
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:

@@ -370,6 +370,8 @@ def make_train_step(
         raise ValueError("compile=True and parallel= do not go together")
     if pipeline is None and layout.mesh.sizes["pipeline"] > 1:
         raise ValueError("the mesh has a pipeline axis: pipeline= must say by which schedule")
+    if plan.base is not None and (parallel is not None or pipeline is not None):
+        raise ValueError("a p-net with a base is not split: parallel= and pipeline= are for plans without one")
     tensor = None
     if parallel is not None:
         # Torch's DTensor takes half a second to import.

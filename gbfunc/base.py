@@ -1,0 +1,114 @@
+"""The base of an adapter: the tensors of a pretrained p-net that a genome changes by generated deltas, or not at all.
+
+They are neither trained nor stored with the genome, which names them by a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gbfunc.pnet import buffers_of, parameter_infos
+from gbfunc.types import Params
+
+_DIGEST_CHARS = 32
+"""128 bits of SHA-256, in hexadecimal."""
+
+
+class Base(NamedTuple):
+    """What a plan says of its base.
+
+    Attributes:
+        digest: of names, dtypes, shapes and values of its parameters and persistent buffers.
+        params: its parameters, tied ones once.
+        bytes: of its parameters and persistent buffers.
+        name: its name on a hub, "" where it has none.
+        revision: commit of that name, "" where it is not known.
+    """
+
+    digest: str
+    params: int
+    bytes: int
+    name: str = ""
+    revision: str = ""
+
+
+class BaseTensors:
+    """The tensors of a base, frozen: parameters share the p-net's memory, buffers are copies.
+
+    Args:
+        pnet: the p-net.
+        new: its parameters and buffers that are not the base's.
+    """
+
+    def __init__(self, pnet: nn.Module, new: Collection[str]) -> None:
+        with torch.inference_mode(False):
+            params = {p.name: p.tensor.detach() for p in parameter_infos(pnet) if p.name not in new}
+            self._saved = {k: saved for k, (_, saved) in buffers_of(pnet).items() if k not in new}
+            buffers = {k: b.detach().clone() for k, (b, _) in buffers_of(pnet).items() if k not in new}
+        self._first = params, buffers
+        self._on: dict[torch.device, tuple[Params, Params]] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of its parameters."""
+        return self._first[0].keys()
+
+    @property
+    def buffer_names(self) -> Collection[str]:
+        """Of its buffers."""
+        return self._first[1].keys()
+
+    def on(self, device: torch.device) -> tuple[Params, Params]:
+        """Parameters and buffers by name, on a device; they are copied there once."""
+        if device not in self._on:
+            params, buffers = self._first
+            self._on[device] = _moved(params, device), _moved(buffers, device)
+        return self._on[device]
+
+    def describe(self, name: str = "", revision: str = "") -> Base:
+        """Digest and sizes.
+
+        Raises:
+            ValueError: if the p-net is on the meta device, where it has no values.
+        """
+        params, buffers = self._first
+        kept = params | {k: b for k, b in buffers.items() if self._saved[k]}
+        digest = hashlib.sha256()
+        for key in sorted(kept):
+            _update(digest, key, kept[key])
+        sizes = sum(x.numel() for x in params.values()), sum(x.nbytes for x in kept.values())
+        return Base(digest.hexdigest()[:_DIGEST_CHARS], *sizes, name, revision)
+
+
+def _moved(tensors: Params, device: torch.device) -> Params:
+    return {k: x.to(device) for k, x in tensors.items()}
+
+
+def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise ValueError(f"{name!r} of the base is on the meta device and has no values")
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        # A quantised weight, say: a tensor made of others.
+        for part in flatten()[0]:
+            _update(digest, part, getattr(tensor, part))
+    elif tensor.numel():
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def hub_name(pnet: nn.Module) -> tuple[str, str]:
+    """Name and revision of the hub's model that a p-net, or the first of its modules that says so, was loaded from."""
+    for module in pnet.modules():
+        config = getattr(module, "config", None)
+        name = getattr(config, "name_or_path", "")
+        # A folder's path says nothing elsewhere.
+        if isinstance(name, str) and name and not os.path.isabs(name) and not os.path.exists(name):
+            return name, str(getattr(config, "_commit_hash", None) or "")
+    return "", ""

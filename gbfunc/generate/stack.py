@@ -1,0 +1,177 @@
+"""An ensemble with its constants at hand: from its leaves to what each of its slots is made of.
+
+Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gbfunc.genome import codes_of
+from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.parallel import Gather, Layout, Sizes, no_tiles
+from gbfunc.plan import Ensemble
+from gbfunc.tiling import Cut, join_all, join_tiles
+from gbfunc.types import Factors, Kernel, Params
+
+_RUN_BYTES = 2**22
+"""Tiles from which on slots are generated apart: fewer cost calls, more cost fresh memory (2 x 17 MB: 15 ms)."""
+
+
+class GatheredRun(NamedTuple):
+    """A run of which each rank holds some tiles; all ranks evaluate it together, and gather.
+
+    Attributes:
+        run: of this rank's tiles.
+        stack: the ensemble that it is of.
+        sizes: tiles of every rank.
+    """
+
+    run: Run
+    stack: Stack
+    sizes: Sizes
+
+    def tiles(self) -> Tensor | Factors:
+        """Scaled tiles [T, r, c] of all ranks, or their factors."""
+        gather = self.stack.gather()
+        assert gather is not None
+        return gather.slot(self.stack.ensemble, self.stack.mine(self.run), self.sizes)
+
+
+Part = Tensor | Factors | Run | GatheredRun
+"""What one slot of a tensor is made of: its matrix, its factors, or what makes either."""
+
+
+class Stack:
+    """An ensemble with its constants at hand: from its leaves to what each of its slots is made of.
+
+    Attributes:
+        ensemble: the ensemble.
+        layout: whose tiles are whose; None where all are this rank's.
+        slots: numbers of those of its slots that are made: all, where they are spread over ranks.
+        cuts: the tiles of each of them that are made.
+    """
+
+    def __init__(
+        self,
+        ensemble: Ensemble,
+        kernel: Kernel,
+        layout: Layout | None,
+        gather: Callable[[], Gather | None],
+        cuts: Mapping[int, Cut],
+    ) -> None:
+        self.ensemble, self.layout, self.gather = ensemble, layout, gather
+        self._kernel: Kernel = kernel
+        grids = [p.slot.grid for p in ensemble.spans]
+        if layout is not None:
+            cuts = {i: cuts.get(i, Cut(grid)) for i, grid in enumerate(grids)}
+        self.slots, self.cuts = [*cuts], [*cuts.values()]
+        self.grids = [cut.grid for cut in self.cuts]
+        self._counts = [grid.n_tiles for grid in self.grids]
+        # Tiles of each slot that every rank has, and that this one has.
+        self._sizes = [layout.sizes_of(ensemble, i) for i in range(len(self.grids))] if layout else None
+        self._held = [s[layout.mesh.gnets_index] for s in self._sizes] if layout and self._sizes else self._counts
+        hypernet, specs = ensemble.hypernet, ensemble.leaves
+        self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
+        linear = hypernet.standardised and not hypernet.stochastic
+        self._linear = tuple(k for k, leaf in specs.items() if linear and leaf.role == "linear")
+        self._span: slice | Tensor = layout.span(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
+        self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
+        if self._some:
+            numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
+            tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
+            self._span = torch.tensor(tiles, dtype=torch.int64, device="cpu")
+        self._built: dict[tuple[torch.dtype, torch.device], tuple[Run, Tensor, Tensor | None]] = {}
+
+    def constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
+        """The run of this rank's tiles without leaves, the scale [T] of each, and its group [T] or None."""
+        key = (dtype, device)
+        if key not in self._built:
+            e = self.ensemble
+            row, col = codes_of(e, dtype, device)
+            counts = torch.tensor([p.slot.grid.n_tiles for p in e.spans], device="cpu")
+            scales = torch.tensor([p.slot.scale for p in e.spans], dtype=dtype, device="cpu")
+            scale = scales.repeat_interleave(counts).to(device)
+            groups = torch.from_numpy(e.groups).to(device)[self._span] if self._shared else None
+            left = scale if e.hypernet.standardised and not self._linear else None
+            whole = Run.bare(e.hypernet, e.dims, self._kernel, row, col, left)
+            self._built[key] = (whole.of(self._span), scale[self._span], groups)
+        return self._built[key]
+
+    def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
+        """This rank's tiles, from its leaves and the noise of all tiles."""
+        bare, scale, groups = self.constants(dtype, device)
+        if self._some:
+            leaves = {k: v if k in self._shared else v[self._span] for k, v in leaves.items()}
+        leaves = {k: v[groups] if k in self._shared else v for k, v in leaves.items()}
+        # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
+        leaves |= {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in self._linear}
+        return bare.filled(leaves, noise and {k: v[self._span] for k, v in noise.items()})
+
+    def matrix(self, slot: int, leaves: Params, noise: Params | None) -> Tensor:
+        """The matrix of one slot, from what this rank's tiles of it are made of."""
+        like, first = next(iter(leaves.values())), sum(self._held[:slot])
+        bare = self.constants(like.dtype, like.device)[0].of(slice(first, first + self._held[slot]))
+        return matrix_of(self._of_all(bare.filled(leaves, noise), slot), self.cuts[slot])
+
+    def _of_all(self, run: Run, slot: int) -> Run | GatheredRun:
+        """What makes one slot on all ranks, of what makes this rank's tiles of it."""
+        return run if self._sizes is None else GatheredRun(run, self, self._sizes[slot])
+
+    def runs(self, run: Run) -> list[Part]:
+        """What makes each slot."""
+        return [self._of_all(part, slot) for slot, part in enumerate(run.split(self._held))]
+
+    def mine(self, run: Run) -> Tensor | Factors:
+        """This rank's tiles or factors, to be gathered; it may hold none."""
+        return run.tiles() if run.n_tiles or not self.layout else no_tiles(self.layout, self.ensemble, run.leaves)
+
+    def factors(self, run: Run) -> list[Part]:
+        """The factors of each slot."""
+        return self.parts(run.tiles())
+
+    def matrices(self, run: Run) -> list[Tensor]:
+        """The matrix of each slot; large ones one after the other, which spares memory and the time to get it."""
+        dims = self.ensemble.dims
+        spans = _spans([n * dims.rows * dims.cols * run.row.itemsize for n in self._counts])
+        parts = run.split([sum(self._counts[span]) for span in spans])
+        return [m for part, span in zip(parts, spans, strict=True) for m in part.matrices(self.grids[span])]
+
+    def parts(self, tiles: Tensor | Factors) -> list[Part]:
+        """The matrix or the factors of each slot, from all tiles."""
+        if isinstance(tiles, Tensor):
+            return list(join_all(tiles, self.grids))
+        left, right = (x.split(self._counts) if len(self._counts) > 1 else (x,) for x in tiles)
+        return [Factors(*both) for both in zip(left, right, strict=True)]
+
+
+def _spans(sizes: list[int]) -> list[slice]:
+    """Cut a sequence of slots into spans of at least `_RUN_BYTES`, the last one maybe smaller."""
+    ends, total = [0], 0
+    for i, size in enumerate(sizes, 1):
+        total += size
+        if total >= _RUN_BYTES or i == len(sizes):
+            ends.append(i)
+            total = 0
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def matrix_of(part: Part, cut: Cut) -> Tensor:
+    """The matrix [R, C] of a slot, or the block of it that is cut out."""
+    if isinstance(part, Run):
+        part = part.matrix(cut.grid)
+    elif not isinstance(part, Tensor):
+        part = join_tiles(dense_tiles(part if isinstance(part, Factors) else part.tiles()), cut.grid)
+    return cut.crop(part)
+
+
+def factors_of(part: Part) -> Factors:
+    """The factors of a slot, whose type has some."""
+    made = part if isinstance(part, Tensor | Factors) else part.tiles()
+    assert isinstance(made, Factors)
+    return made
