@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 import gbfunc as gb
-from gbfunc.cli.options import AUTO, CheckpointOptions, TrainingOptions
+from gbfunc.cli.options import AUTO, CheckpointOptions, TeacherOptions, TrainingOptions
 from gbfunc.cli.signals import Stopped, listening
+from gbfunc.cli.teacher import digest, teacher_file
 from gbfunc.parallel import sum_ranks
 from gbfunc.tasks import Recipe, Task
 from gbfunc.tasks.training import Position, total_steps
@@ -168,6 +169,9 @@ def _settings(options: CheckpointOptions, task: Task, recipe: Recipe) -> JSON:
     """What decides the course of a training beside the plan, as JSON."""
     plain = {f.name: v for f in fields(recipe) if isinstance(v := getattr(recipe, f.name), int | float | str | tuple)}
     known = {"task": options.task, "seed": options.seed, "steps": total_steps(task, recipe)}
+    if isinstance(options, TeacherOptions) and options.teacher is not None:
+        known |= {"teacher": digest(teacher_file(options.teacher))}
+        known |= {"teacher_weight": options.teacher_weight, "temperature": options.temperature}
     return json.loads(json.dumps(plain | known))
 
 

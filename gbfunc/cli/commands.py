@@ -17,6 +17,7 @@ from gbfunc.cli.job import (
     results_folder,
     run_fit,
     train_genome,
+    with_teacher,
 )
 from gbfunc.cli.meter import Meter
 from gbfunc.cli.options import (
@@ -25,6 +26,7 @@ from gbfunc.cli.options import (
     DataOptions,
     RankOptions,
     RecipeInt,
+    TeacherOptions,
     TrainingOptions,
 )
 from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
@@ -35,7 +37,7 @@ from gbfunc.tasks.training import dense_trainer
 
 
 @dataclass(frozen=True)
-class Train(CheckpointOptions, RankOptions):
+class Train(CheckpointOptions, RankOptions, TeacherOptions):
     """Train a genome on a task; measure it as its file holds it. On many ranks: torchrun ... -m gbfunc train ..."""
 
     dense: FlagCreatePairsOff[bool] = False
@@ -56,10 +58,13 @@ class Train(CheckpointOptions, RankOptions):
             here = replace(self, device=str(mesh.device))
             meter = Meter(self.peak_flops, self.profile)
             # Data and models may be downloaded, or prepared in files, which all ranks then read.
-            job = in_turn(mesh, lambda: make_job(here))
+            job = in_turn(mesh, lambda: with_teacher(make_job(here), self, here.device))
             spread = Spread(mesh, self.placement, self.pipeline, self.microbatches)
             with results_folder(self.out if mesh.rank == 0 else None) as folder:
                 result, _, metrics = train_genome(job, here, folder, spread, meter)
+                if self.teacher is not None:
+                    told = {"teacher_weight": self.teacher_weight, "temperature": self.temperature}
+                    metrics |= {"teacher": str(self.teacher), **told}
                 if self.out is not None and mesh.rank == 0:
                     write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
                 if mesh.rank == 0:

@@ -11,20 +11,22 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model
 from torch import nn
 
 import gbfunc as gb
 from gbfunc.cli.checkpoints import Kept, checkpoints
 from gbfunc.cli.meter import Meter
-from gbfunc.cli.options import DataOptions, ModelOptions, TrainingOptions
+from gbfunc.cli.options import DataOptions, ModelOptions, TeacherOptions, TrainingOptions
 from gbfunc.cli.output import make_folder, reporter
 from gbfunc.cli.ranks import Spread, find_device
+from gbfunc.cli.teacher import GENOME_FILE, is_genome, teacher_file
 from gbfunc.tasks import TASKS, Recipe, Task, find_task
 from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import PNet, brief, find_pnet
+from gbfunc.tasks.teaching import taught
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
-
-GENOME_FILE = "genome.safetensors"
 
 
 class Job(NamedTuple):
@@ -126,6 +128,40 @@ def make_job(options: ModelOptions) -> Job:
     recipe = replace(recipe, **({"steps": None, "measure_every": None} if "epochs" in given else {}) | given)
     _check_recipe(recipe)
     return Job(task, recipe, pnet, plan)
+
+
+def with_teacher(job: Job, options: TeacherOptions, device: str) -> Job:
+    """The same job, whose loss follows the teacher that the options name, if they do.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file that holds no network of the task, or options that are out of range or have no effect.
+    """
+    if options.teacher is None:
+        if (options.teacher_weight, options.temperature) != (TeacherOptions.teacher_weight, TeacherOptions.temperature):
+            raise ValueError("--teacher-weight and --temperature are for a teacher: say --teacher too")
+        return job
+    teacher = read_teacher(options.teacher, job.task).to(device)
+    return job._replace(task=taught(job.task, teacher, options.teacher_weight, options.temperature))
+
+
+def read_teacher(path: Path, task: Task) -> nn.Module:
+    """The trained network of a genome file, of a file with the weights of the task's p-net, or of a folder with one.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is damaged, or holds no network of the task.
+    """
+    path = teacher_file(path)
+    if is_genome(path):
+        plan, genome = gb.load(path)
+        return gb.materialize(plan, genome, _fitted(task, plan, path, {}).build(0)).eval()
+    net = task.build(0)
+    try:
+        load_model(net, path)
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"--teacher: {path} does not hold the weights of {task.pnet.name}: {error}") from error
+    return net.eval()
 
 
 def _sized_plan(task: Task, pnet: nn.Module, hypernet: str | None, params: int | None, ratio: float | None) -> gb.Plan:

@@ -141,3 +141,18 @@ class RankOptions:
         int | None, arg(metavar="INT", help_behavior_hint="(default: 1; with a pipeline up to 4 times its ranks)")
     ] = None
     """Equal parts of each batch, one after the other, whose gradients are summed."""
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """A trained network whose outputs are targets beside the labels (Hinton et al., 2015)."""
+
+    teacher: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    """A trained network to learn from: its genome file (also one of --dense), the p-net's weights as safetensors, or
+    the folder of either."""
+
+    teacher_weight: float = 0.5
+    """Part of the loss that follows the teacher, not the labels: 0 to 1."""
+
+    temperature: float = 2.0
+    """Temperature at which both networks' predictions are compared."""

@@ -1,0 +1,43 @@
+"""`--teacher`: which file holds the trained network whose outputs are targets."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+GENOME_FILE, WEIGHTS_FILE = "genome.safetensors", "model.safetensors"
+
+
+def teacher_file(path: Path) -> Path:
+    """The file that `--teacher` names, itself or as the folder it is in.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    files = [path / name for name in (GENOME_FILE, WEIGHTS_FILE)] if path.is_dir() else [path]
+    for file in files:
+        if file.is_file():
+            return file
+    if path.is_dir():
+        raise FileNotFoundError(f"--teacher: {path} holds neither {GENOME_FILE} nor {WEIGHTS_FILE}")
+    raise FileNotFoundError(f"--teacher: no such file or folder: {path}")
+
+
+def is_genome(path: Path) -> bool:
+    """Whether a safetensors file is a genome, not the weights of a network.
+
+    Raises:
+        ValueError: if it is no safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "plan" in (file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"--teacher: {path} is no safetensors file: {error}") from error
+
+
+def digest(path: Path) -> str:
+    """What tells one file from others."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
