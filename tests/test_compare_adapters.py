@@ -15,7 +15,9 @@ from gbfunc.cli import main
 from gbfunc.lab.compare import (
     METHODS,
     PRETRAINED_METHODS,
+    REFERENCES,
     BudgetTooSmall,
+    Method,
     Problem,
     Trained,
     measure,
@@ -28,7 +30,8 @@ from gbfunc.tasks import Recipe, Split, Task, accuracy
 from gbfunc.tasks.pnets import Interface, PNet
 
 LAYERS, WIDTH, TOKENS, LENGTH, CLASSES, PAD = 3, 16, 50, 9, 4, 0
-RIVALS = {**ADAPTERS, "full_fine_tuning": FULL}
+RIVALS = {**ADAPTERS, **REFERENCES}
+EVERY = {**PRETRAINED_METHODS, **REFERENCES}
 PACKAGED = set(ADAPTERS) - {"linear_probe", "bitfit"}
 NUMBERS = (torch.float32, torch.float16)
 RECIPE = Recipe(batch_size=32, epochs=1, clip_norm=1.0)
@@ -50,8 +53,8 @@ class Classifier(nn.Module):
         return self.classifier((hidden_BLE * mask_BL1).sum(1) / mask_BL1.sum(1))
 
 
-def new_bert() -> nn.Module:
-    """A BERT whose first weights are always the same, as a pretrained one's are."""
+def new_bert(seed: int = 0) -> nn.Module:
+    """A BERT whose first weights are always the same, as a pretrained one's are, with a new classifier."""
     transformers = pytest.importorskip("transformers", reason="the p-net is Hugging Face's")
     sizes: dict[str, Any] = dict(hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=2)
     config = transformers.BertConfig(
@@ -59,7 +62,7 @@ def new_bert() -> nn.Module:
     )
     config.attention_probs_dropout_prob = 0.0
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         encoder = transformers.BertModel(config, add_pooling_layer=False)
     return Classifier(encoder)
 
@@ -84,18 +87,24 @@ def problem_of(task: Task, budget: int, dtype: torch.dtype = torch.float32) -> P
     return Problem(task, budget // 4, budget, dtype, RECIPE)
 
 
-def rival(name: str) -> Adapted:
+def every(name: str) -> Method:
     if name in PACKAGED:
         pytest.importorskip("peft", reason="the adapter is of the package peft")
-    return RIVALS[name]
+    return EVERY[name]
+
+
+def rival(name: str) -> Adapted:
+    method = every(name)
+    assert isinstance(method, Adapted)
+    return method
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", EVERY)
 def test_bytes_are_within_the_budget_and_enough_to_run(
     name: str, dtype: torch.dtype, task: Task, tmp_path: Path
 ) -> None:
-    method = rival(name)
+    method = every(name)
     problem = problem_of(task, FULL_BUDGET if method is FULL else BUDGET, dtype)
     candidates = method.candidates(problem)
     assert json.loads(json.dumps(candidates)) == candidates
@@ -169,12 +178,23 @@ def test_every_candidate_fits_and_another_rung_does_not(name: str, task: Task) -
             assert json.dumps(ladder.rung(most)) in fitting
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_default_generator_is_left_as_it_was(name: str, task: Task) -> None:
-    method, problem = rival(name), problem_of(task, FULL_BUDGET)
+    method, problem = every(name), problem_of(task, FULL_BUDGET)
     before = torch.get_rng_state()
     method.load(method.train(problem, method.candidates(problem)[0], 3).data, task)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_the_genome_fills_its_budget_and_belongs_to_the_base(dtype: torch.dtype, task: Task) -> None:
+    method, problem = every("genome"), problem_of(task, BUDGET, dtype)
+    settings = method.candidates(problem)[0]
+    trained = method.train(problem, settings, 1)
+    assert 0.95 * BUDGET < len(trained.data) <= BUDGET and trained.params == settings["params"]
+    other = replace(task, pnet=PNet("bert", make=lambda: new_bert(1), config=task.pnet.config))
+    with pytest.raises(ValueError, match="the genome's base"):
+        method.load(trained.data, other)
 
 
 def test_foreign_tensors_are_refused(task: Task) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL
-from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Stored, Trained
+from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Stored, Trained, is_pretrained
 from gbfunc.lab.compare.dense import Dense, DenseQuantised, LowRankTraining
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.lab.compare.pruned import Pruned
@@ -75,18 +75,13 @@ METHODS: Mapping[str, Method] = {
 }
 """Every way to a small network by its name."""
 
-PRETRAINED_METHODS: Mapping[str, Method] = {"genome": GenomeOf("periodic", (1e-2, 3e-2)), **ADAPTERS}
+PRETRAINED_METHODS: Mapping[str, Method] = {"genome": GenomeOf("periodic", (1e-2, 3e-2, 6e-2)), **ADAPTERS}
 """Every way to change a pretrained network in few bytes by its name."""
 
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
 """What adapters are measured against, whatever its size."""
 
 _TWIN = "_float16"
-
-
-def is_pretrained(task: Task) -> bool:
-    """Whether the task's p-net begins with the weights of a pretrained network."""
-    return bool(task.pnet.config.get("pretrained"))
 
 
 def methods_for(task: Task, dtype: torch.dtype) -> Mapping[str, Method]:

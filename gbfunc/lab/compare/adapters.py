@@ -25,13 +25,10 @@ import torch
 from torch import nn
 
 from gbfunc.lab.compare import base
-from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained
+from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Problem, Settings, Trained
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import seeded
 from gbfunc.types import Params, TensorMap
-
-HEAD = "classifier"
-"""The module that the base does not have: trained and stored as a whole."""
 
 _KINDS = {
     "query": r"(.*\.)?(query|q_proj|q_lin)",

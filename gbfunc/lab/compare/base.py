@@ -32,6 +32,15 @@ Settings: TypeAlias = dict[str, Any]
 """What validation data choose: learning rate, widths, ...; JSON."""
 
 
+HEAD = "classifier"
+"""The module that a pretrained base does not have: each method trains and stores it, or what generates it."""
+
+
+def is_pretrained(task: Task) -> bool:
+    """Whether the task's p-net begins with the weights of a pretrained network."""
+    return bool(task.pnet.config.get("pretrained"))
+
+
 class Problem(NamedTuple):
     """What every method is given alike."""
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import gbfunc as gb
-from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
+from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
 from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.training import fit, genome_trainer
@@ -18,7 +18,7 @@ _FILE = "genome.safetensors"
 
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
-    """A plan as the task has it.
+    """A plan as the task has it; of a pretrained p-net, that of an adapter and a new classifier.
 
     Args:
         task: its p-net and recipe.
@@ -28,6 +28,8 @@ def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
     Raises:
         BudgetTooSmall: if no genome of the task is as small as that.
     """
+    if is_pretrained(task):
+        target |= {"base": "own", "modules_to_save": [HEAD]}
     try:
         # Of one seed: the initial scales are in the file, and their digits must not move its length.
         return task.plan(task.build(0), hypernet, **target)
@@ -92,7 +94,7 @@ class GenomeOf:
         return plan
 
     def _in_its_dtype(self, problem: Problem) -> gb.Plan:
-        if self.hypernet == "periodic":
+        if self.hypernet == "periodic" and not is_pretrained(problem.task):
             # The very genome whose file the budget is, where it was not given in bytes.
             with suppress(BudgetTooSmall):
                 plan = plan_for(problem.task, self.hypernet, genome_params=problem.size)
