@@ -197,6 +197,19 @@ def test_the_genome_fills_its_budget_and_belongs_to_the_base(dtype: torch.dtype,
         method.load(trained.data, other)
 
 
+def test_a_genome_that_fits_in_float16_alone_is_known(task: Task) -> None:
+    method, budget = every("genome"), 8_000
+    with pytest.raises(BudgetTooSmall, match="the smallest genome's file"):
+        while True:
+            budget -= 100
+            method.candidates(problem_of(task, budget))
+    narrow = problem_of(task, budget, torch.float16)
+    trained = method.train(narrow, method.candidates(narrow)[0], 0)
+    assert 0.9 * budget < len(trained.data) <= budget
+    with pytest.raises(BudgetTooSmall):
+        method.candidates(narrow._replace(budget=500))
+
+
 def test_foreign_tensors_are_refused(task: Task) -> None:
     net = task.build(0)
     with pytest.raises(ValueError, match="the p-net has no parameters other"):
