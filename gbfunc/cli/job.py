@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -27,6 +28,9 @@ from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import PNet, brief, find_pnet
 from gbfunc.tasks.teaching import taught
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
+
+ALL_LINEAR = "all-linear"
+_ADAPTER = ("base", "target_modules", "modules_to_save")
 
 
 class Job(NamedTuple):
@@ -106,6 +110,7 @@ def make_job(options: ModelOptions) -> Job:
     check_seed(options.seed)
     device = find_device(getattr(options, "device", "cpu"))
     task = load_task(options, options.sizes).to(device)
+    task = task.with_pnet(task.pnet.planned(**plan_changes(options)))
     pnet = task.build(options.seed).to(device)
     genome_params, compression = options.genome_params, options.compression
     if compression is not None and not 0 < compression < float("inf"):
@@ -113,7 +118,7 @@ def make_job(options: ModelOptions) -> Job:
     if genome_params is None and compression is None:
         genome_params, compression = task.genome_params, None if task.genome_params else task.compression
     if is_dense(options):
-        if given := _given(options, "genome_params", "compression", "hypernet"):
+        if given := _given(options, "genome_params", "compression", "hypernet", *_ADAPTER):
             raise ValueError(f"--dense trains every weight itself: drop {_flags(given)}")
         plan = gb.make_plan(pnet, rules=[(".", None)])
         recipe = task.recipe(plan.genome_params)
@@ -128,6 +133,19 @@ def make_job(options: ModelOptions) -> Job:
     recipe = replace(recipe, **({"steps": None, "measure_every": None} if "epochs" in given else {}) | given)
     _check_recipe(recipe)
     return Job(task, recipe, pnet, plan)
+
+
+def plan_changes(options: ModelOptions) -> dict[str, Any]:
+    """What the user changes of the p-net's `PlanOptions`, in their form."""
+    given = _given(options, *_ADAPTER)
+    if given.get("base") == "none":
+        if len(given) > 1:
+            raise ValueError(f"--base none has no adapter: drop {_flags(name for name in given if name != 'base')}")
+        return {"base": None, "target_modules": None, "modules_to_save": ()}
+    names = given.get("target_modules", ())
+    if len(names) == 1 and (names[0] == ALL_LINEAR or not re.fullmatch(r"[\w.]+", names[0])):
+        given["target_modules"] = names[0]
+    return given
 
 
 def with_teacher(job: Job, options: TeacherOptions, device: str) -> Job:
@@ -155,7 +173,7 @@ def read_teacher(path: Path, task: Task) -> nn.Module:
     path = teacher_file(path)
     if is_genome(path):
         plan, genome = gb.load(path)
-        return gb.materialize(plan, genome, _fitted(task, plan, path, {}).build(0)).eval()
+        return _network(path, plan, genome, _fitted(task, plan, path, {}).build(0))
     net = task.build(0)
     try:
         load_model(net, path)
@@ -223,7 +241,19 @@ def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> t
     if task is None:
         task = load_task(options)
         task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", options.pnet_config)))
-    return plan, task, gb.materialize(plan, genome, task.build(0)).eval()
+    # A base may be the weights of a seed.
+    return plan, task, _network(path, plan, genome, task.build(getattr(options, "seed", 0)))
+
+
+def _network(path: Path, plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> nn.Module:
+    """The p-net with the weights of a genome file; one that is not its base is refused in the user's terms."""
+    try:
+        return gb.materialize(plan, genome, pnet).eval()
+    except ValueError as error:
+        if plan.base is None:
+            raise
+        named = plan.base.name or f"a network of {plan.base.params:,} parameters"
+        raise ValueError(f"{path} is an adapter of {named}, the base that --pretrained must name: {error}") from error
 
 
 def _fitted(task: Task, plan: gb.Plan, path: Path, config: Mapping[str, Any]) -> PNet:
@@ -258,6 +288,7 @@ def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, histor
         "dense_bytes": plan.dense_bytes,
         "genome_bytes": genome_bytes,
         "ratio_bytes": plan.dense_bytes / genome_bytes,
+        "base": None if plan.base is None else plan.base._asdict(),
         **measure(task, net),
         **task.facts(history),
     }

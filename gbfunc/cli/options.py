@@ -74,6 +74,23 @@ class ModelOptions(DataOptions):
     compression: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
     """The same as a ratio: parameters of the p-net / parameters of the genome."""
 
+    base: Annotated[
+        Literal["own", "none"] | None, arg(metavar="own|none", help_behavior_hint="(default: own with --pretrained)")
+    ] = None
+    """own: the p-net's weights are kept, and the genome is an adapter, which generates changes of them; none: it
+    generates the weights."""
+
+    target_modules: Annotated[
+        tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all-linear)")
+    ] = None
+    """Modules that an adapter changes, as PEFT has them: names or their last parts, one regular expression of whole
+    names, or all-linear."""
+
+    modules_to_save: Annotated[
+        tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: classifier with --pretrained)")
+    ] = None
+    """Modules that are new beside the base, and wholly in the genome."""
+
     seed: int = 0
     """Seed of the initial weights, the order of the examples and any noise."""
 

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -57,6 +57,9 @@ class PlanOptions(NamedTuple):
         rules: `((pattern, hypernetwork), ...)`.
         include: patterns of parameters to generate beside the default ones.
         max_tile: largest tile.
+        base: `"own"` where the p-net is pretrained, and its genome an adapter.
+        target_modules: what such a genome changes; None for every linear, convolution and attention layer.
+        modules_to_save: what is new in such a p-net.
     """
 
     hypernet: Hypernet = periodic()
@@ -64,6 +67,9 @@ class PlanOptions(NamedTuple):
     rules: tuple[tuple[str, Hypernet | None], ...] = ()
     include: tuple[str, ...] = ()
     max_tile: MaxTile = None
+    base: Literal["own"] | None = None
+    target_modules: str | tuple[str, ...] | None = None
+    modules_to_save: tuple[str, ...] = ()
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
         """The same with another type of g-net, also in rules that only tune the type that it replaces."""
@@ -102,6 +108,10 @@ class PNet:
         """The module; its first weights depend on `seed` alone, and torch's default generator is left as it was."""
         with seeded(seed):
             return self.make()
+
+    def planned(self, **changes: Any) -> PNet:
+        """The same p-net with other options of its plan, of whatever size."""
+        return replace(self, plan=lambda genome_params: self.plan(genome_params)._replace(**changes))
 
 
 @contextmanager

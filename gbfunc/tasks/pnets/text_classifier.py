@@ -15,8 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gbfunc.tasks.pnets.base import Interface, PNet
+from gbfunc.hypernets import periodic
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet
 from gbfunc.tasks.pnets.pretrained import pretrained_folder
+
+_ADAPTER = PlanOptions(hypernet=periodic(share="layers", frequency=2.5), base="own", modules_to_save=("classifier",))
 
 
 class TextClassifier(nn.Module):
@@ -80,12 +83,14 @@ def text_classifier(interface: Interface, model_type: str, config: Mapping[str, 
 
     def make() -> nn.Module:
         try:
-            encoder = _new(full) if folder is None else copy.deepcopy(_read(folder, json.dumps(fields), _stamp(folder)))
+            encoder = _new(full) if folder is None else _pretrained(str(source), folder, fields)
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"the configuration of {name} makes no model: {error}") from error
         return TextClassifier(encoder, full.hidden_size, interface.outputs, interface.pad).train()
 
-    return PNet(name=name, make=make, config=fields if source is None else {"pretrained": str(source), **fields})
+    if source is None:
+        return PNet(name=name, make=make, config=fields)
+    return PNet(name=name, make=make, plan=lambda size: _ADAPTER, config={"pretrained": str(source), **fields})
 
 
 def _configuration(model_type: str, folder: Path | None, fields: Mapping[str, Any]) -> Any:
@@ -140,6 +145,15 @@ def _new(full: Any) -> nn.Module:
     import transformers
 
     return _without_pooler(transformers.AutoModel.from_config(full))
+
+
+def _pretrained(source: str, folder: Path, fields: Mapping[str, Any]) -> nn.Module:
+    """The encoder in a folder, which goes by the name of its source: a package, or a model of the hub."""
+    encoder: Any = copy.deepcopy(_read(folder, json.dumps(fields), _stamp(folder)))
+    encoder.config.name_or_path = source
+    # The hub's cache has a folder for each commit.
+    encoder.config._commit_hash = folder.name if folder.parent.name == "snapshots" else None
+    return encoder
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:

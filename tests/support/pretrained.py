@@ -1,0 +1,46 @@
+"""A tiny pretrained network as a folder, and texts that it has words for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+WORDS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "when", "where", "did", "does", "ann", "bob", "eat", "sleep", "?")
+
+
+def save_network(folder: Path, seed: int = 7) -> Path:
+    """A tiny BERT with words as tokens, as folders of pretrained networks are."""
+    import tokenizers
+    import transformers
+    from tokenizers import models, normalizers, pre_tokenizers, processors
+
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformers.BertModel(config).save_pretrained(folder)
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = [("[CLS]", 1), ("[SEP]", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=special)
+    tokenizer.enable_padding(length=30)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def save_texts(folder: Path) -> Path:
+    """Questions of two kinds, which their first words tell apart."""
+    kinds = (("time", "When did"), ("place", "Where does"))
+    names, ends = ("ann", "bob"), ("eat", "sleep", "eat and sleep")
+    lines = [f"{kind} {start} {name} {end} ?" for name in names for end in ends for kind, start in kinds]
+    for part in ("train", "test"):
+        (folder / f"{part}.txt").write_text("\n".join(lines))
+    return folder

@@ -1,0 +1,146 @@
+"""Adapters of a pretrained network from the command line: trained, read back, and refused beside another base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.cli.job import load_task, make_job, read_genome
+from gbfunc.cli.options import DataOptions, ModelOptions
+from gbfunc.tasks.pnets import text_classifier
+from tests.support.pretrained import save_network, save_texts
+
+pytest.importorskip("tokenizers", reason="their tokens need tokenizers")
+pytest.importorskip("transformers", reason="they need transformers")
+
+SHORT = ["--genome-params", "200", "--batch-size", "4", "--epochs", "2"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[list[str]]:
+    save_texts(tmp_path)
+    yield ["--task", "texts", "--data-dir", str(tmp_path), "--pretrained", str(save_network(tmp_path / "network"))]
+    text_classifier._read.cache_clear()
+
+
+def options_of(model: list[str], **more: Any) -> ModelOptions:
+    return ModelOptions(task=model[1], data_dir=Path(model[3]), pretrained=model[5], genome_params=200, **more)
+
+
+def test_an_adapter_is_trained_and_read_back(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["train", *model, *SHORT, "--seed", "3", "--out", str(out)]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    plan, genome = gb.load(out / "genome.safetensors")
+    assert plan.base is not None and metrics["base"]["digest"] == plan.base.digest
+    assert metrics["genome_params"] == plan.genome_params <= 200 < metrics["pnet_params"]
+    assert {t.name for t in plan.tensors if not t.base} == {"classifier.weight", "classifier.bias"}
+    assert len([t for t in plan.tensors if t.base]) == 6
+    assert (out / "genome.safetensors").stat().st_size < 5_000
+    capsys.readouterr()
+    assert main(["eval", *model, "--genome", str(out / "genome.safetensors")]) == 0
+    assert f"{metrics['test_accuracy']:.2%}" in capsys.readouterr().out
+    _, task, net = read_genome(out / "genome.safetensors", DataOptions("texts", Path(model[3]), pretrained=model[5]))
+    base = task.build(0)
+    frozen, changed = "encoder.embeddings.word_embeddings.weight", "encoder.encoder.layer.0.output.dense.weight"
+    assert torch.equal(net.get_parameter(frozen), base.get_parameter(frozen))
+    assert not torch.equal(net.get_parameter(changed), base.get_parameter(changed))
+
+
+def test_at_first_the_network_is_the_base(model: list[str]) -> None:
+    job = make_job(options_of(model))
+    step = gb.make_train_step(job.plan, job.pnet, job.task.loss, gb.torch_optimizer(torch.optim.Adam, lr=1e-2))
+    nets: list[Any] = [gb.materialize(job.plan, step.init(seed=1), job.pnet), job.pnet]
+    x_BL = job.task.test.x
+    outputs = [n.encoder(x_BL).last_hidden_state for n in nets]
+    assert torch.equal(*outputs)
+
+
+def test_another_base_is_refused(model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["train", *model, *SHORT, "--out", str(out)]) == 0
+    other = [*model[:-1], str(save_network(tmp_path / "other", seed=8))]
+    capsys.readouterr()
+    for wrong in (other, [*model[:4]]):
+        assert main(["eval", *wrong, "--genome", str(out / "genome.safetensors")]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and "is an adapter of a network of 3,520 parameters, the base that" in told
+
+
+def test_what_changes_and_what_is_new_can_be_chosen(model: list[str]) -> None:
+    def changed(**more: Any) -> set[str]:
+        plan = make_job(options_of(model, **more)).plan
+        return {t.name.split(".", 4)[-1] for t in plan.tensors if t.base}
+
+    attention = {f"attention.self.{name}.weight" for name in ("query", "value")}
+    assert changed(target_modules=("query", "value")) == attention
+    assert changed(target_modules=(r".*\.(query|value)",)) == attention
+    assert changed(target_modules=("query",)) == {"attention.self.query.weight"}
+    assert changed() == changed(target_modules=("all-linear",)) > attention
+    plan = make_job(options_of(model, modules_to_save=("classifier", "encoder.layer.0.output.dense"))).plan
+    assert len([t for t in plan.tensors if not t.base]) == 4
+
+
+def test_without_a_base_the_weights_are_generated(model: list[str]) -> None:
+    options = ModelOptions(task="texts", data_dir=Path(model[3]), pretrained=model[5], base="none", compression=1.1)
+    plan = make_job(options).plan
+    assert plan.base is None and "encoder.embeddings.word_embeddings.weight" in {t.name for t in plan.tensors}
+
+
+def test_any_network_can_be_a_base(tmp_path: Path) -> None:
+    # That of a seed, here: what is read back has the same.
+    sizes = ["--sizes", "64", "24", "10", "--base", "own", "--genome-params", "300", "--seed", "5"]
+    assert main(["train", *sizes, "--epochs", "1", "--batch-size", "300", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "metrics.json").read_text())["base"]["params"] == 65 * 24 + 25 * 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--base", "none", "--target-modules", "query"], "--base none has no adapter: drop --target-modules"),
+        (["--dense", "--base", "own"], "--dense trains every weight itself: drop --base"),
+        (["--dense", "--modules-to-save", "classifier"], "drop --modules-to-save"),
+        (["--target-modules", "nothing"], "nothing"),
+        (["--modules-to-save", "nothing"], "nothing"),
+    ],
+)
+def test_contradictions_are_refused(
+    model: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [] if "--dense" in options else ["--genome-params", "200"]
+    assert main(["train", *model, *given, *options]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_adapters_are_for_a_base(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--target-modules", "0"]) == 2
+    assert "base" in capsys.readouterr().err
+
+
+def test_plan_shows_base_and_deltas(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *model, "--genome-params", "200"]) == 0
+    told = capsys.readouterr().out
+    assert "frozen, and not in the genome" in told and "deltas of 6 tensors" in told
+
+
+def test_an_adapter_teaches_another(model: list[str], tmp_path: Path) -> None:
+    assert main(["train", *model, "--dense", "--batch-size", "4", "--epochs", "1", "--out", str(tmp_path / "a")]) == 0
+    assert main(["train", *model, *SHORT, "--teacher", str(tmp_path / "a"), "--out", str(tmp_path / "b")]) == 0
+    assert main(["train", *model, *SHORT, "--teacher", str(tmp_path / "b")]) == 0
+
+
+def test_the_name_of_a_source_is_kept(model: list[str]) -> None:
+    # A folder's path says nothing elsewhere.
+    assert make_job(options_of(model)).plan.base.name == ""  # pyright: ignore[reportOptionalMemberAccess]
+    net: Any = load_task(DataOptions("texts", Path(model[3]), pretrained=model[5])).build(0)
+    assert net.encoder.config.name_or_path == model[5]
