@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gbfunc.cli import main
-from gbfunc.lab.compare import METHODS
+from gbfunc.lab.compare import METHODS, PRETRAINED_METHODS, REFERENCES
 
 QUICK = ["compare", "--sizes", "300", "--quick", "--methods", "periodic", "smaller_dense"]
 
@@ -83,4 +83,4 @@ def test_help_names_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     words = capsys.readouterr().out
-    assert [name for name in METHODS if name not in words] == []
+    assert [name for name in (*METHODS, *PRETRAINED_METHODS, *REFERENCES) if name not in words] == []

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from gbfunc.lab.compare import Problem, Results
-    from gbfunc.tasks import Metric
+    from gbfunc.tasks import Metric, Task
 
 _SIZES = (600, 1_300, 2_000, 6_000, 20_000)
+
+_BYTES = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
+"""Budgets of adapters; the last one is the file of LoRA of rank 1 on all layers of MiniLM, with its classifier."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,12 @@ class Compare(DataOptions):
     """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
 
     bytes: Annotated[tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint="(default: none)")] = None
-    """Budgets in bytes, in place of --sizes."""
+    """Budgets in bytes, in place of --sizes; what is taken for a pretrained p-net, 1500 to 186000."""
 
     methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
     """Only these: periodic, smaller_dense, low_rank, random_subspace, pruned, int8, int4, and the other types of g-net:
-    gnet, stochastic, low_rank_genome, xox."""
+    gnet, stochastic, low_rank_genome, xox. With --pretrained: genome, linear_probe, bitfit, lora, vera, fourierft,
+    tinylora, unilora, ia3, each also as NAME_float16, and full_fine_tuning, whatever its size."""
 
     seeds: int = 3
     """Trainings of each method at each size, seeded 0, 1, ..."""
@@ -61,14 +66,19 @@ class Compare(DataOptions):
 
     def run(self) -> None:
         """Run what is missing, print one table, write the results."""
+        from gbfunc.lab import compare as lab
         from gbfunc.lab.bench.cases import choose
         from gbfunc.lab.bench.report import describe
-        from gbfunc.lab.compare import METHODS, of_problem, read_results, run_missing, to_json
 
-        methods = choose(METHODS, self.methods, "--methods")
-        problems = self._problems()
+        task, dtype = self._task(), getattr(torch, self.dtype)
+        references = lab.REFERENCES if lab.is_pretrained(task) else {}
+        chosen = choose({**lab.methods_for(task, dtype), **references}, self.methods, "--methods")
+        references = {name: method for name, method in chosen.items() if name in references}
+        methods = {name: method for name, method in chosen.items() if name not in references}
+        problems = self._problems(task, dtype)
+        free = [lab.reference_problem(problems[0])] if references else []
         folder = make_folder(self.out)
-        results = read_results(folder / "compare.json")
+        results = lab.read_results(folder / "compare.json")
         about = describe(torch.device("cpu"), torch.get_num_threads())
         seeds, most = (1, 2) if self.quick else (self.seeds, None)
 
@@ -76,19 +86,20 @@ class Compare(DataOptions):
             print(line, file=sys.stderr, flush=True)
 
         nets = make_folder(folder / "nets")
-        for newer in run_missing(methods, problems, seeds, results, nets, report, most):
-            results = newer
-            # After each row: what is measured is kept, should a later one fail.
-            write_metrics(folder / "compare.json", about | to_json(results))
-        known = {name: [of_problem(results, problem, name) for problem in problems] for name in methods}
-        metric = problems[0].task.metric
+        for parts in ((methods, problems), (references, free)):
+            for newer in lab.run_missing(*parts, seeds, results, nets, report, most):
+                results = newer
+                # After each row: what is measured is kept, should a later one fail.
+                write_metrics(folder / "compare.json", about | lab.to_json(results))
+        known = {name: [lab.of_problem(results, problem, name) for problem in problems] for name in methods}
+        levels = {name: lab.of_problem(results, free[0], name) for name in references}
+        metric = task.metric
         if any(part.rows for parts in known.values() for part in parts):
-            write_figure(folder / "tradeoff.png", tradeoff_figure(known, metric))
-        print_tradeoff(known, problems)
+            write_figure(folder / "tradeoff.png", tradeoff_figure(known, metric, levels))
+        print_tradeoff(known, problems, levels)
 
-    def _problems(self) -> list[Problem]:
+    def _task(self) -> Task:
         from gbfunc.cli.job import load_task
-        from gbfunc.lab.compare import Problem, reference_bytes, size_within
 
         if self.sizes is not None and self.bytes is not None:
             sizes, budgets = (" ".join(map(str, given)) for given in (self.sizes, self.bytes))
@@ -98,19 +109,30 @@ class Compare(DataOptions):
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        task = load_task(self)
-        if self.bytes is not None:
-            budgets = [(size_within(task, budget), budget) for budget in sorted(set(self.bytes))]
-        else:
-            budgets = [(size, reference_bytes(task, size)) for size in sorted(set(self.sizes or _SIZES))]
+        return load_task(self)
+
+    def _problems(self, task: Task, dtype: torch.dtype) -> list[Problem]:
+        from gbfunc.lab.compare import Problem
+
         problems = []
-        for size, budget in budgets:
+        for size, budget in self._budgets(task):
             recipe = task.recipe(size)
             epochs = 1 if self.quick else self.epochs
             if epochs is not None:
                 recipe = replace(recipe, epochs=epochs, steps=None)
-            problems.append(Problem(task, size, budget, getattr(torch, self.dtype), recipe))
+            problems.append(Problem(task, size, budget, dtype, recipe))
         return problems
+
+    def _budgets(self, task: Task) -> list[tuple[int, int]]:
+        """Parameters and bytes."""
+        from gbfunc.lab.compare import is_pretrained, reference_bytes, size_within
+
+        pretrained = is_pretrained(task)
+        given = self.bytes or (_BYTES if pretrained and self.sizes is None else None)
+        if given is None:
+            return [(size, reference_bytes(task, size)) for size in sorted(set(self.sizes or _SIZES))]
+        # The numbers that a budget could hold are the same whatever is the best genome of the day.
+        return [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(given))]
 
 
 def shown_values(results: Results, metric: Metric) -> list[float]:
@@ -119,46 +141,73 @@ def shown_values(results: Results, metric: Metric) -> list[float]:
     return [100 * row.test if metric.unit == "%" else row.test for row in rows]
 
 
-def tradeoff_figure(known: Mapping[str, Sequence[Results]], metric: Metric) -> Figure:
+def tradeoff_figure(
+    known: Mapping[str, Sequence[Results]], metric: Metric, levels: Mapping[str, Results] = MappingProxyType({})
+) -> Figure:
     """`tradeoff_curves` of a metric; parts of one are shown by what they lack, on a logarithmic axis.
 
     Args:
         known: results of every method, at each budget.
         metric: of the task.
+        levels: results that no budget bounds, each a dashed line.
     """
     from gbfunc.plots import tradeoff_curves
 
     errors = metric.unit == "%" and metric.higher_is_better
+
+    def shown(results: Results) -> list[float]:
+        return [100 - value if errors else value for value in shown_values(results, metric)]
+
     curves: dict[str, list[tuple[float, list[float]]]] = {}
     for name, parts in known.items():
         for part in parts:
             if part.rows:
-                values = [100 - value if errors else value for value in shown_values(part, metric)]
-                curves.setdefault(name, []).append((mean(row.bytes for row in part.rows), values))
-    if errors:
-        return tradeoff_curves(curves, f"test error = 100 - {metric.label} (%, logarithmic)", yscale="log")
-    return tradeoff_curves(curves, f"test {metric.label} ({metric.unit})")
+                curves.setdefault(name, []).append((mean(row.bytes for row in part.rows), shown(part)))
+    label = f"test error = 100 - {metric.label} (%, logarithmic)" if errors else f"test {metric.label} ({metric.unit})"
+    figure = tradeoff_curves(curves, label, yscale="log" if errors else "linear")
+    (axes,) = figure.axes
+    for name, results in levels.items():
+        if results.rows:
+            level = mean(shown(results))
+            axes.axhline(level, color="0.5", linestyle="--", linewidth=1)
+            axes.annotate(_level(name, results), (0.01, level), xycoords=axes.get_yaxis_transform(), fontsize="small")
+    return figure
 
 
-def print_tradeoff(known: Mapping[str, Sequence[Results]], problems: Sequence[Problem]) -> None:
+def _level(name: str, results: Results) -> str:
+    """What a result that no budget bounds is called."""
+    return f"{name} ({results.rows[0].bytes:,} bytes)"
+
+
+def print_tradeoff(
+    known: Mapping[str, Sequence[Results]],
+    problems: Sequence[Problem],
+    levels: Mapping[str, Results] = MappingProxyType({}),
+) -> None:
     """The metric on the test split as one table on standard output: a row for a method, a column for a budget.
 
     Args:
         known: results of every method, at each budget.
         problems: the budgets.
+        levels: results that no budget bounds, each a line below the table.
     """
     first = problems[0]
     metric = first.task.metric
     table = Table("method")
     extreme = max if metric.higher_is_better else min
     best = []
-    for problem, parts in zip(problems, zip(*known.values(), strict=True), strict=True):
+    for i, problem in enumerate(problems):
         table.add_column(f"{problem.budget:,} bytes", justify="right", no_wrap=True)
-        best.append(extreme((mean(shown_values(part, metric)) for part in parts if part.rows), default=0.0))
+        column = [parts[i] for parts in known.values()]
+        best.append(extreme((mean(shown_values(part, metric)) for part in column if part.rows), default=0.0))
     for name, parts in known.items():
         table.add_row(name, *(_cell(part, metric, top) for part, top in zip(parts, best, strict=True)))
     console = wide_console()
-    console.print(table)
+    if known:
+        console.print(table)
+    for name, results in levels.items():
+        if results.rows:
+            console.print(f"{_level(name, results)}: {_spread(shown_values(results, metric))}")
     console.print(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
         f"{first.steps:,} steps; -: nothing is as small as that.",
@@ -171,7 +220,12 @@ def _cell(results: Results, metric: Metric, best: float) -> str:
     if not tests:
         # Nothing fits, or nothing is known.
         return "-" if any(choice.settings is None for choice in results.choices) else ""
-    digits = 2 if mean(tests) > 10 else 4
-    spread = f" ± {stdev(tests):.{digits}f}" if len(tests) > 1 else ""
-    text = f"{mean(tests):.{digits}f}{spread}"
+    text = _spread(tests)
     return f"[bold]{text}[/bold]" if mean(tests) == best else text
+
+
+def _spread(values: list[float]) -> str:
+    """Mean and standard deviation."""
+    digits = 2 if mean(values) > 10 else 4
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}"

@@ -3,13 +3,19 @@
 Every method gets the same budget (`Problem`): so many bytes, or those of the file of a periodic genome of so many
 parameters. It is given the same data and number of steps, and chooses its settings on the validation split; the test
 split is looked at once, by the network as it is read back from its bytes.
+
+A p-net that is trained from scratch is compared with other ways to a small network, a pretrained one with other
+adapters of it (`methods_for`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Trained
+import torch
+
+from gbfunc.lab.compare.adapters import ADAPTERS, FULL
+from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Stored, Trained, is_pretrained
 from gbfunc.lab.compare.dense import Dense, DenseQuantised, LowRankTraining
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.lab.compare.pruned import Pruned
@@ -25,9 +31,12 @@ from gbfunc.lab.compare.rows import (
     to_json,
 )
 from gbfunc.lab.compare.subspace import RandomSubspace
+from gbfunc.tasks import Task
 
 __all__ = [
     "METHODS",
+    "PRETRAINED_METHODS",
+    "REFERENCES",
     "Choice",
     "Method",
     "Problem",
@@ -37,9 +46,12 @@ __all__ = [
     "BudgetTooSmall",
     "Trained",
     "choose",
+    "is_pretrained",
     "measure",
+    "methods_for",
     "of_problem",
     "read_results",
+    "reference_problem",
     "reference_bytes",
     "run_missing",
     "size_within",
@@ -61,4 +73,36 @@ METHODS: Mapping[str, Method] = {
     "low_rank_genome": GenomeOf("low_rank", _RATES),
     "xox": GenomeOf("xox", _RATES),
 }
-"""Every method by its name."""
+"""Every way to a small network by its name."""
+
+PRETRAINED_METHODS: Mapping[str, Method] = {"genome": GenomeOf("periodic", (1e-2, 3e-2, 6e-2)), **ADAPTERS}
+"""Every way to change a pretrained network in few bytes by its name."""
+
+REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
+"""What adapters are measured against, whatever its size."""
+
+_TWIN = "_float16"
+
+
+def methods_for(task: Task, dtype: torch.dtype) -> Mapping[str, Method]:
+    """The methods that fit a task's p-net.
+
+    Adapters are there twice where the dtype is float32: as it is, and stored in float16 under a name that says so,
+    within the same bytes.
+
+    Args:
+        task: what is to be learnt.
+        dtype: of the problems.
+    """
+    if not is_pretrained(task):
+        return METHODS
+    if dtype != torch.float32:
+        return PRETRAINED_METHODS
+    twins = {f"{name}{_TWIN}": Stored(method, torch.float16) for name, method in PRETRAINED_METHODS.items()}
+    return {**PRETRAINED_METHODS, **twins}
+
+
+def reference_problem(problem: Problem) -> Problem:
+    """The same problem for the methods of `REFERENCES`, whose budget is what all weights take."""
+    budget = FULL.file_bytes(problem.task, problem.dtype)
+    return problem._replace(size=budget // problem.dtype.itemsize, budget=budget)

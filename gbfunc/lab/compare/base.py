@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -30,6 +30,15 @@ Sizes: TypeAlias = tuple[int, ...]
 
 Settings: TypeAlias = dict[str, Any]
 """What validation data choose: learning rate, widths, ...; JSON."""
+
+
+HEAD = "classifier"
+"""The module that a pretrained base does not have: each method trains and stores it, or what generates it."""
+
+
+def is_pretrained(task: Task) -> bool:
+    """Whether the task's p-net begins with the weights of a pretrained network."""
+    return bool(task.pnet.config.get("pretrained"))
 
 
 class Problem(NamedTuple):
@@ -72,6 +81,26 @@ class Method(Protocol):
     def load(self, data: bytes, task: Task) -> Net:
         """The network, from nothing but the data and the task's code."""
         ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A method whose numbers are stored as another dtype than the problem's."""
+
+    method: Method
+    dtype: torch.dtype
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        """Those of the method."""
+        return self.method.candidates(problem._replace(dtype=self.dtype))
+
+    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        """As the method does."""
+        return self.method.train(problem._replace(dtype=self.dtype), settings, seed)
+
+    def load(self, data: bytes, task: Task) -> Net:
+        """As the method does."""
+        return self.method.load(data, task)
 
 
 def grid(**axes: Any) -> list[Settings]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 import gbfunc as gb
-from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
+from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
 from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.training import fit, genome_trainer
@@ -18,7 +20,7 @@ _FILE = "genome.safetensors"
 
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
-    """A plan as the task has it.
+    """A plan as the task has it; of a pretrained p-net, that of an adapter and a new classifier.
 
     Args:
         task: its p-net and recipe.
@@ -28,6 +30,8 @@ def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
     Raises:
         BudgetTooSmall: if no genome of the task is as small as that.
     """
+    if is_pretrained(task):
+        target |= {"base": "own", "modules_to_save": [HEAD]}
     try:
         # Of one seed: the initial scales are in the file, and their digits must not move its length.
         return task.plan(task.build(0), hypernet, **target)
@@ -80,19 +84,28 @@ class GenomeOf:
         return gb.materialize(plan, genome, task.build(0)).eval()
 
     def _plan(self, problem: Problem) -> gb.Plan:
-        task, itemsize = problem.task, problem.dtype.itemsize
-        plan = self._in_its_dtype(problem)
-        if problem.dtype != plan.dtype:
+        itemsize = problem.dtype.itemsize
+        try:
+            plan = self._in_its_dtype(problem)
+        except BudgetTooSmall:
+            # In narrower numbers it may fit: from a genome of the budget without a header downwards.
+            if itemsize >= torch.float32.itemsize:
+                raise
+            target = problem.budget // itemsize
+        else:
+            if problem.dtype == plan.dtype:
+                return plan
             # Narrower numbers leave room for more of them.
             target = (problem.budget - genome_file_bytes(plan, problem.dtype)) // itemsize + plan.genome_params
-            plan = plan_for(task, self.hypernet, genome_params=target)
-            while genome_file_bytes(plan, problem.dtype) > problem.budget:
-                target -= 8
-                plan = plan_for(task, self.hypernet, genome_params=target)
-        return plan
+        while True:
+            plan = plan_for(problem.task, self.hypernet, genome_params=target)
+            over = genome_file_bytes(plan, problem.dtype) - problem.budget
+            if over <= 0:
+                return plan
+            target = max(1, target - max(8, over // itemsize))
 
     def _in_its_dtype(self, problem: Problem) -> gb.Plan:
-        if self.hypernet == "periodic":
+        if self.hypernet == "periodic" and not is_pretrained(problem.task):
             # The very genome whose file the budget is, where it was not given in bytes.
             with suppress(BudgetTooSmall):
                 plan = plan_for(problem.task, self.hypernet, genome_params=problem.size)

@@ -1,0 +1,315 @@
+"""Adapters of a pretrained p-net at equal bytes: each trains, fits, and is read back from its bytes and the base."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gbfunc.cli import main
+from gbfunc.lab.compare import (
+    METHODS,
+    PRETRAINED_METHODS,
+    REFERENCES,
+    BudgetTooSmall,
+    Method,
+    Problem,
+    Trained,
+    measure,
+    methods_for,
+    reference_problem,
+)
+from gbfunc.lab.compare.adapters import ADAPTERS, FULL, HEAD, Adapted, linears_of
+from gbfunc.lab.compare.base import Stored, unpack
+from gbfunc.tasks import Recipe, Split, Task, accuracy
+from gbfunc.tasks.pnets import Interface, PNet
+
+LAYERS, WIDTH, TOKENS, LENGTH, CLASSES, PAD = 3, 16, 50, 9, 4, 0
+RIVALS = {**ADAPTERS, **REFERENCES}
+EVERY = {**PRETRAINED_METHODS, **REFERENCES}
+PACKAGED = set(ADAPTERS) - {"linear_probe", "bitfit"}
+NUMBERS = (torch.float32, torch.float16)
+RECIPE = Recipe(batch_size=32, epochs=1, clip_norm=1.0)
+BUDGET, FULL_BUDGET = 8_000, 60_000
+
+
+class Classifier(nn.Module):
+    """The mean of an encoder's outputs, and a classifier."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.pad = encoder, PAD
+        self.classifier = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        mask_BL = tokens_BL != PAD
+        hidden_BLE = self.encoder(input_ids=tokens_BL, attention_mask=mask_BL.long()).last_hidden_state
+        mask_BL1 = mask_BL[:, :, None].float()
+        return self.classifier((hidden_BLE * mask_BL1).sum(1) / mask_BL1.sum(1))
+
+
+def new_bert(seed: int = 0) -> nn.Module:
+    """A BERT whose first weights are always the same, as a pretrained one's are, with a new classifier."""
+    transformers = pytest.importorskip("transformers", reason="the p-net is Hugging Face's")
+    sizes: dict[str, Any] = dict(hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=2)
+    config = transformers.BertConfig(
+        **sizes, intermediate_size=32, vocab_size=TOKENS, max_position_embeddings=LENGTH, hidden_dropout_prob=0.0
+    )
+    config.attention_probs_dropout_prob = 0.0
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        encoder = transformers.BertModel(config, add_pooling_layer=False)
+    return Classifier(encoder)
+
+
+def texts(n: int, seed: int) -> Split:
+    """Random tokens, padded, of classes that their first one decides."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(1, TOKENS, (n, LENGTH), generator=generator)
+    ends = torch.randint(3, LENGTH - 1, (n, 1), generator=generator)
+    return Split(torch.where(torch.arange(LENGTH) < ends, x, PAD), x[:, 0] % CLASSES)
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    pnet = PNet("bert", make=new_bert, config={"pretrained": "nowhere"})
+    interface = Interface((LENGTH,), CLASSES)
+    splits = (texts(64, 0), texts(40, 1), texts(40, 2))
+    return Task("texts", interface, *splits, pnet, settings=lambda pnet, params: RECIPE)
+
+
+def problem_of(task: Task, budget: int, dtype: torch.dtype = torch.float32) -> Problem:
+    return Problem(task, budget // 4, budget, dtype, RECIPE)
+
+
+def every(name: str) -> Method:
+    if name in PACKAGED:
+        pytest.importorskip("peft", reason="the adapter is of the package peft")
+    return EVERY[name]
+
+
+def rival(name: str) -> Adapted:
+    method = every(name)
+    assert isinstance(method, Adapted)
+    return method
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_bytes_are_within_the_budget_and_enough_to_run(
+    name: str, dtype: torch.dtype, task: Task, tmp_path: Path
+) -> None:
+    method = every(name)
+    problem = problem_of(task, FULL_BUDGET if method is FULL else BUDGET, dtype)
+    candidates = method.candidates(problem)
+    assert json.loads(json.dumps(candidates)) == candidates
+    assert len({json.dumps(c) for c in candidates}) == len(candidates)
+    row = measure(name, method, problem, candidates[-1], 3, tmp_path / "net")
+    data = (tmp_path / "net").read_bytes()
+    assert row.bytes == len(data) <= problem.budget and 0 < row.params <= row.bytes // dtype.itemsize
+    assert accuracy(method.load(data, task), task.test) == row.test
+    # The same seed gives the same bytes, another one other bytes.
+    assert method.train(problem, candidates[-1], 3) == Trained(data, row.params)
+    assert method.train(problem, candidates[-1], 4).data != data
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_what_is_read_back_is_what_was_trained(name: str, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, kept = rival(name), []
+    attach = type(method.adapter).attach
+
+    def keep(self: Any, net: nn.Module, settings: dict[str, Any]) -> nn.Module:
+        kept.append(attach(self, net, settings))
+        return kept[-1]
+
+    problem = problem_of(task, FULL_BUDGET)
+    settings = method.candidates(problem)[-1]
+    monkeypatch.setattr(type(method.adapter), "attach", keep)
+    # Another seed than that of the base which it is read back into.
+    trained = method.train(problem, settings, 5)
+    (net,) = kept
+    with torch.no_grad():
+        expected = net.eval()(task.test.x)
+        torch.testing.assert_close(method.load(trained.data, task)(task.test.x), expected, rtol=0, atol=0)
+        assert not torch.allclose(task.build(5).eval()(task.test.x), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_trained_number_moves_and_is_stored_and_the_base_stays(name: str, task: Task) -> None:
+    method = rival(name)
+    problem = problem_of(task, FULL_BUDGET)
+    trained = method.train(problem, method.candidates(problem)[0], 0)
+    tensors, _ = unpack(trained.data)
+    assert sum(t.numel() for t in tensors.values()) == trained.params
+    heads = [t for n, t in tensors.items() if HEAD in n]
+    assert sorted(tuple(t.shape) for t in heads) == [(CLASSES,), (CLASSES, WIDTH)]
+    assert all((t != 0).any() for t in tensors.values())
+    net = method.load(trained.data, task)
+    assert isinstance(net, nn.Module)
+    if method is not FULL:
+        words = [p for n, p in net.named_parameters() if "word_embeddings" in n]
+        assert torch.equal(words[0], next(p for n, p in task.build(0).named_parameters() if "word_embeddings" in n))
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_what_cannot_be_so_small_says_so(name: str, task: Task) -> None:
+    with pytest.raises(BudgetTooSmall, match=r"takes [\d,]+ bytes in float32, its classifier included"):
+        rival(name).candidates(problem_of(task, 300))
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_candidate_fits_and_another_rung_does_not(name: str, task: Task) -> None:
+    method = rival(name)
+    net = task.build(0).to("meta")
+    problem = problem_of(task, 4_000)
+    few = problem._replace(task=replace(task, train=texts(32, 0)))
+    fitting = {json.dumps(c["adapter"]): c for c in method.candidates(problem)}
+    assert all(len(method.train(few, settings, 0).data) <= problem.budget for settings in fitting.values())
+    for ladder in method.adapter.ladders(net):
+        sizes = [len(method._packed(net, ladder.rung(n), torch.float32)) for n in range(1, min(ladder.rungs, 12) + 1)]
+        assert sizes == sorted(sizes)
+        most = sum(size <= problem.budget for size in sizes)
+        if 0 < most < len(sizes):
+            assert json.dumps(ladder.rung(most)) in fitting
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_default_generator_is_left_as_it_was(name: str, task: Task) -> None:
+    method, problem = every(name), problem_of(task, FULL_BUDGET)
+    before = torch.get_rng_state()
+    method.load(method.train(problem, method.candidates(problem)[0], 3).data, task)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_the_genome_fills_its_budget_and_belongs_to_the_base(dtype: torch.dtype, task: Task) -> None:
+    method, problem = every("genome"), problem_of(task, BUDGET, dtype)
+    settings = method.candidates(problem)[0]
+    trained = method.train(problem, settings, 1)
+    assert 0.95 * BUDGET < len(trained.data) <= BUDGET and trained.params == settings["params"]
+    other = replace(task, pnet=PNet("bert", make=lambda: new_bert(1), config=task.pnet.config))
+    with pytest.raises(ValueError, match="the genome's base"):
+        method.load(trained.data, other)
+
+
+def test_a_genome_that_fits_in_float16_alone_is_known(task: Task) -> None:
+    method, budget = every("genome"), 8_000
+    with pytest.raises(BudgetTooSmall, match="the smallest genome's file"):
+        while True:
+            budget -= 100
+            method.candidates(problem_of(task, budget))
+    narrow = problem_of(task, budget, torch.float16)
+    trained = method.train(narrow, method.candidates(narrow)[0], 0)
+    assert 0.9 * budget < len(trained.data) <= budget
+    with pytest.raises(BudgetTooSmall):
+        method.candidates(narrow._replace(budget=500))
+
+
+def test_foreign_tensors_are_refused(task: Task) -> None:
+    net = task.build(0)
+    with pytest.raises(ValueError, match="the p-net has no parameters other"):
+        ADAPTERS["bitfit"].adapter.fill(net, {"other": torch.zeros(1)})
+    adapter = rival("ia3").adapter
+    shape = adapter.ladders(net)[0].rung(1)
+    attached = adapter.attach(net, shape)
+    with pytest.raises(ValueError, match="belong to no such adapter: other"):
+        adapter.fill(attached, {**adapter.state(attached), "other": torch.zeros(1)})
+
+
+# Layers
+
+
+def test_layers_of_a_transformer_are_known_by_their_names(task: Task) -> None:
+    linears = linears_of(task.build(0))
+    assert linears.blocks == ("0", "1", "2") and len(linears.kinds) == 6
+    assert linears.named("query", "value") == ("attention.self.query", "attention.self.value")
+    assert linears.named("up", "down") == ("intermediate.dense", "output.dense")
+    assert linears.named() == tuple(linears.kinds)
+    assert linears.width(("output.dense",)) == LAYERS * (WIDTH + 32)
+    assert linears.last(2, ("a", "b")) == r".*\.(1|2)\.(a|b)"
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_network_without_blocks_has_no_layers_to_adapt(name: str, task: Task) -> None:
+    plain = replace(task, pnet=PNet("plain", make=lambda: nn.Sequential(nn.Linear(3, 3))))
+    if name == "linear_probe":
+        return
+    with pytest.raises(BudgetTooSmall, match="no numbered blocks of linear layers"):
+        rival(name).candidates(problem_of(plain, BUDGET))
+
+
+# Tables
+
+
+def test_a_pretrained_network_has_its_methods(task: Task) -> None:
+    scratch = replace(task, pnet=PNet("bert", make=new_bert))
+    assert methods_for(scratch, torch.float32) is METHODS
+    assert methods_for(task, torch.float16) is PRETRAINED_METHODS
+    both = methods_for(task, torch.float32)
+    assert list(both) == [*PRETRAINED_METHODS, *(f"{name}_float16" for name in PRETRAINED_METHODS)]
+
+
+def test_twins_store_float16_within_the_same_bytes(task: Task) -> None:
+    problem = problem_of(task, BUDGET)
+    twin = methods_for(task, torch.float32)["bitfit_float16"]
+    assert isinstance(twin, Stored)
+    settings = twin.candidates(problem)[-1]
+    assert settings == ADAPTERS["bitfit"].candidates(problem._replace(dtype=torch.float16))[-1]
+    trained = twin.train(problem, settings, 0)
+    assert trained == ADAPTERS["bitfit"].train(problem._replace(dtype=torch.float16), settings, 0)
+    assert 2 * trained.params < len(trained.data) < 4 * trained.params + 2_000
+    assert isinstance(twin.load(trained.data, task), nn.Module)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_a_reference_has_the_bytes_that_it_takes(dtype: torch.dtype, task: Task) -> None:
+    problem = reference_problem(problem_of(task, BUDGET, dtype))
+    params = sum(p.numel() for p in task.build(0).parameters())
+    assert params * dtype.itemsize < problem.budget < params * dtype.itemsize + 10_000
+    trained = FULL.train(problem, FULL.candidates(problem)[0], 0)
+    assert len(trained.data) == problem.budget and trained.params == params
+
+
+def test_without_the_package_the_cure_is_told(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="pip install peft"):
+        ADAPTERS["lora"].candidates(problem_of(task, BUDGET))
+
+
+# The command
+
+
+def test_the_command_compares_adapters_with_all_weights(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gbfunc.cli.job.load_task", lambda options: task)
+    methods = ["--methods", "bitfit", "bitfit_float16", "full_fine_tuning"]
+    options = ["compare", "--bytes", "600", "8000", "--quick", *methods, "--out", str(tmp_path)]
+    assert main(options) == 0
+    told = capsys.readouterr()
+    results = json.loads((tmp_path / "compare.json").read_text())
+    rows = [(row["method"], row["budget"]) for row in results["rows"]]
+    every = reference_problem(problem_of(task, 8_000)).budget
+    assert rows == [("bitfit_float16", 600), ("bitfit", 8_000), ("bitfit_float16", 8_000), ("full_fine_tuning", every)]
+    assert [(c["method"], c["budget"]) for c in results["choices"] if c["settings"] is None] == [("bitfit", 600)]
+    test = 100 * results["rows"][-1]["test"]
+    assert f"full_fine_tuning ({every:,} bytes): {test:.2f}" in told.out and f"{every:,} bytes" not in told.out[:200]
+    assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
+    assert main(options) == 0 and capsys.readouterr().out == told.out
+    assert main([*options[:4], "--quick", "--methods", "full_fine_tuning", "--out", str(tmp_path)]) == 0
+    assert f"full_fine_tuning ({every:,} bytes): {test:.2f}" in capsys.readouterr().out
+
+
+def test_budgets_of_adapters_are_bytes(task: Task) -> None:
+    from gbfunc.cli.compare import _BYTES, Compare
+
+    given = Compare(bytes=(8_000, 500))._problems(task, torch.float32)
+    assert [(p.size, p.budget) for p in given] == [(125, 500), (2_000, 8_000)]
+    assert [p.budget for p in Compare()._problems(task, torch.float16)] == list(_BYTES)
