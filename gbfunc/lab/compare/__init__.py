@@ -75,7 +75,7 @@ METHODS: Mapping[str, Method] = {
 }
 """Every way to a small network by its name."""
 
-PRETRAINED_METHODS: Mapping[str, Method] = {"genome": GenomeOf("periodic", (1e-2, 3e-2, 6e-2)), **ADAPTERS}
+PRETRAINED_METHODS: Mapping[str, Method] = {"genome": GenomeOf("bilinear", (3e-2, 6e-2)), **ADAPTERS}
 """Every way to change a pretrained network in few bytes by its name."""
 
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}

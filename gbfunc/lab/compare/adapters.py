@@ -353,7 +353,7 @@ def _whole(pattern: str) -> Callable[[nn.Module], list[Ladder]]:
 ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Adapted(Part(_whole("(?!)")), (1e-2, 3e-2, 1e-1)),
     "bitfit": Adapted(Part(bias_shapes), (3e-3, 1e-2, 3e-2)),
-    "lora": Adapted(Peft("LoraConfig", lora_shapes), (1e-3, 3e-3, 1e-2, 3e-2)),
+    "lora": Adapted(Peft("LoraConfig", lora_shapes), (3e-3, 1e-2, 3e-2)),
     "vera": Adapted(Peft("VeraConfig", vera_shapes), (1e-2, 3e-2, 1e-1)),
     "fourierft": Adapted(Peft("FourierFTConfig", fourier_shapes), (3e-2, 1e-1, 3e-1)),
     "tinylora": Adapted(Peft("TinyLoraConfig", tiny_shapes), (3e-3, 1e-2, 3e-2)),
