@@ -22,15 +22,12 @@ from gbfunc.base import BaseTensors
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet, parameter_infos, skeleton_of
+from gbfunc.pnet import PureNet, keep_statistics, parameter_infos, skeleton_of
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.train.options import Lazy
 from gbfunc.types import Genome, GenomeLike, GNets, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
-
-_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v"})
-"""Buffers that layers update in training mode: batch norm's, and spectral norm's."""
 
 _MATERIALIZE = "gb.materialize(plan, module.to_genome(), pnet) is a p-net with weights"
 
@@ -49,10 +46,8 @@ class _Frame:
 
     def still(self, net: nn.Module) -> None:
         """Put what would change the base's statistics in training mode into evaluation mode."""
-        for name in () if self.base is None else self.base.buffer_names:
-            layer, _, attribute = name.rpartition(".")
-            if attribute in _STATISTICS:
-                net.get_submodule(layer).eval()
+        if self.base is not None:
+            keep_statistics(net, self.base.buffer_names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
         # Nothing writes to a base: copies share it.

@@ -39,10 +39,9 @@ _CHECKPOINT = (
     "weights instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
 )
 
-_CHANGED = (
-    "the p-net changes a buffer of its frozen base: put that layer into eval mode before make_train_step, or name it "
-    "in modules_to_save: "
-)
+_CHANGED = "the p-net changes a buffer of its frozen base: name its module in modules_to_save: "
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v"})
+"""Buffers that layers update in training mode: batch norm's, and spectral norm's."""
 
 
 class FrozenBuffers(Protocol):
@@ -133,6 +132,13 @@ def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
     return {name: (buffer, name in saved) for name, buffer in pnet.named_buffers()}
 
 
+def keep_statistics(net: nn.Module, frozen: Collection[str]) -> None:
+    """Put layers whose statistics are frozen buffers into evaluation mode: they would be updated in training mode."""
+    for layer, _, attribute in (name.rpartition(".") for name in frozen):
+        if attribute in _STATISTICS:
+            net.get_submodule(layer).eval()
+
+
 def skeleton_of(pnet: nn.Module) -> nn.Module:
     """A copy of the module with every tensor on the meta device; `ValueError` for one that cannot be copied."""
     return _copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
@@ -198,7 +204,8 @@ class PureNet:
     passed, so pass clones. It keeps the training mode the module has when it is made. Calls from threads take turns.
     For weights with `forms` that are not dense, by name, `weights` has the inputs, as `NAME_form.INPUT`. `adapt`
     changes the skeleton further, and names the parameters that it takes in another shape or kind. The `frozen`
-    buffers of a base are not passed, and a call that changes one is refused.
+    buffers of a base are not passed, layers whose statistics they are stay in evaluation mode, and a call that changes
+    one is refused.
     """
 
     def __init__(
@@ -219,6 +226,7 @@ class PureNet:
                 self._parameters[name] = TensorSpec(tuple(tensor.shape))
         self._frozen = frozen if frozen is not None and frozen.buffer_names else None
         kept = () if self._frozen is None else self._frozen.buffer_names
+        keep_statistics(self.skeleton, kept)
         self._buffers = dict.fromkeys((k for k in buffers_of(pnet) if k not in kept), _ANY)
         self._ties = _ties(pnet, forms)
         install(self.skeleton, forms, shown=True)

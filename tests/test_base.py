@@ -198,17 +198,49 @@ def test_the_base_is_neither_trained_nor_changed_nor_copied() -> None:
     assert not torch.equal(weights["classifier.weight"], pnet.classifier.weight)
 
 
-def test_a_frozen_norm_must_not_be_in_training_mode() -> None:
+class Counting(nn.Module):
+    """A layer that counts its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_statistics_of_a_base_stay_as_they_are() -> None:
     pnet = headed().train()
+    outputs = []
+
+    def keep(net: Any, batch: Tensor) -> Tensor:
+        outputs.append(net(batch).detach())
+        return loss_fn(net, batch)
+
+    x = torch.randn(4, 6)
     plan = gb.make_plan(pnet, gb.periodic(2), base="own", modules_to_save=["classifier"])
-    step = gb.make_train_step(plan, pnet, loss_fn, SGD)
-    with pytest.raises(ValueError, match=r"eval mode.*modules_to_save.*body\.1"):
-        step(step.init(0), torch.randn(4, 6))
-    assert int(pnet.body[1].num_batches_tracked) == 0
+    step = gb.make_train_step(plan, pnet, keep, SGD)
+    state, _ = step(step.init(0), x)
+    assert int(pnet.body[1].num_batches_tracked) == 0 and not state.buffers and pnet.body[1].training
+    torch.testing.assert_close(outputs.pop(), headed().eval()(x))
     plan = gb.make_plan(pnet, gb.periodic(2), base="own", modules_to_save=["classifier", "body.1"])
+    step = gb.make_train_step(plan, pnet, keep, SGD)
+    state, _ = step(step.init(0), x)
+    assert int(state.buffers["body.1.num_batches_tracked"]) == 2
+    torch.testing.assert_close(outputs.pop(), headed().train()(x))
+
+
+def test_a_base_that_changes_its_buffers_is_refused() -> None:
+    pnet = Counting()
+    plan = gb.make_plan(pnet, gb.periodic(2), base="own")
     step = gb.make_train_step(plan, pnet, loss_fn, SGD)
-    state, _ = step(step.init(0), torch.randn(4, 6))
-    assert int(state.buffers["body.1.num_batches_tracked"]) == 1
+    with pytest.raises(ValueError, match="modules_to_save: 'calls'"):
+        step(step.init(0), torch.randn(4, 6))
+    assert float(pnet.calls) == 0
 
 
 @pytest.mark.parametrize(

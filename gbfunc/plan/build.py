@@ -75,7 +75,7 @@ def make_plan(
 
     With `base="own"` the p-net's present weights are the base, and the genome an adapter: `weights = base + delta`. The
     deltas are generated and start at exactly zero; all that has no delta is frozen, and neither trained, nor counted,
-    nor stored.
+    nor stored. Norms with running statistics in it stay in evaluation mode.
 
     Args:
         pnet: any `nn.Module`; it is only looked at. Its initial weights set the scale of the generated ones.
