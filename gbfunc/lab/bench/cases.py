@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.hypernets import Hypernet, gnet, periodic
+from gbfunc.hypernets import Hypernet, bilinear, gnet, periodic
 from gbfunc.tasks.pnets.convnets import ResNet18
 from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.tasks.pnets.mlp import mlp
@@ -76,10 +76,15 @@ VARIANTS: Mapping[str, Variant] = {
     "naive": Variant("relu", {}),
     "adapter": Variant("adapter", {}),
     "lora rank 1": Variant("adapter", {}),
+    "base, all rows": Variant("adapter", {}),
+    "a genome per row, together": Variant("adapter", {}),
+    "a genome per row, one by one": Variant("adapter", {}),
+    "one genome merged, one row": Variant("adapter", {}),
 }
 """Every variant by name. "naive" is `gbfunc.lab.bench.naive`, the others' generation is the library's; "periodic saved"
 begins to write a checkpoint before every step; "lora rank 1" is peft's, on the layers of the adapter."""
 
+_MERGED = "one genome merged, one row"
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
 _RELU = ("relu eager", "relu compiled")
 _GROWTH = _PERIODIC[:3]
@@ -164,9 +169,16 @@ def remat_case(layers: int, width: int, batch: int) -> Case:
 def adapter_case(layers: int, width: int, batch: int, length: int) -> Case:
     """Training steps of an adapter of a GPT, with tokens as short as questions; dense is full fine-tuning."""
     net = partial(GPT, 1_000, length, layers, width, width // 32, 4 * width, bias=True)
-    variants, genes = ("dense", "adapter", "lora rank 1"), Genes(periodic(8, share="shapes"))
+    variants, genes = ("dense", "adapter", "lora rank 1"), Genes(bilinear(5, share="shapes"))
     batches = partial(sequences, batch, length, 1_000)
     return Case(f"adapter of gpt {layers}x{width}", net, batches, variants, adapter=genes)
+
+
+def serving_case(layers: int, width: int, rows: int, length: int) -> Case:
+    """Forward passes of a GPT with an adapter for each row, and of its base."""
+    case = adapter_case(layers, width, rows, length)
+    variants = ("base, all rows", "a genome per row, together", "a genome per row, one by one")
+    return replace(case, name=f"{rows} genomes on gpt {layers}x{width}", variants=(*variants, _MERGED))
 
 
 def checkpoint_case(h: int, tile: int) -> Case:
@@ -208,6 +220,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         # 81,418 parameters (103x), and 1,041,610.
         "checkpoint": (checkpoint_case(32, 256), checkpoint_case(36, 64)),
         "adapter": (adapter_case(6, 384, 32, 16),),
+        "serving": (serving_case(6, 384, 100, 16),),
         "growth_weights": growth_weights((704, 1440, 2880, 5664), 256),
         "growth_features": growth_features(2048, (8, 16, 32, 64, 128, 256), 256),
     },
@@ -219,6 +232,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "resnet18": (resnet_case(4, 16),),
         "remat": (remat_case(12, 512, 64),),
         "adapter": (adapter_case(2, 128, 8, 16),),
+        "serving": (serving_case(2, 128, 10, 16),),
         "growth_weights": growth_weights((352, 1408), 256),
         "growth_features": growth_features(704, (8, 128), 64),
     },
@@ -231,6 +245,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "resnet18": (resnet_case(512, 64, "relu compiled"),),
         "remat": (remat_case(24, 8192, 1024),),
         "adapter": (adapter_case(12, 1024, 64, 128),),
+        "serving": (serving_case(12, 1024, 100, 128),),
         "growth_weights": growth_weights((704, 1440, 2880, 5664, 11328), 1024),
         "growth_features": growth_features(8192, (8, 16, 32, 64, 128, 256), 1024),
     },

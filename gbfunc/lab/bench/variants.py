@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -14,17 +14,12 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.generate import Generator
+from gbfunc.lab.bench.adapters import ADAPTERS, Batch, Step, plain_step
 from gbfunc.lab.bench.cases import VARIANTS, Case, Genes
 from gbfunc.lab.bench.naive import NaiveGenerator
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
 from gbfunc.tasks.pnets.base import seeded
-
-Step = Callable[[], Any]
-"""One step; what it changes, it keeps."""
-
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, of equal first dimension."""
 
 
 class Setting(NamedTuple):
@@ -92,8 +87,8 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     if genes is None:
         raise ValueError(f"{case.name} has no {gnets} g-nets for the variant {variant!r}")
     plan = plan_of(pnet, genes, base="own") if gnets == "adapter" else plan_of(pnet, genes)
-    if variant == "lora rank 1":
-        return Built(_lora(plan, pnet, loss, setting), sum(t.numel for t in plan.generated), 0)
+    if variant in ADAPTERS:
+        return Built(ADAPTERS[variant](plan, pnet, loss, batch, setting.lr), sum(t.numel for t in plan.generated), 0)
     if case.kind == "generation":
         step = _generation(plan, pnet, variant, setting.device)
     elif variant == "naive":
@@ -102,20 +97,6 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
         save = variant == "periodic saved"
         step = genome_step(plan, pnet, batch, setting.lr, save=save, amp=setting.amp, **options)
     return Built(step, sum(t.numel for t in plan.generated), genes.hypernet.size or 0)
-
-
-def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[str, Any]], lr: float) -> Step:
-    """The loop that anyone would write: a loss, its gradients, a step of AdamW."""
-    optimizer = torch.optim.AdamW(leaves, lr=lr, fused=True)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        optimizer.step()
-        return value.detach()
-
-    return step
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: bool = False, **options: Any) -> Step:
@@ -146,21 +127,6 @@ def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: b
 
     weakref.finalize(step, stack.close)
     return step
-
-
-def _lora(plan: Plan, pnet: nn.Module, loss: Callable[..., Tensor], setting: Setting) -> Step:
-    """LoRA of rank 1 (Hu et al., 2022) as peft has it, on the layers that the plan changes.
-
-    Raises:
-        ImportError: if peft is missing.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("the bench of adapters needs peft: pip install peft") from error
-    layers = [t.name.removesuffix(".weight") for t in plan.tensors if t.base]
-    net: Any = get_peft_model(pnet, LoraConfig(r=1, lora_alpha=1, target_modules=layers))  # pyright: ignore[reportArgumentType]
-    return plain_step(lambda: loss(net), [p for p in net.parameters() if p.requires_grad], setting.lr)
 
 
 def _naive(plan: Plan, pnet: nn.Module, loss: Callable[..., Tensor], setting: Setting) -> Step:
