@@ -24,10 +24,10 @@ from gbfunc.lab.compare import (
     methods_for,
     reference_problem,
 )
-from gbfunc.lab.compare.adapters import ADAPTERS, FULL, HEAD, Adapted, linears_of
-from gbfunc.lab.compare.base import Stored, unpack
+from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted, linears_of
+from gbfunc.lab.compare.base import HEAD, Stored, unpack
 from gbfunc.tasks import Recipe, Split, Task, accuracy
-from gbfunc.tasks.pnets import Interface, PNet
+from gbfunc.tasks.pnets import Interface, PlanOptions, PNet
 
 LAYERS, WIDTH, TOKENS, LENGTH, CLASSES, PAD = 3, 16, 50, 9, 4, 0
 RIVALS = {**ADAPTERS, **REFERENCES}
@@ -77,7 +77,8 @@ def texts(n: int, seed: int) -> Split:
 
 @pytest.fixture(scope="module")
 def task() -> Task:
-    pnet = PNet("bert", make=new_bert, config={"pretrained": "nowhere"})
+    adapter = PlanOptions(base="own", modules_to_save=(HEAD,))
+    pnet = PNet("bert", make=new_bert, plan=lambda size: adapter, config={"pretrained": "nowhere"})
     interface = Interface((LENGTH,), CLASSES)
     splits = (texts(64, 0), texts(40, 1), texts(40, 2))
     return Task("texts", interface, *splits, pnet, settings=lambda pnet, params: RECIPE)
@@ -192,7 +193,7 @@ def test_the_genome_fills_its_budget_and_belongs_to_the_base(dtype: torch.dtype,
     settings = method.candidates(problem)[0]
     trained = method.train(problem, settings, 1)
     assert 0.95 * BUDGET < len(trained.data) <= BUDGET and trained.params == settings["params"]
-    other = replace(task, pnet=PNet("bert", make=lambda: new_bert(1), config=task.pnet.config))
+    other = replace(task, pnet=replace(task.pnet, make=lambda: new_bert(1)))
     with pytest.raises(ValueError, match="the genome's base"):
         method.load(trained.data, other)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import gbfunc as gb
-from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
+from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
 from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.training import fit, genome_trainer
@@ -20,7 +20,7 @@ _FILE = "genome.safetensors"
 
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
-    """A plan as the task has it; of a pretrained p-net, that of an adapter and a new classifier.
+    """A plan as the task has it.
 
     Args:
         task: its p-net and recipe.
@@ -30,8 +30,6 @@ def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
     Raises:
         BudgetTooSmall: if no genome of the task is as small as that.
     """
-    if is_pretrained(task):
-        target |= {"base": "own", "modules_to_save": [HEAD]}
     try:
         # Of one seed: the initial scales are in the file, and their digits must not move its length.
         return task.plan(task.build(0), hypernet, **target)
