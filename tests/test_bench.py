@@ -21,6 +21,7 @@ from gbfunc.cli import main
 from gbfunc.cli.bench import measure, print_results
 from gbfunc.generate import Generator
 from gbfunc.hypernets import Hypernet
+from gbfunc.lab.bench.adapters import ADAPTERS
 from gbfunc.lab.bench.cases import BENCHES, VARIANTS, Case, Genes, choose, features, generation_case
 from gbfunc.lab.bench.naive import NaiveGenerator
 from gbfunc.lab.bench.report import growth_curves, log_slope, run_bench, time_together
@@ -41,6 +42,7 @@ def tiny(variants: tuple[str, ...], width: int = 12, name: str = "tiny", counted
         variants,
         Genes(gb.periodic(2)),
         Genes(gb.gnet((3,)), 5),
+        Genes(gb.bilinear(1, share="shapes")),
         counted=counted,
     )
 
@@ -93,8 +95,13 @@ def test_naive_knows_plain_relu_g_nets_alone(hypernet: Hypernet) -> None:
 # Every variant is the same training.
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if "compiled" not in v])
+TRAINING = [v for v in VARIANTS if "compiled" not in v and (v not in ADAPTERS or v == "lora rank 1")]
+
+
+@pytest.mark.parametrize("variant", TRAINING)
 def test_a_variant_learns(variant: str) -> None:
+    if variant == "lora rank 1":
+        pytest.importorskip("peft")
     step = build(tiny((variant,)), variant, CPU._replace(lr=1e-2)).step
     losses = [float(step()) for _ in range(30)]
     assert losses[-1] < losses[0]
@@ -106,6 +113,13 @@ def test_variants_of_one_genome_have_the_same_loss() -> None:
         names = [v for v, (gnets, _) in VARIANTS.items() if gnets == kind and "compiled" not in v]
         losses = torch.tensor([[float(step()) for _ in range(3)] for step in (build(case, n, CPU).step for n in names)])
         torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=1e-5, atol=1e-6)
+
+
+def test_serving_gives_each_row_its_genome() -> None:
+    base, together, one_by_one, merged = (build(tiny((v,)), v, CPU).step() for v in ADAPTERS if v != "lora rank 1")
+    torch.testing.assert_close(together, torch.cat(one_by_one), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merged, together[:1], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(base, together, rtol=1e-3)
 
 
 def test_generation_alone_returns_gradients_of_all_leaves() -> None:
