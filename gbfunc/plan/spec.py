@@ -171,7 +171,8 @@ class Plan:
             "",
             f"whole model  dense {self.pnet_params:,} parameters, {self.dense_bytes:,} bytes",
             f"             genome {self.genome_params:,} parameters, {on_disk}",
-            f"             ratio {self.ratio_params:.1f}x in parameters{in_bytes}",
+            f"             ratio {self.ratio_params:.1f}x in parameters{in_bytes}"
+            + ", beside the base" * (self.base is not None),
             *self._parts(),
             *([f"asked for    {self.target}"] if self.target else []),
         ]
