@@ -85,11 +85,15 @@ def trajectory(
     rows: tuple[int, ...] = SIZES,
     sizes: tuple[int, int, int] = (6, 14, 5),
     single_rank: Mapping[str, Any] = MappingProxyType({}),
+    planned: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    """Losses, norms, aux, final genome and optimizer state; `single_rank` replaces options where there is no mesh."""
+    """Losses, norms, aux, final genome and optimizer state; `single_rank` replaces options where there is no mesh.
+
+    `planned` are more options of the plan.
+    """
     pnet = pnet_of(sizes)
-    plan = gb.make_plan(pnet, hypernet, max_tile=max_tile)
+    plan = gb.make_plan(pnet, hypernet, max_tile=max_tile, **planned)
     if mesh is None:
         options |= single_rank
     step = gb.make_train_step(plan, pnet, squared, optimizer, mesh=mesh, placement=placement, **options)
@@ -133,8 +137,13 @@ def gradient(mesh: gb.Mesh | None, placement: Any, hypernet: Hypernet) -> Any:
 STILL = ("attention", "tied", "lstm", "conv1d", "weight_norm", "mixed", "frozen", "no_direct", "only_direct")
 STILL += ("transposed_conv", "conv_bn_eval")
 
+ADAPTER = {"base": "own", "modules_to_save": ["2"]}
 CASES: dict[str, Callable[[gb.Mesh | None], Any]] = {}
 for _placement in PLACEMENTS:
+    for _lazy in (True, False) if _placement != "sharded" else (False,):
+        CASES[f"AdamW {_placement} adapter lazy={_lazy}"] = partial(
+            trajectory, placement=_placement, hypernet=TYPES["bilinear"], planned=ADAPTER, lazy=_lazy
+        )
     for _name, _hypernet in TYPES.items():
         CASES[f"AdamW {_placement} {_name}"] = partial(
             trajectory, placement=_placement, hypernet=_hypernet, clip_norm=0.3
