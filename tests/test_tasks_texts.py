@@ -50,7 +50,7 @@ def test_labels_are_sorted_and_examples_disjoint(folder: Path) -> None:
     assert rows.sum() == 1 and task.test.y[rows].item() == 1
     seen = [tuple(x.tolist()) for split in (task.train, task.val) for x in pad_to(split.x, 64)]
     assert len(set(seen)) == 30
-    again = task_of(folder)
+    again = find_task("texts", str(folder), {})
     assert torch.equal(task.val.x, again.val.x) and torch.equal(task.train.y, again.train.y)
 
 

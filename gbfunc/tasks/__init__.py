@@ -54,7 +54,7 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 """Every task by its name, as its factory `(**options) -> Task`, `data_dir` among them where it reads files."""
 
 
-def find_task(name: str, data_dir: Path | None, config: Mapping[str, Any]) -> Task:
+def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any]) -> Task:
     """The task called `name`: a key of `TASKS`, or `package.module:function` of the user's.
 
     A function gets the options, and `data_dir` where it has such a parameter.
@@ -75,7 +75,9 @@ def find_task(name: str, data_dir: Path | None, config: Mapping[str, Any]) -> Ta
         factory = TASKS[name]
     else:
         raise ValueError(f"no task {name!r}: choose one of {', '.join(TASKS)}, or package.module:function")
-    task = factory(**options_for(f"the task {name}", factory, config, data_dir=data_dir))
+    task = factory(
+        **options_for(f"the task {name}", factory, config, data_dir=None if data_dir is None else Path(data_dir))
+    )
     if not isinstance(task, Task):
         raise ValueError(f"{name} must return a gbfunc.tasks.Task, got {type(task).__name__}")
     return task
