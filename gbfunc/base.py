@@ -49,8 +49,9 @@ class BaseTensors:
     def __init__(self, pnet: nn.Module, new: Collection[str]) -> None:
         with torch.inference_mode(False):
             params = {p.name: p.tensor.detach() for p in parameter_infos(pnet) if p.name not in new}
-            self._saved = {k: saved for k, (_, saved) in buffers_of(pnet).items() if k not in new}
-            buffers = {k: b.detach().clone() for k, (b, _) in buffers_of(pnet).items() if k not in new}
+            held = {k: pair for k, pair in buffers_of(pnet).items() if k not in new}
+            buffers = {k: b.detach().clone() for k, (b, _) in held.items()}
+        self._saved = {k: saved for k, (_, saved) in held.items()}
         self._first = params, buffers
         self._on: dict[torch.device, tuple[Params, Params]] = {}
 

@@ -48,10 +48,6 @@ def adapted(net: str, hypernet: str, max_tile: Any) -> tuple[Callable[[], nn.Mod
     return lambda: settle(setting.pnet()), gb.make_plan(settle(setting.pnet()), **options, base="own"), setting
 
 
-def tolerance(setting: Setting) -> float:
-    return setting.tolerance
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("net", NETS)
 def test_a_step_is_that_of_base_and_delta(net: str, mode: str) -> None:
@@ -59,7 +55,7 @@ def test_a_step_is_that_of_base_and_delta(net: str, mode: str) -> None:
     make, plan, setting = adapted(net, "periodic" if hypernet == "stochastic" else hypernet, max_tile)
     expected = dense_answer(plan, make(), loss_fn, setting.batch(), microbatches=MODES[mode].get("microbatches", 1))
     assert max(float(g.abs().max()) for g in expected.gradients.values()) > 1e-6
-    assert_same(step_answer(plan, make(), loss_fn, setting.batch(), **MODES[mode]), expected, tolerance(setting))
+    assert_same(step_answer(plan, make(), loss_fn, setting.batch(), **MODES[mode]), expected, setting.tolerance)
 
 
 EACH_NET = [(net, "periodic") for net in ("conv2d", "encoder", "tied", "gpt2", "bfloat16", "complex")]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.trees import flat_genome, flatten_tree
+from tests.support.adapters import RATE, trained
 from tests.support.zoo import ZOO, dtype_of, genome_of, loss_fn
 
-RATE = 0.1
 SGD = gb.torch_optimizer(torch.optim.SGD, lr=RATE)
 DRAWING = {"dropout", "transformer", "stochastic"}
 """Animals that draw random numbers in training mode."""
@@ -28,19 +28,6 @@ def module_of(name: str, **options: Any) -> tuple[nn.Module, gb.GenomeModule, Te
     """An animal's p-net, the module of its genome, and a batch."""
     pnet, plan, genome = genome_of(ZOO[name])
     return pnet, gb.GenomeModule(plan, pnet, genome, **options), ZOO[name].batch(dtype_of(pnet))
-
-
-def trained(module: gb.GenomeModule, batch: Any, steps: int = 3, loss: Callable[..., Any] = loss_fn) -> list[Tensor]:
-    """Losses of a plain loop with torch's SGD."""
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=RATE)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        value = loss(module, batch)
-        value.backward()
-        optimizer.step()
-        losses.append(value.detach())
-    return losses
 
 
 def assert_same(genome: Any, other: Any) -> None:

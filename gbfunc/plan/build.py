@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gbfunc.base import BaseTensors, hub_name
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
@@ -407,9 +407,6 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
     weights = choice.info.tensor.detach()
     vector = choice.tensor.kind == "vector"
     fallback = 1 / math.sqrt(matrix.rows if vector else matrix.cols)
-    if choice.base:
-        choice.scales[part] = (_delta_scale(KINDS[choice.tensor.kind].unfold(weights)[part], fallback), 0.0)
-        return choice.scales[part]
     if weights.is_meta:
         norm = "Norm" in type(choice.info.module).__name__ and choice.info.attribute == "weight"
         return fallback, float(vector and norm)
@@ -418,13 +415,6 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
     if not math.isfinite(largest):
         raise ValueError(f"parameter {choice.tensor.name!r} of the p-net holds values that are not finite")
     tiny = std <= 1e-8 * max(1.0, largest)
-    choice.scales[part] = (fallback if tiny else std), float(values.mean()) if vector else 0.0
+    scale, offset = (fallback if tiny else std), float(values.mean()) if vector else 0.0
+    choice.scales[part] = (float(f"{_DELTA_SCALE * scale:.3g}"), 0.0) if choice.base else (scale, offset)
     return choice.scales[part]
-
-
-def _delta_scale(weights: Tensor, fallback: float) -> float:
-    values = weights.double()
-    std = float(values.std(correction=0)) if values.numel() > 1 else 0.0
-    if not math.isfinite(std):
-        raise ValueError("the base holds values that are not finite in a tensor that is to change")
-    return float(f"{_DELTA_SCALE * (std or fallback):.3g}")

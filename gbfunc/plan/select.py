@@ -19,13 +19,11 @@ class Targets(NamedTuple):
     """What changes, and what is new.
 
     Attributes:
-        pnet: the base.
         modules: names or last parts of names of the modules that change, a regular expression for whole names,
             `"all-linear"`, or None for the default selection.
         new: names or last parts of names of the modules that are not the base's.
     """
 
-    pnet: nn.Module
     modules: str | tuple[str, ...] | None
     new: tuple[str, ...]
 
@@ -87,4 +85,4 @@ def check_targets(
         if not found:
             word = pattern if isinstance(pattern, str) else pattern[0]
             raise ValueError(f"{what} {word!r} names no module; the p-net has {names}")
-    return Targets(pnet, modules, tuple(new))
+    return Targets(modules, tuple(new))

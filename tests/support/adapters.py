@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,22 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.trees import tree_map
+from tests.support.zoo import loss_fn
+
+RATE = 0.1
+
+
+def trained(module: nn.Module, batch: Any, steps: int = 3, loss: Callable[..., Any] = loss_fn) -> list[Tensor]:
+    """Losses of a plain loop with torch's SGD."""
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=RATE)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss(module, batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    return losses
 
 
 class Pretrained(nn.Module):

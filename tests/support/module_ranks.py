@@ -11,11 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gbfunc as gb
 from gbfunc.trees import flatten_tree
-from tests.support.adapters import adapter, tokens
+from tests.support.adapters import RATE, adapter, tokens, trained
 from tests.support.ranks import PATIENCE
 from tests.support.zoo import ZOO, dtype_of, loss_fn
 
-RATE = 0.1
 NAMES = ("mlp", "conv_bn", "tied", "attention", "shared", "frozen", "float64", "adapter")
 STEPS = 3
 
@@ -29,14 +28,7 @@ def by_ddp(module: gb.GenomeModule, share: Tensor) -> tuple[list[Tensor], list[i
         return allreduce_hook(group, bucket)
 
     ddp.register_comm_hook(None, count)
-    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=RATE)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_fn(ddp, share)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    losses = trained(ddp, share, STEPS)
     return losses, sent, module.to_genome()
 
 
