@@ -23,7 +23,7 @@ from gbfunc.cli.meter import Meter
 from gbfunc.cli.options import (
     NONE,
     CheckpointOptions,
-    DataOptions,
+    GenomeFileOptions,
     RankOptions,
     RecipeInt,
     TeacherOptions,
@@ -111,11 +111,8 @@ class Demo(TrainingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(DataOptions):
-    """Rebuild the p-net from a genome file and measure it; widths of built-in p-nets are read from the file."""
-
-    genome: Annotated[Path, arg(metavar="FILE")]
-    """The genome, as `gbfunc train --out` writes it."""
+class Eval(GenomeFileOptions):
+    """Rebuild the p-net from a genome file and measure it; task and p-net are those that the file names."""
 
     def run(self) -> None:
         """Measure and print."""
@@ -124,14 +121,11 @@ class Eval(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(DataOptions):
+class Sample(GenomeFileOptions):
     """Write text with the language model of a genome file; --data-dir is the text it learned, for its characters."""
 
     task: Annotated[str, arg(metavar="NAME")] = "text"
     """What it learned: text, or package.module:function of your own."""
-
-    genome: Annotated[Path, arg(metavar="FILE")]
-    """The genome, as `gbfunc train --out` writes it."""
 
     prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="(default: a new line)")] = "\n"
     """What it goes on from."""

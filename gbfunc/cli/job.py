@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -221,13 +221,16 @@ def results_folder(out: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> tuple[gb.Plan, Task, nn.Module]:
+def read_genome(
+    path: Path, options: DataOptions, task: Task | None = None, load: Callable[[Any], Task] = load_task
+) -> tuple[gb.Plan, Task, nn.Module]:
     """Rebuild the p-net that a genome file describes, with its generated weights.
 
     Args:
         path: the file.
         options: which data.
         task: the data, where it is loaded already.
+        load: how to, from the options with what the file says filled in.
 
     Returns:
         Its plan, its task, and the network on the CPU.
@@ -241,7 +244,7 @@ def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> t
     plan, genome = gb.load(path)
     if task is None:
         options = described(path, options)
-        task = load_task(options)
+        task = load(options)
         task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", options.pnet_config)))
     # A base may be the weights of a seed.
     return plan, task, _network(path, plan, genome, task.build(getattr(options, "seed", 0)))

@@ -23,12 +23,14 @@ from gbfunc.cli.bench import Bench
 from gbfunc.cli.commands import Demo, Eval, Sample, Train
 from gbfunc.cli.compare import Compare
 from gbfunc.cli.plan import Plan
+from gbfunc.cli.predict import Predict
 
 COMMANDS: dict[str, Any] = {
     "demo": Demo,
     "plan": Plan,
     "train": Train,
     "eval": Eval,
+    "predict": Predict,
     "sample": Sample,
     "compare": Compare,
     "bench": Bench,
