@@ -20,10 +20,11 @@ from gbfunc.tasks.pnets.base import (
     options_for,
     seeded,
 )
-from gbfunc.tasks.pnets.convnets import all_conv, resnet18
+from gbfunc.tasks.pnets.convnets import all_conv, resnet18, resnet20, resnet56
 from gbfunc.tasks.pnets.gpt import gpt
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
 from gbfunc.tasks.pnets.mlp import actor_critic, mlp, mlp_pnet, mlp_sizes
+from gbfunc.tasks.pnets.vit import vit
 
 __all__ = [
     "PNETS",
@@ -42,7 +43,16 @@ __all__ = [
 ]
 
 PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
-    {"mlp": mlp_pnet, "allconv": all_conv, "resnet18": resnet18, "gpt": gpt, "actor_critic": actor_critic}
+    {
+        "mlp": mlp_pnet,
+        "allconv": all_conv,
+        "resnet18": resnet18,
+        "resnet20": resnet20,
+        "resnet56": resnet56,
+        "vit": vit,
+        "gpt": gpt,
+        "actor_critic": actor_critic,
+    }
 )
 """Every family by its name, as its factory `(interface, **options) -> PNet`."""
 
