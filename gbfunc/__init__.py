@@ -21,7 +21,17 @@ from gbfunc.plan import Plan, make_plan
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.storage.genome_file import load, save
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
-from gbfunc.train import Optimizer, StepInfo, TrainState, TrainStep, make_train_step, torch_optimizer, torch_schedule
+from gbfunc.train import (
+    Optimizer,
+    StepInfo,
+    TrainState,
+    TrainStep,
+    UpdateAlignment,
+    make_train_step,
+    torch_optimizer,
+    torch_schedule,
+    update_alignment,
+)
 from gbfunc.types import Genome
 
 if TYPE_CHECKING:
@@ -48,6 +58,7 @@ __all__ = [
     "TileGrid",
     "TrainState",
     "TrainStep",
+    "UpdateAlignment",
     "bilinear",
     "binary",
     "constant",
@@ -83,6 +94,7 @@ __all__ = [
     "tile_grid",
     "torch_optimizer",
     "torch_schedule",
+    "update_alignment",
     "xox",
 ]
 

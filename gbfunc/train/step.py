@@ -60,6 +60,11 @@ class TrainState(NamedTuple):
     seed: Tensor
 
 
+def step_seed(state: TrainState) -> int:
+    """The seed of dropout and noise in the step from a state."""
+    return (int(state.seed) + _MIX * (int(state.step) + 1)) % 2**63
+
+
 class StepInfo(NamedTuple):
     """What a step reports.
 
@@ -190,10 +195,9 @@ class TrainStep:
         if self._ranks > 1:
             self._check_ranks(state, flat)
         buffers = {k: v.clone() for k, v in state.buffers.items()}
-        seed = (int(state.seed) + _MIX * (int(state.step) + 1)) % 2**63
         frozen = {k: named[k] for k in self._frozen}
         gnets, direct = like_genome(flat | frozen, state.gnets, state.direct)
-        loss, aux, gradients, rows, counts = self._objective(gnets, direct, flat, buffers, batch, seed)
+        loss, aux, gradients, rows, counts = self._objective(gnets, direct, flat, buffers, batch, step_seed(state))
         # A module may change a buffer with a graph attached, which must not live from step to step.
         buffers = {k: v.detach() for k, v in buffers.items()}
         if self._ranks > 1:
