@@ -11,7 +11,7 @@ import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.fit import Fit, fit_genome
 from gbfunc.generate import generate, generate_piece
-from gbfunc.genome import init_genome, sample_noise
+from gbfunc.genome import flatten, init_genome, sample_noise
 from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.many import ManyGenomes, materialize_many, merge_genomes
 from gbfunc.materialize import materialize
@@ -21,7 +21,17 @@ from gbfunc.plan import Plan, make_plan
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.storage.genome_file import load, save
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
-from gbfunc.train import Optimizer, StepInfo, TrainState, TrainStep, make_train_step, torch_optimizer, torch_schedule
+from gbfunc.train import (
+    Optimizer,
+    Population,
+    StepInfo,
+    TrainState,
+    TrainStep,
+    make_train_step,
+    population,
+    torch_optimizer,
+    torch_schedule,
+)
 from gbfunc.types import Genome
 
 if TYPE_CHECKING:
@@ -44,6 +54,7 @@ __all__ = [
     "Optimizer",
     "ParallelPlan",
     "Plan",
+    "Population",
     "StepInfo",
     "TileGrid",
     "TrainState",
@@ -52,6 +63,7 @@ __all__ = [
     "binary",
     "constant",
     "fit_genome",
+    "flatten",
     "from_module",
     "generate",
     "generate_piece",
@@ -74,6 +86,7 @@ __all__ = [
     "per_axis",
     "periodic",
     "plan_parallel",
+    "population",
     "sample_noise",
     "save",
     "save_lora",
