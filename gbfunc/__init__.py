@@ -11,7 +11,7 @@ import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.fit import Fit, fit_genome
 from gbfunc.generate import generate, generate_piece
-from gbfunc.genome import init_genome, sample_noise
+from gbfunc.genome import flatten, init_genome, sample_noise
 from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.many import ManyGenomes, materialize_many, merge_genomes
 from gbfunc.materialize import materialize
@@ -23,11 +23,13 @@ from gbfunc.storage.genome_file import load, save
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
 from gbfunc.train import (
     Optimizer,
+    Population,
     StepInfo,
     TrainState,
     TrainStep,
     UpdateAlignment,
     make_train_step,
+    population,
     torch_optimizer,
     torch_schedule,
     update_alignment,
@@ -54,6 +56,7 @@ __all__ = [
     "Optimizer",
     "ParallelPlan",
     "Plan",
+    "Population",
     "StepInfo",
     "TileGrid",
     "TrainState",
@@ -63,6 +66,7 @@ __all__ = [
     "binary",
     "constant",
     "fit_genome",
+    "flatten",
     "from_module",
     "generate",
     "generate_piece",
@@ -85,6 +89,7 @@ __all__ = [
     "per_axis",
     "periodic",
     "plan_parallel",
+    "population",
     "sample_noise",
     "save",
     "save_lora",
