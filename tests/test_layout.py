@@ -25,6 +25,7 @@ LEVELS = (
     {"train", "materialize", "many", "fit"},
     {"storage"},
     {"module"},
+    {"export"},
     {"__init__"},
     {"tasks", "plots"},
     {"lab"},
