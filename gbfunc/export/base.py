@@ -179,6 +179,8 @@ def _compared(got: list[Tensor], like: nn.Module, inputs: Inputs) -> float:
         error = float(torch.where(same, 0.0, (wide_x - wide_y).abs()).max())
         size = float(torch.where(wide_y.isfinite(), wide_y.abs(), 0.0).max())
         if not error <= _TOLERANCE.get(y.dtype, 0.0) * max(1.0, size):
-            raise ValueError(f"the exported program's outputs differ from the p-net's by {error:g} where they reach {size:g}")
+            raise ValueError(
+                f"the exported program's outputs differ from the p-net's by {error:g} where they reach {size:g}"
+            )
         largest = max(largest, error)
     return largest

@@ -1,7 +1,7 @@
 """From a p-net with its genome, or with its weights, to one traced program that holds either.
 
-    genome: leaves --codes by integer arithmetic, g-nets, tiles--> weights --the p-net's forward--> outputs
-    dense:  weights --the p-net's forward--> outputs
+genome: leaves --codes by integer arithmetic, g-nets, tiles--> weights --the p-net's forward--> outputs
+dense:  weights --the p-net's forward--> outputs
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ class Stack:
             return torch.from_numpy(groups).to(device)
         first = np.flatnonzero(np.diff(groups, prepend=-2) != 1)
         offsets = (groups[first] - first).tolist()
-        return _of_spans(first.tolist(), offsets, len(groups), torch.int64, device) + torch.arange(len(groups), device=device)
+        return _of_spans(first.tolist(), offsets, len(groups), torch.int64, device) + torch.arange(
+            len(groups), device=device
+        )
 
     def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
         """This rank's tiles, from its leaves and the noise of all tiles."""
@@ -164,9 +166,7 @@ class Stack:
         return [Factors(*both) for both in zip(left, right, strict=True)]
 
 
-def _of_spans(
-    first_S: list[int], values_S: list[float], n: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One value for each span of consecutive tiles, for every tile: [T]."""
     if len(set(values_S)) == 1:
         return torch.full((n,), values_S[0], dtype=dtype, device=device)
