@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
+from gbfunc.export import Exported, export
 from gbfunc.fit import Fit, fit_genome
 from gbfunc.generate import generate, generate_piece
 from gbfunc.genome import flatten, init_genome, sample_noise
@@ -48,6 +49,7 @@ __all__ = [
     "Checkpointer",
     "CollectiveError",
     "DeviceSpec",
+    "Exported",
     "Fit",
     "Genome",
     "GenomeModule",
@@ -65,6 +67,7 @@ __all__ = [
     "bilinear",
     "binary",
     "constant",
+    "export",
     "fit_genome",
     "flatten",
     "from_module",
