@@ -20,7 +20,7 @@ from gbfunc.parallel import CollectiveError, Mesh, mesh
 from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
 from gbfunc.plan import Plan, make_plan
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
-from gbfunc.storage.genome_file import load, save
+from gbfunc.storage.genome_file import load, load_metadata, save
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
 from gbfunc.train import (
     Optimizer,
@@ -80,6 +80,7 @@ __all__ = [
     "join_tiles",
     "load",
     "load_checkpoint",
+    "load_metadata",
     "low_rank",
     "make_plan",
     "make_train_step",
