@@ -21,6 +21,8 @@ SMALL = {
     "vit": (IMAGE, {"width": 16, "layers": 2, "patch": 8}),
     "gpt": (TEXT, {"layers": 2, "width": 16, "heads": 2}),
     "actor_critic": (Interface((5,), 3, actions="choice"), {"hidden": [12, 8], "odd": True}),
+    "recurrent_actor_critic": (Interface((5,), 3, actions="choice"), {"hidden": 12, "cell": "lstm"}),
+    "conv_actor_critic": (Interface((2, 6, 7), 3, actions="choice"), {"width": 4, "hidden": 12}),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from gbfunc.tasks.pnets.actors import actor_critic, conv_actor_critic, recurrent_actor_critic
 from gbfunc.tasks.pnets.base import (
     Interface,
     PlanOptions,
@@ -23,7 +24,7 @@ from gbfunc.tasks.pnets.base import (
 from gbfunc.tasks.pnets.convnets import all_conv, resnet18, resnet20, resnet56
 from gbfunc.tasks.pnets.gpt import gpt
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
-from gbfunc.tasks.pnets.mlp import actor_critic, mlp, mlp_pnet, mlp_sizes
+from gbfunc.tasks.pnets.mlp import mlp, mlp_pnet, mlp_sizes
 from gbfunc.tasks.pnets.vit import vit
 
 __all__ = [
@@ -52,6 +53,8 @@ PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
         "vit": vit,
         "gpt": gpt,
         "actor_critic": actor_critic,
+        "recurrent_actor_critic": recurrent_actor_critic,
+        "conv_actor_critic": conv_actor_critic,
     }
 )
 """Every family by its name, as its factory `(interface, **options) -> PNet`."""
