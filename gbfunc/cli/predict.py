@@ -20,7 +20,7 @@ from tyro.conf import Positional, arg
 
 import gbfunc as gb
 from gbfunc.cli.job import load_task, read_genome
-from gbfunc.cli.options import DataOptions, GenomeFileOptions
+from gbfunc.cli.options import ConfigOption, DataOptions, GenomeFileOptions
 from gbfunc.tasks import Task, logits_of
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.tasks.texts import pretrained_tokens
@@ -33,7 +33,7 @@ Inputs = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predict(GenomeFileOptions):
+class Predict(ConfigOption, GenomeFileOptions):
     """Classify files: images, arrays of images (.npy, .npz), or texts, one each line (.txt). A line for each input."""
 
     inputs: Positional[tuple[Path, ...]]
@@ -46,6 +46,8 @@ class Predict(GenomeFileOptions):
         """Print name, class and probability of every input."""
         if not self.inputs or self.top < 1:
             raise ValueError(f"predict needs files, and --top of at least 1, got {len(self.inputs)} and {self.top}")
+        if not self.genome.is_file():
+            raise FileNotFoundError(f"no such genome file: {self.genome}")
         said = gb.load_metadata(self.genome)
         said = said if isinstance(said, Mapping) else {}
         # A tokenizer that was learned is in the task's data alone.
@@ -152,8 +154,9 @@ def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file, that of a `.npy` as `array`."""
     try:
-        held = np.load(path, allow_pickle=False)
-        return {"array": held} if isinstance(held, np.ndarray) else {name: held[name] for name in held.files}
+        with path.open("rb") as file:
+            held = np.load(file, allow_pickle=False)
+            return {"array": held} if isinstance(held, np.ndarray) else {name: held[name] for name in held.files}
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} holds no arrays that can be read: {error}") from error
 

@@ -178,7 +178,7 @@ class TrainStep:
             ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, or a loss that
                 is no scalar or does not depend on what is trained.
         """
-        state = _checked_state(gnet_params)
+        state = checked_state(gnet_params)
         named = flat_genome(state.gnets, state.direct)
         both = named | {f"buffers/{k}": v for k, v in state.buffers.items()}
         if {k: tuple(v.shape) for k, v in both.items()} != self._expected:
@@ -190,9 +190,9 @@ class TrainStep:
         if self._ranks > 1:
             self._check_ranks(state, flat)
         buffers = {k: v.clone() for k, v in state.buffers.items()}
-        seed = (int(state.seed) + _MIX * (int(state.step) + 1)) % 2**63
         frozen = {k: named[k] for k in self._frozen}
         gnets, direct = like_genome(self._rounded(flat | frozen), state.gnets, state.direct)
+        seed = step_seed(state.seed, state.step)
         loss, aux, gradients, rows, counts = self._objective(gnets, direct, flat, buffers, batch, seed)
         # A module may change a buffer with a graph attached, which must not live from step to step.
         buffers = {k: v.detach() for k, v in buffers.items()}
@@ -267,7 +267,12 @@ class TrainStep:
         check_equal(self.mesh, {k: flat[k] for k in self._layout.split}, what, "replicas")
 
 
-def _checked_state(state: Any) -> TrainState:
+def step_seed(seed: Tensor, step: Tensor) -> int:
+    """The seed of dropout and noise at a step."""
+    return (int(seed) + _MIX * (int(step) + 1)) % 2**63
+
+
+def checked_state(state: Any) -> TrainState:
     """A state as it is; TypeError for anything else, ValueError where no gradient can be taken."""
     if not all(hasattr(state, name) for name in TrainState._fields):
         raise TypeError(
