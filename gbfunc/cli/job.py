@@ -11,17 +11,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.cli.about import about, described
 from gbfunc.cli.checkpoints import Kept, checkpoints
 from gbfunc.cli.meter import Meter
 from gbfunc.cli.options import DataOptions, ModelOptions, TeacherOptions, TrainingOptions
 from gbfunc.cli.output import make_folder, reporter
 from gbfunc.cli.ranks import Spread, find_device
+from gbfunc.cli.rounding import check_finetune, going_on, joined, slowed
 from gbfunc.cli.teacher import GENOME_FILE, is_genome, teacher_file
 from gbfunc.tasks import TASKS, Recipe, Task, find_task
 from gbfunc.tasks.base import History
@@ -239,6 +240,7 @@ def read_genome(path: Path, options: DataOptions, task: Task | None = None) -> t
         raise FileNotFoundError(f"no such genome file: {path}")
     plan, genome = gb.load(path)
     if task is None:
+        options = described(path, options)
         task = load_task(options)
         task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", options.pnet_config)))
     # A base may be the weights of a seed.
@@ -331,6 +333,7 @@ def train_genome(
         The training, the network read back, and its metrics.
     """
     label = "dense" if is_dense(options) else "genome"
+    check_finetune(options.finetune, options.dtype, job.task.resumable)
     meter = meter or Meter()
     split = {} if spread is None else spread.arguments(job.pnet, job.recipe.batch_size)
     trainer = meter.metered(genome_trainer(job.plan, job.pnet, job.task, job.recipe, options.seed, **split), split)
@@ -339,9 +342,12 @@ def train_genome(
     steps = total_steps(job.task, job.recipe)
     with checkpoints(options, job.task, job.recipe, step) as kept, meter.profiling(step.mesh, steps):
         result = run_fit(trainer, job, options.seed, label, kept)
+    if options.finetune is not None:
+        job = job._replace(recipe=slowed(job.recipe, options.finetune))
+        more = genome_trainer(job.plan, job.pnet, job.task, job.recipe, options.seed, rounding=options.dtype, **split)
+        result = joined(result, run_fit(going_on(more, result.state), job, options.seed, "rounded"))
     path = folder / GENOME_FILE
-    genome = step.gather(result.state)
-    gb.save(path, job.plan, genome, getattr(torch, options.dtype) if options.dtype else None)
+    gb.save(path, job.plan, step.gather(result.state), options.dtype, about(job.task, options))
     plan, _, net = read_genome(path, options, job.task)
     planned = None if is_dense(options) else job.task.pnet.plan(plan.genome_params).hypernet.type
     net.to(options.device)

@@ -22,6 +22,7 @@ import gbfunc as gb
 from gbfunc.cli.bench import Bench
 from gbfunc.cli.commands import Demo, Eval, Sample, Train
 from gbfunc.cli.compare import Compare
+from gbfunc.cli.export import Export
 from gbfunc.cli.plan import Plan
 
 COMMANDS: dict[str, Any] = {
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Any] = {
     "train": Train,
     "eval": Eval,
     "sample": Sample,
+    "export": Export,
     "compare": Compare,
     "bench": Bench,
 }

@@ -4,6 +4,7 @@ from gbfunc.train.alignment import UpdateAlignment, update_alignment
 from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import Lazy, Remat, StepOptions
+from gbfunc.train.population import Population, population
 from gbfunc.train.schedules import torch_schedule
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, make_train_step
 
@@ -14,6 +15,7 @@ __all__ = [
     "Objective",
     "OptState",
     "Optimizer",
+    "Population",
     "Remat",
     "StepOptions",
     "StepInfo",
@@ -21,6 +23,7 @@ __all__ = [
     "TrainStep",
     "UpdateAlignment",
     "make_train_step",
+    "population",
     "seeded",
     "torch_optimizer",
     "torch_schedule",

@@ -58,7 +58,7 @@ def update_alignment(
     if not hasattr(before, "seed"):
         raise TypeError(f"before must be a TrainState, whose seed its step used, got a {type(before).__name__}")
     check_plan(plan, pnet)
-    base, seed = plan.base_tensors(pnet), step_seed(before)
+    base, seed = plan.base_tensors(pnet), step_seed(before.seed, before.step)
     leaf = next(iter(flat_genome(before.gnets, before.direct).values()))
     noise = noise_of(plan, seed, leaf)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import grad, vmap
 
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, sample_noise
@@ -23,7 +24,7 @@ from gbfunc.parallel import Gather, Layout, gather_objects
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows, tree_map
+from gbfunc.trees import flat_genome, like_genome, mean_tree, n_rows, split_batch, split_rows, tree_map
 from gbfunc.types import GNets, Params
 
 if TYPE_CHECKING:
@@ -202,6 +203,37 @@ class Objective:
             self._tensor.compare(loss)
             counted /= self._tensor.ranks if self._tensor.spread is None else 1
         return LossAndGrads(loss, aux, filled, counted if rows else 0, counts)
+
+    def of_many(
+        self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seeds: list[int], same: bool
+    ) -> tuple[Tensor, Any, Params, Params]:
+        """Losses [n], aux, gradients by name and buffers of n genomes at once, stacked as their leaves are.
+
+        Arguments are those of a call, with the members as the first dimension, in the batch unless all have the `same`.
+        """
+        like = next(iter(leaves.values()))
+        noise = None
+        if self._stochastic:
+            drawn = [sample_noise(self._plan, torch.Generator().manual_seed(seed ^ 1), like) for seed in seeds]
+            noise = tree_map(lambda *tensors: torch.stack(tensors), *drawn)
+        self._generator.prepare(gnets, direct)
+
+        def one(gnets: GNets, direct: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
+            def loss_of(flat: Params, buffers: Params) -> Any:
+                weights = self._generator(*like_genome(frozen | flat, gnets, direct), noise)
+                loss, aux = self._loss(weights, buffers, batch if same else small)
+                return loss * self._scale, (loss, tree_map(torch.as_tensor, aux), buffers)
+
+            flat = flat_genome(gnets, direct)
+            frozen = {k: x for k, x in flat.items() if k not in leaves}
+            return grad(loss_of, has_aux=True)({k: flat[k] for k in leaves}, buffers)
+
+        dims = (0, 0, None if noise is None else 0, 0, None if same else 0)
+        with seeded(seeds[0], like.device):
+            # Not a gradient around vmap: inside of it no tensor would be seen to require one.
+            many = vmap(one, dims, randomness="different")
+            gradients, (loss_n, aux, buffers) = many(gnets, direct, noise, buffers, None if same else batch)
+        return loss_n, aux, {k: g / self._scale for k, g in gradients.items()}, buffers
 
     def _forward(self, given: _Given) -> tuple[Tensor, Any]:
         """Loss and aux in one graph: what `compile` compiles."""

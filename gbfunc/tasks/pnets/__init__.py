@@ -21,10 +21,11 @@ from gbfunc.tasks.pnets.base import (
     options_for,
     seeded,
 )
-from gbfunc.tasks.pnets.convnets import all_conv, resnet18
+from gbfunc.tasks.pnets.convnets import all_conv, resnet18, resnet20, resnet56
 from gbfunc.tasks.pnets.gpt import gpt
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
 from gbfunc.tasks.pnets.mlp import mlp, mlp_pnet, mlp_sizes
+from gbfunc.tasks.pnets.vit import vit
 
 __all__ = [
     "PNETS",
@@ -47,6 +48,9 @@ PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
         "mlp": mlp_pnet,
         "allconv": all_conv,
         "resnet18": resnet18,
+        "resnet20": resnet20,
+        "resnet56": resnet56,
+        "vit": vit,
         "gpt": gpt,
         "actor_critic": actor_critic,
         "recurrent_actor_critic": recurrent_actor_critic,
