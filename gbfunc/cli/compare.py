@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, stdev
 from types import MappingProxyType
@@ -110,7 +110,7 @@ class Compare(DataOptions):
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return load_task(self)
+        return load_task(DataOptions(**{f.name: getattr(self, f.name) for f in fields(DataOptions)}))
 
     def _problems(self, task: Task, dtype: torch.dtype) -> list[Problem]:
         from gbfunc.lab.compare import Problem

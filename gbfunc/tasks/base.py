@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +71,22 @@ def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float
     return schedule
 
 
+def cosine(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
+    """Learning rate by step: from `lr` down to nothing, by half a period of a cosine."""
+    return torch_schedule(torch.optim.lr_scheduler.CosineAnnealingLR, lr, steps, T_max=steps)
+
+
+def constant_rate(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
+    """Learning rate by step: always `lr`."""
+    return lambda step: lr
+
+
+SCHEDULES: Mapping[str, Callable[[Recipe, float, int], Callable[[int], float]]] = MappingProxyType(
+    {"one_cycle": one_cycle, "linear": linear_decay, "cosine": cosine, "constant": constant_rate}
+)
+"""Schedules of a recipe by their names on the command line."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Settings that train a genome of a given size well, chosen on validation data.
@@ -77,8 +95,11 @@ class Recipe:
         lr: peak learning rate of the g-nets.
         direct_lr: peak learning rate of direct parameters; None for the same.
         dense_lr: peak learning rate of a dense net of the same task.
-        betas: of Adam.
-        eps: of Adam.
+        optimizer: class.
+        betas: of Adam and classes like it.
+        eps: of those.
+        weight_decay: of the class; None for its default.
+        optimizer_config: other options of the class.
         batch_size: examples per step.
         epochs: passes over the training split.
         steps: steps in all, in place of `epochs`; None for whole passes.
@@ -92,8 +113,11 @@ class Recipe:
     lr: float = 2e-2
     direct_lr: float | None = None
     dense_lr: float = 1e-3
+    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
+    weight_decay: float | None = None
+    optimizer_config: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 128
     epochs: int = 10
     steps: int | None = None
@@ -102,6 +126,13 @@ class Recipe:
     clip_norm: float | None = None
     warmup: float = 0.1
     schedule: Callable[[Recipe, float, int], Callable[[int], float]] = one_cycle
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """All options of the optimizer's class but the learning rate."""
+        adam = {"betas": self.betas, "eps": self.eps} if "betas" in signature(self.optimizer).parameters else {}
+        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        return adam | decay | dict(self.optimizer_config)
 
 
 LossFn = Callable[[Net, Any], tuple[Tensor, dict[str, Tensor]]]

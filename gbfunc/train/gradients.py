@@ -212,10 +212,8 @@ class Objective:
         Arguments are those of a call, with the members as the first dimension, in the batch unless all have the `same`.
         """
         like = next(iter(leaves.values()))
-        noise = None
-        if self._stochastic:
-            drawn = [sample_noise(self._plan, torch.Generator().manual_seed(seed ^ 1), like) for seed in seeds]
-            noise = tree_map(lambda *tensors: torch.stack(tensors), *drawn)
+        drawn = [noise_of(self._plan, seed, like) for seed in seeds]
+        noise = None if drawn[0] is None else tree_map(lambda *tensors: torch.stack(tensors), *drawn)
         self._generator.prepare(gnets, direct)
 
         def one(gnets: GNets, direct: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
