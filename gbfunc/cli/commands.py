@@ -8,7 +8,9 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
 
+from gbfunc.cli.birth import BirthOptions, learn_from_birth
 from gbfunc.cli.job import (
+    asked_recipe,
     check_seed,
     genome_metrics,
     make_job,
@@ -30,14 +32,15 @@ from gbfunc.cli.options import (
     TrainingOptions,
 )
 from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
-from gbfunc.cli.ranks import Spread, in_turn, open_mesh
+from gbfunc.cli.ranks import Spread, find_device, in_turn, open_mesh
+from gbfunc.lab.birth import RATES
 from gbfunc.tasks import continue_text
 from gbfunc.tasks.pnets import n_params, narrowed
 from gbfunc.tasks.training import dense_trainer
 
 
 @dataclass(frozen=True)
-class Train(CheckpointOptions, RankOptions, TeacherOptions):
+class Train(CheckpointOptions, RankOptions, TeacherOptions, BirthOptions):
     """Train a genome on a task; measure it as its file holds it. On many ranks: torchrun ... -m gbfunc train ..."""
 
     dense: FlagCreatePairsOff[bool] = False
@@ -54,6 +57,10 @@ class Train(CheckpointOptions, RankOptions, TeacherOptions):
 
     def run(self) -> None:
         """Train, write the results, print them."""
+        if self.from_birth is not None:
+            return self._learn(self.from_birth)
+        if self.other is not None:
+            raise ValueError("--other is what the network of a genome learns: say --from-birth too")
         with open_mesh(self, self.device) as mesh:
             here = replace(self, device=str(mesh.device))
             meter = Meter(self.peak_flops, self.profile)
@@ -69,6 +76,21 @@ class Train(CheckpointOptions, RankOptions, TeacherOptions):
                     write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
                 if mesh.rank == 0:
                     print_metrics(metrics, job.task)
+
+    def _learn(self, genome: Path) -> None:
+        """Train the network that a genome grows."""
+        asked = ("dense", "genome_params", "compression", "hypernet", "teacher", "resume", "checkpoint_every", "dtype")
+        if given := [name for name in asked if getattr(self, name)]:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"--from-birth trains the weights that its genome grows: drop {flags}")
+        check_seed(self.seed)
+        plan, task, grown = read_genome(genome, self)
+        recipe = task.recipe(plan.genome_params)
+        recipe = asked_recipe(replace(recipe, lr=recipe.dense_lr, epochs=1, steps=None), self)
+        device = find_device(self.device)
+        recipe = replace(recipe, dense_lr=recipe.lr)
+        rates = RATES if self.lr is None else (1.0,)
+        learn_from_birth(self, grown.to(device), task.to(device), recipe, self.seed, rates, self.out)
 
 
 @dataclass(frozen=True)

@@ -127,12 +127,17 @@ def make_job(options: ModelOptions) -> Job:
         # Both given is for the plan to refuse.
         plan = _sized_plan(task, pnet, options.hypernet, genome_params, compression)
         recipe = task.recipe(plan.genome_params)
+    return Job(task, asked_recipe(recipe, options), pnet, plan)
+
+
+def asked_recipe(recipe: Recipe, options: ModelOptions) -> Recipe:
+    """A recipe with the user's settings in place; `ValueError` for settings that no training can use."""
     given = _given(options, "epochs", "steps", "batch_size", "lr")
     if "epochs" in given and "steps" in given:
         raise ValueError(f"give at most one of --epochs and --steps, got {given['epochs']} and {given['steps']}")
     recipe = replace(recipe, **({"steps": None, "measure_every": None} if "epochs" in given else {}) | given)
     _check_recipe(recipe)
-    return Job(task, recipe, pnet, plan)
+    return recipe
 
 
 def plan_changes(options: ModelOptions) -> dict[str, Any]:

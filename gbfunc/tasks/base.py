@@ -58,6 +58,11 @@ def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=recipe.warmup)
 
 
+def constant_rate(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
+    """The same learning rate at every step."""
+    return lambda step: lr
+
+
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     """Learning rate by step: in equal steps up to `lr` in the recipe's warm-up, then down to nothing."""
     warm = max(1, round(recipe.warmup * steps))
@@ -81,7 +86,7 @@ class Recipe:
         batch_size: examples per step.
         epochs: passes over the training split.
         steps: steps in all, in place of `epochs`; None for whole passes.
-        measure_every: steps from one validation to the next; None for a pass.
+        measure_every: steps from one validation to the next, or the steps after which to validate; None for a pass.
         augment: changes the inputs of a training batch.
         clip_norm: largest norm of the gradient.
         warmup: part of the steps in which the learning rate rises.
@@ -96,7 +101,7 @@ class Recipe:
     batch_size: int = 128
     epochs: int = 10
     steps: int | None = None
-    measure_every: int | None = None
+    measure_every: int | tuple[int, ...] | None = None
     augment: Augment | None = None
     clip_norm: float | None = None
     warmup: float = 0.1
