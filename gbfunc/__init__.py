@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
+from gbfunc.export import Exported, export
 from gbfunc.fit import Fit, fit_genome
 from gbfunc.generate import generate, generate_piece
 from gbfunc.genome import flatten, init_genome, sample_noise
@@ -19,7 +20,7 @@ from gbfunc.parallel import CollectiveError, Mesh, mesh
 from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
 from gbfunc.plan import Plan, make_plan
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
-from gbfunc.storage.genome_file import load, save
+from gbfunc.storage.genome_file import load, load_metadata, save
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
 from gbfunc.train import (
     Optimizer,
@@ -27,10 +28,12 @@ from gbfunc.train import (
     StepInfo,
     TrainState,
     TrainStep,
+    UpdateAlignment,
     make_train_step,
     population,
     torch_optimizer,
     torch_schedule,
+    update_alignment,
 )
 from gbfunc.types import Genome
 
@@ -46,6 +49,7 @@ __all__ = [
     "Checkpointer",
     "CollectiveError",
     "DeviceSpec",
+    "Exported",
     "Fit",
     "Genome",
     "GenomeModule",
@@ -59,9 +63,11 @@ __all__ = [
     "TileGrid",
     "TrainState",
     "TrainStep",
+    "UpdateAlignment",
     "bilinear",
     "binary",
     "constant",
+    "export",
     "fit_genome",
     "flatten",
     "from_module",
@@ -74,6 +80,7 @@ __all__ = [
     "join_tiles",
     "load",
     "load_checkpoint",
+    "load_metadata",
     "low_rank",
     "make_plan",
     "make_train_step",
@@ -96,6 +103,7 @@ __all__ = [
     "tile_grid",
     "torch_optimizer",
     "torch_schedule",
+    "update_alignment",
     "xox",
 ]
 

@@ -31,9 +31,18 @@ _CACHED = 1 << 18  # Weights, or numbers of their factors, that are at hand at o
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row codes [U, r, p] and column codes [U, c, q] of an ensemble as tensors."""
-    row, col = (torch.from_numpy(codes.copy()).to(device, dtype) for codes in ensemble.codes)
-    return row, col
+    """Row codes [U, r, p] and column codes [U, c, q] of an ensemble as tensors; in an exported graph, as operations."""
+    if is_exporting():
+        row, col = ensemble.codes_of(lambda n: torch.arange(n, device=device))
+    else:
+        # Copies, as views of one number are not writable.
+        row, col = (torch.from_numpy(codes.copy()) for codes in ensemble.codes)
+    return row.to(device, dtype), col.to(device, dtype)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is tracing; older torch cannot tell, and keeps codes as tables."""
+    return getattr(torch.compiler, "is_exporting", bool)()
 
 
 def check_genome(

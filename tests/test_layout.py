@@ -26,6 +26,7 @@ LEVELS = (
     {"train", "materialize", "many", "fit"},
     {"storage"},
     {"module"},
+    {"export"},
     {"__init__"},
     {"tasks", "plots"},
     {"lab"},

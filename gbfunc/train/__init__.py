@@ -1,5 +1,6 @@
 """Training: the step, a pure function of (state, batch); loss and gradient; optimizers and schedules."""
 
+from gbfunc.train.alignment import UpdateAlignment, update_alignment
 from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import Lazy, Remat, StepOptions
@@ -20,9 +21,11 @@ __all__ = [
     "StepInfo",
     "TrainState",
     "TrainStep",
+    "UpdateAlignment",
     "make_train_step",
     "population",
     "seeded",
     "torch_optimizer",
     "torch_schedule",
+    "update_alignment",
 ]
