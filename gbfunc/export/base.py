@@ -163,7 +163,9 @@ def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> f
             return None
         except Exception as error:  # of several private types
             said = " ".join(str(error).split())[:300]
-            raise ValueError(f"the file's runtime cannot run it ({said}); check=False writes it all the same") from error
+            raise ValueError(
+                f"the file's runtime cannot run it ({said}); check=False writes it all the same"
+            ) from error
         return max(_compared(outputs, like, inputs) for outputs, inputs in zip(got, tried, strict=True))
 
 
