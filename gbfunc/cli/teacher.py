@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-GENOME_FILE, WEIGHTS_FILE = "genome.safetensors", "model.safetensors"
+GENOME_FILE, BEST_FILE, WEIGHTS_FILE = "genome.safetensors", "best.safetensors", "model.safetensors"
 
 
 def teacher_file(path: Path) -> Path:
