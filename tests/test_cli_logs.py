@@ -109,6 +109,7 @@ def test_the_best_genome_is_kept(tmp_path: Path) -> None:
     plan, genome = gb.load(tmp_path / "best.safetensors")
     net = gb.materialize(plan, genome, mlp((64, 24, 10), 0))
     assert accuracy(net, TASKS["digits"]().val) == rows[best] > metrics["val_accuracy"]
+    assert accuracy(net, TASKS["digits"]().test) == metrics["best_test_accuracy"]
 
 
 @pytest.mark.parametrize("higher", [True, False])
@@ -126,7 +127,7 @@ def test_which_is_the_best(higher: bool, tmp_path: Path) -> None:
         history = [{"step": i, "val_x": value if higher else -value} for i, value in enumerate(values)]
         for i in range(first, len(values)):
             best(i, history[: i + 1])
-        assert best.metrics(history)["best_step"] == (saved or [0])[-1]
+        assert best.step(history) == (saved or [0])[-1]
         return saved
 
     # One that goes on without the file of what was before begins there.

@@ -11,6 +11,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.cli.about import described
 from gbfunc.cli.job import Job, load_task, read_json
 from gbfunc.cli.options import DataOptions, TeacherOptions
 from gbfunc.cli.teacher import is_genome, teacher_file
@@ -39,6 +40,7 @@ def read_genome(path: Path, data: DataOptions, task: Task | None = None) -> tupl
         raise FileNotFoundError(f"no such genome file: {path}")
     plan, genome = gb.load(path)
     if task is None:
+        data = described(path, data)
         task = load_task(data)
         task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", data.pnet_config)))
     # A base may be the weights of a seed.

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 from tyro.conf import arg
 
 HypernetName = Literal["periodic", "bilinear", "gnet", "stochastic", "low_rank", "xox"]
-DtypeName = Literal["float32", "float16", "bfloat16"]
+DtypeName = Literal["float32", "float16", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
 ScheduleName = Literal["one_cycle", "linear", "cosine", "constant"]
 LogName = Literal["csv", "tensorboard", "wandb"]
 PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
@@ -190,7 +190,11 @@ class OutputOptions:
     dtype: Annotated[
         DtypeName | None, arg(metavar="|".join(get_args(DtypeName)), help_behavior_hint="(default: as in training)")
     ] = None
-    """dtype of the genome in its file, rounded after training; what is measured is what the file holds."""
+    """dtype of the genome in its file, rounded after training: intN are codes of N bits with scales. What is measured
+    is what the file holds."""
+
+    finetune: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: none)")] = None
+    """So many steps more, in which the network is the one of the rounded genome: mends most of what --dtype costs."""
 
     log: Annotated[tuple[LogName, ...], arg(metavar=" ".join(get_args(LogName)), help_behavior_hint=NONE)] = ()
     """Where metrics go while it trains: OUT/log.csv, OUT/tensorboard, Weights & Biases."""

@@ -175,10 +175,9 @@ class Best:
         if self._best(history) is history[-1]:
             self._write(state, self._path)
 
-    def metrics(self, history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Of the genome in the file: its step and its value on validation data."""
-        name, row = f"val_{self._metric.name}", self._best(history)
-        return {"best_step": row["step"], f"best_{name}": row[name]} if self._path.exists() else {}
+    def step(self, history: Sequence[Mapping[str, float]]) -> int:
+        """The step of the genome in the file."""
+        return int(self._best(history)["step"])
 
     def _best(self, history: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
         """The first of the best rows; one that is not a number is the worst."""

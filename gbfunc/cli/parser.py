@@ -24,6 +24,7 @@ from gbfunc.cli.bench import Bench
 from gbfunc.cli.commands import Demo, Eval, Sample, Train
 from gbfunc.cli.compare import Compare
 from gbfunc.cli.config import config_words, options_of
+from gbfunc.cli.export import Export
 from gbfunc.cli.plan import Plan
 
 COMMANDS: dict[str, Any] = {
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Any] = {
     "train": Train,
     "eval": Eval,
     "sample": Sample,
+    "export": Export,
     "compare": Compare,
     "bench": Bench,
 }

@@ -8,20 +8,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.cli.about import about
 from gbfunc.cli.checkpoints import checkpoints
 from gbfunc.cli.config import settings_of, write_config
 from gbfunc.cli.job import Job, hypernet_of, resolved
 from gbfunc.cli.meter import Meter
-from gbfunc.cli.networks import genome_metrics, read_genome
+from gbfunc.cli.networks import genome_metrics, measure, read_genome
 from gbfunc.cli.options import RunOptions
 from gbfunc.cli.output import Best, make_folder, open_logs, reporter
 from gbfunc.cli.provenance import provenance
 from gbfunc.cli.ranks import Spread
+from gbfunc.cli.rounding import check_finetune, going_on, joined, slowed
 from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
+from gbfunc.tasks.logs import OnLog
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
 
 
@@ -62,30 +64,37 @@ def train_genome(
         The training, the network read back, and its metrics.
     """
     task, recipe, output, seed = job.task, job.recipe, options.output, options.data.seed
+    check_finetune(output.finetune, output.dtype, task.resumable)
     label, meter = "dense" if job.dense else "genome", meter or Meter()
     settings = settings_of(options, resolved(job, options))
     split = {} if spread is None else spread.arguments(job.pnet, recipe.batch_size)
     trainer = meter.metered(genome_trainer(job.plan, job.pnet, task, recipe, seed, **split), split)
     step = trainer.train_step
     assert step is not None
-    steps = total_steps(task, recipe)
+    steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
 
     def write(genome: gb.TrainState, path: Path) -> None:
-        gb.save(path, job.plan, genome, getattr(torch, output.dtype) if output.dtype else None)
+        gb.save(path, job.plan, genome, output.dtype, metadata)
 
-    best = Best(folder / BEST_FILE, task.metric, write)
+    def hooks(on_log: OnLog | None, best: Best, step: gb.TrainStep) -> dict[str, Any]:
+        # All ranks gather, whichever of them finds its network better.
+        keep = {} if output.out is None else {"on_validation": lambda state, rows: best(step.gather(state), rows)}
+        return {"on_log": on_log, "log_every": output.log_every, **keep}
+
     write_config(folder / "config.toml", settings)
     logs = output.log if step.mesh.rank == 0 else ()
-    with (
-        checkpoints(options, task, recipe, step) as kept,
-        meter.profiling(step.mesh, steps),
-        open_logs(logs, output.out, settings, recipe.schedule(recipe, recipe.lr, steps)) as on_log,
-    ):
-        hooks: dict[str, Any] = {"checkpoints": kept, "on_log": on_log, "log_every": output.log_every}
-        if output.out is not None:
-            # All ranks gather, whichever of them finds its network better.
-            hooks["on_validation"] = lambda state, history: best(step.gather(state), history)
-        result = run_fit(trainer, job, seed, label, **hooks)
+    with open_logs(logs, output.out, settings, recipe.schedule(recipe, recipe.lr, steps)) as on_log:
+        best = Best(best_path, task.metric, write)
+        with checkpoints(options, task, recipe, step) as kept, meter.profiling(step.mesh, steps):
+            result = run_fit(trainer, job, seed, label, checkpoints=kept, **hooks(on_log, best, step))
+            best_step = best.step(result.history)
+        if output.finetune is not None:
+            job = job._replace(recipe=slowed(recipe, output.finetune))
+            more = genome_trainer(job.plan, job.pnet, task, job.recipe, seed, rounding=output.dtype, **split)
+            best = Best(best_path, task.metric, write)
+            tuned = run_fit(going_on(more, result.state), job, seed, "rounded", **hooks(None, best, step))
+            best_step = result.steps + best.step(tuned.history)
+            result = joined(result, tuned)
     path = folder / GENOME_FILE
     write(step.gather(result.state), path)
     plan, _, net = read_genome(path, options.data, task)
@@ -98,7 +107,9 @@ def train_genome(
         "seconds": result.seconds,
         "steps": result.steps,
         "seed": seed,
-        **best.metrics(result.history),
     }
+    if best_path.exists() and output.out is not None:
+        kept_net = read_genome(best_path, options.data, task)[2].to(options.training.device)
+        metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
     metrics |= meter.metrics(step, task, job.pnet, recipe.batch_size, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | provenance(task, plan, step.mesh.device)

@@ -15,6 +15,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -207,6 +208,14 @@ def text_metrics(net: Net, text: Windows) -> dict[str, float]:
     return {"loss": loss, "bits_per_char": loss / math.log(2) * len(text.tokens) / text.chars}
 
 
+def scaling(mean: Any, std: Any) -> dict[str, Any]:
+    """Mean and deviation of pixels for `Task.about`, in six digits; of channels [C, 1, 1] as lists."""
+    return {
+        name: [float(f"{x:.6g}") for x in np.ravel(value)] if np.ndim(value) else float(f"{value:.6g}")
+        for name, value in (("mean", mean), ("std", std))
+    }
+
+
 ACCURACY = (Metric("accuracy"),)
 LOSS = (Metric("loss", "nats", higher_is_better=False), Metric("bits_per_char", "bits", higher_is_better=False))
 
@@ -234,6 +243,8 @@ class Task:
             is the network as it is at that moment.
         resumable: whether batches can be drawn again, so that a training can go on from a checkpoint.
         counts: what else to count after so many steps, for a row of the history.
+        about: what else a genome's file says: `mean` and `std` of pixels, by channel if need be, the largest one where
+            that is not 255 (`white`), and names of `classes`.
         facts: what else to say of the task and of a training, from its history (which may be empty).
     """
 
@@ -254,6 +265,7 @@ class Task:
     decode: Callable[[list[int]], str] | None = None
     batches: Batches = example_batches
     resumable: bool = True
+    about: Mapping[str, Any] = field(default_factory=dict)
     counts: Callable[[int], Mapping[str, float]] = lambda steps: {}
     facts: Callable[[History], Mapping[str, Any]] = lambda history: {}
 

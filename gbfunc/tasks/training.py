@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.parallel import Placement
+from gbfunc.plan import StoredDtype, rounded
 from gbfunc.tasks.base import Net, Recipe, Task
 from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.tasks.logs import OnLog
+from gbfunc.trees import flat_genome, like_genome
 
 _SECONDS_BETWEEN_REPORTS, _STEPS_BETWEEN_LOGS = 0.2, 10
 
@@ -111,9 +113,10 @@ def genome_trainer(
     seed: int,
     mesh: gb.Mesh | None = None,
     placement: Placement | Literal["auto"] = "auto",
+    rounding: StoredDtype | None = None,
     **options: Any,
 ) -> Trainer:
-    """Train a genome as a recipe says.
+    """Train a genome as a recipe says; with `rounding` as it is stored in such a dtype.
 
     With a mesh of many ranks, each takes its share of every batch, and all must take every step; `options` are others
     of `make_train_step`, such as how the p-net is split over ranks (`parallel`, `pipeline`, `microbatches`).
@@ -123,14 +126,19 @@ def genome_trainer(
     lr = recipe.schedule(recipe, recipe.lr, steps)
     optimizer = gb.torch_optimizer(recipe.optimizer, lr=lr, direct=direct, **recipe.optimizer_options)
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
-    train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, **options)
+    train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
     def step(state: gb.TrainState, batch: Any) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
         state, info = train_step(state, batch if mesh is None else mesh.shard_batch(batch))
         return state, info.loss, info.aux
 
     def net(state: gb.TrainState) -> nn.Module:
-        return gb.materialize(plan, train_step.gather(state), pnet).eval()
+        genome = train_step.gather(state)
+        if rounding is not None:
+            leaves = rounded(flat_genome(genome.gnets, genome.direct), rounding)
+            gnets, direct = like_genome(leaves, genome.gnets, genome.direct)
+            genome = genome._replace(gnets=gnets, direct=direct)
+        return gb.materialize(plan, genome, pnet).eval()
 
     return Trainer(train_step.init(seed=seed), step, net, train_step)
 
