@@ -175,6 +175,7 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
         compression=3.0,
         evaluate=_metrics,
         encode=tokens.encode,
+        about={"classes": classes},
     )
 
 

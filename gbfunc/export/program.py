@@ -1,0 +1,146 @@
+"""From a p-net with its genome, or with its weights, to one traced program that holds either.
+
+genome: leaves --codes by integer arithmetic, g-nets, tiles--> weights --the p-net's forward--> outputs
+dense:  weights --the p-net's forward--> outputs
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from gbfunc.materialize import materialize
+from gbfunc.plan import Plan
+from gbfunc.pnet import skeleton_of
+from gbfunc.types import GenomeLike
+
+if TYPE_CHECKING:
+    # It takes half a second to import.
+    from torch.export import ExportedProgram
+
+Weights = Literal["genome", "dense"]
+BATCH = "batch"
+
+
+class Inputs(NamedTuple):
+    """What a network is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(example: Any) -> Inputs:
+        """An example, which is one input, a tuple of inputs, or inputs by name, on the CPU."""
+        if isinstance(example, Mapping):
+            args, kwargs = (), dict(example)
+        else:
+            args, kwargs = tuple(example) if isinstance(example, tuple | list) else (example,), {}
+        inputs = Inputs(*optree.tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, (args, kwargs)))
+        if not inputs.tensors:
+            raise ValueError(f"example must be a tensor, or a tuple or dict with some, got {type(example).__name__}")
+        return inputs
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, in order."""
+        return tensors_of(tuple(self))
+
+    def longer(self) -> Inputs:
+        """The same with the first row of every tensor once more: no batch that a program could take for constant."""
+        return Inputs(*optree.tree_map(lambda x: torch.cat([x, x[:1]]) if _has_rows(x) else x, tuple(self)))
+
+    def shapes(self) -> Any:
+        """Dynamic shapes, as `torch.export` takes them: the first dimension of every tensor is the batch."""
+        from torch.export import Dim
+
+        batch = Dim(BATCH)
+        args, kwargs = optree.tree_map(lambda x: {0: batch} if _has_rows(x) else None, tuple(self))
+        return kwargs or args
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of what a network takes or gives, in order."""
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def module_of(plan: Plan, genome: GenomeLike, pnet: nn.Module, weights: Weights) -> nn.Module:
+    """The p-net in evaluation mode on the CPU, with a genome that generates its weights at each call, or with them.
+
+    Raises:
+        ValueError: if plan, genome and p-net do not fit together, or the genome changes a base.
+    """
+    if weights == "dense":
+        return ready(materialize(plan, genome, pnet))
+    if plan.base is not None:
+        raise ValueError("the genome changes a base, whose weights a file with the genome alone lacks: weights='dense'")
+    from gbfunc.module import GenomeModule
+
+    # The p-net gives its architecture alone.
+    return ready(GenomeModule(plan, _plain(skeleton_of(pnet)), genome, lazy=False))
+
+
+def ready(net: nn.Module) -> nn.Module:
+    """A network as it is shipped: in evaluation mode on the CPU, without gradients."""
+    return _plain(net).cpu().eval().requires_grad_(False)
+
+
+def _plain(net: nn.Module) -> nn.Module:
+    """The network without a cache of keys and values among its outputs, where Hugging Face's has one."""
+    for module in net.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    return net
+
+
+def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> ExportedProgram:
+    """The program of a network's call, without what tells where in the source its operations stand.
+
+    Raises:
+        ValueError: if `torch.export` cannot trace it.
+    """
+    import torch.export
+
+    batched = isinstance(dynamic_shapes, str) and dynamic_shapes == BATCH
+    given = inputs.longer() if batched else inputs
+    try:
+        with torch.no_grad(), quiet():
+            program = torch.export.export(
+                net, given.args, given.kwargs, dynamic_shapes=given.shapes() if batched else dynamic_shapes
+            )
+    except Exception as error:  # whatever a forward raises, and several private errors of torch's
+        hint = "; dynamic_shapes=None keeps the example's shapes" if dynamic_shapes is not None else ""
+        raise ValueError(f"torch.export cannot trace the p-net: {' '.join(str(error).split())[:300]}{hint}") from error
+    for node in program.graph.nodes:
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
+            node.meta.pop(key, None)
+    return program
+
+
+@contextmanager
+def quiet() -> Any:
+    """Without what torch's own exporters say of themselves (of torchvision, too), about which a user can do nothing."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*isinstance\\(treespec, LeafSpec\\)", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+Run = Callable[[Inputs], list[Tensor]]
+"""A file's program: from inputs to its outputs."""
