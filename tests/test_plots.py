@@ -16,6 +16,7 @@ from gbfunc.parallel.training_schedule import make_schedule
 from gbfunc.plots import (
     EVENTS,
     PALETTE,
+    birth_curves,
     grouped_bars,
     learning_curve,
     plot_schedule,
@@ -156,6 +157,17 @@ def test_bars_of_one_quantity_have_one_scale() -> None:
     sent, two, four = grouped_bars(panels).axes
     assert two.get_ylim() == four.get_ylim() != sent.get_ylim()
     assert two.get_ylim()[0] <= 1.0 and two.get_ylim()[1] >= 2000.0
+
+
+def test_birth_curves_begin_at_birth() -> None:
+    rows = [{"step": step, "accuracy": step / 200} for step in (0, 1, 10, 100)]
+    figure = birth_curves({"digits": {"grown": rows, "random": rows[:2]}, "mnist": {"grown": rows}})
+    assert [a.get_title() for a in figure.axes] == ["digits", "mnist"]
+    first, second = (np.asarray(line.get_xydata()).tolist() for line in figure.axes[0].lines)
+    assert first == [[0, 0], [1, 0.5], [10, 5], [100, 50]] and second == first[:2]
+    assert figure.axes[0].xaxis.get_major_formatter()(0) == "birth"
+    with pytest.raises(ValueError, match="at least one task"):
+        birth_curves({"digits": {}})
 
 
 def test_nothing_to_draw_is_an_error() -> None:

@@ -311,13 +311,16 @@ def results_folder(out: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def read_genome(path: Path, data: DataOptions, task: Task | None = None) -> tuple[gb.Plan, Task, nn.Module]:
+def read_genome(
+    path: Path, data: DataOptions, task: Task | None = None, load: Callable[[Any], Task] = load_task
+) -> tuple[gb.Plan, Task, nn.Module]:
     """Rebuild the p-net that a genome file describes, with its generated weights.
 
     Args:
         path: the file.
         data: which.
         task: the data, where it is loaded already.
+        load: how to, from the options with what the file says filled in.
 
     Returns:
         Its plan, its task, and the network on the CPU.
@@ -331,7 +334,7 @@ def read_genome(path: Path, data: DataOptions, task: Task | None = None) -> tupl
     plan, genome = gb.load(path)
     if task is None:
         data = described(path, data)
-        task = load_task(data)
+        task = load(data)
         task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", data.pnet_config)))
     # A base may be the weights of a seed.
     return plan, task, _network(path, plan, genome, task.build(getattr(data, "seed", 0)))
