@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from typing import NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from gbfunc.hypernets.ensemble import Run, dense_tiles
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid, join_tiles
-from gbfunc.trees import TensorSpec, compare_trees, flat_genome, flatten_tree
+from gbfunc.trees import TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
 
 Noise = Mapping[str, Params]
@@ -25,6 +26,8 @@ _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean
 _LARGE, _MANY = 1 << 20, 64
 """Weights of a slot, and columns of all its factors, from which on the factors tell its mean: the last bits differ."""
+_SAMPLED = 64  # Rows, and columns, that tell the means of a tile
+_RIDGE = 0.01  # What is left of the means of rows and columns, about
 _SMALL = 0.1  # A slot of factors of which less than this is left when it is centred is measured again, weight by weight
 _CACHED = 1 << 18  # Weights, or numbers of their factors, that are at hand at once when a slot is measured
 
@@ -172,6 +175,36 @@ def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = N
     return noise
 
 
+def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
+    """The genome as one vector [P], and the function that makes a genome of such a vector again.
+
+    For whatever searches vectors: evolution strategies, other packages' optimizers. Leaves stand in the order of their
+    names, in the widest of their dtypes; buffers, and parameters that are no floating-point numbers, are not in the
+    vector, and in every genome made of one as they are here. The function is differentiable, also under `torch.func`
+    transforms: under `vmap`, vectors [n, P] are a population.
+
+    >>> import gbfunc as gb
+    >>> pnet = nn.Linear(6, 3)
+    >>> plan = gb.make_plan(pnet, gb.periodic(features=1))
+    >>> vector, unflatten = gb.flatten(gb.init_genome(plan, pnet))
+    >>> len(vector) == plan.genome_params, gb.generate(plan, unflatten(0 * vector))["weight"].abs().max()
+    (True, tensor(0.))
+    """
+    named = flat_genome(genome.gnets, genome.direct)
+    leaves = {k: named[k] for k in sorted(named) if named[k].is_floating_point()}
+    dtype = reduce(torch.promote_types, (x.dtype for x in leaves.values()), torch.float16)
+    sizes = [x.numel() for x in leaves.values()]
+
+    def unflatten(vector: Tensor) -> Genome:
+        if vector.shape != (sum(sizes),):
+            raise ValueError(f"expected a vector of {sum(sizes)} numbers, got shape {tuple(vector.shape)}")
+        parts = zip(leaves.items(), vector.split(sizes), strict=True)
+        made = {k: part.reshape(x.shape).to(x.dtype) for (k, x), part in parts}
+        return Genome(*like_genome(named | made, genome.gnets, genome.direct), dict(genome.buffers))
+
+    return torch.cat([x.detach().reshape(-1).to(dtype) for x in leaves.values()]), unflatten
+
+
 class _Slot(NamedTuple):
     """The tiles of one slot as functions of their leaves: a run without leaves, and the grid of its matrix."""
 
@@ -225,6 +258,8 @@ def init_leaves(
         span = slice(p.first, p.first + grid.n_tiles)
         mine = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
         slot = _Slot(whole.of(span), grid)
+        if hypernet.spreads and not hypernet.factorised:
+            mine |= _interacting(slot, mine, linear)
         for _ in range(_DRAWS if grid.numel > 1 else 0):
             if changed := _standardised(slot, mine, tile_scope, linear):
                 mine |= changed
@@ -236,6 +271,43 @@ def init_leaves(
             leaves[k][span] = mine[k]
         progress(grid.numel)
     return leaves
+
+
+def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
+    """The linear leaves moved so that rows and columns of every tile interact, and of unit deviation in every tile.
+
+    A tile is a sum of features with coefficients v, and most of the variance of features that bend along one sum of
+    codes is in the means of rows and columns: a matrix of rank 2, whose largest singular value makes activations grow
+    from layer to layer. With A the Gram matrix of those means, `(A / e + 1)^-1 v` takes them out (Tikhonov).
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    some = (
+        torch.randperm(x.shape[1], generator=generator, device="cpu")[:_SAMPLED] for x in (slot.run.row, slot.run.col)
+    )
+    rows, cols = some
+    run = slot.run._replace(row=slot.run.row[:, rows], col=slot.run.col[:, cols])
+    tiles = slot.grid.n_tiles
+    v_TK = torch.cat([mine[k].reshape(tiles, -1) for k in linear], 1)
+
+    def made(v_TK: Tensor) -> Tensor:
+        parts = v_TK.split([mine[k][0].numel() for k in linear], 1)
+        leaves = {k: part.reshape(mine[k].shape) for k, part in zip(linear, parts, strict=True)}
+        return dense_tiles(run.filled(mine | leaves, None).tiles())
+
+    means: list[Tensor] = []
+    for basis_K in torch.eye(v_TK.shape[1], dtype=v_TK.dtype, device="cpu"):
+        tile_Trc = made(basis_K.expand(tiles, -1))
+        ends = tile_Trc.mean(2) / math.sqrt(len(rows)), tile_Trc.mean(1) / math.sqrt(len(cols))
+        means.append(torch.cat(ends, 1).double())
+    means_TKn = torch.stack(means, 1)
+    gram_TKK = means_TKn @ means_TKn.mT
+    size_T = gram_TKK.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(1e-12)
+    left_TKK = gram_TKK / (_RIDGE * size_T) + torch.eye(v_TK.shape[1], dtype=torch.float64, device="cpu")
+    v_TK = torch.linalg.solve(left_TKK, v_TK.double()[..., None])[..., 0].to(v_TK.dtype)
+    std_T = made(v_TK).std((1, 2), correction=0)
+    v_TK = v_TK / torch.where(std_T > _FLAT * std_T.median(), std_T, 1)[:, None]
+    parts = v_TK.split([mine[k][0].numel() for k in linear], 1)
+    return {k: part.reshape(mine[k].shape) for k, part in zip(linear, parts, strict=True)}
 
 
 def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list[str]) -> Params:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import gbfunc as gb
-from gbfunc.cli.options import AUTO, CheckpointOptions, TeacherOptions, TrainingOptions
+from gbfunc.cli.options import AUTO, CheckpointOptions, RunOptions, TeacherOptions
 from gbfunc.cli.signals import Stopped, listening
 from gbfunc.cli.teacher import digest, teacher_file
 from gbfunc.parallel import sum_ranks
@@ -130,7 +130,7 @@ class Kept:
 
 @contextmanager
 def checkpoints(
-    options: TrainingOptions, task: Task, recipe: Recipe, train_step: gb.TrainStep | None
+    options: RunOptions, task: Task, recipe: Recipe, train_step: gb.TrainStep | None
 ) -> Iterator[Kept | None]:
     """The checkpoints that the options ask for; while they are open, SIGINT and SIGTERM save before they stop.
 
@@ -138,10 +138,11 @@ def checkpoints(
         ValueError: for options that do not fit each other, or old checkpoints in the way of a new training.
         OSError: if their folder cannot be written.
     """
-    if not isinstance(options, CheckpointOptions) or train_step is None:
+    output = options.output
+    if not isinstance(output, CheckpointOptions) or train_step is None:
         yield None
         return
-    every, resume, out = options.checkpoint_every, options.resume, options.out
+    every, resume, out = output.checkpoint_every, output.resume, output.out
     if every is None and resume is None:
         yield None
         return
@@ -149,8 +150,8 @@ def checkpoints(
         raise ValueError(f"--checkpoint-every and --resume are for tasks with examples, got --task {task.name}")
     if every is not None and every < 1:
         raise ValueError(f"--checkpoint-every must be at least 1, got {every}")
-    if options.keep < 1:
-        raise ValueError(f"--keep must be at least 1, got {options.keep}")
+    if output.keep < 1:
+        raise ValueError(f"--keep must be at least 1, got {output.keep}")
     if out is None and (every is not None or resume == AUTO):
         raise ValueError("--checkpoint-every and --resume auto need --out, the folder that holds the checkpoints")
     folder = (out or Path()) / FOLDER
@@ -161,17 +162,18 @@ def checkpoints(
     if every is None:
         yield kept
         return
-    with gb.Checkpointer(folder, train_step, keep=options.keep) as kept.writer, listening(kept.signals):
+    with gb.Checkpointer(folder, train_step, keep=output.keep) as kept.writer, listening(kept.signals):
         yield kept
 
 
-def _settings(options: CheckpointOptions, task: Task, recipe: Recipe) -> JSON:
+def _settings(options: RunOptions, task: Task, recipe: Recipe) -> JSON:
     """What decides the course of a training beside the plan, as JSON."""
     plain = {f.name: v for f in fields(recipe) if isinstance(v := getattr(recipe, f.name), int | float | str | tuple)}
-    known = {"task": options.task, "seed": options.seed, "steps": total_steps(task, recipe)}
-    if isinstance(options, TeacherOptions) and options.teacher is not None:
-        known |= {"teacher": digest(teacher_file(options.teacher))}
-        known |= {"teacher_weight": options.teacher_weight, "temperature": options.temperature}
+    known = {"task": options.data.task, "seed": options.data.seed, "steps": total_steps(task, recipe)}
+    teacher = getattr(options, "teacher", TeacherOptions())
+    if teacher.teacher is not None:
+        known |= {"teacher": digest(teacher_file(teacher.teacher))}
+        known |= {"teacher_weight": teacher.teacher_weight, "temperature": teacher.temperature}
     return json.loads(json.dumps(plain | known))
 
 

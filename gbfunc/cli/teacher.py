@@ -7,6 +7,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from gbfunc.storage import is_genome_header
+
 GENOME_FILE, WEIGHTS_FILE = "genome.safetensors", "model.safetensors"
 
 
@@ -33,7 +35,7 @@ def is_genome(path: Path) -> bool:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return "plan" in (file.metadata() or {})
+            return is_genome_header(file.metadata(), file.keys())
     except SafetensorError as error:
         raise ValueError(f"--teacher: {path} is no safetensors file: {error}") from error
 

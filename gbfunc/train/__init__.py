@@ -1,8 +1,10 @@
 """Training: the step, a pure function of (state, batch); loss and gradient; optimizers and schedules."""
 
+from gbfunc.train.alignment import UpdateAlignment, update_alignment
 from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import Lazy, Remat, StepOptions
+from gbfunc.train.population import Population, population
 from gbfunc.train.schedules import torch_schedule
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, make_train_step
 
@@ -13,13 +15,17 @@ __all__ = [
     "Objective",
     "OptState",
     "Optimizer",
+    "Population",
     "Remat",
     "StepOptions",
     "StepInfo",
     "TrainState",
     "TrainStep",
+    "UpdateAlignment",
     "make_train_step",
+    "population",
     "seeded",
     "torch_optimizer",
     "torch_schedule",
+    "update_alignment",
 ]
