@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import arg
 
-from gbfunc.cli.config import settings_of, write_config
-from gbfunc.cli.job import (
-    Job,
-    check_seed,
-    genome_metrics,
-    make_job,
-    measure,
-    read_genome,
-    resolved,
-    results_folder,
-    run_fit,
-    train_genome,
-    with_teacher,
-)
+from gbfunc.cli.birth import BirthOptions, learn_from_birth
+from gbfunc.cli.config import values_of
+from gbfunc.cli.job import Job, asked_recipe, check_seed, make_job
 from gbfunc.cli.meter import Meter
+from gbfunc.cli.networks import genome_metrics, measure, read_genome, with_teacher
 from gbfunc.cli.options import (
     CheckpointOptions,
     ConfigOption,
     ExecutionOptions,
     GenomeFileOptions,
+    GenomeOptions,
     RunOptions,
     TeacherOptions,
 )
 from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
-from gbfunc.cli.ranks import Spread, in_turn, open_mesh
+from gbfunc.cli.ranks import Spread, find_device, in_turn, open_mesh
+from gbfunc.cli.train import results_folder, run_fit, train_genome
+from gbfunc.lab.birth import RATES
 from gbfunc.tasks import continue_text
 from gbfunc.tasks.pnets import n_params, narrowed
 from gbfunc.tasks.training import dense_trainer
@@ -46,21 +40,23 @@ class Train(RunOptions):
 
     output: CheckpointOptions = CheckpointOptions()
     teacher: TeacherOptions = TeacherOptions()
+    birth: BirthOptions = BirthOptions()
     execution: ExecutionOptions = ExecutionOptions()
 
     def run(self) -> None:
         """Train, write the results, print them."""
+        if self.birth.from_birth is not None:
+            return self._learn(self.birth.from_birth)
+        if self.birth.other is not None:
+            raise ValueError("--other is what the network of a genome learns: say --from-birth too")
         output = self.output
         with open_mesh(self.execution, self.training.device) as mesh:
             here = replace(self, training=replace(self.training, device=str(mesh.device)))
             meter = Meter(output.peak_flops, output.profile)
             # Data and models may be downloaded, or prepared in files, which all ranks then read.
             job = in_turn(mesh, here.job)
-            settings = settings_of(self, resolved(job, self))
             with results_folder(output.out if mesh.rank == 0 else None) as folder:
-                write_config(folder / "config.toml", settings)
                 result, _, metrics = train_genome(job, here, folder, Spread.asked(mesh, self.execution), meter)
-                metrics |= {"config": settings}
                 if output.out is not None and mesh.rank == 0:
                     write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
                 if mesh.rank == 0:
@@ -70,6 +66,23 @@ class Train(RunOptions):
         """What to train."""
         job = make_job(self.data, self.genome, self.training, dense=self.dense)
         return with_teacher(job, self.teacher, self.training.device)
+
+    def _learn(self, path: Path) -> None:
+        """Train the network that a genome grows."""
+        output = replace(CheckpointOptions(), out=self.output.out)
+        plain = replace(self, dense=False, genome=GenomeOptions(), output=output, teacher=TeacherOptions())
+        plain = replace(plain, execution=ExecutionOptions())
+        if given := [name for (name, x), (_, y) in zip(values_of(self), values_of(plain), strict=True) if x != y]:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"--from-birth trains the weights that its genome grows: drop {flags}")
+        check_seed(self.data.seed)
+        plan, task, grown = read_genome(path, self.data)
+        recipe = task.recipe(plan.genome_params)
+        recipe = asked_recipe(replace(recipe, lr=recipe.dense_lr, epochs=1, steps=None), self.training)
+        rates = RATES if self.training.lr is None else (1.0,)
+        device = find_device(self.training.device)
+        recipe = replace(recipe, dense_lr=recipe.lr)
+        learn_from_birth(self.birth, grown.to(device), task.to(device), recipe, self.data.seed, rates, self.output.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +118,7 @@ class Demo(RunOptions):
 
                 nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
                 image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
-                # A net of convolutions alone has no matrices to show.
-                if any(w.ndim == 2 for w in nets["dense"].values()):
+                if any(w.ndim in (2, 4) for w in nets["dense"].values()):
                     write_figure(folder / "weights.png", weight_images(nets, image))
                 write_run(folder, metrics, runs, task)
             print_comparison(metrics, task.metric)

@@ -105,7 +105,7 @@ class Recipe:
         batch_size: examples per step.
         epochs: passes over the training split.
         steps: steps in all, in place of `epochs`; None for whole passes.
-        measure_every: steps from one validation to the next; None for a pass.
+        measure_every: steps from one validation to the next, or the steps after which to validate; None for a pass.
         augment: changes the inputs of a training batch.
         clip_norm: largest norm of the gradient.
         warmup: part of the steps in which the learning rate rises.
@@ -123,11 +123,16 @@ class Recipe:
     batch_size: int = 128
     epochs: int = 10
     steps: int | None = None
-    measure_every: int | None = None
+    measure_every: int | tuple[int, ...] | None = None
     augment: Augment | None = None
     clip_norm: float | None = None
     warmup: float = 0.1
     schedule: Callable[[Recipe, float, int], Callable[[int], float]] = one_cycle
+
+    @property
+    def schedule_name(self) -> str | None:
+        """Name of the schedule in `SCHEDULES`; None for one that is a task's."""
+        return next((name for name, schedule in SCHEDULES.items() if schedule is self.schedule), None)
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
