@@ -12,7 +12,7 @@ from torch import Tensor
 from tyro.conf import arg
 
 import gbfunc as gb
-from gbfunc.cli.job import read_genome
+from gbfunc.cli.networks import read_genome
 from gbfunc.cli.options import GenomeFileOptions
 from gbfunc.cli.output import make_folder
 from gbfunc.export import export_module
