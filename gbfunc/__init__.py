@@ -19,6 +19,7 @@ from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
 from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
 from gbfunc.plan import Plan, make_plan
+from gbfunc.pnet import GrownNet
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.storage.genome_file import load, load_metadata, save
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
@@ -53,6 +54,7 @@ __all__ = [
     "Fit",
     "Genome",
     "GenomeModule",
+    "GrownNet",
     "ManyGenomes",
     "Mesh",
     "Optimizer",

@@ -26,6 +26,8 @@ _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean
 _LARGE, _MANY = 1 << 20, 64
 """Weights of a slot, and columns of all its factors, from which on the factors tell its mean: the last bits differ."""
+_SAMPLED = 64  # Rows, and columns, that tell the means of a tile
+_RIDGE = 0.01  # What is left of the means of rows and columns, about
 _SMALL = 0.1  # A slot of factors of which less than this is left when it is centred is measured again, weight by weight
 _CACHED = 1 << 18  # Weights, or numbers of their factors, that are at hand at once when a slot is measured
 
@@ -256,6 +258,8 @@ def init_leaves(
         span = slice(p.first, p.first + grid.n_tiles)
         mine = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
         slot = _Slot(whole.of(span), grid)
+        if hypernet.spreads and not hypernet.factorised:
+            mine |= _interacting(slot, mine, linear)
         for _ in range(_DRAWS if grid.numel > 1 else 0):
             if changed := _standardised(slot, mine, tile_scope, linear):
                 mine |= changed
@@ -267,6 +271,43 @@ def init_leaves(
             leaves[k][span] = mine[k]
         progress(grid.numel)
     return leaves
+
+
+def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
+    """The linear leaves moved so that rows and columns of every tile interact, and of unit deviation in every tile.
+
+    A tile is a sum of features with coefficients v, and most of the variance of features that bend along one sum of
+    codes is in the means of rows and columns: a matrix of rank 2, whose largest singular value makes activations grow
+    from layer to layer. With A the Gram matrix of those means, `(A / e + 1)^-1 v` takes them out (Tikhonov).
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    some = (
+        torch.randperm(x.shape[1], generator=generator, device="cpu")[:_SAMPLED] for x in (slot.run.row, slot.run.col)
+    )
+    rows, cols = some
+    run = slot.run._replace(row=slot.run.row[:, rows], col=slot.run.col[:, cols])
+    tiles = slot.grid.n_tiles
+    v_TK = torch.cat([mine[k].reshape(tiles, -1) for k in linear], 1)
+
+    def made(v_TK: Tensor) -> Tensor:
+        parts = v_TK.split([mine[k][0].numel() for k in linear], 1)
+        leaves = {k: part.reshape(mine[k].shape) for k, part in zip(linear, parts, strict=True)}
+        return dense_tiles(run.filled(mine | leaves, None).tiles())
+
+    means: list[Tensor] = []
+    for basis_K in torch.eye(v_TK.shape[1], dtype=v_TK.dtype, device="cpu"):
+        tile_Trc = made(basis_K.expand(tiles, -1))
+        ends = tile_Trc.mean(2) / math.sqrt(len(rows)), tile_Trc.mean(1) / math.sqrt(len(cols))
+        means.append(torch.cat(ends, 1).double())
+    means_TKn = torch.stack(means, 1)
+    gram_TKK = means_TKn @ means_TKn.mT
+    size_T = gram_TKK.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp_min(1e-12)
+    left_TKK = gram_TKK / (_RIDGE * size_T) + torch.eye(v_TK.shape[1], dtype=torch.float64, device="cpu")
+    v_TK = torch.linalg.solve(left_TKK, v_TK.double()[..., None])[..., 0].to(v_TK.dtype)
+    std_T = made(v_TK).std((1, 2), correction=0)
+    v_TK = v_TK / torch.where(std_T > _FLAT * std_T.median(), std_T, 1)[:, None]
+    parts = v_TK.split([mine[k][0].numel() for k in linear], 1)
+    return {k: part.reshape(mine[k].shape) for k, part in zip(linear, parts, strict=True)}
 
 
 def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list[str]) -> Params:

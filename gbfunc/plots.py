@@ -100,6 +100,34 @@ def learning_curve(
     return figure
 
 
+def birth_curves(
+    runs: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]], metric: str = "accuracy", unit: str = "%"
+) -> Figure:
+    """A metric from birth on, against training steps on a logarithmic scale: one plot for each task.
+
+    Args:
+        runs: rows of `step` and the metric, the first at step 0, by task and by how the network starts.
+        metric: which metric.
+        unit: of the metric; `"%"` where its values are parts of one.
+
+    Raises:
+        ValueError: if there is no run.
+    """
+    if not runs or not all(runs.values()):
+        raise ValueError("birth_curves expects at least one task, and runs of each")
+    figure, (row,) = _figure(0.6 + 4.0 * len(runs), 3.4, columns=len(runs))
+    for axes, (task, starts) in zip(row, runs.items(), strict=True):
+        for i, (start, rows) in enumerate(starts.items()):
+            values = [(100 if unit == "%" else 1) * row[metric] for row in rows]
+            axes.plot([row["step"] for row in rows], values, **_style(i), marker=MARKERS[i], markersize=4, label=start)
+        axes.set_xscale("symlog", linthresh=1)
+        axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}" if step else "birth")
+        axes.set(title=task, xlabel="training steps after birth", ylabel=f"{metric.replace('_', ' ')} ({unit})")
+        _finish(axes)
+    row[0].legend(frameon=False, loc="lower right")
+    return figure
+
+
 def return_curve(
     runs: Mapping[str, Sequence[Mapping[str, float]]], title: str, threshold: float | None = None
 ) -> Figure:

@@ -223,7 +223,7 @@ def test_only_parallel_uses_torch_distributed() -> None:
 def test_only_pnet_calls_the_pnet_functionally() -> None:
     callers = {path for path in SOURCES if "functional_call" in names_used(parse(path))}
     # A g-net made of a module is called so too, in one more place.
-    assert callers <= {"gbfunc/pnet.py", "gbfunc/hypernets/module.py"}
+    assert callers <= {"gbfunc/pnet/pure.py", "gbfunc/hypernets/module.py"}
 
 
 def test_only_the_cli_prints() -> None:

@@ -16,6 +16,7 @@ from gbfunc.parallel.training_schedule import make_schedule
 from gbfunc.plots import (
     EVENTS,
     PALETTE,
+    birth_curves,
     learning_curve,
     plot_schedule,
     return_curve,
@@ -121,6 +122,17 @@ def test_weight_images_show_the_matrices_beside_each_other() -> None:
     assert torch.equal(fields[4:7, 5:9], nets["generated"]["0.weight"][5].reshape(3, 4))
     assert png(figure).startswith(b"\x89PNG")
     assert len([a for a in weight_images(nets).axes if a.get_title()]) == 4
+
+
+def test_birth_curves_begin_at_birth() -> None:
+    rows = [{"step": step, "accuracy": step / 200} for step in (0, 1, 10, 100)]
+    figure = birth_curves({"digits": {"grown": rows, "random": rows[:2]}, "mnist": {"grown": rows}})
+    assert [a.get_title() for a in figure.axes] == ["digits", "mnist"]
+    first, second = (np.asarray(line.get_xydata()).tolist() for line in figure.axes[0].lines)
+    assert first == [[0, 0], [1, 0.5], [10, 5], [100, 50]] and second == first[:2]
+    assert figure.axes[0].xaxis.get_major_formatter()(0) == "birth"
+    with pytest.raises(ValueError, match="at least one task"):
+        birth_curves({"digits": {}})
 
 
 def test_nothing_to_draw_is_an_error() -> None:

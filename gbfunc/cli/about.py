@@ -12,9 +12,10 @@ import gbfunc as gb
 from gbfunc.cli.options import DataOptions
 from gbfunc.tasks import Task
 from gbfunc.tasks.pnets import is_import_path
+from gbfunc.tasks.pnets.hugging_face import PREFIX
 from gbfunc.types import JSON
 
-_OPTIONS = {"task": None, "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
+_OPTIONS = {"task": "", "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
 """Options that a file may say, as they are where the user says nothing."""
 
 Options = TypeVar("Options", bound=DataOptions)
@@ -22,7 +23,7 @@ Options = TypeVar("Options", bound=DataOptions)
 
 def about(task: Task, options: DataOptions) -> JSON:
     """The metadata of a genome: what its task, p-net and inputs are, where that is not as usual."""
-    said: JSON = {"task": options.task or "digits", "pnet": task.pnet.name}
+    said: JSON = {"task": options.task, "pnet": task.pnet.name}
     for name, usual in _OPTIONS.items():
         if name not in said and (value := getattr(options, name)) != usual:
             said[name] = json.loads(value) if usual == "{}" else value
@@ -40,14 +41,13 @@ def described(path: Path, options: Options) -> Options:
         ValueError: if it is no genome, says anything but text or objects, or names code, which the user must.
     """
     said = gb.load_metadata(path)
-    if not isinstance(said, Mapping):
-        return options
+    said = said if isinstance(said, Mapping) else {}
     held = {f.name for f in fields(options)}
     taken: JSON = {}
     for name, usual in _OPTIONS.items():
         if name in held and name in said and getattr(options, name) == usual:
             taken[name] = _option(path, name, said[name], usual)
-    return replace(options, **taken)
+    return replace(options, **{"task": options.task or "digits"} | taken)
 
 
 def _option(path: Path, name: str, value: Any, usual: str | None) -> str:
@@ -55,8 +55,9 @@ def _option(path: Path, name: str, value: Any, usual: str | None) -> str:
     if isinstance(value, dict) and usual == "{}":
         return json.dumps(value)
     if not isinstance(value, str) or usual == "{}":
-        raise ValueError(f"{path} says {name} {value!r}, expected {'text' if usual is None else 'an object'}")
+        raise ValueError(f"{path} says {name} {value!r}, expected {'an object' if usual == '{}' else 'text'}")
     # A file runs no code: an environment's name may import a module, too.
-    if is_import_path(value) or (name == "env" and ":" in value):
+    code = value.removeprefix(PREFIX) if name == "pnet" else value
+    if is_import_path(code) or (name == "env" and ":" in code):
         raise ValueError(f"{path} was trained with --{name} {value}, which is code: pass that option if you trust it")
     return value

@@ -8,20 +8,24 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from gbfunc.cli.job import Job, check_seed, make_job
+from gbfunc.cli.birth import BirthOptions, learn_from_birth
+from gbfunc.cli.config import values_of
+from gbfunc.cli.job import Job, asked_recipe, check_seed, make_job
 from gbfunc.cli.meter import Meter
 from gbfunc.cli.networks import genome_metrics, measure, read_genome, with_teacher
 from gbfunc.cli.options import (
     CheckpointOptions,
     ConfigOption,
-    DataOptions,
     ExecutionOptions,
+    GenomeFileOptions,
+    GenomeOptions,
     RunOptions,
     TeacherOptions,
 )
 from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
-from gbfunc.cli.ranks import Spread, in_turn, open_mesh
+from gbfunc.cli.ranks import Spread, find_device, in_turn, open_mesh
 from gbfunc.cli.train import results_folder, run_fit, train_genome
+from gbfunc.lab.birth import RATES
 from gbfunc.tasks import continue_text
 from gbfunc.tasks.pnets import n_params, narrowed
 from gbfunc.tasks.training import dense_trainer
@@ -36,10 +40,15 @@ class Train(RunOptions):
 
     output: CheckpointOptions = CheckpointOptions()
     teacher: TeacherOptions = TeacherOptions()
+    birth: BirthOptions = BirthOptions()
     execution: ExecutionOptions = ExecutionOptions()
 
     def run(self) -> None:
         """Train, write the results, print them."""
+        if self.birth.from_birth is not None:
+            return self._learn(self.birth.from_birth)
+        if self.birth.other is not None:
+            raise ValueError("--other is what the network of a genome learns: say --from-birth too")
         output = self.output
         with open_mesh(self.execution, self.training.device) as mesh:
             here = replace(self, training=replace(self.training, device=str(mesh.device)))
@@ -57,6 +66,23 @@ class Train(RunOptions):
         """What to train."""
         job = make_job(self.data, self.genome, self.training, dense=self.dense)
         return with_teacher(job, self.teacher, self.training.device)
+
+    def _learn(self, path: Path) -> None:
+        """Train the network that a genome grows."""
+        output = replace(CheckpointOptions(), out=self.output.out)
+        plain = replace(self, dense=False, genome=GenomeOptions(), output=output, teacher=TeacherOptions())
+        plain = replace(plain, execution=ExecutionOptions())
+        if given := [name for (name, x), (_, y) in zip(values_of(self), values_of(plain), strict=True) if x != y]:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"--from-birth trains the weights that its genome grows: drop {flags}")
+        check_seed(self.data.seed)
+        plan, task, grown = read_genome(path, self.data)
+        recipe = task.recipe(plan.genome_params)
+        recipe = asked_recipe(replace(recipe, lr=recipe.dense_lr, epochs=1, steps=None), self.training)
+        rates = RATES if self.training.lr is None else (1.0,)
+        device = find_device(self.training.device)
+        recipe = replace(recipe, dense_lr=recipe.lr)
+        learn_from_birth(self.birth, grown.to(device), task.to(device), recipe, self.data.seed, rates, self.output.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +126,8 @@ class Demo(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(ConfigOption, DataOptions):
-    """Rebuild the p-net from a genome file and measure it; widths of built-in p-nets are read from the file."""
-
-    genome: Annotated[Path, arg(metavar="FILE")]
-    """The genome, as `gbfunc train --out` writes it."""
+class Eval(ConfigOption, GenomeFileOptions):
+    """Rebuild the p-net from a genome file and measure it; task and p-net are those that the file names."""
 
     def run(self) -> None:
         """Measure and print."""
@@ -113,14 +136,11 @@ class Eval(ConfigOption, DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(ConfigOption, DataOptions):
+class Sample(ConfigOption, GenomeFileOptions):
     """Write text with the language model of a genome file; --data-dir is the text it learned, for its characters."""
 
     task: Annotated[str, arg(metavar="NAME")] = "text"
     """What it learned: text, or package.module:function of your own."""
-
-    genome: Annotated[Path, arg(metavar="FILE")]
-    """The genome, as `gbfunc train --out` writes it."""
 
     prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="(default: a new line)")] = "\n"
     """What it goes on from."""

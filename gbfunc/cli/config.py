@@ -59,7 +59,7 @@ def config_words(path: Path, command: Any, training: Any) -> list[str]:
             such = "true or false" if isinstance(trained[name].default, bool) else "neither true nor false"
             raise ValueError(f"{path}: {key} must be {such}, got {value!r}")
         # Another option may have the same name: a device is a file where ranks are planned.
-        if name in known and trained.get(name, known[name]) is known[name]:
+        if name in known and (name == "task" or trained.get(name, known[name]) is known[name]):
             words += _words(f"--{name.replace('_', '-')}", value)
         elif name not in trained:
             near = get_close_matches(name, known, 3)

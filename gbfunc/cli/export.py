@@ -13,7 +13,7 @@ from tyro.conf import arg
 
 import gbfunc as gb
 from gbfunc.cli.networks import read_genome
-from gbfunc.cli.options import DataOptions
+from gbfunc.cli.options import GenomeFileOptions
 from gbfunc.cli.output import make_folder
 from gbfunc.export import export_module
 from gbfunc.tasks import Task
@@ -23,11 +23,8 @@ _ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(DataOptions):
+class Export(GenomeFileOptions):
     """Write the network of a genome file for other programs: ONNX, torch.export, AOTInductor, IREE, safetensors."""
-
-    genome: Annotated[Path, arg(metavar="FILE")]
-    """The genome, as `gbfunc train --out` writes it."""
 
     out: Annotated[Path, arg(metavar="FILE")]
     """Where to; a file that is there is replaced."""

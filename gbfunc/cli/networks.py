@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ from gbfunc.tasks.pnets import PNet, brief, find_pnet
 from gbfunc.tasks.teaching import taught
 
 
-def read_genome(path: Path, data: DataOptions, task: Task | None = None) -> tuple[gb.Plan, Task, nn.Module]:
+def read_genome(
+    path: Path, data: DataOptions, task: Task | None = None, load: Callable[[Any], Task] = load_task
+) -> tuple[gb.Plan, Task, nn.Module]:
     """Rebuild the p-net that a genome file describes, with its generated weights.
 
     Args:
         path: the file.
         data: which.
         task: the data, where it is loaded already.
+        load: how to, from the options with what the file says filled in.
 
     Returns:
         Its plan, its task, and the network on the CPU.
@@ -41,7 +44,7 @@ def read_genome(path: Path, data: DataOptions, task: Task | None = None) -> tupl
     plan, genome = gb.load(path)
     if task is None:
         data = described(path, data)
-        task = load_task(data)
+        task = load(data)
         task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", data.pnet_config)))
     # A base may be the weights of a seed.
     return plan, task, _network(path, plan, genome, task.build(getattr(data, "seed", 0)))

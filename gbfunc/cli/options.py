@@ -62,6 +62,17 @@ class DataOptions:
     """Gymnasium environment of the control task."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenomeFileOptions(DataOptions):
+    """Which trained genome; what its file says of task and p-net need not be said again."""
+
+    task: Annotated[str, arg(metavar="NAME", help_behavior_hint="(default: the genome's)")] = ""
+    """What it learned: the task's name, or package.module:function of your own."""
+
+    genome: Annotated[Path, arg(metavar="FILE")]
+    """The genome, as `gbfunc train --out` writes it."""
+
+
 @dataclass(frozen=True)
 class PNetOptions(DataOptions):
     """What to learn, and the network that learns it."""

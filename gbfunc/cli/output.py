@@ -50,7 +50,7 @@ def write_metrics(path: Path, metrics: Mapping[str, object]) -> None:
 def write_history(path: Path, runs: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
     """A row per validation as CSV; the first column names the run."""
     text = io.StringIO()
-    fields = ["run", *next(iter(runs.values()))[0]]
+    fields = ["run", *max(next(iter(runs.values())), key=len)]
     writer = csv.DictWriter(text, fields, lineterminator="\n")
     writer.writeheader()
     for run, rows in runs.items():

@@ -26,12 +26,14 @@ from gbfunc.cli.compare import Compare
 from gbfunc.cli.config import config_words, options_of
 from gbfunc.cli.export import Export
 from gbfunc.cli.plan import Plan
+from gbfunc.cli.predict import Predict
 
 COMMANDS: dict[str, Any] = {
     "demo": Demo,
     "plan": Plan,
     "train": Train,
     "eval": Eval,
+    "predict": Predict,
     "sample": Sample,
     "export": Export,
     "compare": Compare,

@@ -19,8 +19,8 @@ from gbfunc.export.program import Inputs, Run, quiet, tensors_of
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-_FOLDED = 64
-"""Bytes of a constant up to which what is computed of it may stand in its place: sizes and indices, no weights."""
+_FOLDED = 16
+"""Entries of a constant up to which it may stand in the place of what computes it: sizes and indices, no weights."""
 
 _LARGEST_ONNX = 2**31 - 1
 
@@ -97,6 +97,7 @@ def to_onnx(program: ExportedProgram, names: Sequence[str]) -> bytes:
     optimizer.fold_constants(model, input_size_limit=_FOLDED, output_size_limit=_FOLDED)
     for change in (
         passes.IdentityEliminationPass(),
+        passes.DeduplicateInitializersPass(),
         passes.CommonSubexpressionEliminationPass(),
         passes.RemoveUnusedNodesPass(),
         passes.ClearMetadataAndDocStringPass(),
@@ -123,7 +124,9 @@ def _shorten(graph: Any) -> None:
 def run_onnx(data: bytes, folder: Path) -> Run:
     """By onnxruntime."""
     (runtime,) = needs("onnx", "onnxruntime")
-    session = runtime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     names = [x.name for x in session.get_inputs()]
 
     def run(inputs: Inputs) -> list[Tensor]:

@@ -136,6 +136,7 @@ def quiet() -> Any:
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*torch.jit.script_method. is deprecated", DeprecationWarning)
             warnings.filterwarnings("ignore", ".*isinstance\\(treespec, LeafSpec\\)", FutureWarning)
             yield
     finally:

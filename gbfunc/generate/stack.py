@@ -169,7 +169,8 @@ class Stack:
 def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One value for each span of consecutive tiles, for every tile: [T]."""
     if len(set(values_S)) == 1:
-        return torch.full((n,), values_S[0], dtype=dtype, device=device)
+        # No `full`: ONNX rounds its number to float32.
+        return torch.tensor(values_S[:1], dtype=dtype, device=device).expand(n)
     values, first = torch.tensor(values_S, dtype=dtype, device=device), torch.tensor(first_S, device=device)
     if is_exporting():
         return values[(torch.arange(n, device=device)[:, None] >= first).sum(1) - 1]

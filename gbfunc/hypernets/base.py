@@ -51,6 +51,10 @@ class Hypernet:
     standardised: ClassVar[bool] = True
     """True where a tile is scaled to the p-net's initial deviation; False where it is the weight as it stands."""
 
+    spreads: ClassVar[bool] = False
+    """True where more tiles give a matrix more rank than a larger size does, for as many parameters: a plan with a size
+    target then takes tiles as small as it can."""
+
     @property
     def size(self) -> int | None:
         """Features, hidden width, rank or genes; 0 where there is nothing to choose."""

@@ -76,6 +76,7 @@ class LowRank(_Factored):
     type: ClassVar[str] = "low_rank"
     size_field: ClassVar[str] = "rank"
     default_size: ClassVar[int] = 4
+    spreads: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Two factors: [r, k] and [c, k]."""
@@ -102,6 +103,7 @@ class XOX(_Factored):
     type: ClassVar[str] = "xox"
     size_field: ClassVar[str] = "genes"
     default_size: ClassVar[int] = 8
+    spreads: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Expression of the row and column neurons [r, g], [c, g], rules [g, g], and a learned scale."""

@@ -72,6 +72,11 @@ class GNet(Hypernet):
         """Width of the first hidden layer."""
         return None if self.hidden is None else self.hidden[0]
 
+    @property
+    def spreads(self) -> bool:
+        """Units that bend along one sum of codes give a tile little rank; sines give it much."""
+        return self.activation != "sin"
+
     def with_size(self, size: int) -> Hypernet:
         """All layers scaled so that the first has `size` units."""
         first, *rest = self.hidden or (size,)
@@ -96,10 +101,14 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """He-normal weights; normal biases spread the kinks over the codes, uniform ones the phases."""
+        """He-normal weights; normal biases spread the kinks over the middle of the codes, uniform ones the phases."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
+        else:
+            # Bits of +-1 sum up to this at most: every unit bends somewhere in its tile, and none is off everywhere.
+            reach = drawn["row_weight"].abs().sum(-2) + drawn["col_weight"].abs().sum(-2)
+            drawn["bias"] = drawn["bias"].clamp(-reach / 2, reach / 2)
         return drawn
 
     @property

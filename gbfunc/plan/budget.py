@@ -1,13 +1,14 @@
 """Sizes from a target: how the genome's parameters are split over the slots, and how each slot is cut into tiles.
 
 The rules (design): features in proportion to numel^(1/3), at least one a slot, the rest filled greedily by the largest
-deficit; the fewest tiles with `2 * features <= min(r, c)`, halving the longer side; met from below.
+deficit; the fewest tiles with `2 * features <= min(r, c)`, halving the longer side; met from below. Types that spread
+(`Hypernet.spreads`) get parameters in proportion to numel^(1/2), in the smallest square tiles of size 1 instead.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -20,6 +21,7 @@ from gbfunc.types import MatrixDims, TileDims
 
 _TOLERANCE = 0.02  # A target may be missed by this much before slots of equal shape get unequal sizes
 _THIN = 64  # A matrix with a side below this stays whole while 2 * features <= this: cutting it would save no time
+_LEAST_SIDE = 16  # Of the tiles of a type that spreads: from there on a larger size costs less time than more tiles
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Unit:
     codes: tuple[Encoding, Encoding]
     max_tile: MaxTile
     group: str = ""
+    spreads: bool = False
     count: int = 0
     # The whole matrix: smaller tiles only shorten min(r, c), so no cut helps a size that is given.
     cut: tuple[int, int] = (1, 1)
@@ -44,6 +47,8 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.fixed = self.hypernet.size is not None
+        # A size of the user's stays in the tiles that it was given for.
+        self.spreads &= self.max_tile is None and not (self.fixed and self.hypernet.sizable)
         self.numel = self.matrix.rows * self.matrix.cols
         # Tiles cut channels, never the kernel that a channel's columns span.
         self._kernel = math.prod(self.matrix.kernel)
@@ -73,6 +78,8 @@ class Unit:
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
         """The largest size within the budget, the number of weights and the type's limit; at least 1."""
+        if self.fixed:
+            return 1
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
         budget = min(budget, self.numel * self.count)
         low = 1
@@ -91,6 +98,9 @@ class Unit:
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
         """Whether the rule for the number of tiles allows a size; any size fits tiles that are given."""
+        if self.spreads:
+            finest = self._square(_LEAST_SIDE)
+            return size == 1 or (cut[0] >= finest[0] and cut[1] >= finest[1])
         dims = self.tiling(cut)[1]
         thin = min(self.matrix.rows, self.matrix.cols) < _THIN and 2 * size <= _THIN
         return self.max_tile is not None or thin or 2 * size <= min(dims.rows, dims.cols)
@@ -107,7 +117,16 @@ class Unit:
 
     def set_budget(self, budget: float) -> None:
         """Choose the cut (fewest tiles that the rule allows) and the size for a number of parameters."""
-        if self.fixed:
+        if self.fixed and not self.spreads:
+            return
+        if self.spreads:
+            most = min(budget, self.numel * self.count)
+            sides = range(_LEAST_SIDE, max(_LEAST_SIDE + 1, *self.matrix[:2]))
+            # Smaller tiles cost more: the first side that the budget allows.
+            side = bisect_left(sides, True, key=lambda side: self.cost_of(self._square(side), 1) <= most)
+            self.cut = self._square(_LEAST_SIDE + side)
+            size = self.largest(self.cut, budget)
+            self.size = size if self.fits(self.cut, size) else 1
             return
         self.cut, self.size = (1, 1), self.largest((1, 1), budget)
         while not self.fits(self.cut, self.size):
@@ -116,9 +135,13 @@ class Unit:
                 return
             self.cut, self.size = finer, self.largest(finer, budget)
 
+    def _square(self, side: int) -> tuple[int, int]:
+        """The cut into tiles of at most so many rows, and columns where they are more than a kernel's."""
+        return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
+
     def refine(self, budget: int) -> None:
         """Use up a budget in finer steps than whole sizes: the fewest tiles near the present cut that nearly do."""
-        if self.fixed or self.max_tile is not None or self.cut == (1, 1):
+        if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]
         for cut in product(_cuts(self.matrix.rows, self.cut[0]), _cuts(self._channels, self.cut[1])):
@@ -173,6 +196,8 @@ def allocate(units: list[Unit], budget: int) -> None:
 
 def _share(unit: Unit, level: float) -> float:
     """The unit's parameters at a level: level * numel^(1/3) features of the whole matrix, in parameters."""
+    if unit.spreads:
+        return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)
     a_feature = max(1, unit.cost_of((1, 1), 2) - first) if unit.max_tile is None else first
     return level * unit.numel ** (1 / 3) * a_feature

@@ -257,8 +257,16 @@ def _tensors(
             if isinstance(pair[1], PerAxis) and not matrix.kernel:
                 # A flattened image, say: tiles cut its channels, as they do a convolution's.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
-            key = matrix, hypernet, pair, hypernet.group(name, part, matrix[:2])
-            unit = units.setdefault(key, Unit(matrix, hypernet, pair, tile, key[-1]))
+            # Beside a base's matrix a delta needs no rank.
+            key = (
+                matrix,
+                hypernet,
+                pair,
+                tile,
+                hypernet.group(name, part, matrix[:2]),
+                hypernet.spreads and not choice.base,
+            )
+            unit = units.setdefault(key, Unit(*key))
             unit.count += 1
             parts.append((name, scale if hypernet.standardised else (1.0, 0.0), unit))
     if target is not None:

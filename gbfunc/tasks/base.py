@@ -58,7 +58,9 @@ class Metric(NamedTuple):
 
 def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     """Learning rate by step: up to `lr` in the recipe's warm-up, then down to nearly nothing."""
-    return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=recipe.warmup)
+    # A warm-up of exactly one step divides by zero there.
+    warmup = 1.5 / steps if math.isclose(recipe.warmup * steps, 1) and steps > 1 else recipe.warmup
+    return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=warmup)
 
 
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
@@ -103,7 +105,7 @@ class Recipe:
         batch_size: examples per step.
         epochs: passes over the training split.
         steps: steps in all, in place of `epochs`; None for whole passes.
-        measure_every: steps from one validation to the next; None for a pass.
+        measure_every: steps from one validation to the next, or the steps after which to validate; None for a pass.
         augment: changes the inputs of a training batch.
         clip_norm: largest norm of the gradient.
         warmup: part of the steps in which the learning rate rises.
@@ -121,7 +123,7 @@ class Recipe:
     batch_size: int = 128
     epochs: int = 10
     steps: int | None = None
-    measure_every: int | None = None
+    measure_every: int | tuple[int, ...] | None = None
     augment: Augment | None = None
     clip_norm: float | None = None
     warmup: float = 0.1

@@ -205,6 +205,7 @@ def fit(
         raise ValueError(f"log_every must be at least 1, got {log_every}")
     total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
     every = recipe.measure_every or a_pass
+    ends = range(every, total, every) if isinstance(every, int) else [end for end in every if end < total]
     generator = torch.Generator().manual_seed(seed)
     state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
     at = at or Position(0, 0, generator.get_state(), {}, [], 0.0)
@@ -222,7 +223,7 @@ def fit(
     reported = time.perf_counter()
     start = reported - spent
     while done < total:
-        here = min(every, total - done)
+        here = min(end for end in (*ends, total) if end > done) - done
         stretch = time.perf_counter()
         for i, steps in enumerate(range(done + more + 1, done + here + 1), more + 1):
             if (steps - 1) % a_pass == 0:

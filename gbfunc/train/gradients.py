@@ -22,7 +22,7 @@ from gbfunc.generate import Generator
 from gbfunc.genome import Noise, sample_noise
 from gbfunc.parallel import Gather, Layout, gather_objects
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet
+from gbfunc.pnet import GrownNet, PureNet
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import flat_genome, like_genome, mean_tree, n_rows, split_batch, split_rows, tree_map
 from gbfunc.types import GNets, Params
@@ -30,8 +30,8 @@ from gbfunc.types import GNets, Params
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
 
-LossFn = Callable[[Callable[..., Any], Any], Any]
-"""`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net closed over its generated weights."""
+LossFn = Callable[[GrownNet, Any], Any]
+"""`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net on its generated weights."""
 
 _FP16_SCALE = 2.0**10
 """Loss scale under float16, which keeps small gradients of activations from underflow (Micikevicius et al., 2018)."""
@@ -157,7 +157,11 @@ class Objective:
         )
         adapted = [part.adapt for part in (tensor, pipeline) if part is not None]
         self.net = PureNet(
-            self._pnet, self._generator.forms, lambda net: {n for adapt in adapted for n in adapt(net)}, self._base
+            self._pnet,
+            self._generator.forms,
+            lambda net: {n for adapt in adapted for n in adapt(net)},
+            self._base,
+            "" if pipeline is None else pipeline.whole,
         )
 
     def __call__(
@@ -191,9 +195,10 @@ class Objective:
             self._pipeline.prepare(self._loss_fn, self._split(batch, rows)[0][0])
             if self.net is None:
                 self._build(self._pipeline.names)
+        assert self.net is not None
         if self._generator.gather is not None:
             self._generator.gather = Gather(self._layout, counts)
-        with seeded(seed, wanted[0].device), torch.enable_grad():
+        with seeded(seed, wanted[0].device), torch.enable_grad(), self.net.held():
             loss, aux, gradients, counted = self._way(_Given(gnets, direct, noise, buffers, batch, rows), wanted)
         if all(g is None for g in gradients) and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)
@@ -242,10 +247,10 @@ class Objective:
         if self._pipeline is not None:
             weights = self._pipeline.fill(weights, self._tensor.shapes if self._tensor else {})
         weights = weights if self._tensor is None else self._tensor.place(weights)
-        net, amp = self.net.bind(weights, buffers), self._options.amp
+        amp = self._options.amp
         device = next((w.device.type for w in weights.values()), "cpu")
         with torch.autocast(device, amp) if amp else nullcontext():
-            out = self._loss_fn(net, batch)
+            out = self.net.run(weights, buffers, self._loss_fn, batch)
         loss, aux = loss_and_aux(out)
         loss = loss if self._tensor is None else self._tensor.whole(loss)
         if not loss.requires_grad:
@@ -256,12 +261,20 @@ class Objective:
         """Loss, aux, gradients of the scaled sum of the rows' losses, and rows, in one graph."""
         if self._options.compile:
             self._generator.prepare(given.gnets, given.direct)
+            if not self.net.compiled:
+                self._rehearse(given, wanted[0].device)
         with self._counted(wanted):
             loss, aux = self._from_genome(given)
             rows = self._rows(given.rows)
             with self._backward():
                 gradients = torch.autograd.grad(loss * (self._scale * rows), wanted, allow_unused=True)
         return loss.detach(), _detached(aux), gradients, rows
+
+    def _rehearse(self, given: _Given, device: torch.device) -> None:
+        """Run the loss function once as it is: in compiled code nothing would refuse what changes the p-net."""
+        with seeded(0, device):
+            self._forward(given._replace(buffers={k: b.clone() for k, b in given.buffers.items()}))
+        self.net.compiled = True
 
     def _backward(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._tensor is None else self._tensor.backward()
