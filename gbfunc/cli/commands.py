@@ -118,8 +118,7 @@ class Demo(RunOptions):
 
                 nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
                 image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
-                # A net of convolutions alone has no matrices to show.
-                if any(w.ndim == 2 for w in nets["dense"].values()):
+                if any(w.ndim in (2, 4) for w in nets["dense"].values()):
                     write_figure(folder / "weights.png", weight_images(nets, image))
                 write_run(folder, metrics, runs, task)
             print_comparison(metrics, task.metric)

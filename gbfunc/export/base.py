@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from gbfunc.types import GenomeLike
 
 SAFETENSORS = "safetensors"
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference of outputs, as a part of the largest output, by their dtype; ONNX has Python's numbers in float32."""
+"""Largest difference of outputs over the largest output, by their dtype; ONNX has Python's numbers in float32."""
 
 
 class Exported(NamedTuple):
@@ -133,24 +132,11 @@ def write_program(
     path: Path, kind: Format, net: nn.Module, like: nn.Module, inputs: Inputs, dynamic_shapes: Any, check: bool
 ) -> Exported:
     """Write the program of `net`, whose outputs must be those of `like`."""
-    with torch.no_grad():
-        outputs = like(*inputs.args, **inputs.kwargs)
-    program = trace(net, inputs, dynamic_shapes)
-    data = kind.write(program, _names(outputs, [x for x in program.graph_signature.user_inputs if isinstance(x, str)]))
+    data = kind.write(trace(net, inputs, dynamic_shapes))
     tried = [inputs, inputs.longer()] if dynamic_shapes == BATCH else [inputs]
     error = _error(kind, data, like, tried) if check else None
     replace_file(path, data)
     return Exported(len(data), error)
-
-
-def _names(outputs: Any, taken: list[str]) -> list[str]:
-    """Names of a network's outputs: those that they have (Hugging Face), else `output` or `output_0`, ..."""
-    tensors = tensors_of(outputs)
-    if isinstance(outputs, Mapping) and len(tensors) == len(outputs):
-        names = [str(key) for key in outputs]
-    else:
-        names = ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
-    return [f"{name}_out" if name in taken else name for name in names]
 
 
 def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> float | None:
