@@ -173,7 +173,7 @@ def test_a_hugging_face_model_called_by_names(tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=12, **sizes)
     plan, genome, pnet = grown(transformers.GPT2LMHeadModel(config), gb.periodic(2, share="layers"), include=["wte"])
     path, tokens, mask = tmp_path / "gpt2.onnx", torch.randint(40, (3, 11)), torch.ones(3, 11, dtype=torch.int64)
-    mask[1, :4] = 0
+    mask[1, 4:] = 0
     batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence")
     shapes = {name: {0: batch, 1: sequence} for name in ("input_ids", "attention_mask")}
     # In another order than the network has them.
