@@ -68,7 +68,7 @@ def export(
         pnet: the p-net, of which a genome needs the architecture alone.
         example: what it is called with: a tensor, a tuple of inputs, or a dict of inputs by name. `"safetensors"`
             needs none.
-        weights: `"genome"` or `"dense"`; None is the genome wherever a file can hold it, all but safetensors.
+        weights: `"genome"` or `"dense"`; None is the genome, but for safetensors and for a genome that changes a base.
         to: the format; None takes it from the path's suffix.
         dynamic_shapes: which dimensions may have other sizes than in the example: `"batch"`, the first one of every
             tensor; None, none; or what `torch.export.export` takes.
@@ -84,14 +84,14 @@ def export(
     """
     place = Path(path)
     kind = _kind(place, to)
-    chosen = weights or ("dense" if kind == SAFETENSORS else "genome")
+    chosen = weights or ("dense" if kind == SAFETENSORS or plan.base is not None else "genome")
     if chosen not in ("genome", "dense"):
         raise ValueError(f"weights must be 'genome' or 'dense', got {weights!r}")
     if kind == SAFETENSORS:
         if chosen == "genome":
             raise ValueError("safetensors holds tensors and no program: weights='dense', or gb.save for the genome")
         return write_weights(place, materialize(plan, genome, pnet))
-    inputs, net = Inputs.of(example), module_of(plan, genome, pnet, chosen)
+    inputs, net = Inputs.of(example, pnet), module_of(plan, genome, pnet, chosen)
     like = net if chosen == "dense" else module_of(plan, genome, pnet, "dense")
     return write_program(place, FORMATS[kind], net, like, inputs, dynamic_shapes, check)
 
@@ -106,7 +106,7 @@ def export_module(
         return write_weights(place, net)
     options = {"dynamic_shapes": BATCH, "check": True, **options}
     ready(net)
-    return write_program(place, FORMATS[kind], net, net, Inputs.of(example), **options)
+    return write_program(place, FORMATS[kind], net, net, Inputs.of(example, net), **options)
 
 
 def _kind(path: Path, to: str | None) -> str:

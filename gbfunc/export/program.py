@@ -6,6 +6,7 @@ dense:  weights --the p-net's forward--> outputs
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -37,13 +38,15 @@ class Inputs(NamedTuple):
     kwargs: dict[str, Any]
 
     @staticmethod
-    def of(example: Any) -> Inputs:
-        """An example, which is one input, a tuple of inputs, or inputs by name, on the CPU."""
+    def of(example: Any, net: nn.Module) -> Inputs:
+        """An example on the CPU: one input, a tuple of inputs, or inputs by name, in the order that the network has."""
         if isinstance(example, Mapping):
-            args, kwargs = (), dict(example)
+            names = list(inspect.signature(net.forward).parameters)
+            order = sorted(example, key=lambda name: names.index(name) if name in names else len(names))
+            args, kwargs = (), {name: example[name] for name in order}
         else:
             args, kwargs = tuple(example) if isinstance(example, tuple | list) else (example,), {}
-        inputs = Inputs(args, kwargs).mapped(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x)
+        inputs = Inputs(args, kwargs).mapped(lambda x: x.detach().cpu().contiguous() if isinstance(x, Tensor) else x)
         if not inputs.tensors:
             raise ValueError(f"example must be a tensor, or a tuple or dict with some, got {type(example).__name__}")
         return inputs
@@ -165,6 +168,7 @@ def quiet() -> Any:
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*axis name: .* will not be used", UserWarning)
             warnings.filterwarnings("ignore", ".*torch.jit.script_method. is deprecated", DeprecationWarning)
             warnings.filterwarnings("ignore", ".*isinstance\\(treespec, LeafSpec\\)", FutureWarning)
             yield
