@@ -15,6 +15,9 @@ import gbfunc as gb
 from tests.support.coder import Coder, made, numbers
 from tests.support.zoo import SGD
 
+# Torch's compiler still uses torch.jit.script when it is loaded.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+
 HOOK: Any = lambda *args: None  # noqa: E731
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attribute": (lambda net: setattr(net, "last", 1), r"net.last = ... would change the p-net"),
