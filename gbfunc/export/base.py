@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from gbfunc.types import GenomeLike
 
 SAFETENSORS = "safetensors"
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference of outputs, as a part of the largest output, by their dtype; ONNX has Python's numbers in float32."""
+"""Largest difference of outputs over the largest output, by their dtype; ONNX has Python's numbers in float32."""
 
 
 class Exported(NamedTuple):
@@ -69,7 +68,7 @@ def export(
         pnet: the p-net, of which a genome needs the architecture alone.
         example: what it is called with: a tensor, a tuple of inputs, or a dict of inputs by name. `"safetensors"`
             needs none.
-        weights: `"genome"` or `"dense"`; None is the genome wherever a file can hold it, all but safetensors.
+        weights: `"genome"` or `"dense"`; None is the genome, but for safetensors and for a genome that changes a base.
         to: the format; None takes it from the path's suffix.
         dynamic_shapes: which dimensions may have other sizes than in the example: `"batch"`, the first one of every
             tensor; None, none; or what `torch.export.export` takes.
@@ -85,14 +84,14 @@ def export(
     """
     place = Path(path)
     kind = _kind(place, to)
-    chosen = weights or ("dense" if kind == SAFETENSORS else "genome")
+    chosen = weights or ("dense" if kind == SAFETENSORS or plan.base is not None else "genome")
     if chosen not in ("genome", "dense"):
         raise ValueError(f"weights must be 'genome' or 'dense', got {weights!r}")
     if kind == SAFETENSORS:
         if chosen == "genome":
             raise ValueError("safetensors holds tensors and no program: weights='dense', or gb.save for the genome")
         return write_weights(place, materialize(plan, genome, pnet))
-    inputs, net = Inputs.of(example), module_of(plan, genome, pnet, chosen)
+    inputs, net = Inputs.of(example, pnet), module_of(plan, genome, pnet, chosen)
     like = net if chosen == "dense" else module_of(plan, genome, pnet, "dense")
     return write_program(place, FORMATS[kind], net, like, inputs, dynamic_shapes, check)
 
@@ -107,7 +106,7 @@ def export_module(
         return write_weights(place, net)
     options = {"dynamic_shapes": BATCH, "check": True, **options}
     ready(net)
-    return write_program(place, FORMATS[kind], net, net, Inputs.of(example), **options)
+    return write_program(place, FORMATS[kind], net, net, Inputs.of(example, net), **options)
 
 
 def _kind(path: Path, to: str | None) -> str:
@@ -133,24 +132,11 @@ def write_program(
     path: Path, kind: Format, net: nn.Module, like: nn.Module, inputs: Inputs, dynamic_shapes: Any, check: bool
 ) -> Exported:
     """Write the program of `net`, whose outputs must be those of `like`."""
-    with torch.no_grad():
-        outputs = like(*inputs.args, **inputs.kwargs)
-    program = trace(net, inputs, dynamic_shapes)
-    data = kind.write(program, _names(outputs, [x for x in program.graph_signature.user_inputs if isinstance(x, str)]))
+    data = kind.write(trace(net, inputs, dynamic_shapes))
     tried = [inputs, inputs.longer()] if dynamic_shapes == BATCH else [inputs]
     error = _error(kind, data, like, tried) if check else None
     replace_file(path, data)
     return Exported(len(data), error)
-
-
-def _names(outputs: Any, taken: list[str]) -> list[str]:
-    """Names of a network's outputs: those that they have (Hugging Face), else `output` or `output_0`, ..."""
-    tensors = tensors_of(outputs)
-    if isinstance(outputs, Mapping) and len(tensors) == len(outputs):
-        names = [str(key) for key in outputs]
-    else:
-        names = ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
-    return [f"{name}_out" if name in taken else name for name in names]
 
 
 def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> float | None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import io
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gbfunc.export.program import Inputs, Run, quiet, tensors_of
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
+from gbfunc.export.program import Inputs, Run, Traced, quiet, tensors_of
 
 _FOLDED = 16
 """Entries of a constant up to which it may stand in the place of what computes it: sizes and indices, no weights."""
@@ -46,12 +43,12 @@ def needs(extra: str, *modules: str) -> list[Any]:
         raise ImportError(f"{error}: pip install 'gbfunc[{extra}]'") from error
 
 
-def to_pt2(program: ExportedProgram, names: Sequence[str]) -> bytes:
+def to_pt2(traced: Traced) -> bytes:
     """A file that `torch.export.load` reads; its description is compressed, which torch leaves out."""
-    program.example_inputs = None
+    traced.program.example_inputs = None
     raw, packed = io.BytesIO(), io.BytesIO()
     with quiet():
-        torch.export.save(program, raw)
+        torch.export.save(traced.program, raw)
     with zipfile.ZipFile(raw) as source, zipfile.ZipFile(packed, "w") as target:
         for entry in source.infolist():
             text = entry.filename.endswith(".json")
@@ -69,12 +66,12 @@ def run_pt2(data: bytes, folder: Path) -> Run:
     return lambda inputs: tensors_of(net(*inputs.args, **inputs.kwargs))
 
 
-def to_aoti(program: ExportedProgram, names: Sequence[str]) -> bytes:
+def to_aoti(traced: Traced) -> bytes:
     """A package of machine code that `torch._inductor.aoti_load_package` and its C++ namesake load."""
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         path = Path(folder, "model.pt2")
         with quiet():
-            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+            torch._inductor.aoti_compile_and_package(traced.program, package_path=str(path))
         return path.read_bytes()
 
 
@@ -86,11 +83,19 @@ def run_aoti(data: bytes, folder: Path) -> Run:
     return lambda inputs: tensors_of(net(*inputs.args, **inputs.kwargs))
 
 
-def to_onnx(program: ExportedProgram, names: Sequence[str]) -> bytes:
+def to_onnx(traced: Traced) -> bytes:
     """A model of standard operations; nothing that is computed of the genome is folded into it."""
     ir, passes, optimizer, _ = needs("onnx", "onnx_ir", "onnx_ir.passes.common", "onnxscript.optimizer", "onnx")
     with quiet():
-        made = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False, output_names=list(names))
+        # The shapes name dimensions, which the program has lost.
+        made = torch.onnx.export(
+            traced.program,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+            output_names=traced.outputs,
+            dynamic_shapes=traced.dynamic_shapes,
+        )
     assert made is not None
     model = made.model
     # Not `optimize`, whose rule for a product between reshapes made other weights of a tiled MLP g-net (0.7.2).
@@ -112,7 +117,7 @@ def to_onnx(program: ExportedProgram, names: Sequence[str]) -> bytes:
 
 
 def _shorten(graph: Any) -> None:
-    """Number what is computed, and name the dimension of the batch; inputs, outputs and weights keep their names."""
+    """Number what is computed; inputs, outputs and weights keep their names."""
     outputs = set(graph.outputs)
     numbered = (value for node in graph for value in node.outputs if value not in outputs)
     for number, value in enumerate(numbered):
@@ -136,12 +141,12 @@ def run_onnx(data: bytes, folder: Path) -> Run:
     return run
 
 
-def to_iree(program: ExportedProgram, names: Sequence[str]) -> bytes:
+def to_iree(traced: Traced) -> bytes:
     """A module for IREE's runtime on any CPU of this machine's kind, compiled of the ONNX model."""
     tools, importer = needs("iree", "iree.compiler.tools", "iree.compiler.tools.import_onnx.__main__")
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         model, source = Path(folder, "model.onnx"), Path(folder, "model.mlir")
-        model.write_bytes(to_onnx(program, names))
+        model.write_bytes(to_onnx(traced))
         importer.main(importer.parse_arguments([str(model), "-o", str(source)]))
         flags = [*_IREE_FLAGS, "--iree-llvmcpu-target-cpu=generic"]
         try:
@@ -168,12 +173,12 @@ class Format(NamedTuple):
 
     Attributes:
         suffix: of its files, "" where another format has it.
-        write: from a program, and names of its outputs, to the file's bytes.
+        write: from a program to the file's bytes.
         read: from the file's bytes, and a folder for what its runtime needs, to its program.
     """
 
     suffix: str
-    write: Callable[[ExportedProgram, Sequence[str]], bytes]
+    write: Callable[[Traced], bytes]
     read: Callable[[bytes, Path], Run]
 
 
