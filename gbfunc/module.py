@@ -89,8 +89,8 @@ class GenomeModule(nn.Module):
     A base is neither parameter nor buffer of the module, nor in its state dict; it is on the device of the genome.
     Its batch norms stay in evaluation mode, and copies of the module share it.
 
-    The p-net's plain attributes (`config`, `main_input_name`) can be read, its tensors and methods cannot: it has no
-    weights of its own. `forward` has the p-net's signature. One forward generates all weights once.
+    The p-net's plain attributes (`config`, `main_input_name`) can be read, its tensors, parts and methods in `run`
+    alone: it has no weights of its own. `forward` has the p-net's signature. One forward generates all weights once.
 
     Args:
         plan: the plan.

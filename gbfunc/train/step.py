@@ -321,7 +321,8 @@ def make_train_step(
     Args:
         plan: the plan.
         pnet: the p-net that it was made for.
-        loss_fn: `(net, batch) -> loss` or `(loss, aux)`, `net` being the p-net as a pure callable.
+        loss_fn: `(net, batch) -> loss` or `(loss, aux)`, `net` being the p-net on its generated weights (`GrownNet`):
+            its parts can be called and its tensors read, as in an ordinary module; nothing of it can be changed.
         optimizer: from `torch_optimizer`.
         donate: the step may update the state's buffers in place: less memory and time; use only the state it returns.
         microbatches: split each batch in so many equal parts; weights are generated once, and the loss is their mean.

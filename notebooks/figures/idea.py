@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ HEIGHTS = (33.4, 27.5, 21.6, 15.7)
 """Of the four g-nets."""
 
 
-def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str, **style: object) -> None:
+def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str, **style: Any) -> None:
     ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=13, color=color, lw=1.6, **style))
 
 
