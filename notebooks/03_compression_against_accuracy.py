@@ -87,5 +87,5 @@ figure
 # to beat: they are better at the two smaller sizes, and within the spread of seeds at the largest. Low rank fits the
 # largest alone, and does not train in so few steps. `gbfunc compare` draws the same figure for any task, at length.
 #
-# What was tried for the recipes of MNIST and CIFAR-10 stands with their results: [MNIST](results/mnist.md#what-was-tried),
-# [CIFAR-10](results/cifar10.md#what-was-tried).
+# What was tried for the recipes of MNIST and CIFAR-10 stands with their results:
+# [MNIST](results/mnist.md#what-was-tried), [CIFAR-10](results/cifar10.md#what-was-tried).

@@ -138,5 +138,5 @@ for name, label in (("generated", "genome"), ("dense", "dense, the same GPT")):
 weight_images(shown)
 
 # %% [markdown]
-# `gbfunc train --task text` does this at full length, with four layers of 128: its results on tiny shakespeare, and what was
-# tried for them and for this notebook, are in [results/language.md](results/language.md).
+# `gbfunc train --task text` does this at full length, with four layers of 128: its results on tiny shakespeare, and
+# what was tried for them and for this notebook, are in [results/language.md](results/language.md).

@@ -12,7 +12,8 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.job import Job, load_task, make_job, read_genome
+from gbfunc.cli.job import Job, load_task, make_job
+from gbfunc.cli.networks import read_genome
 from gbfunc.cli.options import DataOptions, GenomeOptions
 from gbfunc.tasks.pnets import text_classifier
 from tests.support.pretrained import save_network, save_texts

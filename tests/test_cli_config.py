@@ -26,7 +26,20 @@ def genome_of(folder: Path) -> bytes:
     "more",
     [
         [],
-        ["--seed", "3", "--epochs", "1", "--hypernet", "gnet", "--hypernet-config", '{"activation": "tanh"}'],
+        [
+            "--seed",
+            "3",
+            "--epochs",
+            "1",
+            "--dtype",
+            "int8",
+            "--finetune",
+            "3",
+            "--hypernet",
+            "gnet",
+            "--hypernet-config",
+            '{"activation": "tanh"}',
+        ],
         ["--optimizer", "SGD", "--optimizer-config", '{"momentum": 0.9}', "--schedule", "cosine", "--lr", "0.3"],
         [
             "--optimizer",

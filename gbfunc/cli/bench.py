@@ -17,8 +17,8 @@ import torch
 from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, arg
 
-from gbfunc.cli.job import find_device
 from gbfunc.cli.output import make_folder, wide_console, write_figure, write_metrics
+from gbfunc.cli.ranks import find_device
 from gbfunc.lab.bench import cases
 from gbfunc.lab.bench.report import describe, growth_curves, log_slope, measure_ceilings, run_bench
 from gbfunc.lab.bench.variants import Setting

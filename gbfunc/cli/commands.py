@@ -9,22 +9,10 @@ from typing import Annotated
 from tyro.conf import arg
 
 from gbfunc.cli.birth import BirthOptions, learn_from_birth
-from gbfunc.cli.config import settings_of, values_of, write_config
-from gbfunc.cli.job import (
-    Job,
-    asked_recipe,
-    check_seed,
-    genome_metrics,
-    make_job,
-    measure,
-    read_genome,
-    resolved,
-    results_folder,
-    run_fit,
-    train_genome,
-    with_teacher,
-)
+from gbfunc.cli.config import values_of
+from gbfunc.cli.job import Job, asked_recipe, check_seed, make_job
 from gbfunc.cli.meter import Meter
+from gbfunc.cli.networks import genome_metrics, measure, read_genome, with_teacher
 from gbfunc.cli.options import (
     CheckpointOptions,
     ConfigOption,
@@ -36,6 +24,7 @@ from gbfunc.cli.options import (
 )
 from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
 from gbfunc.cli.ranks import Spread, find_device, in_turn, open_mesh
+from gbfunc.cli.train import results_folder, run_fit, train_genome
 from gbfunc.lab.birth import RATES
 from gbfunc.tasks import continue_text
 from gbfunc.tasks.pnets import n_params, narrowed
@@ -66,11 +55,8 @@ class Train(RunOptions):
             meter = Meter(output.peak_flops, output.profile)
             # Data and models may be downloaded, or prepared in files, which all ranks then read.
             job = in_turn(mesh, here.job)
-            settings = settings_of(self, resolved(job, self))
             with results_folder(output.out if mesh.rank == 0 else None) as folder:
-                write_config(folder / "config.toml", settings)
                 result, _, metrics = train_genome(job, here, folder, Spread.asked(mesh, self.execution), meter)
-                metrics |= {"config": settings}
                 if output.out is not None and mesh.rank == 0:
                     write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
                 if mesh.rank == 0:
@@ -132,8 +118,7 @@ class Demo(RunOptions):
 
                 nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
                 image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
-                # A net of convolutions alone has no matrices to show.
-                if any(w.ndim == 2 for w in nets["dense"].values()):
+                if any(w.ndim in (2, 4) for w in nets["dense"].values()):
                     write_figure(folder / "weights.png", weight_images(nets, image))
                 write_run(folder, metrics, runs, task)
             print_comparison(metrics, task.metric)

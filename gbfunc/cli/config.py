@@ -11,8 +11,9 @@ from typing import Any
 
 from gbfunc.files import replace_file
 
-_OF_ONE_RUN = ("config", "out", "checkpoint_every", "keep", "resume", "profile", "peak_flops")
-"""Options that a repetition has its own of: whence it comes, and what of it is kept."""
+_OF_ONE_RUN = ("config", "out", "log", "log_every", "checkpoint_every", "keep", "resume")
+_OF_ONE_RUN += ("allow_changes", "profile", "peak_flops")
+"""Options that decide nothing of a training: whence they come, and what of it is kept."""
 
 
 def options_of(command: Any) -> dict[str, Field[Any]]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from tyro.conf import arg
 
 import gbfunc as gb
-from gbfunc.cli.job import load_task, read_genome
+from gbfunc.cli.job import load_task
+from gbfunc.cli.networks import read_genome
 from gbfunc.cli.options import ConfigOption, GenomeFileOptions
 from gbfunc.cli.output import make_folder
 from gbfunc.cli.predict import task_of

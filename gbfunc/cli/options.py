@@ -11,6 +11,7 @@ from tyro.conf import arg
 HypernetName = Literal["periodic", "bilinear", "gnet", "stochastic", "low_rank", "xox"]
 DtypeName = Literal["float32", "float16", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
 ScheduleName = Literal["one_cycle", "linear", "cosine", "constant"]
+LogName = Literal["csv", "tensorboard", "wandb"]
 PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
 AUTO = "auto"
@@ -194,7 +195,8 @@ class OutputOptions:
     """What is written, and where."""
 
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
-    """Folder for metrics.json, config.toml, history.csv, genome.safetensors and figures; such files are replaced."""
+    """Folder for metrics.json, config.toml, history.csv, figures, genome.safetensors (the last genome) and
+    best.safetensors (the best one by validation); such files are replaced."""
 
     dtype: Annotated[
         DtypeName | None, arg(metavar="|".join(get_args(DtypeName)), help_behavior_hint="(default: as in training)")
@@ -204,6 +206,12 @@ class OutputOptions:
 
     finetune: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: none)")] = None
     """So many steps more, in which the network is the one of the rounded genome: mends most of what --dtype costs."""
+
+    log: Annotated[tuple[LogName, ...], arg(metavar=" ".join(get_args(LogName)), help_behavior_hint=NONE)] = ()
+    """Where metrics go while it trains: OUT/log.csv, OUT/tensorboard, Weights & Biases."""
+
+    log_every: int = 10
+    """Training steps from one entry to the next."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +226,9 @@ class CheckpointOptions(OutputOptions):
 
     resume: Annotated[str | None, arg(metavar="auto|PATH", help_behavior_hint="(default: begin afresh)")] = None
     """Go on from the newest valid checkpoint of OUT, if there is any (auto), or from a file or folder."""
+
+    allow_changes: bool = False
+    """Go on although learning rate, schedule, length or optimizer are others than before; each is told."""
 
     profile: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint=NONE)] = None
     """Folder for a Chrome trace of a few early steps of each rank, and a table of rank 0's operations (table.txt)."""

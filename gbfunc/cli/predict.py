@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from tyro.conf import Positional, arg
 
 import gbfunc as gb
-from gbfunc.cli.job import load_task, read_genome
+from gbfunc.cli.job import load_task
+from gbfunc.cli.networks import read_genome
 from gbfunc.cli.options import ConfigOption, DataOptions, GenomeFileOptions
 from gbfunc.tasks import Task, logits_of
 from gbfunc.tasks.pnets import Interface, find_pnet

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from gbfunc.storage import is_genome_header
 
-GENOME_FILE, WEIGHTS_FILE = "genome.safetensors", "model.safetensors"
+GENOME_FILE, BEST_FILE, WEIGHTS_FILE = "genome.safetensors", "best.safetensors", "model.safetensors"
 
 
 def teacher_file(path: Path) -> Path:

@@ -130,6 +130,11 @@ class Recipe:
     schedule: Callable[[Recipe, float, int], Callable[[int], float]] = one_cycle
 
     @property
+    def schedule_name(self) -> str | None:
+        """Name of the schedule in `SCHEDULES`; None for one that is a task's."""
+        return next((name for name, schedule in SCHEDULES.items() if schedule is self.schedule), None)
+
+    @property
     def optimizer_options(self) -> dict[str, Any]:
         """All options of the optimizer's class but the learning rate."""
         adam = {"betas": self.betas, "eps": self.eps} if "betas" in signature(self.optimizer).parameters else {}

@@ -17,9 +17,10 @@ from gbfunc.parallel import Placement
 from gbfunc.plan import StoredDtype, rounded
 from gbfunc.tasks.base import Net, Recipe, Task
 from gbfunc.tasks.data import steps_per_epoch
+from gbfunc.tasks.logs import OnLog
 from gbfunc.trees import flat_genome, like_genome
 
-_SECONDS_BETWEEN_REPORTS = 0.2
+_SECONDS_BETWEEN_REPORTS, _STEPS_BETWEEN_LOGS = 0.2, 10
 
 
 class Trainer(NamedTuple):
@@ -177,6 +178,9 @@ def fit(
     checkpoints: Checkpoints | None = None,
     report: Report = lambda steps, status, validation: None,
     validate: bool = True,
+    on_log: OnLog | None = None,
+    log_every: int = _STEPS_BETWEEN_LOGS,
+    on_validation: Callable[[Any, list[dict[str, float]]], None] = lambda state, history: None,
 ) -> Fit:
     """Train as long as the recipe says, measuring on validation data now and then.
 
@@ -188,6 +192,10 @@ def fit(
         checkpoints: where to go on from, and when to save; training then is the same as without an interruption.
         report: is told how it goes.
         validate: whether to measure on validation data.
+        on_log: is given the steps done and metrics: means of `train_` ones every so many steps, `val_` ones with each
+            validation.
+        log_every: so many.
+        on_validation: is given the state and the history after each validation, whose row is the last.
 
     Raises:
         Exception: what `checkpoints` raises to stop, after a signal.
@@ -208,6 +216,7 @@ def fit(
         deque(islice(batches, (done + more - 1) % a_pass + 1), 0)
     # Summed as tensors: reading a number in each step would make a GPU wait.
     sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in sums_before.items()}
+    logged, since = dict(sums), more
     reported = time.perf_counter()
     start = reported - spent
     while done < total:
@@ -219,6 +228,9 @@ def fit(
             state, loss, metrics = trainer.step(state, next(batches))
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.double()
+            if on_log is not None and steps % log_every == 0:
+                on_log(steps, {f"train_{k}": float(v - logged.get(k, 0)) / (i - since) for k, v in sums.items()})
+                logged, since = dict(sums), i
             now = time.perf_counter()
             if now - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = now
@@ -240,9 +252,12 @@ def fit(
             row | means | {f"val_{name}": v for name, v in measured.items()} | {"seconds": round(seconds, 3)}
         )
         if validate:
+            if on_log is not None:
+                on_log(done, {name: v for name, v in history[-1].items() if name.startswith("val_")})
+            on_validation(state, history)
             validation = f"{task.metric.label} {task.metric.show(measured[task.metric.name])}"
             report(done, _status(sums, here, done / seconds), validation)
-        sums, more = {}, 0
+        sums, more, logged, since = {}, 0, {}, 0
     seconds = time.perf_counter() - start
     if checkpoints and not finished:
         checkpoints.save(state, total, Position(total, 0, order, {}, history, seconds, stepping), wait=True)

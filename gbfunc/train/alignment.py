@@ -66,9 +66,9 @@ def update_alignment(
     still = {p.name for p in parameter_infos(pnet) if not p.tensor.requires_grad}
     weights = {t.name: old[t.name].detach() for t in plan.tensors if t.slots or t.name not in still}
     weights = {k: w.requires_grad_() for k, w in weights.items()}
-    net = PureNet(pnet, frozen=base).bind(old | weights, {k: x.clone() for k, x in before.buffers.items()})
-    with seeded(seed, leaf.device), torch.enable_grad():
-        loss, _ = loss_and_aux(loss_fn(net, batch))
+    net, buffers = PureNet(pnet, frozen=base), {k: x.clone() for k, x in before.buffers.items()}
+    with seeded(seed, leaf.device), torch.enable_grad(), net.held():
+        loss, _ = loss_and_aux(net.run(old | weights, buffers, loss_fn, batch))
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
     down = {k: -g.double().flatten() for k, g in zip(weights, gradients, strict=True)}
     moved = {k: (new[k] - weights[k].detach()).double().flatten() for k in weights}

@@ -140,6 +140,11 @@ class TrainStep:
         """Rows `(first, count, total)` of each trained leaf on this rank, by `gnets/ENSEMBLE/LEAF` or `direct/NAME`."""
         return self._layout.ownership
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What decides its course: the optimizer's class, learning rate and options, and `clip_norm`."""
+        return {**self._optimizer.settings, "clip_norm": self._options.clip_norm}
+
     def shard(self, state: TrainState) -> TrainState:
         """This rank's part of a whole state; the state itself where the genome is not split.
 
