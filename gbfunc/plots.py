@@ -351,8 +351,8 @@ def _show(
 ) -> None:
     """An image with a colour scale symmetric about zero, whose ends are the 99.5th percentile."""
     limit = float(np.nanquantile(np.abs(image), 0.995)) or 1.0
-    style = {"aspect": "equal" if square else "auto", "interpolation": "nearest"}
-    shown = axes.imshow(image, cmap=WEIGHTS, vmin=-limit, vmax=limit, **style)
+    shown = axes.imshow(image, cmap=WEIGHTS, vmin=-limit, vmax=limit, interpolation="nearest")
+    axes.set_aspect("equal" if square else "auto")
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(xlabel, fontsize=8)
     axes.set_ylabel(ylabel, fontsize=8)

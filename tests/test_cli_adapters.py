@@ -72,9 +72,13 @@ def test_another_base_is_refused(model: list[str], tmp_path: Path, capsys: pytes
     out = tmp_path / "out"
     assert main(["train", *model, *SHORT, "--out", str(out)]) == 0
     other = [*model[:-1], str(save_network(tmp_path / "other", seed=8))]
+    genome, silent = out / "genome.safetensors", tmp_path / "silent"
+    gb.save(silent, *gb.load(genome))
+    # The file names its base, where it says anything.
+    assert main(["eval", *model[2:4], "--genome", str(genome)]) == 0
     capsys.readouterr()
-    for wrong in (other, [*model[:4]]):
-        assert main(["eval", *wrong, "--genome", str(out / "genome.safetensors")]) == 2
+    for wrong, path in ((other, genome), (model[:4], silent)):
+        assert main(["eval", *wrong, "--genome", str(path)]) == 2
         told = capsys.readouterr().err
         assert told.count("\n") == 1 and "is an adapter of a network of 3,520 parameters, the base that" in told
 

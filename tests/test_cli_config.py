@@ -124,6 +124,9 @@ def test_other_commands_take_what_they_share(tmp_path: Path, capsys: pytest.Capt
         ("a.json", "[1]", "a.json must hold options by their names, got [1]"),
         ("a.yaml", "lr: [", "a.yaml cannot be read: "),
         ("a.ini", "lr = 1", "a.ini cannot be read: its name must end in .toml"),
+        ("a.toml", "[training]\nlr = -1", "--lr must be a positive number, got -1"),
+        ("a.toml", "compile = 'yes'", "a.toml: compile must be true or false, got 'yes'"),
+        ("a.toml", "lr = true", "a.toml: lr must be neither true nor false, got True"),
         ("a.toml", "lr = -1", "--lr must be a positive number, got -1"),
     ],
 )
@@ -178,6 +181,7 @@ def test_options_of_the_plan(tmp_path: Path) -> None:
         (["--clip-norm", "-1"], "clip_norm must be a number > 0"),
         (["--warmup", "2"], "--warmup must be a part of the steps, 0 to 1, got 2.0"),
         (["--dense", "--rule", "0=none"], "--dense trains every weight itself: drop --rule"),
+        (["--log-every", "0"], "log_every must be at least 1, got 0"),
         (["--measure-every", "0"], "--measure-every must be at least 1, got 0"),
     ],
 )

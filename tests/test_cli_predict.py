@@ -98,7 +98,7 @@ def test_eval_of_another_p_net(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_predict_reads_arrays_and_images(genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pixels = load_digits().images[:3]
+    pixels = load_digits(return_X_y=True)[0][:3].reshape(-1, 8, 8)
     np.save(tmp_path / "x.npy", pixels)
     np.savez(tmp_path / "x.npz", first=pixels[0], last=pixels[2][:, :, None])
     Image.fromarray((pixels[1] * 255 / 16).round().astype(np.uint8)).save(tmp_path / "one.png")
@@ -119,7 +119,7 @@ def test_predict_tells_classes_by_name(genome: str, tmp_path: Path, capsys: pyte
     plan, held = gb.load(genome)
     classes = [f"class {i}" for i in range(10)]
     gb.save(tmp_path / "g", plan, held, metadata=gb.load_metadata(genome) | {"classes": classes})
-    np.save(tmp_path / "x.npy", load_digits().images[0])
+    np.save(tmp_path / "x.npy", load_digits(return_X_y=True)[0][0].reshape(8, 8))
     (line,) = told(capsys, "predict", "--genome", tmp_path / "g", tmp_path / "x.npy", "--top", "10")
     words = line.split("\t")[1:]
     assert sorted(words[::2]) == classes

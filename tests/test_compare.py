@@ -135,6 +135,7 @@ def test_every_method_takes_every_kind_of_pnet(name: str, other: Problem, tmp_pa
     assert len(trained.data) <= other.budget and trained.params > 0
     # From nothing but the bytes: twice the same network, which answers what the task asks.
     one, two = (method.load(trained.data, other.task) for _ in range(2))
+    assert isinstance(one, torch.nn.Module) and isinstance(two, torch.nn.Module)
     weights = [torch.cat([p.detach().flatten() for p in net.parameters()]) for net in (one, two)]
     assert torch.equal(*weights) and bool(torch.isfinite(weights[0]).all())
     assert n_params(one) <= n_params(other.task.build(0)) or name in ("smaller_dense", "int8", "int4")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.job import read_genome
+from gbfunc.cli.networks import read_genome
 from gbfunc.cli.options import DataOptions
 from gbfunc.export import FORMATS, base
 from gbfunc.tasks import accuracy

@@ -41,7 +41,8 @@ def described(path: Path, options: Options) -> Options:
         ValueError: if it is no genome, says anything but text or objects, or names code, which the user must.
     """
     said = gb.load_metadata(path)
-    said = said if isinstance(said, Mapping) else {}
+    # Of another task than the user's, it says nothing.
+    said = said if isinstance(said, Mapping) and options.task in ("", said.get("task")) else {}
     held = {f.name for f in fields(options)}
     taken: JSON = {}
     for name, usual in _OPTIONS.items():

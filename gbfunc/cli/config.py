@@ -47,11 +47,19 @@ def config_words(path: Path, command: Any, training: Any) -> list[str]:
         ImportError: if what reads it is missing.
     """
     known, trained = options_of(command), options_of(training)
-    words = []
+    groups = {field.name for field in fields(training) if is_dataclass(field.default)}
+    given: dict[str, Any] = {}
     for key, value in read_config(path).items():
+        # A table may have the name of a subject of the help.
+        given |= value if key in groups and isinstance(value, dict) else {key: value}
+    words = []
+    for key, value in given.items():
         name = key.replace("-", "_")
+        if name in trained and value is not None and isinstance(value, bool) != isinstance(trained[name].default, bool):
+            such = "true or false" if isinstance(trained[name].default, bool) else "neither true nor false"
+            raise ValueError(f"{path}: {key} must be {such}, got {value!r}")
         # Another option may have the same name: a device is a file where ranks are planned.
-        if name in known and trained.get(name, known[name]) is known[name]:
+        if name in known and (name == "task" or trained.get(name, known[name]) is known[name]):
             words += _words(f"--{name.replace('_', '-')}", value)
         elif name not in trained:
             near = get_close_matches(name, known, 3)

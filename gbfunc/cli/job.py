@@ -135,7 +135,7 @@ def resolved(job: Job, options: RunOptions) -> dict[str, Any]:
         "hypernet": hypernet_of(job),
         **{name: getattr(recipe, name) for name in ("batch_size", "lr", "direct_lr", "warmup", "clip_norm")},
         **{"epochs": None if recipe.steps else recipe.epochs, "steps": recipe.steps},
-        "measure_every": recipe.measure_every,
+        "measure_every": recipe.measure_every if isinstance(recipe.measure_every, int) else None,
         "schedule": recipe.schedule_name,
         "optimizer": recipe.optimizer.__name__,
         "optimizer_config": json.dumps(config),

@@ -67,7 +67,8 @@ class GenomeFileOptions(DataOptions):
     """Which trained genome; what its file says of task and p-net need not be said again."""
 
     task: Annotated[str, arg(metavar="NAME", help_behavior_hint="(default: the genome's)")] = ""
-    """What it learned: the task's name, or package.module:function of your own."""
+    """What it learned: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
+    your own."""
 
     genome: Annotated[Path, arg(metavar="FILE")]
     """The genome, as `gbfunc train --out` writes it."""

@@ -54,7 +54,8 @@ def parse(argv: Sequence[str]) -> Any:
         print(f"gbfunc {gb.__version__}")
         raise SystemExit(0)
     name, path = next(iter(argv), ""), config_of(argv)
-    words = [name, *config_words(path, COMMANDS[name], Train), *argv[1:]] if path is not None else list(argv)
+    given = [] if path is None else config_words(path, COMMANDS[name], Train)
+    words = [*argv[:1], *given, *argv[1:]]
     told = io.StringIO()
     commands: Any = reduce(or_, (Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()))
     try:
@@ -71,8 +72,10 @@ def parse(argv: Sequence[str]) -> Any:
             raise
         wrong = explain(words, told.getvalue())
         option = re.search(r"--[\w-]+", wrong)
-        typed = option is None or any(word.partition("=")[0] == option[0] for word in argv)
-        print(f"gbfunc: error: {wrong if path is None or typed else f'{path}: {wrong}'}", file=sys.stderr)
+        # What the arguments say too wins: the file is not to blame.
+        where = [[word.partition("=")[0] for word in some] for some in (given, argv)]
+        blame = option is not None and option[0] in where[0] and option[0] not in where[1]
+        print(f"gbfunc: error: {f'{path}: ' if blame else ''}{wrong}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -73,4 +73,4 @@ def _needs(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f"a log for {package} needs it: pip install 'gbfunc[{package}]'") from error
+        raise ImportError(f"a log for {package} needs it ({error}): pip install 'gbfunc[{package}]'") from error

@@ -198,8 +198,11 @@ def fit(
         on_validation: is given the state and the history after each validation, whose row is the last.
 
     Raises:
+        ValueError: for `log_every` below 1, or a batch size that the data cannot fill.
         Exception: what `checkpoints` raises to stop, after a signal.
     """
+    if log_every < 1:
+        raise ValueError(f"log_every must be at least 1, got {log_every}")
     total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
     every = recipe.measure_every or a_pass
     ends = range(every, total, every) if isinstance(every, int) else [end for end in every if end < total]
