@@ -9,19 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
+from gbfunc.export import Exported, export
 from gbfunc.fit import Fit, fit_genome
 from gbfunc.generate import generate, generate_piece
-from gbfunc.genome import init_genome, sample_noise
+from gbfunc.genome import flatten, init_genome, sample_noise
 from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, periodic, stochastic, xox
 from gbfunc.many import ManyGenomes, materialize_many, merge_genomes
 from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
 from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
 from gbfunc.plan import Plan, make_plan
+from gbfunc.pnet import GrownNet
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
-from gbfunc.storage.genome_file import load, save
+from gbfunc.storage.genome_file import load, load_metadata, save
 from gbfunc.tiling import TileGrid, join_tiles, split_tiles, tile_grid
-from gbfunc.train import Optimizer, StepInfo, TrainState, TrainStep, make_train_step, torch_optimizer, torch_schedule
+from gbfunc.train import (
+    Optimizer,
+    Population,
+    StepInfo,
+    TrainState,
+    TrainStep,
+    UpdateAlignment,
+    make_train_step,
+    population,
+    torch_optimizer,
+    torch_schedule,
+    update_alignment,
+)
 from gbfunc.types import Genome
 
 if TYPE_CHECKING:
@@ -36,22 +50,28 @@ __all__ = [
     "Checkpointer",
     "CollectiveError",
     "DeviceSpec",
+    "Exported",
     "Fit",
     "Genome",
     "GenomeModule",
+    "GrownNet",
     "ManyGenomes",
     "Mesh",
     "Optimizer",
     "ParallelPlan",
     "Plan",
+    "Population",
     "StepInfo",
     "TileGrid",
     "TrainState",
     "TrainStep",
+    "UpdateAlignment",
     "bilinear",
     "binary",
     "constant",
+    "export",
     "fit_genome",
+    "flatten",
     "from_module",
     "generate",
     "generate_piece",
@@ -62,6 +82,7 @@ __all__ = [
     "join_tiles",
     "load",
     "load_checkpoint",
+    "load_metadata",
     "low_rank",
     "make_plan",
     "make_train_step",
@@ -74,6 +95,7 @@ __all__ = [
     "per_axis",
     "periodic",
     "plan_parallel",
+    "population",
     "sample_noise",
     "save",
     "save_lora",
@@ -83,6 +105,7 @@ __all__ = [
     "tile_grid",
     "torch_optimizer",
     "torch_schedule",
+    "update_alignment",
     "xox",
 ]
 

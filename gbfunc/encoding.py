@@ -2,7 +2,8 @@
 
 `binary`, `gray` and `one_hot` number the rows *of a tile*, so all tiles of a shape share them; `grid` describes a
 position on an axis with a geometry (an image, a kernel), so it is global and sliced per tile. Bits come from integer
-arithmetic alone: the same on every device.
+arithmetic alone: the same on every device. The arithmetic is that of numpy's arrays and of torch's alike, so that a
+graph of torch operations can hold it in the place of tables.
 
 Suffixes: n rows or columns of the axis, k width of a code, u blocks (distinct tiles along the axis), t rows of a tile.
 """
@@ -17,9 +18,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Array = NDArray[np.float64]
+Numbers = Callable[[int], Any]
+"""From n to the integers 0 .. n-1, as numpy's array or torch's."""
+
 _MAX_AXIS = 1 << 31
 _MAX_BANDWIDTH = 1e9
 _MAX_GRID_AXES = 16
@@ -31,16 +37,46 @@ def bit_width(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _bits(numbers_n: NDArray[np.int64]) -> Array:
-    """Bits of a permutation of 0 .. n-1 as +-1, most significant first: [n] -> [n, k]."""
-    shifts = np.arange(bit_width(len(numbers_n)) - 1, -1, -1, dtype=np.int64)
-    return (2 * ((numbers_n[:, None] >> shifts) & 1) - 1).astype(np.float64)
+def _library(i: Any) -> Any:
+    """What computes with an array: torch or numpy."""
+    return torch if isinstance(i, Tensor) else np
 
 
-def _product(*axes_nk: Array) -> Array:
-    """Codes of the (row-major) product of some axes, side by side: [n1, k1], ... -> [n1 n2 ..., k1 + k2 + ...]."""
-    index = np.indices([len(axis) for axis in axes_nk]).reshape(len(axes_nk), -1)
-    return np.concatenate([axis[i] for axis, i in zip(axes_nk, index, strict=True)], 1)
+def _row(numbers: Any, like: Any) -> Any:
+    """Integers as an array of the library, and on the device, of another one."""
+    return like.new_tensor(numbers) if isinstance(like, Tensor) else np.array(numbers, dtype=like.dtype)
+
+
+def _wide(i: Any) -> Any:
+    """Integers in float64."""
+    return i.double() if isinstance(i, Tensor) else i.astype(np.float64)
+
+
+def _halves(i_k: Any, units: list[int]) -> Any:
+    """Whether positions [..., k] are in the second half of their period of `2 unit`, for each of k units, as +-1."""
+    units_k = _row(units, i_k)
+    return _library(i_k).where(i_k % (2 * units_k) >= units_k, 1.0, -1.0)
+
+
+def _places(n: int) -> list[int]:
+    """Values of the bits that tell `n` things apart, most significant first."""
+    return [1 << bit for bit in reversed(range(bit_width(n)))]
+
+
+def _quotient(i: Any, m: int) -> Any:
+    """`i // m` of positions, which in a graph would be a dozen operations."""
+    whole = i - i % m
+    return (whole.double() / m).to(i.dtype) if isinstance(i, Tensor) else whole // m
+
+
+def _joined(codes: list[Any], i: Any) -> Any:
+    """Codes side by side, of positions i: [..., k1], ... -> [..., k1 + k2 + ...]."""
+    codes = [code for code in codes if code.shape[-1]]
+    if len(codes) == 1:
+        return codes[0]
+    if codes:
+        return torch.cat(codes, -1) if isinstance(i, Tensor) else np.concatenate(codes, -1)
+    return i.new_empty((*i.shape, 0)).double() if isinstance(i, Tensor) else np.empty((*i.shape, 0))
 
 
 @dataclass(frozen=True)
@@ -55,21 +91,29 @@ class Encoding:
         """Numbers per code on an axis of `n`."""
         raise NotImplementedError
 
-    def codes(self, n: int) -> Array:
-        """Codes of positions 0 .. n-1: [n, k], all distinct."""
+    def at(self, i: Any, n: int) -> Any:
+        """Codes of positions i of 0 .. n-1, an integer array of numpy or torch: [...] -> [..., k], all distinct."""
         raise NotImplementedError
+
+    def codes(self, n: int) -> Array:
+        """Codes of positions 0 .. n-1: [n, k]."""
+        self.check(n)
+        return self.at(np.arange(n), n)
 
     def check(self, n: int) -> None:
         """Raise `ValueError` where the encoding cannot code an axis of `n`."""
 
-    def tile_codes(self, n: int, tile: int) -> Array:
+    def tile_codes(self, n: int, tile: int, numbers: Numbers = np.arange) -> Any:
         """Codes of the tiles that cut an axis of `n` into pieces of `tile`: [u, t, k], u = 1 where tiles share them."""
+        self.check(tile if self.local else n)
         if self.local:
-            return self.codes(tile)[None]
+            return self.at(numbers(tile), tile)[None]
         n_tiles = -(-n // tile)
-        # Positions past the end repeat the last one; what is generated for them is cropped.
-        index = np.minimum(np.arange(n_tiles * tile), n - 1)
-        return self.codes(n)[index].reshape(n_tiles, tile, self.width(n))
+        i = numbers(n_tiles * tile)
+        if n_tiles * tile > n:
+            # Positions past the end repeat the last one; what is generated for them is cropped.
+            i = i.clip(max=n - 1)
+        return self.at(i.reshape(n_tiles, tile), n)
 
     def tile_width(self, n: int, tile: int) -> int:
         """Numbers per code in a tile of `tile` out of an axis of `n`."""
@@ -90,9 +134,9 @@ class Binary(Encoding):
         """ceil(log2(n))."""
         return bit_width(n)
 
-    def codes(self, n: int) -> Array:
-        """[n, ceil(log2(n))], most significant bit first."""
-        return _bits(np.arange(n, dtype=np.int64))
+    def at(self, i: Any, n: int) -> Any:
+        """[..., ceil(log2(n))], most significant bit first."""
+        return _halves(i[..., None], _places(n)) if n > 1 else _joined([], i)
 
 
 @dataclass(frozen=True)
@@ -101,10 +145,10 @@ class Gray(Binary):
 
     type: ClassVar[str] = "gray"
 
-    def codes(self, n: int) -> Array:
-        """[n, ceil(log2(n))], most significant bit first."""
-        i = np.arange(n, dtype=np.int64)
-        return _bits(i ^ (i >> 1))
+    def at(self, i: Any, n: int) -> Any:
+        """[..., ceil(log2(n))], most significant bit first: bit b of `i ^ (i >> 1)` is bit b + 1 of `i + 2^b`."""
+        places = _places(n)
+        return _halves(i[..., None] + _row(places, i), [2 * p for p in places]) if n > 1 else _joined([], i)
 
 
 @dataclass(frozen=True)
@@ -117,9 +161,9 @@ class OneHot(Encoding):
         """As many as positions."""
         return n
 
-    def codes(self, n: int) -> Array:
-        """[n, n]."""
-        return np.eye(n)
+    def at(self, i: Any, n: int) -> Any:
+        """[..., n]."""
+        return _library(i).where(i[..., None] == _row(range(n), i), 1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -142,15 +186,20 @@ class Grid(Encoding):
         """One number per axis for coordinates, ceil(log2) per axis for bits."""
         return sum(1 if self.code == "coordinate" else bit_width(d) for d in self.dims if d > 1)
 
-    def codes(self, n: int) -> Array:
-        """[n, k]: the codes of all axes side by side."""
-        self.check(n)
-        return _product(*map(self._axis, self.dims))
+    def at(self, i: Any, n: int) -> Any:
+        """[..., k]: the codes of all axes side by side."""
+        codes, unit = [], n
+        for d in self.dims:
+            unit //= d
+            j = _quotient(i, unit) if unit > 1 else i
+            codes.append(self._axis(j % d if d * unit < n else j, d))
+        return _joined(codes, i)
 
-    def _axis(self, d: int) -> Array:
+    def _axis(self, i: Any, d: int) -> Any:
         if self.code != "coordinate":
-            return (Gray() if self.code == "gray" else Binary()).codes(d)
-        return np.linspace(-self.bandwidth, self.bandwidth, d)[:, None] if d > 1 else np.zeros((1, 0))
+            return (Gray() if self.code == "gray" else Binary()).at(i, d)
+        # Symmetric about 0, and exact at both ends.
+        return (_wide(2 * i - (d - 1)) / (d - 1) * self.bandwidth)[..., None] if d > 1 else _joined([], i)
 
 
 @dataclass(frozen=True)
@@ -194,10 +243,10 @@ class PerAxis(Encoding):
         """Sum of both widths."""
         return self.channels.width(n // self.n_positions) + self.positions.width(self.n_positions)
 
-    def codes(self, n: int) -> Array:
-        """[n, k_channels + k_positions]."""
-        self.check(n)
-        return _product(self.channels.codes(n // self.n_positions), self.positions.codes(self.n_positions))
+    def at(self, i: Any, n: int) -> Any:
+        """[..., k_channels + k_positions]."""
+        m = self.n_positions
+        return _joined([self.channels.at(_quotient(i, m), n // m), self.positions.at(i % m, m)], i)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from typing import NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from gbfunc.hypernets.ensemble import Run, dense_tiles
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid, join_tiles
-from gbfunc.trees import TensorSpec, compare_trees, flat_genome, flatten_tree
+from gbfunc.trees import TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
 
 Noise = Mapping[str, Params]
@@ -32,9 +33,18 @@ _CACHED = 1 << 18  # Weights, or numbers of their factors, that are at hand at o
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row codes [U, r, p] and column codes [U, c, q] of an ensemble as tensors."""
-    row, col = (torch.from_numpy(codes.copy()).to(device, dtype) for codes in ensemble.codes)
-    return row, col
+    """Row codes [U, r, p] and column codes [U, c, q] of an ensemble as tensors; in an exported graph, as operations."""
+    if is_exporting():
+        row, col = ensemble.codes_of(lambda n: torch.arange(n, device=device))
+    else:
+        # Copies, as views of one number are not writable.
+        row, col = (torch.from_numpy(codes.copy()) for codes in ensemble.codes)
+    return row.to(device, dtype), col.to(device, dtype)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is tracing; older torch cannot tell, and keeps codes as tables."""
+    return getattr(torch.compiler, "is_exporting", bool)()
 
 
 def check_genome(
@@ -163,6 +173,36 @@ def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = N
             drawn = {k: normal((e.n_tiles, *shape), generator) for k, shape in shapes.items()}
             noise[e.name] = drawn if like is None else {k: v.to(like) for k, v in drawn.items()}
     return noise
+
+
+def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
+    """The genome as one vector [P], and the function that makes a genome of such a vector again.
+
+    For whatever searches vectors: evolution strategies, other packages' optimizers. Leaves stand in the order of their
+    names, in the widest of their dtypes; buffers, and parameters that are no floating-point numbers, are not in the
+    vector, and in every genome made of one as they are here. The function is differentiable, also under `torch.func`
+    transforms: under `vmap`, vectors [n, P] are a population.
+
+    >>> import gbfunc as gb
+    >>> pnet = nn.Linear(6, 3)
+    >>> plan = gb.make_plan(pnet, gb.periodic(features=1))
+    >>> vector, unflatten = gb.flatten(gb.init_genome(plan, pnet))
+    >>> len(vector) == plan.genome_params, gb.generate(plan, unflatten(0 * vector))["weight"].abs().max()
+    (True, tensor(0.))
+    """
+    named = flat_genome(genome.gnets, genome.direct)
+    leaves = {k: named[k] for k in sorted(named) if named[k].is_floating_point()}
+    dtype = reduce(torch.promote_types, (x.dtype for x in leaves.values()), torch.float16)
+    sizes = [x.numel() for x in leaves.values()]
+
+    def unflatten(vector: Tensor) -> Genome:
+        if vector.shape != (sum(sizes),):
+            raise ValueError(f"expected a vector of {sum(sizes)} numbers, got shape {tuple(vector.shape)}")
+        parts = zip(leaves.items(), vector.split(sizes), strict=True)
+        made = {k: part.reshape(x.shape).to(x.dtype) for (k, x), part in parts}
+        return Genome(*like_genome(named | made, genome.gnets, genome.direct), dict(genome.buffers))
+
+    return torch.cat([x.detach().reshape(-1).to(dtype) for x in leaves.values()]), unflatten
 
 
 class _Slot(NamedTuple):

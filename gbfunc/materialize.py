@@ -6,14 +6,16 @@ import torch
 from torch import nn
 
 from gbfunc.generate import Generator
-from gbfunc.genome import check_genome, check_plan
+from gbfunc.genome import Noise, check_genome, check_plan
 from gbfunc.layers.forms import FactoredWeight, install
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, with_weights
 from gbfunc.types import GenomeLike
 
 
-def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bool = False) -> nn.Module:
+def materialize(
+    plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bool = False, noise: Noise | None = None
+) -> nn.Module:
     """A copy of the p-net with the generated weights and the genome's buffers.
 
     Args:
@@ -24,6 +26,8 @@ def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bo
             `NAME_form.right` of layers that apply them, instead of forming the weights: less memory, and less time
             where the factors are thin. `layer.weight` then is a property that multiplies them out. Without it the copy
             is a plain module with nothing of gbfunc in it.
+        noise: of stochastic g-nets, from `gb.sample_noise(plan, generator)`: each draw makes another network of the
+            one genome. None gives the mean weights.
 
     Raises:
         ValueError: if genome, plan and p-net do not fit together.
@@ -33,7 +37,7 @@ def materialize(plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bo
     base = plan.base_tensors(pnet)
     generator = Generator(plan, pnet=pnet if factored else None, lazy=factored, base=base)
     with torch.no_grad():
-        tensors = generator(genome.gnets, genome.direct)
+        tensors = generator(genome.gnets, genome.direct, noise)
     forms, weights = {}, {k: tensors[k] for k in generator.unchanged}
     for tensor in plan.tensors:
         name, dtype, form = tensor.name, DTYPES[tensor.dtype], generator.forms.get(tensor.name)

@@ -89,8 +89,8 @@ class GenomeModule(nn.Module):
     A base is neither parameter nor buffer of the module, nor in its state dict; it is on the device of the genome.
     Its batch norms stay in evaluation mode, and copies of the module share it.
 
-    The p-net's plain attributes (`config`, `main_input_name`) can be read, its tensors and methods cannot: it has no
-    weights of its own. `forward` has the p-net's signature. One forward generates all weights once.
+    The p-net's plain attributes (`config`, `main_input_name`) can be read, its tensors, parts and methods in `run`
+    alone: it has no weights of its own. `forward` has the p-net's signature. One forward generates all weights once.
 
     Args:
         plan: the plan.
@@ -165,10 +165,27 @@ class GenomeModule(nn.Module):
         Raises:
             ValueError: if the p-net checkpoints inside its forward.
         """
+        return self._on_weights(self._net, *args, **kwargs)
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`function(net, *args, **kwargs)`, where `net` is the p-net on the generated weights with all that it has.
+
+        So a loss function of `gb.make_train_step` can be used here: `module.run(loss_fn, batch).backward()`, or a part
+        of the p-net be called: `module.run(lambda net: net.encoder(x))`. Wrappers that act on `forward` (DDP) do not
+        see it.
+
+        Raises:
+            RuntimeError: for what would change the p-net (see `gb.GrownNet`).
+            ValueError: as `forward`.
+        """
+        return self._on_weights(self._net.run, function, *args, **kwargs)
+
+    def _on_weights(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the p-net on the weights that the genome generates now; buffers are those after it."""
         gnets, direct, buffers = self._tensors()
         weights = self._generator(gnets, direct, self._noise(gnets))
         after = dict(buffers)
-        out = self._net(weights, after, *args, **kwargs)
+        out = call(weights, after, *args, **kwargs)
         for name, x in after.items():
             if x is not buffers[name]:
                 # Assigned, not changed in place, maybe with a graph, which must not live from call to call.

@@ -25,7 +25,7 @@ MARKERS = "osD^vPX*"
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 # Diverging and without red-green contrast.
 WEIGHTS = "PuOr"
-_MAX_FIELDS = 64
+_MAX_FIELDS, _MAX_SIDE, _MAX_COLUMNS = 64, 64, 4
 # Colour and hatch of each kind of event: colours for what is computed, greys for what travels.
 EVENTS: Mapping[Kind, tuple[str, str]] = {
     "forward": ("#0072B2", ""),
@@ -97,6 +97,34 @@ def learning_curve(
     _finish(loss_axes)
     _finish(metric_axes)
     metric_axes.legend(frameon=False, loc="lower right" if unit == "%" else "upper right")
+    return figure
+
+
+def birth_curves(
+    runs: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]], metric: str = "accuracy", unit: str = "%"
+) -> Figure:
+    """A metric from birth on, against training steps on a logarithmic scale: one plot for each task.
+
+    Args:
+        runs: rows of `step` and the metric, the first at step 0, by task and by how the network starts.
+        metric: which metric.
+        unit: of the metric; `"%"` where its values are parts of one.
+
+    Raises:
+        ValueError: if there is no run.
+    """
+    if not runs or not all(runs.values()):
+        raise ValueError("birth_curves expects at least one task, and runs of each")
+    figure, (row,) = _figure(0.6 + 4.0 * len(runs), 3.4, columns=len(runs))
+    for axes, (task, starts) in zip(row, runs.items(), strict=True):
+        for i, (start, rows) in enumerate(starts.items()):
+            values = [(100 if unit == "%" else 1) * row[metric] for row in rows]
+            axes.plot([row["step"] for row in rows], values, **_style(i), marker=MARKERS[i], markersize=4, label=start)
+        axes.set_xscale("symlog", linthresh=1)
+        axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}" if step else "birth")
+        axes.set(title=task, xlabel="training steps after birth", ylabel=f"{metric.replace('_', ' ')} ({unit})")
+        _finish(axes)
+    row[0].legend(frameon=False, loc="lower right")
     return figure
 
 
@@ -195,7 +223,7 @@ def tradeoff_curves(
 
 
 def grouped_bars(panels: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]]) -> Figure:
-    """Bars on logarithmic axes, side by side in groups, a panel for each quantity.
+    """Bars on logarithmic axes, side by side in groups, a panel for each quantity; equal quantities have one scale.
 
     Args:
         panels: label of the vertical axis, and values by group and by label, for each panel by its title. All groups
@@ -220,60 +248,115 @@ def grouped_bars(panels: Mapping[str, tuple[str, Mapping[str, Mapping[str, float
             axes.bar(places, heights, width, edgecolor="white", linewidth=0.4, **style)
         axes.set(title=title, ylabel=ylabel, yscale="log", xticks=range(len(groups)), xticklabels=list(groups))
         _finish(axes, axis="y")
+    for axes in row:
+        limits = [other.get_ylim() for other in row if other.get_ylabel() == axes.get_ylabel()]
+        axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
     figure.legend(*row[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=len(labels))
     return figure
 
 
 def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[int, int] | None = None) -> Figure:
-    """Weight matrices of several nets of the same shapes side by side, as images: a row of images per net.
+    """Weights of several nets of the same shapes side by side, as images: a row of images for each net.
+
+    Matrices are sorted by similarity, rows and columns, so that structure shows as areas; of long sides evenly spread
+    rows and columns are shown, each of whose weights is then large enough to be seen. Kernels of 2-d convolutions are
+    shown as a mosaic: output channels down, input channels across. Of many tensors four are shown.
 
     Args:
-        nets: the 2-d weights [R, C] of each net by label, then by parameter name; other tensors are left out.
+        nets: the weights of each net by label, then by parameter name: [R, C], or [out, in, height, width]; others are
+            left out.
         image_shape: rows and columns of the image that the first matrix reads; its first rows are then shown
-            as such images too (what each hidden unit responds to).
+            as such images too (what each hidden unit responds to), and its columns are not sorted.
 
     Raises:
-        ValueError: if there is no net or no matrix, or if the nets differ in their matrices.
+        ValueError: if there is no net or no weight to show, or if the nets differ in them.
     """
-    matrices = {
-        label: {name: w.detach().float().cpu().numpy() for name, w in weights.items() if w.ndim == 2}
-        for label, weights in nets.items()
+    weights = {
+        label: {name: w.detach().float().cpu().numpy() for name, w in tensors.items() if w.ndim in (2, 4)}
+        for label, tensors in nets.items()
     }
-    shapes = [{name: m.shape for name, m in by_name.items()} for by_name in matrices.values()]
+    shapes = [{name: m.shape for name, m in by_name.items()} for by_name in weights.values()]
     if not shapes or not shapes[0] or any(s != shapes[0] for s in shapes):
-        raise ValueError(f"weight_images expects nets with the same weight matrices, got {shapes}")
+        raise ValueError(f"weight_images expects nets with the same weight matrices or kernels, got {shapes}")
     names = list(shapes[0])
-    n_columns = len(names) + (image_shape is not None)
-    figure, grid = _figure(3.4 * n_columns, 3.1 * len(matrices), len(matrices), n_columns)
-    for axes_row, (label, by_name) in zip(grid, matrices.items(), strict=True):
-        if image_shape is not None:
-            fields = _fields(by_name[names[0]], image_shape)
-            _show(axes_row[0], fields, f"{label}: rows of {names[0]}", "pixel column", "pixel row")
-            axes_row[0].set(xticks=[], yticks=[])
-        for axes, name in zip(axes_row[n_columns - len(names) :], names, strict=True):
-            _show(axes, by_name[name], f"{label}: {name}", "input unit", "output unit")
+    read = next((name for name in names if len(shapes[0][name]) == 2), "") if image_shape is not None else ""
+    chosen = dict.fromkeys(names[i] for i in np.linspace(0, len(names) - 1, _MAX_COLUMNS).round().astype(int))
+    columns = [(read, True)] * bool(read) + [(name, False) for name in chosen]
+    figure, grid = _figure(3.4 * len(columns), 3.1 * len(weights), len(weights), len(columns))
+    for axes_row, (label, by_name) in zip(grid, weights.items(), strict=True):
+        for axes, (name, as_images) in zip(axes_row, columns, strict=True):
+            weight = by_name[name]
+            if as_images and image_shape is not None:
+                title = f"{label}: rows of {name}"
+                _show(axes, _fields(weight, image_shape), title, "pixel column", "pixel row", square=True)
+            elif weight.ndim == 4:
+                kernels = _kernels(weight)
+                _show(axes, kernels, f"{label}: kernels of {name}", "input channel", "output channel", square=True)
+            else:
+                _show_sorted(axes, weight, f"{label}: {name}", sort_columns=name != read)
     return figure
 
 
 def _fields(weight_RC: NDArray[np.float32], image_shape: tuple[int, int]) -> NDArray[np.float32]:
-    """The first rows of a matrix as images, in a square mosaic with empty seams."""
+    """The first rows of a matrix as images, in a square mosaic."""
     if weight_RC.shape[1] != math.prod(image_shape):
         raise ValueError(f"rows of {weight_RC.shape[1]} weights are no images of {image_shape}")
     side = math.isqrt(min(_MAX_FIELDS, len(weight_RC)))
-    h, w = image_shape
-    mosaic = np.full((side * (h + 1) - 1, side * (w + 1) - 1), np.nan, np.float32)
-    for i, row in enumerate(weight_RC[: side * side]):
-        top, left = (i // side) * (h + 1), (i % side) * (w + 1)
-        mosaic[top : top + h, left : left + w] = row.reshape(h, w)
-    return mosaic
+    return _mosaic(weight_RC[: side * side].reshape(side, side, *image_shape))
 
 
-def _show(axes: Axes, image: NDArray[np.float32], title: str, xlabel: str, ylabel: str) -> None:
+def _kernels(weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The first kernels of a convolution [out, in, height, width]."""
+    side = math.isqrt(_MAX_FIELDS)
+    return _mosaic(weight[:side, :side])
+
+
+def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Images [down, across, height, width] beside each other, with empty seams."""
+    down, across, h, w = images.shape
+    mosaic = np.full((down, h + 1, across, w + 1), np.nan, np.float32)
+    mosaic[:, :h, :, :w] = images.transpose(0, 2, 1, 3)
+    return mosaic.reshape(down * (h + 1), across * (w + 1))[:-1, :-1]
+
+
+def _show_sorted(axes: Axes, weight_RC: NDArray[np.float32], title: str, *, sort_columns: bool) -> None:
+    """A matrix, similar rows and columns next to each other, thinned out evenly where it is large."""
+    (n_rows, n_columns), (rows, columns) = weight_RC.shape, map(_spread, weight_RC.shape)
+    part = weight_RC[np.ix_(rows, columns)]
+    left, _, right = np.linalg.svd(part, full_matrices=False)
+    order_R, order_C = _by_angle(left[:, :2]), _by_angle(right[:2].T) if sort_columns else np.arange(len(columns))
+    labels = [_unit("output", len(rows), n_rows, True), _unit("input", len(columns), n_columns, sort_columns)]
+    _show(axes, part[np.ix_(order_R, order_C)], title, labels[1], labels[0])
+
+
+def _spread(n: int) -> NDArray[np.int64]:
+    """Numbers of at most `_MAX_SIDE` of n rows, evenly spread."""
+    return np.linspace(0, n - 1, min(n, _MAX_SIDE)).round().astype(np.int64)
+
+
+def _by_angle(plane: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Points [n, 2] in the order of their angle: with singular vectors, similar rows come together."""
+    x, y = plane[:, 0], plane[:, -1]
+    return np.argsort(np.arctan2(y, x) if plane.shape[1] > 1 else x, kind="stable")
+
+
+def _unit(what: str, shown: int, n: int, is_sorted: bool) -> str:
+    """An axis label that says which units are shown, and in which order."""
+    some = f"{n:,} {what} units" if shown == n else f"{shown} of {n:,} {what} units"
+    return f"{some}, {'sorted by similarity' if is_sorted else 'in order'}"
+
+
+def _show(
+    axes: Axes, image: NDArray[np.float32], title: str, xlabel: str, ylabel: str, *, square: bool = False
+) -> None:
     """An image with a colour scale symmetric about zero, whose ends are the 99.5th percentile."""
     limit = float(np.nanquantile(np.abs(image), 0.995)) or 1.0
-    shown = axes.imshow(image, cmap=WEIGHTS, vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+    shown = axes.imshow(image, cmap=WEIGHTS, vmin=-limit, vmax=limit, interpolation="nearest")
+    axes.set_aspect("equal" if square else "auto")
     axes.set_title(title, fontsize=9)
-    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.set_ylabel(ylabel, fontsize=8)
+    axes.set(xticks=[], yticks=[])
     bar = axes.figure.colorbar(shown, ax=axes, shrink=0.8)
     bar.set_label("weight")
 

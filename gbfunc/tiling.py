@@ -224,6 +224,8 @@ def split_stack(matrices: Tensor, grid: TileGrid) -> Tensor:
 
 
 def _joined(tiles: Tensor, grid: TileGrid) -> Tensor:
+    if _is_stack(grid):
+        return tiles.reshape(*tiles.shape[:-3], grid.rows, grid.cols)
     r, c = grid.tile_rows, grid.tile_cols
     blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols)).transpose(-3, -2)
     return blocks.reshape(*tiles.shape[:-3], grid.n_rows * r, grid.n_cols * c)[..., : grid.rows, : grid.cols]

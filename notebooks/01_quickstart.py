@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 import gbfunc as gb
+from gbfunc.plots import WEIGHTS
 
 digits = load_digits()
 x = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -108,7 +109,7 @@ for row, (label, weights) in zip(axes, [("before", before), ("after", after)], s
     images = weights["0.weight"].detach()[:8].reshape(8, 8, 8)
     limit = float(images.abs().max())
     for ax, image in zip(row, images, strict=True):
-        shown = ax.imshow(image, cmap="RdBu", vmin=-limit, vmax=limit)
+        shown = ax.imshow(image, cmap=WEIGHTS, vmin=-limit, vmax=limit)
         ax.set(xticks=[], yticks=[])
     row[0].set_ylabel(f"{label}\ntraining")
     fig.colorbar(shown, ax=row, label="weight", shrink=0.9)

@@ -44,7 +44,7 @@ shown = {
 }
 fig, axes = plt.subplots(1, 3, figsize=(9, 4), layout="constrained", width_ratios=[6, 6, 3])
 for ax, (title, codes) in zip(axes, shown.items(), strict=True):
-    image = ax.imshow(codes, cmap="PuOr", aspect="auto", interpolation="nearest")
+    image = ax.imshow(codes, cmap=WEIGHTS, aspect="auto", interpolation="nearest")
     ax.set(title=title, xlabel="number in the code", ylabel="position on the axis", xticks=range(codes.shape[1]))
     fig.colorbar(image, ax=ax, label="value")
 plt.show()

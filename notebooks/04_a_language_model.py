@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -136,21 +138,5 @@ for name, label in (("generated", "genome"), ("dense", "dense, the same GPT")):
 weight_images(shown)
 
 # %% [markdown]
-# ## What was tried
-#
-# On validation text, with the settings of this notebook, one seed each:
-#
-# | network | peak learning rate | validation loss (nats) |
-# |---|---|---|
-# | genome, 2e-2 for the g-nets | 8e-3 for direct parameters | **1.885** |
-# | | 4e-3 for direct parameters | 1.944 |
-# | dense, as many bytes | 2e-3, **4e-3**, 8e-3, 1.6e-2, 3.2e-2 | 2.281, **2.191**, 2.251, 2.294, 2.346 |
-# | dense, the same GPT | 4e-3, **8e-3** | 1.848, **1.805** |
-#
-# `gbfunc train --task text` does this at full length, with four layers of 128; its results on tiny shakespeare are in
-# the README. For that size a prototype also tried, one seed each, with noise of about 0.02: storing the table of
-# positions instead of generating it, at the same size in all (0.07 worse); generating the embedding of characters too
-# (0.12 worse); tiles of 32, code weights of deviation 1 or 5 instead of 2.5, twice the learning rate of the g-nets,
-# and the same two coefficients for all tiles (each worse). The layer as one more axis of a shared g-net, in its most
-# general form (each tile has phases of its own, and the amplitudes, too, are shared), ends at 2.083 where two
-# coefficients a tile give 1.834 (seed 0).
+# `gbfunc train --task text` does this at full length, with four layers of 128: its results on tiny shakespeare, and
+# what was tried for them and for this notebook, are in [results/language.md](results/language.md).

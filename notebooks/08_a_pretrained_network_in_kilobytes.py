@@ -390,43 +390,7 @@ plt.show()
 # 94.7 % end to end, and 34.8 % for the alternating way, still rising.
 
 # %% [markdown]
-# ## What helped, and what did not
-#
-# By validation accuracy alone, the test questions unseen:
-
-# %%
-# Validation accuracy at some 5,300 parameters (12 kB in float16), 3 epochs; one run of each, or seeds 0 and 1. Equal
-# runs of other seeds differ by half a point to a point and a half, and so do most of these rows.
-TRIED = {
-    "columns": ("what", "before (%)", "after (%)"),
-    "rows": [
-        ("periodic: code weights shared by shape, not by layers", 92.6, 93.6),
-        ("periodic: code weights not shared", 92.6, 91.8),
-        ("periodic, by shape: frequency 1.0 in place of 2.5", 93.6, 92.6),
-        ("periodic, by shape: frequency 0.5", 93.6, 92.4),
-        ("periodic, by shape: delta's scale 0.2 in place of 0.1", 93.6, 92.2),
-        ("periodic, by layers: deltas of the last three blocks only", 92.6, 91.0),
-        ("bilinear in place of periodic, by shape (0, 1)", 92.6, 92.7),
-        ("bilinear: rate 1e-2 in place of 3e-2 (0, 1)", 92.7, 90.5),
-        ("bilinear: code weights shared by layers", 92.6, 91.8),
-        ("bilinear: delta's scale 0.05", 92.6, 91.8),
-        ("bilinear: head direct", 92.6, 92.0),
-        ("bilinear: head zero at first", 92.6, 91.8),
-        ("bilinear: batches of 16 (0, 1)", 91.8, 91.5),
-        ("bilinear, batches of 16: deltas of biases and norms too", 91.4, 93.0),
-        ("bilinear: deltas of biases and norms too", 92.6, 92.6),
-        ("bilinear: 6 epochs at 2e-2", 92.6, 92.2),
-        ("bilinear: dropout 0.1", 92.6, 89.4),
-        ("bilinear: label smoothing 0.1", 92.0, 92.0),
-        ("bilinear: twice the parameters", 92.6, 92.6),
-        ("singular vectors of the base as codes, 3,178 parameters", 92.4, 92.0),
-    ],
-}
-
-columns = TRIED["columns"]
-print(f"{columns[0]:<54} {columns[1]:>10} {columns[2]:>10} {'change':>7}")
-for what, value, after in TRIED["rows"]:
-    print(f"{what:<54} {value:>10.1f} {after:>10.1f} {after - value:>+7.1f}")
+# What else was tried, what helped and what did not, is in [results/adapters.md](results/adapters.md#what-was-tried).
 
 # %%
 scratch.cleanup()

@@ -64,6 +64,8 @@ def test_train_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     assert float(rows[-1]["train_loss"]) == metrics["train_loss"] < float(rows[0]["train_loss"])
     assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in out.iterdir()) == [
+        "best.safetensors",
+        "config.toml",
         "genome.safetensors",
         "history.csv",
         "learning_curve.png",

@@ -12,8 +12,9 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.job import load_task, make_job, read_genome
-from gbfunc.cli.options import DataOptions, ModelOptions
+from gbfunc.cli.job import Job, load_task, make_job
+from gbfunc.cli.networks import read_genome
+from gbfunc.cli.options import DataOptions, GenomeOptions
 from gbfunc.tasks.pnets import text_classifier
 from tests.support.pretrained import save_network, save_texts
 
@@ -30,8 +31,10 @@ def model(tmp_path: Path) -> Iterator[list[str]]:
     text_classifier._read.cache_clear()
 
 
-def options_of(model: list[str], **more: Any) -> ModelOptions:
-    return ModelOptions(task=model[1], data_dir=Path(model[3]), pretrained=model[5], genome_params=200, **more)
+def job_of(model: list[str], **genome: Any) -> Job:
+    data = DataOptions(task=model[1], data_dir=Path(model[3]), pretrained=model[5])
+    given: dict[str, Any] = {"genome_params": 200, **genome}
+    return make_job(data, GenomeOptions(**given))
 
 
 def test_an_adapter_is_trained_and_read_back(
@@ -57,7 +60,7 @@ def test_an_adapter_is_trained_and_read_back(
 
 
 def test_at_first_the_network_is_the_base(model: list[str]) -> None:
-    job = make_job(options_of(model))
+    job = job_of(model)
     step = gb.make_train_step(job.plan, job.pnet, job.task.loss, gb.torch_optimizer(torch.optim.Adam, lr=1e-2))
     nets: list[Any] = [gb.materialize(job.plan, step.init(seed=1), job.pnet), job.pnet]
     x_BL = job.task.test.x
@@ -69,16 +72,20 @@ def test_another_base_is_refused(model: list[str], tmp_path: Path, capsys: pytes
     out = tmp_path / "out"
     assert main(["train", *model, *SHORT, "--out", str(out)]) == 0
     other = [*model[:-1], str(save_network(tmp_path / "other", seed=8))]
+    genome, silent = out / "genome.safetensors", tmp_path / "silent"
+    gb.save(silent, *gb.load(genome))
+    # The file names its base, where it says anything.
+    assert main(["eval", *model[2:4], "--genome", str(genome)]) == 0
     capsys.readouterr()
-    for wrong in (other, [*model[:4]]):
-        assert main(["eval", *wrong, "--genome", str(out / "genome.safetensors")]) == 2
+    for wrong, path in ((other, genome), (model[:4], silent)):
+        assert main(["eval", *wrong, "--genome", str(path)]) == 2
         told = capsys.readouterr().err
         assert told.count("\n") == 1 and "is an adapter of a network of 3,520 parameters, the base that" in told
 
 
 def test_what_changes_and_what_is_new_can_be_chosen(model: list[str]) -> None:
     def changed(**more: Any) -> set[str]:
-        plan = make_job(options_of(model, **more)).plan
+        plan = job_of(model, **more).plan
         return {t.name.split(".", 4)[-1] for t in plan.tensors if t.base}
 
     attention = {f"attention.self.{name}.weight" for name in ("query", "value")}
@@ -86,13 +93,12 @@ def test_what_changes_and_what_is_new_can_be_chosen(model: list[str]) -> None:
     assert changed(target_modules=(r".*\.(query|value)",)) == attention
     assert changed(target_modules=("query",)) == {"attention.self.query.weight"}
     assert changed() == changed(target_modules=("all-linear",)) > attention
-    plan = make_job(options_of(model, modules_to_save=("classifier", "encoder.layer.0.output.dense"))).plan
+    plan = job_of(model, modules_to_save=("classifier", "encoder.layer.0.output.dense")).plan
     assert len([t for t in plan.tensors if not t.base]) == 4
 
 
 def test_without_a_base_the_weights_are_generated(model: list[str]) -> None:
-    options = ModelOptions(task="texts", data_dir=Path(model[3]), pretrained=model[5], base="none", compression=1.1)
-    plan = make_job(options).plan
+    plan = job_of(model, base="none", genome_params=None, compression=1.1).plan
     assert plan.base is None and "encoder.embeddings.word_embeddings.weight" in {t.name for t in plan.tensors}
 
 
@@ -141,6 +147,6 @@ def test_an_adapter_teaches_another(model: list[str], tmp_path: Path) -> None:
 
 def test_the_name_of_a_source_is_kept(model: list[str]) -> None:
     # A folder's path says nothing elsewhere.
-    assert make_job(options_of(model)).plan.base.name == ""  # pyright: ignore[reportOptionalMemberAccess]
+    assert job_of(model).plan.base.name == ""  # pyright: ignore[reportOptionalMemberAccess]
     net: Any = load_task(DataOptions("texts", Path(model[3]), pretrained=model[5])).build(0)
     assert net.encoder.config.name_or_path == model[5]

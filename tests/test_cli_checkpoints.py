@@ -151,6 +151,47 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.Captu
     assert "holds checkpoints: go on from them with --resume auto" in capsys.readouterr().err
 
 
+def test_changes_that_are_allowed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(keeping(tmp_path, 100)) == 0
+    more = keeping(tmp_path, 100, "--resume", "auto", "--epochs", "4", "--lr", "0.01")
+    assert main(more) == 2
+    assert "; --allow-changes goes on nevertheless" in capsys.readouterr().err
+    assert main([*more, "--allow-changes"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert [line for line in told if "changed" in line] == [
+        "gbfunc: changed: epochs 3, now 4",
+        "gbfunc: changed: lr 0.04, now 0.01",
+        "gbfunc: changed: steps 15, now 20",
+    ]
+    assert [row["step"] for row in course(tmp_path)[1]] == ["5", "10", "15", "20"]
+    assert files(tmp_path) == [f"step-000000{STEPS}.safetensors", "step-00000020.safetensors"]
+    for other, words in (
+        (["--epochs", "3"], "step-00000020.safetensors is of step 20, the training shall have 15"),
+        (["--batch-size", "100", "--epochs", "9"], "trained with other settings: batch_size 200, now 100"),
+    ):
+        assert main(keeping(tmp_path, 100, "--resume", "auto", "--allow-changes", *other)) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_older_checkpoints_are_gone_on_from(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their settings have neither the optimizer nor the schedule."""
+    save = gb.Checkpointer.save
+
+    def older(self: gb.Checkpointer, state: Any, extra: Any) -> None:
+        later = ("optimizer", "optimizer_config", "schedule")
+        save(self, state, extra | {"settings": {k: v for k, v in extra["settings"].items() if k not in later}})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gb.Checkpointer, "save", older)
+        assert main(keeping(tmp_path, 4, "--keep", "9")) == 0
+    for path in ("step-00000015.safetensors", "step-00000012.safetensors"):
+        (tmp_path / "checkpoints" / path).unlink()
+    assert main(keeping(tmp_path, 100, "--resume", "auto")) == 0
+    assert course(tmp_path) == straight
+
+
 def test_a_full_disk_does_not_end_training(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

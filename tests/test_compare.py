@@ -25,10 +25,11 @@ from gbfunc.lab.compare import (
     size_within,
     to_json,
 )
-from gbfunc.lab.compare.base import grid, largest, narrow_sizes, pack, unpack, zeros
+from gbfunc.lab.compare.base import grid, largest, narrow_pnets, pack, unpack, zeros
+from gbfunc.lab.compare.genome import GenomeOf
 from gbfunc.plan import genome_file_bytes
-from gbfunc.tasks import TASKS, Net, Task, accuracy
-from gbfunc.tasks.pnets import find_pnet
+from gbfunc.tasks import TASKS, Net, Task, accuracy, find_task
+from gbfunc.tasks.pnets import find_pnet, n_params
 
 NUMBERS = (torch.float32, torch.float16)
 
@@ -102,6 +103,42 @@ def test_a_method_that_breaks_its_bounds_is_found_out(problem: Problem, tmp_path
 
     with pytest.raises(ValueError, match="greedy took"):
         measure("greedy", Greedy(), problem, {}, 0, tmp_path / "net")
+
+
+OTHERS = {
+    "resnet20": ("digits", {"width": 3}, 12_000),
+    "vit": ("digits", {"width": 16, "layers": 1, "patch": 4}, 9_000),
+    "gpt": ("text", {"layers": 1, "width": 16, "heads": 2}, 12_000),
+    "actor_critic": ("control", {"hidden": [16, 16]}, 2_500),
+}
+RIVALS = [name for name, method in METHODS.items() if not isinstance(method, GenomeOf)] + ["periodic"]
+
+
+SLOW = ("vit", "actor_critic")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in OTHERS])
+def other(request: pytest.FixtureRequest) -> Problem:
+    name, config, budget = OTHERS[request.param]
+    if name == "control":
+        pytest.importorskip("gymnasium")
+    task = find_task(name, None, {"context": 16} if name == "text" else {})
+    task = task.with_pnet(find_pnet(request.param, task.interface, config))
+    return Problem(task, budget // 4, budget, torch.float32, replace(task.recipe(budget // 4), steps=2, epochs=1))
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_method_takes_every_kind_of_pnet(name: str, other: Problem, tmp_path: Path) -> None:
+    method = METHODS[name]
+    settings = json.loads(json.dumps(method.candidates(other)[-1]))
+    trained = method.train(other, settings, 1)
+    assert len(trained.data) <= other.budget and trained.params > 0
+    # From nothing but the bytes: twice the same network, which answers what the task asks.
+    one, two = (method.load(trained.data, other.task) for _ in range(2))
+    assert isinstance(one, torch.nn.Module) and isinstance(two, torch.nn.Module)
+    weights = [torch.cat([p.detach().flatten() for p in net.parameters()]) for net in (one, two)]
+    assert torch.equal(*weights) and bool(torch.isfinite(weights[0]).all())
+    assert n_params(one) <= n_params(other.task.build(0)) or name in ("smaller_dense", "int8", "int4")
 
 
 # The budget
@@ -213,14 +250,14 @@ def test_largest_is_the_last_that_fits(bound: int) -> None:
 
 
 def test_nets_fill_the_budget(task: Task) -> None:
-    def n_params(sizes: tuple[int, ...]) -> int:
-        return sum((a + 1) * b for a, b in zip(sizes, sizes[1:], strict=False))
+    def hidden(most: int) -> list[list[int]]:
+        nets = narrow_pnets(task, lambda pnet: n_params(pnet.build(0)) <= most)
+        return [pnet.config["hidden"] for pnet in nets]
 
-    found = narrow_sizes(task, lambda s: n_params(s) <= 1_000)
-    assert found == [(64, 13, 10), (64, 11, 11, 10), (64, 10)]
-    assert narrow_sizes(task, lambda s: n_params(s) <= 100) == [(64, 1, 10), (64, 1, 1, 10)]
+    assert hidden(1_000) == [[13], [11, 11], []]
+    assert hidden(100) == [[1], [1, 1]]
     with pytest.raises(BudgetTooSmall):
-        narrow_sizes(task, lambda s: False)
+        hidden(0)
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)

@@ -26,7 +26,7 @@ from gbfunc.tasks.control import (
     evaluate,
     find_environment,
 )
-from gbfunc.tasks.pnets.mlp import ActorCritic
+from gbfunc.tasks.pnets.actors import ActorCritic
 from gbfunc.tasks.ppo import Settings
 from gbfunc.tasks.training import Fit, fit, genome_trainer
 from gbfunc.trees import flat_genome
@@ -55,8 +55,8 @@ def train(
 
 
 def test_environments(cartpole: Environment, pendulum: Environment) -> None:
-    assert cartpole == ("CartPole-v1", 4, 2, True, 475.0)
-    assert pendulum == ("Pendulum-v1", 3, 1, False, None)
+    assert cartpole[:5] == ("CartPole-v1", (4,), 2, True, 475.0)
+    assert pendulum[:5] == ("Pendulum-v1", (3,), 1, False, None)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_environments(cartpole: Environment, pendulum: Environment) -> None:
         ("CartPole-v99", "no environment 'CartPole-v99'"),
         ("Nowhere-v0", "no environment 'Nowhere-v0'"),
         ("", "no environment ''"),
-        ("FrozenLake-v1", "must have vectors as observations"),
+        ("FrozenLake-v1", "must have vectors or images as observations"),
     ],
 )
 def test_other_environments_are_refused(env_id: str, message: str) -> None:

@@ -1,6 +1,7 @@
 """The shape of the repository: who may import whom, where each hazard lives, how long a file may be."""
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ LEVELS = (
     {"train", "materialize", "many", "fit"},
     {"storage"},
     {"module"},
+    {"export"},
     {"__init__"},
     {"tasks", "plots"},
     {"lab"},
@@ -221,7 +223,7 @@ def test_only_parallel_uses_torch_distributed() -> None:
 def test_only_pnet_calls_the_pnet_functionally() -> None:
     callers = {path for path in SOURCES if "functional_call" in names_used(parse(path))}
     # A g-net made of a module is called so too, in one more place.
-    assert callers <= {"gbfunc/pnet.py", "gbfunc/hypernets/module.py"}
+    assert callers <= {"gbfunc/pnet/pure.py", "gbfunc/hypernets/module.py"}
 
 
 def test_only_the_cli_prints() -> None:
@@ -292,3 +294,9 @@ def test_notebook_equals_its_script(path: str) -> None:
 
     notebook = ROOT / path
     assert cells(notebook) == cells(notebook.with_suffix(".py")), f"run `jupytext --sync {path}`"
+
+
+@pytest.mark.parametrize("page", sorted([ROOT / "README.md", *ROOT.glob("notebooks/*/*.md")]), ids=lambda p: p.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert not [link for link in links if not (page.parent / link).exists()]

@@ -68,3 +68,20 @@ def test_factors_as_large_as_the_weight_are_not_kept() -> None:
     net = gb.materialize(plan, gb.init_genome(plan, pnet), pnet, factored=True)
     assert net.state_dict().keys() == pnet.state_dict().keys()
     assert all(type(p) is nn.Parameter for p in net.parameters())
+
+
+@pytest.mark.parametrize("factored", [False, True])
+def test_each_noise_makes_another_network_of_one_stochastic_genome(factored: bool) -> None:
+    pnet = mlp()
+    plan = gb.make_plan(pnet, gb.stochastic((4,)), rules=[("2", gb.periodic(2))])
+    genome = gb.init_genome(plan, pnet, 3)
+    brains = []
+    for seed in range(3):
+        noise = gb.sample_noise(plan, torch.Generator().manual_seed(seed), genome.direct["0.bias"])
+        net = gb.materialize(plan, genome, pnet, noise=noise, factored=factored)
+        first = net.get_submodule("0").weight
+        assert isinstance(first, Tensor)
+        torch.testing.assert_close(first.detach(), gb.generate(plan, genome, noise=noise)["0.weight"])
+        brains.append((first, net.get_submodule("2")(torch.ones(30).double())))
+    assert not torch.equal(brains[0][0], brains[1][0])
+    torch.testing.assert_close(brains[0][1], brains[1][1])

@@ -16,6 +16,8 @@ from gbfunc.parallel.training_schedule import make_schedule
 from gbfunc.plots import (
     EVENTS,
     PALETTE,
+    birth_curves,
+    grouped_bars,
     learning_curve,
     plot_schedule,
     return_curve,
@@ -115,12 +117,57 @@ def test_weight_images_show_the_matrices_beside_each_other() -> None:
     titles = [a.get_title() for a in figure.axes if a.get_title()]
     assert titles == [f"{n}: {t}" for n in nets for t in ("rows of 0.weight", "0.weight", "2.weight")]
     fields, matrix = (shown(a) for a in figure.axes[:2])
-    assert torch.equal(matrix, nets["generated"]["0.weight"])
+    # Rows are sorted; columns, which are pixels, are not.
+    assert torch.equal(matrix.sort(0)[0], nets["generated"]["0.weight"].sort(0)[0])
+    assert not torch.equal(matrix, nets["generated"]["0.weight"])
     # 16 of the 20 rows, as 3 x 4 images with a seam between them.
     assert fields.shape == (4 * 4 - 1, 4 * 5 - 1)
     assert torch.equal(fields[4:7, 5:9], nets["generated"]["0.weight"][5].reshape(3, 4))
     assert png(figure).startswith(b"\x89PNG")
     assert len([a for a in weight_images(nets).axes if a.get_title()]) == 4
+
+
+def test_similar_rows_and_columns_come_together_and_large_matrices_are_thinned() -> None:
+    angles = torch.rand(400, generator=torch.Generator().manual_seed(0)) * 6.28
+    weight = (angles[:, None] - angles[None, :300]).cos()
+    figure = weight_images({"net": {"weight": weight}})
+    image = shown(figure.axes[0])
+    assert image.shape == (64, 64) and figure.axes[0].get_ylabel() == "64 of 400 output units, sorted by similarity"
+    assert float(image.diff(dim=0).abs().mean()) < 0.1 < float(weight.diff(dim=0).abs().mean())
+    assert float(image.diff(dim=1).abs().mean()) < 0.1
+
+
+def test_kernels_of_convolutions_are_a_mosaic_and_deep_nets_show_four_tensors() -> None:
+    kernels = torch.randn(16, 3, 3, 3)
+    figure = weight_images({"net": {"conv": kernels, "bias": torch.randn(16)}})
+    image = shown(figure.axes[0])
+    assert image.shape == (8 * 4 - 1, 3 * 4 - 1) and figure.axes[0].get_title() == "net: kernels of conv"
+    assert torch.equal(image[4:7, 8:11], kernels[1, 2])
+    deep = weight_images({"net": {f"{i}.weight": torch.randn(4, 4) for i in range(9)}})
+    titles = [a.get_title() for a in deep.axes if a.get_title()]
+    assert titles == ["net: 0.weight", "net: 3.weight", "net: 5.weight", "net: 8.weight"]
+
+
+def test_bars_of_one_quantity_have_one_scale() -> None:
+    panels = {
+        "bytes": ("bytes", {"2 ranks": {"a": 1e6, "b": 2e5}}),
+        "2 ranks": ("ms", {"fast": {"a": 1.0, "b": 20.0}}),
+        "4 ranks": ("ms", {"fast": {"a": 10.0, "b": 2000.0}}),
+    }
+    sent, two, four = grouped_bars(panels).axes
+    assert two.get_ylim() == four.get_ylim() != sent.get_ylim()
+    assert two.get_ylim()[0] <= 1.0 and two.get_ylim()[1] >= 2000.0
+
+
+def test_birth_curves_begin_at_birth() -> None:
+    rows = [{"step": step, "accuracy": step / 200} for step in (0, 1, 10, 100)]
+    figure = birth_curves({"digits": {"grown": rows, "random": rows[:2]}, "mnist": {"grown": rows}})
+    assert [a.get_title() for a in figure.axes] == ["digits", "mnist"]
+    first, second = (np.asarray(line.get_xydata()).tolist() for line in figure.axes[0].lines)
+    assert first == [[0, 0], [1, 0.5], [10, 5], [100, 50]] and second == first[:2]
+    assert figure.axes[0].xaxis.get_major_formatter()(0) == "birth"
+    with pytest.raises(ValueError, match="at least one task"):
+        birth_curves({"digits": {}})
 
 
 def test_nothing_to_draw_is_an_error() -> None:

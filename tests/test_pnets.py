@@ -16,8 +16,13 @@ SMALL = {
     "mlp": (IMAGE, {"hidden": [20, 12]}),
     "allconv": (IMAGE, {"width": 6}),
     "resnet18": (IMAGE, {"width": 4}),
+    "resnet20": (IMAGE, {"width": 4}),
+    "resnet56": (IMAGE, {"width": 2}),
+    "vit": (IMAGE, {"width": 16, "layers": 2, "patch": 8}),
     "gpt": (TEXT, {"layers": 2, "width": 16, "heads": 2}),
     "actor_critic": (Interface((5,), 3, actions="choice"), {"hidden": [12, 8], "odd": True}),
+    "recurrent_actor_critic": (Interface((5,), 3, actions="choice"), {"hidden": 12, "cell": "lstm"}),
+    "conv_actor_critic": (Interface((2, 6, 7), 3, actions="choice"), {"width": 4, "hidden": 12}),
 }
 
 
@@ -125,6 +130,9 @@ def test_published_sizes() -> None:
     assert n_params(find_pnet("mlp", Interface((1, 28, 28), 10), {}).build(0)) == 636_010
     # nanoGPT's model for a CPU on 65 characters, norms with biases.
     assert n_params(find_pnet("gpt", Interface((64,), 65, tokens=True), {}).build(0)) == 805_248
+    # He et al., table 6: 0.27 and 0.85 million.
+    assert n_params(find_pnet("resnet20", IMAGE, {}).build(0)) == 269_722
+    assert n_params(find_pnet("resnet56", IMAGE, {}).build(0)) == 853_018
     # torchvision's resnet18 has 11,689,512: 1,000 classes and a stem of 7 x 7.
     assert n_params(find_pnet("resnet18", IMAGE, {}).build(0)) == 11_689_512 - 990 * 513 - 3 * 64 * (49 - 9)
 
@@ -149,6 +157,9 @@ def test_gpt_looks_only_back() -> None:
         ("allconv", TEXT, {}, "allconv reads images"),
         ("allconv", Interface((1, 8, 8), 10), {}, "needs images of 12 x 12 or more, got 8 x 8"),
         ("resnet18", TEXT, {}, "resnet18 reads images"),
+        ("vit", TEXT, {}, "vit reads images"),
+        ("vit", IMAGE, {"patch": 5}, "patch of vit must divide the images of 32 x 32, got 5"),
+        ("vit", IMAGE, {"width": 10}, "multiple of its 4 heads, got 10"),
         ("gpt", TEXT, {"width": 10, "heads": 4}, "multiple of its 4 heads, got 10"),
         ("gpt", TEXT, {"layers": 0}, "layers of gpt must be an int >= 1, got 0"),
         ("gpt", TEXT, {"dropout": 1}, "below 1, got 1"),

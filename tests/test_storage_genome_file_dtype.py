@@ -72,6 +72,13 @@ def test_the_file_of_any_plan_has_the_bytes_that_it_says(name: str, tmp_path: Pa
         assert size == (tmp_path / "g").stat().st_size == genome_file_bytes(plan, dtype)
 
 
+def test_names_and_dtypes_of_torch_are_the_same(genuine: Genuine, tmp_path: Path) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.int8):
+        for name, given in (("a", dtype), ("b", str(dtype).removeprefix("torch."))):
+            gb.save(tmp_path / name, genuine.plan, genuine.genome, given)
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
 def test_a_number_that_is_too_large_is_not_saved(genuine: Genuine, tmp_path: Path) -> None:
     genome = copy_tree(genuine.genome)
     genome.direct["0.bias"][3] = -1e6
@@ -89,8 +96,10 @@ def test_buffers_are_stored_as_they_are(genuine: Genuine, tmp_path: Path) -> Non
     assert same_bits(gb.load(tmp_path / "g")[1].buffers, genome.buffers)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.complex64, torch.float8_e4m3fn, "float16", 16])
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.float64, torch.complex64, torch.float8_e4m3fn, "int1", "int9", "torch.int8", 16, []]
+)
 def test_dtypes_that_no_file_has(dtype: Any, genuine: Genuine, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dtype must be None or one of torch.float32, torch.float16, "):
+    with pytest.raises(ValueError, match="dtype must be None or one of float32, float16, bfloat16, int2, "):
         gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype)
     assert os.listdir(tmp_path) == []

@@ -19,7 +19,7 @@ from gbfunc.tasks import (
     find_task,
     loss_fn,
 )
-from gbfunc.tasks.base import logits_of
+from gbfunc.tasks.base import Recipe, logits_of, one_cycle
 from gbfunc.tasks.data import Augment
 from gbfunc.tasks.mnist import load_mnist, read_idx
 from gbfunc.tasks.pnets import find_pnet, mlp, mlp_sizes
@@ -270,3 +270,10 @@ def test_idx_damage_is_told_apart(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=message) as caught:
                 read_idx(path, (40, 7))
             assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_schedule_of_any_length() -> None:
+    for warmup in (0.0, 0.1, 0.2, 0.5):
+        for steps in range(1, 30):
+            rate = one_cycle(Recipe(warmup=warmup), 1e-2, steps)
+            assert all(0 <= rate(i) <= 1.0001e-2 for i in range(steps))

@@ -121,8 +121,8 @@ def test_a_dense_file_teaches_and_is_told(tmp_path: Path, capsys: pytest.Capture
     genome = ["train", *SIZES, "--genome-params", "500", "--epochs", "1", "--out"]
     for path in (dense, dense / "genome.safetensors"):
         assert main([*genome, str(out), "--teacher", str(path), "--teacher-weight", "1"]) == 0
-        metrics = json.loads((out / "metrics.json").read_text())
-        assert metrics["teacher"] == str(path) and (metrics["teacher_weight"], metrics["temperature"]) == (1.0, 2.0)
+        config = json.loads((out / "metrics.json").read_text())["config"]
+        assert config["teacher"] == str(path) and (config["teacher_weight"], config["temperature"]) == (1.0, 2.0)
         assert "train_teacher_kl" in (out / "history.csv").read_text().splitlines()[0]
     # Labels are not asked for: four times the divergence is the loss.
     header, row = ((out / "history.csv").read_text().splitlines()[i].split(",") for i in (0, 1))

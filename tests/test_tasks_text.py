@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,7 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a.txt is not a text in UTF-8 \(byte 5\)"):
         read_text(tmp_path)
     (tmp_path / "b.txt").write_bytes(b" \n")
-    with pytest.raises(ValueError, match=r"has 2 .txt files \(a.txt, b.txt\): name one of them"):
+    with pytest.raises(ValueError, match=r"a.txt is not a text in UTF-8 \(byte 5\)"):
         read_text(tmp_path)
     with pytest.raises(ValueError, match="b.txt holds no text"):
         read_text(tmp_path / "b.txt")
@@ -153,6 +154,29 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
     assert read_text(tmp_path / "b.txt") == "too short for windows"
     with pytest.raises(ValueError, match="b.txt is too short: a part of it has 17 tokens, and a window needs 65"):
         TASKS["text"](data_dir=tmp_path / "b.txt")
+
+
+def test_a_folder_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in {
+        "b/2.txt": "third, in a folder\n",
+        "b/10.txt": "second: 1 comes before 2",
+        "a.txt": "\ufefffirst, ends with a line\n",
+        "c.txt": "last " * 20,
+        "empty.txt": "",
+        ".hidden.txt": "no",
+        ".git/x.txt": "no",
+        "notes.md": "no",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    expected = "first, ends with a line\nsecond: 1 comes before 2\nthird, in a folder\n" + "last " * 20
+    assert read_text(tmp_path) == expected
+    task = TASKS["text"](data_dir=tmp_path, context=2)
+    assert task.decode is not None
+    assert "".join(task.decode(s.tokens.tolist()) for s in (task.test, task.train, task.val)) == expected
+    monkeypatch.setattr(sys.modules[read_text.__module__], "_MAX_BYTES", 60)
+    with pytest.raises(ValueError, match="a text may have 60"):
+        read_text(tmp_path)
 
 
 @pytest.mark.parametrize("config", [{"context": 1}, {"context": "long"}, {"vocabulary": 100}])

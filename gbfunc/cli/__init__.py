@@ -1,4 +1,4 @@
-"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `sample`, `compare`, `bench`."""
+"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `predict`, `sample`, `export`, `compare`, `bench`."""
 
 from __future__ import annotations
 

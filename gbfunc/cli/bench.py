@@ -17,8 +17,8 @@ import torch
 from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, arg
 
-from gbfunc.cli.job import find_device
 from gbfunc.cli.output import make_folder, wide_console, write_figure, write_metrics
+from gbfunc.cli.ranks import find_device
 from gbfunc.lab.bench import cases
 from gbfunc.lab.bench.report import describe, growth_curves, log_slope, measure_ceilings, run_bench
 from gbfunc.lab.bench.variants import Setting
@@ -264,20 +264,34 @@ def run_wire(
     print_wire(results)
 
 
+_WORDS = {
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "torchgb": "torchGB's scheme",
+    "replicated": "genome on every rank",
+    "sharded": "genome split, tiles gathered",
+    "factors": "genome split, factors gathered",
+}
+"""What the figures call variants."""
+
 _Panels = dict[str, tuple[str, Mapping[str, Mapping[str, float]]]]
 
 
 def _panels(case: str, rows: Sequence[Mapping[str, Any]]) -> _Panels:
     """Bytes by number of ranks, then time by link for each number of ranks."""
     ranks = {n: [row for row in rows if row["ranks"] == n] for n in dict.fromkeys(row["ranks"] for row in rows)}
-    sent = {f"{n} ranks": {r["variant"]: r["counted_bytes"] for r in some} for n, some in ranks.items()}
+    sent = {f"{n} ranks": {_words(r): r["counted_bytes"] for r in some} for n, some in ranks.items()}
     panels: _Panels = {f"{case}: bytes": ("bytes that a rank sends per step", sent)}
     for n, some in ranks.items():
         times: dict[str, dict[str, float]] = {}
         for row in some:
-            times.setdefault(row["link"], {})[row["variant"]] = row["step_ms"]
+            times.setdefault(row["link"], {})[_words(row)] = row["step_ms"]
         panels[f"time, {n} ranks"] = ("time of a step (ms)", times)
     return panels
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    return _WORDS.get(row["variant"], row["variant"])
 
 
 def print_wire(results: Mapping[str, Any]) -> None:

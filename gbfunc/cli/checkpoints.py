@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import gbfunc as gb
-from gbfunc.cli.options import AUTO, CheckpointOptions, TeacherOptions, TrainingOptions
+from gbfunc.cli.options import AUTO, CheckpointOptions, RunOptions, TeacherOptions
 from gbfunc.cli.signals import Stopped, listening
 from gbfunc.cli.teacher import digest, teacher_file
 from gbfunc.parallel import sum_ranks
@@ -25,6 +25,12 @@ FOLDER = "checkpoints"
 
 _STEPS_BETWEEN_AGREEMENTS = 10
 
+_COURSE = {"lr", "direct_lr", "dense_lr", "schedule", "warmup", "epochs", "steps", "clip_norm"}
+_COURSE |= {"optimizer", "optimizer_config", "weight_decay", "betas", "eps"}
+"""Settings that may become others on the way, where the user allows it."""
+_LATER = {"schedule", "optimizer", "optimizer_config"}
+"""Settings of which older checkpoints say nothing."""
+
 
 @dataclass
 class Kept:
@@ -35,6 +41,7 @@ class Kept:
         settings: what must be the same for a training to go on.
         source: file or folder to go on from; None begins afresh.
         needed: whether there must be something to go on from.
+        may_change: whether learning rate, length and optimizer may be others than before.
         writer: where to save; None saves nothing.
         every: steps from one checkpoint to the next.
         signals: that came and ask for an end.
@@ -44,6 +51,7 @@ class Kept:
     settings: JSON
     source: Path | None
     needed: bool
+    may_change: bool
     writer: gb.Checkpointer | None
     every: int
     signals: list[int] = field(default_factory=list)
@@ -53,13 +61,16 @@ class Kept:
 
         Raises:
             FileNotFoundError: where there must be a checkpoint and is none.
-            ValueError: for one that is damaged, where there must be one, or of other settings.
+            ValueError: for one that is damaged, where there must be one, of other settings, or with more steps than the
+                training shall have.
         """
         if self.source is None:
             return state, None
         if self.needed and self.train_step.mesh.world == 1 and not self.source.exists():
             raise FileNotFoundError(f"--resume: no such file or folder: {self.source}")
-        loaded = gb.load_checkpoint(self.source, self.train_step, state, check=self._check)
+        changes: list[str] = []
+        changed = changes.append if self.may_change else None
+        loaded = gb.load_checkpoint(self.source, self.train_step, state, check=self._check, changed=changed)
         tell = _tell if self.train_step.mesh.rank == 0 else lambda line: None
         for line in loaded.skipped:
             tell(f"skipped {line}")
@@ -68,7 +79,11 @@ class Kept:
                 raise FileNotFoundError(f"--resume: no valid checkpoint in {self.source}")
             tell(f"no checkpoint to resume in {self.source}: training begins")
             return state, None
-        position = loaded.extra["position"]
+        position, saved = loaded.extra["position"], loaded.extra["settings"]
+        if (taken := position["done"] + position["more"]) > self.settings["steps"]:
+            raise ValueError(f"{loaded.path} is of step {taken}, the training shall have {self.settings['steps']}")
+        for line in [*self._differing(saved).values()] or changes:
+            tell(f"changed: {line}")
         order = torch.frombuffer(bytearray.fromhex(position["order"]), dtype=torch.uint8)
         finished = position["done"] == self.settings["steps"]
         tell(f"resumed {loaded.path}" + (": training is finished, only measured again" if finished else ""))
@@ -77,10 +92,16 @@ class Kept:
     def _check(self, extra: JSON) -> None:
         if "position" not in extra or "settings" not in extra:
             raise ValueError("it was not saved by gbfunc train")
-        saved, now = extra["settings"], self.settings
-        if differing := sorted(k for k in saved.keys() | now.keys() if saved.get(k) != now.get(k)):
-            changes = ", ".join(f"{k} {saved.get(k)}, now {now.get(k)}" for k in differing)
-            raise ValueError(f"it was trained with other settings: {changes}")
+        differing = self._differing(extra["settings"])
+        if not differing.keys() <= (_COURSE if self.may_change else set()):
+            allowed = "; --allow-changes goes on nevertheless" if differing.keys() <= _COURSE else ""
+            raise ValueError(f"it was trained with other settings: {', '.join(differing.values())}{allowed}")
+
+    def _differing(self, saved: JSON) -> dict[str, str]:
+        """The settings that were others, in words."""
+        now = {k: v for k, v in self.settings.items() if k in saved or k not in _LATER}
+        names = sorted(k for k in saved.keys() | now.keys() if saved.get(k) != now.get(k))
+        return {k: f"{k} {saved.get(k)}, now {now.get(k)}" for k in names}
 
     def due(self, steps: int) -> bool:
         """Whether to save after so many steps; the same on all ranks, which must all ask after every step."""
@@ -130,7 +151,7 @@ class Kept:
 
 @contextmanager
 def checkpoints(
-    options: TrainingOptions, task: Task, recipe: Recipe, train_step: gb.TrainStep | None
+    options: RunOptions, task: Task, recipe: Recipe, train_step: gb.TrainStep | None
 ) -> Iterator[Kept | None]:
     """The checkpoints that the options ask for; while they are open, SIGINT and SIGTERM save before they stop.
 
@@ -138,10 +159,11 @@ def checkpoints(
         ValueError: for options that do not fit each other, or old checkpoints in the way of a new training.
         OSError: if their folder cannot be written.
     """
-    if not isinstance(options, CheckpointOptions) or train_step is None:
+    output = options.output
+    if not isinstance(output, CheckpointOptions) or train_step is None:
         yield None
         return
-    every, resume, out = options.checkpoint_every, options.resume, options.out
+    every, resume, out = output.checkpoint_every, output.resume, output.out
     if every is None and resume is None:
         yield None
         return
@@ -149,29 +171,35 @@ def checkpoints(
         raise ValueError(f"--checkpoint-every and --resume are for tasks with examples, got --task {task.name}")
     if every is not None and every < 1:
         raise ValueError(f"--checkpoint-every must be at least 1, got {every}")
-    if options.keep < 1:
-        raise ValueError(f"--keep must be at least 1, got {options.keep}")
+    if output.keep < 1:
+        raise ValueError(f"--keep must be at least 1, got {output.keep}")
     if out is None and (every is not None or resume == AUTO):
         raise ValueError("--checkpoint-every and --resume auto need --out, the folder that holds the checkpoints")
     folder = (out or Path()) / FOLDER
     source = None if resume is None else folder if resume == AUTO else Path(resume)
     if source is None and any(folder.glob("step-*")):
         raise ValueError(f"{folder} holds checkpoints: go on from them with --resume auto, or choose another --out")
-    kept = Kept(train_step, _settings(options, task, recipe), source, resume != AUTO, None, every or 0)
+    settings = _settings(options, task, recipe)
+    kept = Kept(train_step, settings, source, resume != AUTO, output.allow_changes, None, every or 0)
     if every is None:
         yield kept
         return
-    with gb.Checkpointer(folder, train_step, keep=options.keep) as kept.writer, listening(kept.signals):
+    with gb.Checkpointer(folder, train_step, keep=output.keep) as kept.writer, listening(kept.signals):
         yield kept
 
 
-def _settings(options: CheckpointOptions, task: Task, recipe: Recipe) -> JSON:
+def _settings(options: RunOptions, task: Task, recipe: Recipe) -> JSON:
     """What decides the course of a training beside the plan, as JSON."""
     plain = {f.name: v for f in fields(recipe) if isinstance(v := getattr(recipe, f.name), int | float | str | tuple)}
-    known = {"task": options.task, "seed": options.seed, "steps": total_steps(task, recipe)}
-    if isinstance(options, TeacherOptions) and options.teacher is not None:
-        known |= {"teacher": digest(teacher_file(options.teacher))}
-        known |= {"teacher_weight": options.teacher_weight, "temperature": options.temperature}
+    plain |= {"optimizer": recipe.optimizer.__name__, "optimizer_config": dict(recipe.optimizer_config)}
+    plain |= {"schedule": recipe.schedule_name}
+    known = {"task": options.data.task, "seed": options.data.seed, "steps": total_steps(task, recipe)}
+    if (amp := getattr(getattr(options, "execution", None), "amp", None)) is not None:
+        known |= {"amp": amp}
+    teacher = getattr(options, "teacher", TeacherOptions())
+    if teacher.teacher is not None:
+        known |= {"teacher": digest(teacher_file(teacher.teacher))}
+        known |= {"teacher_weight": teacher.teacher_weight, "temperature": teacher.temperature}
     return json.loads(json.dumps(plain | known))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, stdev
 from types import MappingProxyType
@@ -42,9 +42,10 @@ class Compare(DataOptions):
     """Budgets in bytes, in place of --sizes; what is taken for a pretrained p-net, 1500 to 186000."""
 
     methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
-    """Only these: periodic, smaller_dense, low_rank, random_subspace, pruned, int8, int4, and the other types of g-net:
-    gnet, stochastic, low_rank_genome, xox. With --pretrained: genome, linear_probe, bitfit, lora, vera, fourierft,
-    tinylora, unilora, ia3, each also as NAME_float16, and full_fine_tuning, whatever its size."""
+    """Only these: periodic, smaller_dense, low_rank, random_subspace, seeded_networks (PRANC), seeded_factors (NOLA),
+    pruned, int8, int4, and the other types of g-net: gnet, stochastic, low_rank_genome, xox. With --pretrained: genome,
+    linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each also as NAME_float16, and
+    full_fine_tuning, whatever its size."""
 
     seeds: int = 3
     """Trainings of each method at each size, seeded 0, 1, ..."""
@@ -109,7 +110,7 @@ class Compare(DataOptions):
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return load_task(self)
+        return load_task(DataOptions(**{f.name: getattr(self, f.name) for f in fields(DataOptions)}))
 
     def _problems(self, task: Task, dtype: torch.dtype) -> list[Problem]:
         from gbfunc.lab.compare import Problem

@@ -9,7 +9,9 @@ from typing import Annotated, Literal, get_args
 from tyro.conf import arg
 
 HypernetName = Literal["periodic", "bilinear", "gnet", "stochastic", "low_rank", "xox"]
-DtypeName = Literal["float32", "float16", "bfloat16"]
+DtypeName = Literal["float32", "float16", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
+ScheduleName = Literal["one_cycle", "linear", "cosine", "constant"]
+LogName = Literal["csv", "tensorboard", "wandb"]
 PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
 AUTO = "auto"
@@ -18,6 +20,16 @@ AUTO = "auto"
 RECIPE = "(default: the task's recipe)"
 NONE = "(default: none)"
 RecipeInt = Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)]
+RecipeFloat = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=RECIPE)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOption:
+    """Where options come from."""
+
+    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
+    """Options by their names as .toml, .yaml or .json, such as the OUT/config.toml of a training; the command line
+    wins."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +47,8 @@ class DataOptions:
     """Options of the task, for text '{"context": 128, "vocabulary": 1024}'."""
 
     pnet: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the task's)")] = None
-    """The network: mlp, allconv, resnet18, gpt, actor_critic, hf:TYPE (Hugging Face), or package.module:function of
-    your own."""
+    """The network: mlp, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic, recurrent_actor_critic,
+    conv_actor_critic, hf:TYPE (Hugging Face), or package.module:function of your own."""
 
     pnet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
     """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""
@@ -50,9 +62,21 @@ class DataOptions:
     """Gymnasium environment of the control task."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenomeFileOptions(DataOptions):
+    """Which trained genome; what its file says of task and p-net need not be said again."""
+
+    task: Annotated[str, arg(metavar="NAME", help_behavior_hint="(default: the genome's)")] = ""
+    """What it learned: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
+    your own."""
+
+    genome: Annotated[Path, arg(metavar="FILE")]
+    """The genome, as `gbfunc train --out` writes it."""
+
+
 @dataclass(frozen=True)
-class ModelOptions(DataOptions):
-    """Which p-net, and how large a genome."""
+class PNetOptions(DataOptions):
+    """What to learn, and the network that learns it."""
 
     sizes: Annotated[
         tuple[int, ...] | None,
@@ -60,11 +84,16 @@ class ModelOptions(DataOptions):
     ] = None
     """Layer sizes of an mlp (or of an actor), inputs first."""
 
-    hypernet: Annotated[
-        HypernetName | None,
-        arg(metavar="|".join(get_args(HypernetName)), help_behavior_hint="(default: the task's, periodic)"),
-    ] = None
-    """Type of the g-nets that generate the weights."""
+    env_steps: RecipeInt = None
+    """Length of the control task's training, in steps of its environments together."""
+
+    seed: int = 0
+    """Seed of the initial weights, the order of the examples and any noise."""
+
+
+@dataclass(frozen=True)
+class GenomeOptions:
+    """How large the genome is, and what it generates by which g-nets."""
 
     genome_params: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default without --compression: the task's)")
@@ -73,6 +102,30 @@ class ModelOptions(DataOptions):
 
     compression: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
     """The same as a ratio: parameters of the p-net / parameters of the genome."""
+
+    hypernet: Annotated[
+        HypernetName | None,
+        arg(metavar="|".join(get_args(HypernetName)), help_behavior_hint="(default: the task's, periodic)"),
+    ] = None
+    """Type of the g-nets that generate the weights."""
+
+    hypernet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
+    """Options of that type, for gnet '{"hidden": [16, 16], "activation": "tanh"}'."""
+
+    max_tile: Annotated[
+        tuple[int, ...] | None, arg(metavar="INT [INT]", help_behavior_hint="(default: the task's)")
+    ] = None
+    """Largest tile: its length, or rows and columns."""
+
+    include: Annotated[tuple[str, ...], arg(metavar="REGEX ...", help_behavior_hint=NONE)] = ()
+    """Parameters to generate beside the usual ones."""
+
+    exclude: Annotated[tuple[str, ...], arg(metavar="REGEX ...", help_behavior_hint=NONE)] = ()
+    """Parameters to keep as they are: direct, trained themselves."""
+
+    rule: Annotated[tuple[str, ...], arg(metavar="REGEX=TYPE ...", help_behavior_hint=NONE)] = ()
+    """Other g-nets for some parameters, with options if need be; the first that fits wins: 'head=low_rank{"rank": 4}',
+    'emb=none' for direct."""
 
     base: Annotated[
         Literal["own", "none"] | None, arg(metavar="own|none", help_behavior_hint="(default: own with --pretrained)")
@@ -91,13 +144,10 @@ class ModelOptions(DataOptions):
     ] = None
     """Modules that are new beside the base, and wholly in the genome."""
 
-    seed: int = 0
-    """Seed of the initial weights, the order of the examples and any noise."""
-
 
 @dataclass(frozen=True)
-class TrainingOptions(ModelOptions):
-    """How to train, and where to write."""
+class TrainingOptions:
+    """How long, how fast and by which optimizer; what is left out is as the task's recipe has it."""
 
     epochs: RecipeInt = None
     """Passes over the training examples."""
@@ -106,26 +156,68 @@ class TrainingOptions(ModelOptions):
     """Training steps, in place of --epochs."""
 
     batch_size: RecipeInt = None
-    """Examples per step."""
+    """Examples per step, of all ranks together."""
 
-    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=RECIPE)] = None
+    lr: RecipeFloat = None
     """Peak learning rate of the g-nets; with --dense, of all weights."""
+
+    direct_lr: RecipeFloat = None
+    """Peak learning rate of direct parameters, where another one."""
+
+    schedule: Annotated[
+        ScheduleName | None, arg(metavar="|".join(get_args(ScheduleName)), help_behavior_hint=RECIPE)
+    ] = None
+    """Course of the learning rates."""
+
+    warmup: RecipeFloat = None
+    """Part of the steps in which they rise: 0 to 1."""
+
+    optimizer: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=RECIPE)] = None
+    """Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ..."""
+
+    optimizer_config: Annotated[str, arg(metavar="JSON", help_behavior_hint=RECIPE)] = "{}"
+    """Options of the class, such as '{"momentum": 0.9}'."""
+
+    weight_decay: RecipeFloat = None
+    """Weight decay of the genome, as the class has it."""
+
+    clip_norm: RecipeFloat = None
+    """Largest norm of the gradient; inf for none."""
+
+    measure_every: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint=RECIPE)] = None
+    """Steps from one validation to the next."""
 
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, ..."""
 
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is written, and where."""
+
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
+    """Folder for metrics.json, config.toml, history.csv, figures, genome.safetensors (the last genome) and
+    best.safetensors (the best one by validation); such files are replaced."""
+
     dtype: Annotated[
         DtypeName | None, arg(metavar="|".join(get_args(DtypeName)), help_behavior_hint="(default: as in training)")
     ] = None
-    """dtype of the genome in its file, rounded after training; what is measured is what the file holds."""
+    """dtype of the genome in its file, rounded after training: intN are codes of N bits with scales. What is measured
+    is what the file holds."""
 
-    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
-    """Folder for metrics.json, history.csv, genome.safetensors and figures; such files are replaced."""
+    finetune: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: none)")] = None
+    """So many steps more, in which the network is the one of the rounded genome: mends most of what --dtype costs."""
+
+    log: Annotated[tuple[LogName, ...], arg(metavar=" ".join(get_args(LogName)), help_behavior_hint=NONE)] = ()
+    """Where metrics go while it trains: OUT/log.csv, OUT/tensorboard, Weights & Biases."""
+
+    log_every: int = 10
+    """Training steps from one entry to the next."""
 
 
 @dataclass(frozen=True)
-class CheckpointOptions(TrainingOptions):
-    """When to save a training that may be cut short, and where to go on."""
+class CheckpointOptions(OutputOptions):
+    """What is written, and where; when to save a training that may be cut short, and where to go on."""
 
     checkpoint_every: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: never)")] = None
     """Save a checkpoint into OUT/checkpoints every so many steps, at the end, and when stopped by SIGINT or SIGTERM."""
@@ -136,10 +228,27 @@ class CheckpointOptions(TrainingOptions):
     resume: Annotated[str | None, arg(metavar="auto|PATH", help_behavior_hint="(default: begin afresh)")] = None
     """Go on from the newest valid checkpoint of OUT, if there is any (auto), or from a file or folder."""
 
+    allow_changes: bool = False
+    """Go on although learning rate, schedule, length or optimizer are others than before; each is told."""
+
+    profile: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint=NONE)] = None
+    """Folder for a Chrome trace of a few early steps of each rank, and a table of rank 0's operations (table.txt)."""
+
+    peak_flops: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
+    """Most operations a second of one rank, as gbfunc bench --calibrate measures them: tells the share that is used."""
+
 
 @dataclass(frozen=True)
-class RankOptions:
-    """How a training is spread, where `torchrun` starts the command on many ranks. Batch sizes are global."""
+class ExecutionOptions:
+    """How steps run, and over which ranks, where `torchrun` starts the command on many."""
+
+    amp: Annotated[Literal["bfloat16", "float16"] | None, arg(metavar="bfloat16|float16", help_behavior_hint=NONE)] = (
+        None
+    )
+    """Run the p-net under autocast; weights are generated in float32."""
+
+    compile: bool = False
+    """Compile generation, p-net and loss into one graph; the first step takes long."""
 
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
     """With many ranks: all of the genome on each, or shares of its tiles, whose weights or factors are gathered."""
@@ -173,3 +282,13 @@ class TeacherOptions:
 
     temperature: float = 2.0
     """Temperature at which both networks' predictions are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ConfigOption):
+    """What a training takes, by subject: each group is one of the help's."""
+
+    data: PNetOptions = PNetOptions()
+    genome: GenomeOptions = GenomeOptions()
+    training: TrainingOptions = TrainingOptions()
+    output: OutputOptions = OutputOptions()

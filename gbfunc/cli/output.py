@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from rich.table import Column, Table
 
 from gbfunc.files import replace_file
 from gbfunc.tasks import Metric, Task
+from gbfunc.tasks.logs import LOGS, OnLog
 from gbfunc.tasks.training import Report
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def write_metrics(path: Path, metrics: Mapping[str, object]) -> None:
 def write_history(path: Path, runs: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
     """A row per validation as CSV; the first column names the run."""
     text = io.StringIO()
-    fields = ["run", *next(iter(runs.values()))[0]]
+    fields = ["run", *max(next(iter(runs.values())), key=len)]
     writer = csv.DictWriter(text, fields, lineterminator="\n")
     writer.writeheader()
     for run, rows in runs.items():
@@ -150,6 +152,66 @@ def wide_console() -> Console:
     """A console of the terminal's width, or wide enough for all columns."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
+
+
+class Best:
+    """Keeps the best genome by validation in a file.
+
+    Args:
+        path: the file.
+        metric: which decides.
+        write: saves a state under a path.
+    """
+
+    def __init__(self, path: Path, metric: Metric, write: Callable[[Any, Path], None]) -> None:
+        self._path, self._metric, self._write = path, metric, write
+        self._first: int | None = None
+
+    def __call__(self, state: Any, history: Sequence[Mapping[str, float]]) -> None:
+        """Save the state, where the last row of the history is the best; on many ranks, all call."""
+        if self._first is None:
+            # A training that goes on elsewhere has no file of the rows before.
+            self._first = 0 if self._path.exists() else len(history) - 1
+        if self._best(history) is history[-1]:
+            self._write(state, self._path)
+
+    def step(self, history: Sequence[Mapping[str, float]]) -> int:
+        """The step of the genome in the file."""
+        return int(self._best(history)["step"])
+
+    def _best(self, history: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+        """The first of the best rows; one that is not a number is the worst."""
+        name, sign = f"val_{self._metric.name}", 1 if self._metric.higher_is_better else -1
+
+        def value(row: Mapping[str, float]) -> float:
+            return -math.inf if math.isnan(row[name]) else sign * row[name]
+
+        return max(history[self._first or 0 :], key=value)
+
+
+@contextmanager
+def open_logs(
+    names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
+) -> Iterator[OnLog | None]:
+    """One hook for all logs of some names, which is told the learning rate too; None without a name.
+
+    Raises:
+        ValueError: without a folder.
+        ImportError: if a package is missing.
+    """
+    if not names:
+        yield None
+        return
+    if folder is None:
+        raise ValueError(f"--log {' '.join(names)} needs --out, the folder that it writes to")
+    with ExitStack() as stack:
+        logs = [stack.enter_context(LOGS[name](folder, settings)) for name in dict.fromkeys(names)]
+
+        def log(step: int, metrics: Mapping[str, float]) -> None:
+            for one in logs:
+                one(step, {**metrics, "lr": rate(step - 1)} if "train_loss" in metrics else metrics)
+
+        yield log
 
 
 @contextmanager

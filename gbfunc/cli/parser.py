@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import io
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import reduce
 from operator import or_
+from pathlib import Path
 from typing import Annotated, Any
 
 try:
@@ -22,14 +23,19 @@ import gbfunc as gb
 from gbfunc.cli.bench import Bench
 from gbfunc.cli.commands import Demo, Eval, Sample, Train
 from gbfunc.cli.compare import Compare
+from gbfunc.cli.config import config_words, options_of
+from gbfunc.cli.export import Export
 from gbfunc.cli.plan import Plan
+from gbfunc.cli.predict import Predict
 
 COMMANDS: dict[str, Any] = {
     "demo": Demo,
     "plan": Plan,
     "train": Train,
     "eval": Eval,
+    "predict": Predict,
     "sample": Sample,
+    "export": Export,
     "compare": Compare,
     "bench": Bench,
 }
@@ -41,10 +47,15 @@ def parse(argv: Sequence[str]) -> Any:
 
     Raises:
         SystemExit: after `--help` and `--version` (0), and for arguments that are none, told on standard error (2).
+        ValueError: for a file of `--config` that cannot be read, or holds an option that there is not.
+        OSError: if there is no such file.
     """
     if list(argv) == ["--version"]:
         print(f"gbfunc {gb.__version__}")
         raise SystemExit(0)
+    name, path = next(iter(argv), ""), config_of(argv)
+    given = [] if path is None else config_words(path, COMMANDS[name], Train)
+    words = [*argv[:1], *given, *argv[1:]]
     told = io.StringIO()
     commands: Any = reduce(or_, (Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()))
     try:
@@ -53,14 +64,27 @@ def parse(argv: Sequence[str]) -> Any:
                 commands,
                 prog="gbfunc",
                 description="Train neural networks through a genomic bottleneck.",
-                args=argv,
+                args=words,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
             )
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        print(f"gbfunc: error: {explain(argv, told.getvalue())}", file=sys.stderr)
+        wrong = explain(words, told.getvalue())
+        option = re.search(r"--[\w-]+", wrong)
+        # What the arguments say too wins: the file is not to blame.
+        where = [[word.partition("=")[0] for word in some] for some in (given, argv)]
+        blame = option is not None and option[0] in where[0] and option[0] not in where[1]
+        print(f"gbfunc: error: {f'{path}: ' if blame else ''}{wrong}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def config_of(argv: Sequence[str]) -> Path | None:
+    """The file that `--config` names, whose options go before those of the arguments, which win."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", nargs="?", type=Path)
+    takes = argv and argv[0] in COMMANDS and "config" in options_of(COMMANDS[argv[0]])
+    return finder.parse_known_args(argv[1:])[0].config if takes else None
 
 
 def explain(argv: Sequence[str], told: str) -> str:
@@ -74,7 +98,8 @@ def explain(argv: Sequence[str], told: str) -> str:
     if name not in COMMANDS:
         got = "a command is missing" if name is None else f"no command {name!r}{_nearest(name, COMMANDS)}"
         return f"{got}: choose one of {', '.join(COMMANDS)}"
-    options = [f"--{field.name.replace('_', '-')}" for field in fields(COMMANDS[name])]
+    options = [f"--{option.replace('_', '-')}" for option in options_of(COMMANDS[name])]
+    options += [f"--no-{option.removeprefix('--')}" for option in options]
     for word in argv[1:]:
         option = word.partition("=")[0].replace("_", "-")
         if option.startswith("--") and option not in options:

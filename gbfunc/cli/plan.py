@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from tyro.conf import arg
 
 import gbfunc as gb
 from gbfunc.cli.job import Job, make_job
-from gbfunc.cli.options import RECIPE, ModelOptions
+from gbfunc.cli.options import RECIPE, ConfigOption, GenomeOptions, PNetOptions
 from gbfunc.tasks.base import example_batches
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -20,9 +20,12 @@ _SCALES = _DECIMAL | {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40
 _HINT = "(default: 50 Gflop/s, 10 GB/s, 10Gbit, 16GB)"
 
 
-@dataclass(frozen=True)
-class Plan(ModelOptions):
+@dataclass(frozen=True, kw_only=True)
+class Plan(ConfigOption):
     """Show what a genome of a given size would hold, tensor by tensor, without training it; and layouts of ranks."""
+
+    data: PNetOptions = PNetOptions()
+    genome: GenomeOptions = GenomeOptions()
 
     ranks: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None
     """Plan its training on so many ranks too: memory, bytes and seconds of every layout, the fastest first."""
@@ -50,7 +53,7 @@ class Plan(ModelOptions):
         device = self.read_device()
         if self.ranks is not None and self.ranks < 1:
             raise ValueError(f"--ranks must be at least 1, got {self.ranks}")
-        job = make_job(ModelOptions(**{f.name: getattr(self, f.name) for f in fields(ModelOptions)}))
+        job = make_job(self.data, self.genome)
         print(job.plan.report())
         if self.ranks is not None:
             print()

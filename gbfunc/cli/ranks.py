@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.options import PipelineName, RankOptions
+from gbfunc.cli.options import ExecutionOptions, PipelineName
 from gbfunc.parallel import Placement, gather_objects
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ _MICROBATCHES_PER_RANK = 4
 """Of a pipeline, where the user names none: GPipe's bubble is small from there on (Huang et al., 2019, section 2.3)."""
 
 
-def open_mesh(options: RankOptions, device: str) -> gb.Mesh:
+def open_mesh(options: ExecutionOptions, device: str) -> gb.Mesh:
     """The ranks that the command was started on; `ValueError` for a mesh that is no grid of all, or a bad device."""
     find_device(device)
     axes = parse_mesh(options.mesh)
@@ -89,12 +90,21 @@ class Spread(NamedTuple):
         placement: of the genome.
         pipeline: schedule of a pipeline; None is 1F1B where there is one.
         microbatches: parts of each batch; None is 1, or with a pipeline as many as go well with it.
+        options: others of `make_train_step`.
     """
 
     mesh: gb.Mesh
     placement: Placement | Literal["auto"] = "auto"
     pipeline: PipelineName | None = None
     microbatches: int | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    @classmethod
+    def asked(cls, mesh: gb.Mesh, options: ExecutionOptions) -> Spread:
+        """As the command's options have it."""
+        amp = None if options.amp is None else getattr(torch, options.amp)
+        more = {"amp": amp, "compile": options.compile}
+        return cls(mesh, options.placement, options.pipeline, options.microbatches, more)
 
     def arguments(self, pnet: nn.Module, batch_size: int) -> dict[str, Any]:
         """What `genome_trainer` takes.
@@ -108,7 +118,7 @@ class Spread(NamedTuple):
             raise ValueError(f"--pipeline {self.pipeline} needs a pipeline axis, such as --mesh pipeline=2")
         if given is not None and given < 1:
             raise ValueError(f"--microbatches must be at least 1, got {given}")
-        split: dict[str, Any] = {"mesh": mesh, "placement": self.placement}
+        split: dict[str, Any] = {"mesh": mesh, "placement": self.placement, **self.options}
         if pieces > 1:
             split["parallel"] = _styles(pnet, pieces)
         if stages == 1:

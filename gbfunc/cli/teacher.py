@@ -7,7 +7,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-GENOME_FILE, WEIGHTS_FILE = "genome.safetensors", "model.safetensors"
+from gbfunc.storage import is_genome_header
+
+GENOME_FILE, BEST_FILE, WEIGHTS_FILE = "genome.safetensors", "best.safetensors", "model.safetensors"
 
 
 def teacher_file(path: Path) -> Path:
@@ -33,7 +35,7 @@ def is_genome(path: Path) -> bool:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return "plan" in (file.metadata() or {})
+            return is_genome_header(file.metadata(), file.keys())
     except SafetensorError as error:
         raise ValueError(f"--teacher: {path} is no safetensors file: {error}") from error
 

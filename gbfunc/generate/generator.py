@@ -16,6 +16,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
 from gbfunc.generate.stack import GatheredRun, Part, Stack, factors_of, matrix_of
-from gbfunc.genome import Noise, check_genome
+from gbfunc.genome import Noise, check_genome, is_exporting
 from gbfunc.hypernets.ensemble import Run
 from gbfunc.layers import KINDS
 from gbfunc.layers.delta import DeltaWeight, added
@@ -177,8 +178,8 @@ class Generator:
         """
         dtype, device = self._kind(gnets, direct)
         noise = noise or {}
-        # A caller's autocast is for the p-net.
-        with torch.autocast(device.type, enabled=False):
+        # A caller's autocast is for the p-net; an exported graph has none, and should not hold that it is off.
+        with nullcontext() if is_exporting() else torch.autocast(device.type, enabled=False):
             named = [(stack, stack.ensemble.name) for stack in self._stacks]
             runs = [stack.run(gnets.get(name, {}), noise.get(name), dtype, device) for stack, name in named]
             parts = self._gather(runs)

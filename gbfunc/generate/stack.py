@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gbfunc.genome import codes_of
+from gbfunc.genome import codes_of, is_exporting
 from gbfunc.hypernets.ensemble import Run, dense_tiles
 from gbfunc.parallel import Gather, Layout, Sizes, no_tiles
 from gbfunc.plan import Ensemble
@@ -91,17 +92,32 @@ class Stack:
     def constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
         """The run of this rank's tiles without leaves, the scale [T] of each, and its group [T] or None."""
         key = (dtype, device)
+        if is_exporting():
+            return self._constants(dtype, device)
         if key not in self._built:
-            e = self.ensemble
-            row, col = codes_of(e, dtype, device)
-            counts = torch.tensor([p.slot.grid.n_tiles for p in e.spans], device="cpu")
-            scales = torch.tensor([p.slot.scale for p in e.spans], dtype=dtype, device="cpu")
-            scale = scales.repeat_interleave(counts).to(device)
-            groups = torch.from_numpy(e.groups).to(device)[self._span] if self._shared else None
-            left = scale if e.hypernet.standardised and not self._linear else None
-            whole = Run.bare(e.hypernet, e.dims, self._kernel, row, col, left)
-            self._built[key] = (whole.of(self._span), scale[self._span], groups)
+            self._built[key] = self._constants(dtype, device)
         return self._built[key]
+
+    def _constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
+        e = self.ensemble
+        row, col = codes_of(e, dtype, device)
+        first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
+        scale = _of_spans(first, scales, e.n_tiles, dtype, device)
+        groups = self._groups(device)[self._span] if self._shared else None
+        left = scale if e.hypernet.standardised and not self._linear else None
+        whole = Run.bare(e.hypernet, e.dims, self._kernel, row, col, left)
+        return whole.of(self._span), scale[self._span], groups
+
+    def _groups(self, device: torch.device) -> Tensor:
+        """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
+        groups = self.ensemble.groups
+        if not is_exporting():
+            return torch.from_numpy(groups).to(device)
+        first = np.flatnonzero(np.diff(groups, prepend=-2) != 1)
+        offsets = (groups[first] - first).tolist()
+        return _of_spans(first.tolist(), offsets, len(groups), torch.int64, device) + torch.arange(
+            len(groups), device=device
+        )
 
     def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
         """This rank's tiles, from its leaves and the noise of all tiles."""
@@ -148,6 +164,17 @@ class Stack:
             return list(join_all(tiles, self.grids))
         left, right = (x.split(self._counts) if len(self._counts) > 1 else (x,) for x in tiles)
         return [Factors(*both) for both in zip(left, right, strict=True)]
+
+
+def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One value for each span of consecutive tiles, for every tile: [T]."""
+    if len(set(values_S)) == 1:
+        # No `full`: ONNX rounds its number to float32.
+        return torch.tensor(values_S[:1], dtype=dtype, device=device).expand(n)
+    values, first = torch.tensor(values_S, dtype=dtype, device=device), torch.tensor(first_S, device=device)
+    if is_exporting():
+        return values[(torch.arange(n, device=device)[:, None] >= first).sum(1) - 1]
+    return values.repeat_interleave(torch.diff(first, append=first.new_tensor([n])))
 
 
 def _spans(sizes: list[int]) -> list[slice]:

@@ -151,6 +151,13 @@ def draw(
     }
 
 
+def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:
+    """Codes times code weights, [..., n, p] @ [..., p, H]; zeros for codes of width 0, whose product no IREE takes."""
+    if codes_np.shape[-1]:
+        return codes_np @ weight_pH
+    return codes_np.new_zeros((*weight_pH.shape[:-2], codes_np.shape[-2], weight_pH.shape[-1]))
+
+
 def check_size(name: str, size: Any) -> None:
     """Raise `ValueError` unless `size` is None or an int >= 1."""
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):

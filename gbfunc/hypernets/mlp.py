@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.hypernets.base import Hypernet, Leaf, check_size, uniform
+from gbfunc.hypernets.base import Hypernet, Leaf, check_size, project, uniform
 from gbfunc.hypernets.kernels import chunked_apply, relu_tiles
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims
@@ -119,8 +119,8 @@ class GNet(Hypernet):
         self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out", grid: TileGrid | None = None
     ) -> Tensor:
         """The tile [r, c] of one head; or, where the g-net is fused, the matrix of many."""
-        a_rH = row @ leaves["row_weight"] + leaves["bias"].unsqueeze(-2)
-        b_cH = col @ leaves["col_weight"]
+        a_rH = project(row, leaves["row_weight"]) + leaves["bias"].unsqueeze(-2)
+        b_cH = project(col, leaves["col_weight"])
         if self._is_fused:
             return relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], leaves[f"{head}_bias"], kernel=kernel, grid=grid)
         depth = len(self.hidden or ())

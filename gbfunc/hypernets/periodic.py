@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Leaf, Sized, uniform
+from gbfunc.hypernets.base import Leaf, Sized, project, uniform
 from gbfunc.types import Factors, Params, TileDims
 
 
@@ -115,8 +115,8 @@ class Periodic(_Waves):
 
     def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
         """Factors [r, 2H] and [c, 2H] of one tile."""
-        a_rH = row_rp @ leaves["row_weight"]
-        b_cH = col_cq @ leaves["col_weight"]
+        a_rH = project(row_rp, leaves["row_weight"])
+        b_cH = project(col_cq, leaves["col_weight"])
         if self.shares:
             s, t = leaves["sine"].unsqueeze(-2), leaves["cosine"].unsqueeze(-2)
             sin, cos = torch.sin(a_rH), torch.cos(a_rH)
@@ -158,7 +158,7 @@ class Bilinear(_Waves):
 
     def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
         """Factors [r, 2H] and [c, 2H] of one tile."""
-        a_rH, b_cH = row_rp @ leaves["row_weight"], col_cq @ leaves["col_weight"]
+        a_rH, b_cH = project(row_rp, leaves["row_weight"]), project(col_cq, leaves["col_weight"])
         left = torch.cat([torch.sin(a_rH), torch.cos(a_rH)], -1) @ leaves["mix"]
         return Factors(left, torch.cat([torch.sin(b_cH), torch.cos(b_cH)], -1))
 

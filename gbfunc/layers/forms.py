@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -108,6 +109,11 @@ class WeightForm(nn.Module):
         return self._parameters
 
     @property
+    def active(self) -> bool:
+        """Whether there is a weight: a call of the p-net is going on, and has given the inputs."""
+        return self.call.cache is not None and self.given[self.inputs[0]] is not None
+
+    @property
     def held(self) -> Tensor | None:
         """The dense weight, if this call of the p-net has it."""
         cache = self.call.cache
@@ -119,7 +125,9 @@ class WeightForm(nn.Module):
         if weight is None:
             device = self.given[self.inputs[0]].device
             # Whoever reads it without gradients may use it with them later; autocast is for the p-net.
-            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+            mode = torch.inference_mode(False) if inference else nullcontext()
+            with mode, torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 weight = self.make()
             if self.call.cache is not None:
                 self.call.cache[self.name] = weight
@@ -365,11 +373,11 @@ class _Parameters(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         form = self.forms.get(name)
         # Outside of a call there is only the skeleton's placeholder.
-        return super().__getitem__(name) if form is None or form.call.cache is None else form.read()
+        return form.read() if form is not None and form.active else super().__getitem__(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         form = self.forms.get(name)
-        if form is None or form.call.cache is None:
+        if form is None or form.call.cache is None or not form.active:
             super().__setitem__(name, value)
         else:
             # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.

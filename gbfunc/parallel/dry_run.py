@@ -336,16 +336,13 @@ class DryRun:
         meter.know((*self._weights.values(), *self._buffers.values(), *inputs))
         call = next(iter(self.forms.values())).call if self.forms else None
 
-        def net(*args: Any, **kwargs: Any) -> Any:
-            return self._net(self._weights, dict(self._buffers), *args, **kwargs)
-
         def pack(x: Tensor) -> Tensor:
             meter.cache = (call.cache if call is not None else None) or meter.cache
             return meter.pack(x)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
         with torch.enable_grad(), _Attention(meter), hooks, meter:
-            out = run(net, batch)
+            out = self._net.run(self._weights, dict(self._buffers), run, batch)
         pair = isinstance(out, tuple) and len(out) == 2
         self.aux = sum(isinstance(x, Tensor | int | float) for _, x in tree_leaves(out[1])) if pair else 0
         return meter.finish()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.pnet import StopForward, skeleton_of
+from gbfunc.pnet import PureNet, StopForward, skeleton_of
 from gbfunc.trees import tree_map
 from gbfunc.types import Params
 
@@ -37,6 +37,7 @@ SCHEDULES: Mapping[str, tuple[str, int]] = {
     "zbv": ("ScheduleZBVZeroBubble", 2),
 }
 """Torch's class of each schedule, and its stages per rank."""
+_WHOLE = "in a pipeline, where each rank has some blocks of the p-net, parts of it cannot be called alone"
 
 
 class Chain(NamedTuple):
@@ -86,11 +87,7 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
     return names
 
 
-class _Traced(StopForward):
-    """The p-net has run to its end."""
-
-
-def trace_chain(pnet: nn.Module, blocks: Sequence[str], run: Callable[[Callable[..., Any]], Any]) -> Chain:
+def trace_chain(pnet: nn.Module, blocks: Sequence[str], run: Callable[[Any], Any]) -> Chain:
     """What blocks cost and get, by a run of the p-net on the meta device.
 
     Args:
@@ -101,7 +98,8 @@ def trace_chain(pnet: nn.Module, blocks: Sequence[str], run: Callable[[Callable[
     Raises:
         ValueError: if the blocks do not run once each, in their order.
     """
-    skeleton, order, inputs = skeleton_of(pnet), [], []
+    net, order, inputs = PureNet(pnet, whole=_WHOLE), [], []
+    skeleton = net.skeleton
     marks: list[int] = []
     places: dict[str, set[int]] = {}
     index = {skeleton.get_submodule(name): i for i, name in enumerate(blocks)}
@@ -128,15 +126,15 @@ def trace_chain(pnet: nn.Module, blocks: Sequence[str], run: Callable[[Callable[
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
 
-    def net(*args: Any, **kwargs: Any) -> Any:
-        skeleton(*args, **kwargs)
-        raise _Traced
+    def end(*_: Any) -> None:
+        raise StopForward
 
+    skeleton.register_forward_hook(end)
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         try:
-            run(net)
-        except _Traced:
+            net.run(dict(skeleton.named_parameters()), dict(skeleton.named_buffers()), run)
+        except StopForward:
             pass
     if order != list(range(len(blocks))):
         raise ValueError(f"the blocks {list(blocks)} must run once each in their order, they ran as {order}")
@@ -246,6 +244,8 @@ class Pipeline:
         ValueError: for a schedule that is none, or a p-net without blocks.
     """
 
+    whole = _WHOLE
+
     def __init__(
         self, pnet: nn.Module, schedule: str, mesh: Mesh, microbatches: int, splits: Sequence[str] | None = None
     ) -> None:
@@ -267,7 +267,7 @@ class Pipeline:
         self.call: Callable[[int], Tensor] = lambda number: torch.zeros(())
         self._built: dict[Any, Any] = {}
 
-    def prepare(self, run: Callable[[Callable[..., Any], Any], Any], microbatch: Any) -> None:
+    def prepare(self, run: Callable[[Any, Any], Any], microbatch: Any) -> None:
         """Settle stages and shapes for microbatches of this form: `run(net, microbatch)` is the loss function."""
         key = tuple((tuple(x.shape), x.dtype) for x in _tensors(microbatch))
         if key in self._built:

@@ -55,7 +55,7 @@ class Model:
     ) -> None:
         self.plan, self.pnet, self.batch, self.rows, self.run = plan, pnet, batch, rows, run
         self.styles, self.lazy, self.states = styles, lazy, states
-        self.blocks = self._find_blocks()
+        self.blocks: tuple[str, ...] = self._find_blocks()
         self._dry: dict[tuple[int, bool], DryRun] = {}
         self._cells: dict[tuple[int, bool, int], list[Cell]] = {}
         self._made: dict[tuple[int, bool, bool, int], list[Made]] = {}
@@ -69,7 +69,10 @@ class Model:
         self._footprints: dict[Any, Footprint] = {}
         self._chain: Chain | None = None
         if self.blocks:
-            self._chain = trace_chain(pnet, self.blocks, lambda net: run(net, self._rows(_TRACED_ROWS)))
+            try:
+                self._chain = trace_chain(pnet, self.blocks, lambda net: run(net, self._rows(_TRACED_ROWS)))
+            except RuntimeError:  # Where the loss function calls parts of the p-net there is no pipeline.
+                self.blocks = ()
         self._small = self._reduce()
         self.cells(1, lazy is not False, rows)  # An error of the p-net shows here.
         self._places = self._find_places()

@@ -1,11 +1,12 @@
 """The static plan: `slots` and `spec` say what it is, `ensembles` what goes together, `build` and `budget` make it.
 
-`serial` writes and reads it as JSON, and `file_layout` says what stands where in the genome's file.
+`serial` writes and reads it as JSON, `rounding` says how its numbers are stored, and `file_layout` what stands where in
+the genome's file.
 """
 
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, TileSpan
-from gbfunc.plan.file_layout import STORED_DTYPES
+from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, rounded, stored_name
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan, genome_file_bytes
 
@@ -17,7 +18,10 @@ __all__ = [
     "TileSpan",
     "Plan",
     "Slot",
+    "StoredDtype",
     "TensorPlan",
     "genome_file_bytes",
     "make_plan",
+    "rounded",
+    "stored_name",
 ]

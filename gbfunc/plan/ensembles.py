@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from gbfunc.encoding import Array
+from gbfunc.encoding import Array, Encoding, Numbers
 from gbfunc.hypernets import Hypernet, Leaf
 from gbfunc.plan.slots import Slot, TensorPlan
 from gbfunc.types import TileDims
@@ -81,18 +83,29 @@ class Ensemble:
     @cached_property
     def codes(self) -> tuple[Array, Array]:
         """Row codes [U, r, p] and column codes [U, c, q]: U is 1 where all tiles share them, else the tiles."""
-        slots = [span.slot for span in self.spans]
-        rows = [s.row_code.tile_codes(s.grid.rows, s.grid.tile_rows)[:, None] for s in slots]
-        cols = [s.col_code.tile_codes(s.grid.cols, s.grid.tile_cols)[None] for s in slots]
-        return self._of_tiles(rows), self._of_tiles(cols)
+        return self.codes_of(np.arange)
 
-    def _of_tiles(self, codes: list[Array]) -> Array:
-        """Codes along one axis, [n_rows or 1, n_cols or 1, t, k] of each slot, for all tiles: [U, t, k]."""
-        if all(c.shape[:2] == (1, 1) and np.array_equal(c, codes[0]) for c in codes):
-            return codes[0][0]
+    def codes_of(self, numbers: Numbers) -> tuple[Any, Any]:
+        """The codes as an expression in the integers 0 .. n-1 that `numbers(n)` gives, of numpy or torch."""
         grids = [span.slot.grid for span in self.spans]
-        full = (np.broadcast_to(c, (g.n_rows, g.n_cols, *c.shape[2:])) for c, g in zip(codes, grids, strict=True))
-        return np.concatenate([c.reshape(-1, *c.shape[2:]) for c in full])
+        rows = [(s.slot.row_code, g.rows, g.tile_rows) for s, g in zip(self.spans, grids, strict=True)]
+        cols = [(s.slot.col_code, g.cols, g.tile_cols) for s, g in zip(self.spans, grids, strict=True)]
+        return self._of_tiles(rows, numbers, 1), self._of_tiles(cols, numbers, 0)
+
+    def _of_tiles(self, sides: list[tuple[Encoding, int, int]], numbers: Numbers, other: int) -> Any:
+        """Codes of one side of all slots, given as (code, length, tile), for all tiles: [U, t, k]."""
+        keys = [(code, 0 if code.local else n, tile) for code, n, tile in sides]
+        made = {key: side[0].tile_codes(*side[1:], numbers) for key, side in zip(keys, sides, strict=True)}
+        if len(made) == 1 and len(made[keys[0]]) == 1:
+            return made[keys[0]]
+        full = []
+        for key, span in zip(keys, self.spans, strict=True):
+            codes_utk, grid = made[key], span.slot.grid
+            codes = codes_utk[:, None] if other else codes_utk[None]
+            library = torch if isinstance(codes, Tensor) else np
+            codes = library.broadcast_to(codes, (grid.n_rows, grid.n_cols, *codes_utk.shape[1:]))
+            full.append(codes.reshape(-1, *codes_utk.shape[1:]))
+        return full[0] if len(full) == 1 else torch.cat(full) if isinstance(full[0], Tensor) else np.concatenate(full)
 
 
 def ensembles_of(tensors: Sequence[TensorPlan]) -> tuple[Ensemble, ...]:

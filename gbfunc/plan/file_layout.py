@@ -15,6 +15,7 @@ import zlib
 
 import torch
 
+from gbfunc.plan.rounding import stored_dtype
 from gbfunc.plan.serial import check_limits
 from gbfunc.plan.slots import DTYPES, dtype_name
 from gbfunc.types import Params, TensorMap
@@ -31,22 +32,16 @@ MAX_LEAVES = 1 << 15
 _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
 """What safetensors calls the dtypes."""
 
-STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16")}
-"""What trained leaves may be stored as, in place of the plan's dtypes."""
 
+def stored_leaves(leaves: TensorMap, dtype: str | None) -> Params:
+    """The leaves as they are stored, but for those in codes: trained ones of a wider floating-point dtype in `dtype`.
 
-def stored_dtype(trained: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The narrower of a trained leaf's dtype, where that is of floating point, and the one asked for."""
-    if dtype is None or not trained.is_floating_point:
-        return trained
-    return min(trained, dtype, key=lambda d: d.itemsize)
-
-
-def stored_leaves(leaves: TensorMap, dtype: torch.dtype | None) -> Params:
-    """The leaves as they are stored: trained ones of a wider floating-point dtype in `dtype`; no more than are read."""
+    Raises `ValueError` for more leaves than are read.
+    """
     if len(leaves) > MAX_LEAVES:
         raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
-    return {k: x if k.startswith("buffers/") else x.to(stored_dtype(x.dtype, dtype)) for k, x in leaves.items()}
+    dtypes = {name: stored_dtype(name, x, dtype) for name, x in leaves.items()}
+    return {name: x.to(dtypes[name]) for name, x in leaves.items() if dtypes[name] is not None}
 
 
 def file_parts(stored: TensorMap) -> dict[str, list[torch.Tensor]]:
@@ -94,6 +89,26 @@ _WORDS = (
 )
 
 
+# The same for compact files, which hold what `gbfunc train` says of task and inputs too.
+_COMPACT_WORDS = (
+    b'"hypernets":[{"type":"periodic","features":,"frequency":[0.5,1.0]},{"type":"constant"},{"type":"periodic",'
+    b'"features":,"frequency":[1.0,0.5]}],"encodings":[{"type":"binary"},{"type":"grid","dims":[1,28,28],"code":'
+    b'"coordinate","bandwidth":6.0}],"tensors":[{"name":"0.weight","shape":[00,00],"kind":"linear","note":"by rule",'
+    b'"slots":[[0,00,00,0,1,0.0,0.0]]},{"name":"0.bias","shape":[00],"kind":"vector","note":"by rule","slots":'
+    b'[[1,00,1,0,0,1.0,0.0]]},{"name":"2.weight","shape":[10,00],"kind":"linear","note":"by rule","slots":'
+    b'[[2,10,00,0,0,0.0,0.0]]},{"name":"2.bias","shape":[10],"kind":"vector"}],"target":"at most 00 parameters"'
+    b'"task_config":{"vocabulary":"pretrained":"env":"task":"package."pnet":"hf:bert","pnet_config":{"width":"layers":'
+    b'"heads":"hidden":["pnet":"actor_critic","interface":[[4],2,false,0,0,"choice"]"task":"text","pnet":"gpt",'
+    b'"interface":[[64],65,true]"task":"trec","pnet":"hf:","interface":[[64],6,false,"classes":["ABBR","DESC","ENTY",'
+    b'"HUM","LOC","NUM"]"task":"cifar10","pnet":"allconv","interface":[[3,32,32],10],"mean":[125.,122.,113.],"std":'
+    b'[63.,62.,66.],"classes":["airplane","automobile","bird","cat","deer","dog","frog","horse","ship","truck"]'
+    b'"task":"fashion-mnist","pnet":"mlp","interface":[[1,28,28],10],"mean":72.9,"std":90.0,"classes":["T-shirt/top",'
+    b'"Trouser","Pullover","Dress","Coat","Sandal","Shirt","Sneaker","Bag","Ankle boot"]}},"metadata":{"task":"digits",'
+    b'"pnet":"mlp","interface":[[1,8,8],10],"mean":4.8,"std":6.0,"metadata":{"task":"mnist","pnet":"mlp","interface":'
+    b'[[1,28,28],10],"mean":33.3,"std":78.'
+) + _WORDS
+
+
 def pack_plan(text: str) -> str:
     """Base85 (the alphabet of `base64.b85encode`) of zlib of a plan's JSON; about a fifth as long.
 
@@ -124,6 +139,31 @@ def unpack_plan(packed: str) -> str:
         if unpacker.unused_data:
             raise ValueError(f"{len(unpacker.unused_data):,} bytes follow it")
         return text.decode()
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"its plan cannot be unpacked: {error}") from error
+
+
+def deflate(text: str) -> bytes:
+    """A plan's JSON as a raw deflate stream, which says itself where it ends; raises as `file_header`."""
+    check_limits(json.loads(text))
+    data = text.encode()
+    _check_size(data)
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=_COMPACT_WORDS)
+    packed = packer.compress(data) + packer.flush()
+    if len(packed) > _MAX_PACKED:
+        raise ValueError(f"the plan has {len(packed):,} bytes when packed; a file holds at most {_MAX_PACKED:,}")
+    return packed
+
+
+def inflate(data: bytes) -> tuple[str, int]:
+    """Undo `deflate`, and count the bytes that follow; `ValueError` for anything else, as `unpack_plan`."""
+    unpacker = zlib.decompressobj(-15, zdict=_COMPACT_WORDS)
+    try:
+        text = unpacker.decompress(data, MAX_PLAN_BYTES + 1)
+        _check_size(text)
+        if not unpacker.eof:
+            raise ValueError("it is cut short")
+        return text.decode(), len(unpacker.unused_data)
     except (ValueError, zlib.error) as error:
         raise ValueError(f"its plan cannot be unpacked: {error}") from error
 

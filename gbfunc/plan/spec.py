@@ -15,7 +15,7 @@ from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.file_layout import file_header, stored_leaves
 from gbfunc.plan.serial import plan_from_json, plan_to_json
-from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
+from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan, dtype_name
 from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Params
 
@@ -218,7 +218,7 @@ def genome_file_bytes(plan: Plan, dtype: torch.dtype | None = None) -> int:
     Raises:
         ValueError: if the plan cannot be saved.
     """
-    stored = stored_leaves(plan.leaves, dtype)
+    stored = stored_leaves(plan.leaves, None if dtype is None else dtype_name(dtype))
     header = file_header(plan.to_json(), plan.leaves, stored)
     return len(header) + sum(x.nbytes for x in stored.values())
 

@@ -1,13 +1,15 @@
 """Checkpoints of a training: written in the background while it goes on, and the newest valid one to go on from.
 
 A checkpoint is one safetensors file: the state's tensors by name (`opt/leaves/direct/0.bias/exp_avg`), the plan's
-digest, what else the loop must know, and a SHA-256 over all of it. It appears by one rename.
+digest, the optimizer's options and schedule, what else the loop must know, and a SHA-256 over all of it. It appears by
+one rename.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -23,9 +25,10 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 
 from gbfunc.files import replace_file
-from gbfunc.parallel import Mesh, from_rank_0, gather_objects
+from gbfunc.parallel import Mesh, from_rank_0, gather_objects, text_of
 from gbfunc.plan import Plan
-from gbfunc.train import TrainStep
+from gbfunc.storage.packing import EXTRA, pack, unpack
+from gbfunc.train import ROLES, TrainStep
 from gbfunc.trees import compare_trees, flatten_tree, unflatten_tree
 from gbfunc.types import JSON, Params
 
@@ -36,6 +39,8 @@ except ImportError:  # Windows has no such locks: there, leftovers of killed pro
 
 _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+"""Options of `torch.optim` that say how an update is computed, not which."""
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.safetensors\.[0-9a-f]{16}")
 
@@ -91,10 +96,12 @@ class Checkpointer:
 
         Args:
             state: a `TrainState`; on many ranks, each gives its part.
-            extra: what else the loop must know to go on, as JSON: position in the data, states of generators, history.
+            extra: what else the loop must know to go on, rank 0's: position in the data, states of generators and of a
+                data loader (`loader.state_dict()`, which resumes within a pass), history. Numbers, texts, bytes,
+                tensors, None, and dicts, lists and tuples of them; a NamedTuple comes back as a tuple.
 
         Raises:
-            TypeError: if the state holds anything but tensors, or `extra` anything but JSON.
+            TypeError: if the state holds anything but tensors, or `extra` anything else.
             OSError: if the write before failed, on rank 0; this one is tried nevertheless.
             CollectiveError: if a rank is missing.
         """
@@ -103,7 +110,9 @@ class Checkpointer:
             return
         # A donated state is overwritten by the next step, and `extra` may be changed by the caller.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
-        about = {"plan": self._plan, "extra": json.dumps(dict(extra or {}))}
+        packed = json.dumps(pack(dict(extra or {}), tensors))
+        training = json.dumps(describe_training(self._train_step.settings, int(state.step)))
+        about = {"plan": self._plan, "training": training, "extra": packed}
         failure = self._pending and self._pending.exception()
         self._pending = self._writer.submit(self._write, int(state.step), tensors, about)
         if failure:
@@ -174,6 +183,7 @@ def load_checkpoint(
     like: Any,
     *,
     check: Callable[[JSON], None] = lambda extra: None,
+    changed: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """Read the newest valid checkpoint of a folder, or the one of a file; everything is checked.
 
@@ -186,6 +196,8 @@ def load_checkpoint(
         train_step: the step that trains.
         like: a state with the structure, shapes, dtypes and devices to restore, such as a fresh one.
         check: gets the `extra` of the checkpoint before all else is compared; raises ValueError to refuse it.
+        changed: allows another learning rate, schedule or length of it, other options of the optimizer or another norm
+            to clip to, and is told each of them, such as `"lr 0.1, now 0.05"`; None refuses them.
 
     Raises:
         FileNotFoundError: for a file that does not exist.
@@ -194,17 +206,36 @@ def load_checkpoint(
     """
     mesh, whole = train_step.mesh, train_step.gather(like)
     flat = flatten_tree(whole)
-    extra, file, skipped = _on_rank_0(mesh, lambda: _restore(Path(path), train_step.plan, flat, check))
-    if file is None:
-        return Checkpoint(like, {}, None, skipped)
+
+    def restore() -> tuple[_Restored, list[str]]:
+        found = _restore(Path(path), train_step.plan, flat, check)
+        differing = _differing(found.training, describe_training(train_step.settings, int(flat["step"])))
+        if differing and changed is None:
+            words = f"{found.path} is not a checkpoint to go on from: it was trained otherwise"
+            raise ValueError(f"{words} ({', '.join(differing)}); changed= allows that")
+        return found, differing
+
+    found, differing = _on_rank_0(mesh, restore)
+    if changed is not None:
+        for line in differing:
+            changed(line)
+    if found.path is None:
+        return Checkpoint(like, {}, None, found.skipped)
     restored = dict(zip(flat, from_rank_0(mesh, list(flat.values())), strict=True))
-    return Checkpoint(train_step.shard(unflatten_tree(restored, whole)), extra, file, skipped)
+    return Checkpoint(train_step.shard(unflatten_tree(restored, whole)), found.extra, found.path, found.skipped)
 
 
-def _restore(
-    path: Path, plan: Plan, flat: Params, check: Callable[[JSON], None]
-) -> tuple[JSON, Path | None, tuple[str, ...]]:
-    """Put the tensors of the newest valid checkpoint into `flat`: its extra, its file, and why others were skipped."""
+class _Restored(NamedTuple):
+    """What was found beside the state: what was saved with it, of which training, its file, and why not a newer one."""
+
+    extra: JSON
+    training: Mapping[str, str]
+    path: Path | None
+    skipped: tuple[str, ...]
+
+
+def _restore(path: Path, plan: Plan, flat: Params, check: Callable[[JSON], None]) -> _Restored:
+    """Put the tensors of the newest valid checkpoint into `flat`."""
     skipped: list[str] = []
     named = path.is_file() or _NAME.fullmatch(path.name)
     for file in [path] if named else _list_steps(path).values():
@@ -217,7 +248,8 @@ def _restore(
                 skipped.append(f"{file.name}: {error}")
                 continue
             # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
-            extra = _check_metadata(metadata, plan, check)
+            extra = _check_metadata(metadata, tensors, plan, check)
+            tensors = {name: x for name, x in tensors.items() if not name.startswith(EXTRA)}
             compare_trees(flat, tensors, "it was saved with another optimizer or p-net")
             for name, leaf in flat.items():
                 # What an optimizer's state is of, not a value that carries over.
@@ -228,15 +260,16 @@ def _restore(
         for name, leaf in flat.items():
             # In the layout of the leaf that is there: sums may depend on it in the last bit.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
-        return extra, file, tuple(skipped)
-    return {}, None, tuple(skipped)
+        # Older ones do not say of which training they are.
+        return _Restored(extra, json.loads(metadata.get("training", "{}")), file, tuple(skipped))
+    return _Restored({}, {}, None, tuple(skipped))
 
 
-def _check_metadata(metadata: dict[str, str], plan: Plan, check: Callable[[JSON], None]) -> JSON:
+def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check: Callable[[JSON], None]) -> JSON:
     """The extra of an intact file; ValueError for one of another format or plan, or one that `check` refuses."""
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
-    extra = json.loads(metadata["extra"])
+    extra = unpack(json.loads(metadata["extra"]), tensors)
     check(extra)
     saved, expected = json.loads(metadata["plan"]), _plan_summary(plan)
     if saved["sha256"] != expected.pop("sha256"):
@@ -254,6 +287,51 @@ def _plan_summary(plan: Plan) -> JSON:
         "ensembles": [e.name for e in plan.ensembles],
         "sha256": plan.digest(),
     }
+
+
+def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
+    """What decides the course of a training beside its plan, for the reader: the class of optimizer and its options.
+
+    A learning rate by step is described by its value at `step` and a digest of its values at many steps, so that the
+    same schedule of another length is another one.
+    """
+    if "cls" not in settings:
+        return {k: text_of(v) for k, v in settings.items()}  # An optimizer that torch_optimizer has not made.
+    by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}
+    default = {
+        k: p.default for k, p in inspect.signature(settings["cls"]).parameters.items() if p.default is not p.empty
+    }
+    every = {**default, **settings["options"], "lr": settings["lr"], **by_role, "clip_norm": settings["clip_norm"]}
+    every = {k: v for k, v in every.items() if k.rpartition(".")[2] not in _IMPLEMENTATIONS}
+    described = {k: _described(v, step) for k, v in every.items()}
+    return {"optimizer": settings["cls"].__name__, **described}
+
+
+def _described(x: Any, step: int) -> str:
+    if callable(x):
+        rate: Callable[[int], Any] = x
+        return f"{rate(step):.6g} at step {step:,} (schedule {_digest_of(rate)})"
+    return text_of(float(x) if isinstance(x, int) and not isinstance(x, bool) else x)
+
+
+def _digest_of(rate: Callable[[int], Any]) -> str:
+    """Of the values at steps up to a million, each 3 % further, as far as the schedule goes."""
+    values = []
+    with contextlib.suppress(Exception):
+        for step in sorted({round(1.03**i) - 1 for i in range(468)}):
+            values.append(f"{rate(step):.6g}")
+    return hashlib.sha256(" ".join(values).encode()).hexdigest()[:8]
+
+
+def _differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What two trainings differ in, a line each; an option that one of them does not know says nothing."""
+
+    def of(training: Mapping[str, str], name: str) -> str | None:
+        # A role's option is the one of all roles where it is not said.
+        return training.get(name, training.get(name.rpartition(".")[2]))
+
+    pairs = {name: (of(saved, name), of(now, name)) for name in {**saved, **now}}
+    return [f"{name} {a}, now {b}" for name, (a, b) in pairs.items() if a != b and None not in (a, b)]
 
 
 def _encode(tensors: Params, about: dict[str, str]) -> bytes:

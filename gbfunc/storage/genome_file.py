@@ -7,34 +7,43 @@ absurd sizes gives a `ValueError`, and nothing is loaded.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome
-from gbfunc.plan import DTYPES, STORED_DTYPES, Plan
+from gbfunc.plan import DTYPES, STORED_DTYPES, Plan, StoredDtype, stored_name
 from gbfunc.plan.file_layout import (
     FORMAT,
     MAX_HEADER_BYTES,
     MAX_LEAVES,
     file_header,
     file_parts,
-    stored_dtype,
     stored_leaves,
     unpack_plan,
 )
+from gbfunc.plan.rounding import BITS
 from gbfunc.plan.slots import dtype_name
+from gbfunc.storage import compact
+from gbfunc.storage.compact import Compact
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 
-def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: torch.dtype | None = None) -> int:
+def save(
+    path: str | os.PathLike[str],
+    plan: Plan,
+    genome: GenomeLike,
+    dtype: StoredDtype | None = None,
+    metadata: Any = None,
+) -> int:
     """Write a genome with its plan: all that is needed to build the p-net's weights again.
 
     The file appears whole or not at all (temporary file, fsync, rename).
@@ -43,31 +52,36 @@ def save(path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: to
         path: where to; a file that is there is replaced.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
-        dtype: `torch.float16` or `torch.bfloat16` stores g-nets and direct parameters of a wider dtype in this one,
-            each rounded to the nearest; buffers stay as they are. `load` gives the plan's dtypes back.
+        dtype: `"float16"` or `"bfloat16"` (or torch's dtypes) stores g-nets and direct parameters of a wider dtype in
+            this one, each rounded to the nearest; `"int2"` to `"int8"` in codes of so many bits, with a scale and a
+            zero point for each row, tile or leaf, and direct vectors in float16. Buffers stay as they are. `load`
+            gives the plan's dtypes back. `make_train_step(rounding=)` trains what such a file will hold.
+        metadata: anything that is JSON, such as names of classes; `load_metadata` reads it back.
 
     Returns:
         Bytes written; the same genome gives the same bytes.
 
     Raises:
         ValueError: if the genome does not fit the plan, holds values that are not finite or too large for `dtype`,
-            or if the plan is longer than a file may hold.
+            if metadata is not JSON, or if it or the plan is longer than a file may hold.
         OSError: if the file cannot be written; what was there before is intact.
     """
-    if dtype is not None and dtype not in STORED_DTYPES.values():
-        raise ValueError(f"dtype must be None or one of {', '.join(map(str, STORED_DTYPES.values()))}, got {dtype!r}")
+    name = None if dtype is None else stored_name(dtype)
     check_genome(plan, genome, buffers=False)
     flat = {k: x.detach().cpu() for k, x in flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers)).items()}
     compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")
-    stored = stored_leaves(flat, dtype)
-    for name, leaf in stored.items():
-        if leaf.dtype != flat[name].dtype and not bool(torch.isfinite(leaf).all()):
-            raise ValueError(f"{name!r} holds {float(flat[name].abs().max()):g}, too large a number for {dtype}")
-    text = plan.to_json()
-    tensors = {name: torch.cat(parts) for name, parts in file_parts(stored).items()}
-    header = file_header(text, flat, stored, _digest(text, tensors))
-    data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
+    stored = stored_leaves(flat, name)
+    for key, leaf in stored.items():
+        if leaf.dtype != flat[key].dtype and not bool(torch.isfinite(leaf).all()):
+            raise ValueError(f"{key!r} holds {float(flat[key].abs().max()):g}, too large a number for {leaf.dtype}")
+    document = _document(plan, metadata)
+    if name in BITS:
+        data = compact.pack(document, flat, BITS[name])
+    else:
+        tensors = {key: torch.cat(parts) for key, parts in file_parts(stored).items()}
+        header = file_header(document, flat, stored, _digest(document, tensors))
+        data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)
     return len(data)
 
@@ -89,19 +103,62 @@ def load(
         FileNotFoundError: if there is nothing at `path`.
         ValueError: if what is there is not a valid genome, saying what is wrong.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"no genome file at {os.fspath(path)!r}")
-    try:
-        plan, flat = _read(Path(path), factories, max_pnet_bytes)
-    except (SafetensorError, ValueError, OSError, MemoryError, RuntimeError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {error}") from error
+
+    def read() -> tuple[Plan, Params]:
+        held = _open(Path(path))
+        plan = Plan.from_json(held.document, tuple(factories))
+        _check_sizes(plan, max_pnet_bytes, held.held(plan))
+        flat = held.leaves(plan)
+        _check_values(flat, "it")
+        return plan, flat
+
+    plan, flat = _read(path, read)
     gnets = {e.name: {k: flat[f"gnets/{e.name}/{k}"] for k in e.leaves} for e in plan.ensembles if e.leaves}
     direct = {t.name: flat[f"direct/{t.name}"] for t in plan.direct}
     return plan, Genome(gnets, direct, {b.name: flat[f"buffers/{b.name}"] for b in plan.buffers})
 
 
-def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: int) -> tuple[Plan, Params]:
-    """The plan and all leaves of a file."""
+def load_metadata(path: str | os.PathLike[str]) -> Any:
+    """The metadata of a genome's file, None where it has none; raises as `load`."""
+
+    def read() -> Any:
+        try:
+            return json.loads(_open(Path(path)).document).get("metadata")
+        except (AttributeError, RecursionError) as error:
+            raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
+
+    return _read(path, read)
+
+
+def _read(path: str | os.PathLike[str], read: Callable[[], Any]) -> Any:
+    """What `read` gives; whatever is wrong with the file is a `ValueError`."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no genome file at {os.fspath(path)!r}")
+    try:
+        return read()
+    except (SafetensorError, ValueError, OSError, MemoryError, RuntimeError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {error}") from error
+
+
+def is_genome_header(metadata: Mapping[str, str] | None, keys: Collection[str]) -> bool:
+    """Whether a safetensors file with this metadata and these tensors says that it is a genome."""
+    return compact.FORMAT in keys or {"plan", "format"} <= (metadata or {}).keys()
+
+
+def _document(plan: Plan, metadata: Any) -> str:
+    """The plan's JSON, with the metadata as one more entry, which a plan does not read."""
+    text = plan.to_json()
+    if metadata is None:
+        return text
+    try:
+        words = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"metadata must be JSON: {error}") from error
+    return f'{text[:-1]},"metadata":{words}}}'
+
+
+def _open(path: Path) -> Compact | _Plain:
+    """What a file holds, with its document unpacked."""
     if not path.is_file():
         raise ValueError("it is not a file")
     with path.open("rb") as file:
@@ -109,35 +166,54 @@ def _read(path: Path, factories: Sequence[Callable[..., Any]], max_pnet_bytes: i
             raise ValueError(f"its header has {size:,} bytes, over the limit of {MAX_HEADER_BYTES:,}")
     with safe_open(path, framework="pt", device="cpu") as file:
         metadata = file.metadata() or {}
-        if "plan" not in metadata or "format" not in metadata:
+        # Copies: what safetensors returns is the mapped file, which others may change.
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
+    return Compact.open(tensors) if compact.FORMAT in tensors else _Plain.open(metadata, tensors)
+
+
+class _Plain(NamedTuple):
+    """What a file holds of which every tensor [n] is of a dtype: the document and, unread, these tensors.
+
+    `dtype` is that of trained leaves, where it is not the plan's; `digest` is what the file says.
+    """
+
+    document: str
+    dtype: str | None
+    digest: str
+    tensors: Params
+
+    @staticmethod
+    def open(metadata: Mapping[str, str], tensors: Params) -> _Plain:
+        """Read a file's header; `ValueError` for that of another one."""
+        if not is_genome_header(metadata, ()):
             raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
         if metadata["format"] != FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
         if (name := metadata.get("numbers")) is not None and name not in STORED_DTYPES:
             raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
-        dtype = None if name is None else STORED_DTYPES[name]
-        text = unpack_plan(metadata["plan"])
-        plan = Plan.from_json(text, tuple(factories))
-        held = {key: math.prod(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        _check_sizes(plan, max_pnet_bytes, held.get(dtype_name(stored_dtype(plan.dtype, dtype)), 0))
-        # Copies: what safetensors returns is the mapped file, which others may change.
-        tensors = {key: file.get_tensor(key).clone() for key in held}
-    stored = stored_leaves(plan.leaves, dtype)
-    parts = file_parts(stored)
-    lengths = {key: [part.numel() for part in parts[key]] for key in parts}
-    expected = {key: TensorSpec((sum(lengths[key]),), DTYPES[key]) for key in parts}
-    compare_trees(expected, tensors, "its tensors are not those of its plan")
-    if _digest(text, tensors) != metadata.get("sha256"):
-        raise ValueError("its digest does not fit its content: the file is damaged")
-    pieces = {key: iter(tensors[key].split(lengths[key])) for key in parts}
-    flat = {
-        # A copy, so that no leaf keeps the memory of all others.
-        name: next(pieces[dtype_name(like.dtype)]).reshape(like.shape).to(plan.leaves[name].dtype, copy=True)
-        for name, like in sorted(stored.items())
-    }
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-        _check_values(flat, "it")
-    return plan, flat
+        return _Plain(unpack_plan(metadata["plan"]), name, metadata.get("sha256", ""), tensors)
+
+    def held(self, plan: Plan) -> int:
+        """The most parameters of g-nets that it can hold."""
+        stored = stored_leaves({"": torch.empty(0, dtype=plan.dtype)}, self.dtype)[""]
+        tensor = self.tensors.get(dtype_name(stored.dtype))
+        return 0 if tensor is None else tensor.numel()
+
+    def leaves(self, plan: Plan) -> Params:
+        """The leaves of its plan; `ValueError` if it holds others."""
+        stored = stored_leaves(plan.leaves, self.dtype)
+        parts = file_parts(stored)
+        lengths = {key: [part.numel() for part in parts[key]] for key in parts}
+        expected = {key: TensorSpec((sum(lengths[key]),), DTYPES[key]) for key in parts}
+        compare_trees(expected, self.tensors, "its tensors are not those of its plan")
+        if _digest(self.document, self.tensors) != self.digest:
+            raise ValueError("its digest does not fit its content: the file is damaged")
+        pieces = {key: iter(self.tensors[key].split(lengths[key])) for key in parts}
+        return {
+            # A copy, so that no leaf keeps the memory of all others.
+            name: next(pieces[dtype_name(like.dtype)]).reshape(like.shape).to(plan.leaves[name].dtype, copy=True)
+            for name, like in sorted(stored.items())
+        }
 
 
 def _digest(plan_json: str, tensors: TensorMap) -> str:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,7 +58,9 @@ class Metric(NamedTuple):
 
 def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     """Learning rate by step: up to `lr` in the recipe's warm-up, then down to nearly nothing."""
-    return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=recipe.warmup)
+    # A warm-up of exactly one step divides by zero there.
+    warmup = 1.5 / steps if math.isclose(recipe.warmup * steps, 1) and steps > 1 else recipe.warmup
+    return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=warmup)
 
 
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
@@ -68,6 +73,22 @@ def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float
     return schedule
 
 
+def cosine(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
+    """Learning rate by step: from `lr` down to nothing, by half a period of a cosine."""
+    return torch_schedule(torch.optim.lr_scheduler.CosineAnnealingLR, lr, steps, T_max=steps)
+
+
+def constant_rate(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
+    """Learning rate by step: always `lr`."""
+    return lambda step: lr
+
+
+SCHEDULES: Mapping[str, Callable[[Recipe, float, int], Callable[[int], float]]] = MappingProxyType(
+    {"one_cycle": one_cycle, "linear": linear_decay, "cosine": cosine, "constant": constant_rate}
+)
+"""Schedules of a recipe by their names on the command line."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Settings that train a genome of a given size well, chosen on validation data.
@@ -76,12 +97,15 @@ class Recipe:
         lr: peak learning rate of the g-nets.
         direct_lr: peak learning rate of direct parameters; None for the same.
         dense_lr: peak learning rate of a dense net of the same task.
-        betas: of Adam.
-        eps: of Adam.
+        optimizer: class.
+        betas: of Adam and classes like it.
+        eps: of those.
+        weight_decay: of the class; None for its default.
+        optimizer_config: other options of the class.
         batch_size: examples per step.
         epochs: passes over the training split.
         steps: steps in all, in place of `epochs`; None for whole passes.
-        measure_every: steps from one validation to the next; None for a pass.
+        measure_every: steps from one validation to the next, or the steps after which to validate; None for a pass.
         augment: changes the inputs of a training batch.
         clip_norm: largest norm of the gradient.
         warmup: part of the steps in which the learning rate rises.
@@ -91,16 +115,31 @@ class Recipe:
     lr: float = 2e-2
     direct_lr: float | None = None
     dense_lr: float = 1e-3
+    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
+    weight_decay: float | None = None
+    optimizer_config: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 128
     epochs: int = 10
     steps: int | None = None
-    measure_every: int | None = None
+    measure_every: int | tuple[int, ...] | None = None
     augment: Augment | None = None
     clip_norm: float | None = None
     warmup: float = 0.1
     schedule: Callable[[Recipe, float, int], Callable[[int], float]] = one_cycle
+
+    @property
+    def schedule_name(self) -> str | None:
+        """Name of the schedule in `SCHEDULES`; None for one that is a task's."""
+        return next((name for name, schedule in SCHEDULES.items() if schedule is self.schedule), None)
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """All options of the optimizer's class but the learning rate."""
+        adam = {"betas": self.betas, "eps": self.eps} if "betas" in signature(self.optimizer).parameters else {}
+        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        return adam | decay | dict(self.optimizer_config)
 
 
 LossFn = Callable[[Net, Any], tuple[Tensor, dict[str, Tensor]]]
@@ -171,6 +210,14 @@ def text_metrics(net: Net, text: Windows) -> dict[str, float]:
     return {"loss": loss, "bits_per_char": loss / math.log(2) * len(text.tokens) / text.chars}
 
 
+def scaling(mean: Any, std: Any) -> dict[str, Any]:
+    """Mean and deviation of pixels for `Task.about`, in six digits; of channels [C, 1, 1] as lists."""
+    return {
+        name: [float(f"{x:.6g}") for x in np.ravel(value)] if np.ndim(value) else float(f"{value:.6g}")
+        for name, value in (("mean", mean), ("std", std))
+    }
+
+
 ACCURACY = (Metric("accuracy"),)
 LOSS = (Metric("loss", "nats", higher_is_better=False), Metric("bits_per_char", "bits", higher_is_better=False))
 
@@ -198,6 +245,8 @@ class Task:
             is the network as it is at that moment.
         resumable: whether batches can be drawn again, so that a training can go on from a checkpoint.
         counts: what else to count after so many steps, for a row of the history.
+        about: what else a genome's file says: `mean` and `std` of pixels, by channel if need be, the largest one where
+            that is not 255 (`white`), and names of `classes`.
         facts: what else to say of the task and of a training, from its history (which may be empty).
     """
 
@@ -218,6 +267,7 @@ class Task:
     decode: Callable[[list[int]], str] | None = None
     batches: Batches = example_batches
     resumable: bool = True
+    about: Mapping[str, Any] = field(default_factory=dict)
     counts: Callable[[int], Mapping[str, float]] = lambda steps: {}
     facts: Callable[[History], Mapping[str, Any]] = lambda history: {}
 

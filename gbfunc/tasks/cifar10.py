@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gbfunc.tasks.base import Recipe, Task
+from gbfunc.tasks.base import Recipe, Task, scaling
 from gbfunc.tasks.data import Split, flip_and_crop, hold_out
 from gbfunc.tasks.pnets import PNETS, Interface
 
 SPLIT_SEED = 0
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _VAL_PART = 10
 _MAX_UNPACKED = 1 << 30
 _SHAPE = (3, 32, 32)
@@ -65,6 +66,7 @@ def cifar10(data_dir: Path | None = None) -> Task:
         pnet=PNETS["allconv"](interface),
         settings=lambda pnet, genome_params: recipe,
         genome_params=14_958,
+        about=scaling(mean_C, std_C) | {"classes": list(CLASSES)},
     )
 
 

@@ -3,13 +3,13 @@
 A pass over what it learns from is one rollout: the network acts as it is then, and its transitions are gone through a
 few times. The validation and test splits are fixed episodes, in which the greedy policy acts.
 
-Suffixes: T steps of a rollout, N environments, B transitions, O numbers of an observation, P numbers that describe a
-policy.
+Suffixes: T steps of a rollout, N environments, B transitions (or sequences), O numbers of an observation (or channels,
+rows and columns of an image), P numbers that describe a policy, M numbers of a memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from types import MappingProxyType
@@ -21,12 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gbfunc.tasks.base import History, Metric, Recipe, Task
-from gbfunc.tasks.pnets import PNETS, Interface
+from gbfunc.tasks.pnets import PNETS, Interface, PNet
 from gbfunc.tasks.pnets.base import seeded
 from gbfunc.tasks.ppo import PolicyValue, Settings, Transitions, gae, policy, ppo_loss
 
-EPISODES = 100
-"""Episodes of an evaluation: what gymnasium's "solved" is a mean over."""
+EPISODES, IMAGE_EPISODES = 100, 10
+"""Episodes of an evaluation: what gymnasium's "solved" is a mean over, and fewer of them where networks see images."""
+
+ATARI, _ATARI_FRAMES = "ALE/", 5 * 60 * 60
+"""What the names of Atari's games begin with, and frames of an episode."""
 
 # Streams of random numbers that one seed gives, so that evaluations never see an episode of training.
 _RESETS, _ORDER, _ACTIONS, _CHECKS, _FINAL = range(5)
@@ -37,43 +40,85 @@ class Environment(NamedTuple):
 
     Attributes:
         id: its name in gymnasium's registry.
-        n_obs: numbers of an observation, O.
+        inputs: shape of what the network sees: (numbers,), or (channels, rows, columns).
         n_actions: choices, or numbers of an action.
         discrete: whether an action is one of so many choices.
         threshold: mean return at which gymnasium calls it solved; None where it does not say.
+        observed: the numbers of an observation that the network sees; None for all.
+        channels_last: whether the environment's images have their channels last.
     """
 
     id: str
-    n_obs: int
+    inputs: tuple[int, ...]
     n_actions: int
     discrete: bool
     threshold: float | None
+    observed: tuple[int, ...] | None = None
+    channels_last: bool = False
+
+    @property
+    def episodes(self) -> int:
+        """Episodes of an evaluation."""
+        return EPISODES if len(self.inputs) == 1 else IMAGE_EPISODES
+
+    def seen(self, obs: NDArray[Any]) -> Tensor:
+        """What the network sees of observations [..., O]: float32, or uint8 for images that are, channels first."""
+        # A copy: an environment may write the next observation into the same memory.
+        x = torch.from_numpy(np.array(obs if self.observed is None else obs[..., self.observed]))
+        x = x.movedim(-1, -3) if self.channels_last else x
+        return x if x.dtype == torch.uint8 else x.to(torch.float32)
+
+    def reset(self, envs: Any, seed: int) -> Tensor:
+        """Start environments from a seed: what the network sees first."""
+        # ALE takes seeds of 31 bits, and one more for each environment.
+        return self.seen(envs.reset(seed=seed % 2**30 if self.id.startswith(ATARI) else seed)[0])
 
 
-def find_environment(env_id: str) -> Environment:
-    """Look up an environment with observations that are vectors, and actions that are choices or vectors.
+def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Environment:
+    """Look up an environment with observations that are vectors or images, and actions that are choices or vectors.
+
+    Args:
+        env_id: its name.
+        observed: the numbers of an observation that the network sees; None for all.
 
     Raises:
         ImportError: if gymnasium, or what it needs for this environment, is missing.
-        ValueError: if there is no such environment, or if its spaces are others.
+        ValueError: if there is no such environment, if its spaces are others, or if it has no such numbers.
     """
     envs = make_envs(env_id, 1)
-    from gymnasium.spaces import Box, Discrete
+    from gymnasium.spaces import Box
 
     seen, done = envs.single_observation_space, envs.single_action_space
     threshold = envs.spec.reward_threshold if envs.spec else None
     envs.close()
-    if isinstance(seen, Box) and len(seen.shape) == 1:
-        if isinstance(done, Discrete) and int(done.start) == 0:
-            return Environment(env_id, seen.shape[0], int(done.n), True, threshold)
-        if isinstance(done, Box) and len(done.shape) == 1:
-            return Environment(env_id, seen.shape[0], done.shape[0], False, threshold)
-    raise ValueError(f"environment {env_id!r} must have vectors as observations, and choices from 0 or vectors as "
-                     f"actions, got {seen} and {done}")  # fmt: skip
+    actions, shape = _actions(done), tuple[int, ...](seen.shape if isinstance(seen, Box) else ())
+    if actions is None or len(shape) not in (1, 3):
+        raise ValueError(f"environment {env_id!r} must have vectors or images as observations, and choices from 0 or "
+                         f"vectors as actions, got {seen} and {done}")  # fmt: skip
+    last = len(shape) == 3 and shape[-1] < shape[0]
+    if observed is not None:
+        if len(shape) != 1 or not observed or not all(type(i) is int and 0 <= i < shape[0] for i in observed):
+            raise ValueError(f"observed must name some of the numbers 0 to n - 1 of a vector of n, got {observed!r} "
+                             f"and observations of shape {shape}")  # fmt: skip
+        shape, observed = (len(observed),), tuple(observed)
+    inputs = (shape[-1], *shape[:-1]) if last else shape
+    return Environment(env_id, inputs, *actions, threshold, observed, last)
+
+
+def _actions(space: Any) -> tuple[int, bool] | None:
+    """Number of choices and True, or numbers of a vector and False; None for other actions."""
+    from gymnasium.spaces import Box, Discrete
+
+    if isinstance(space, Discrete) and int(space.start) == 0:
+        return int(space.n), True
+    return (space.shape[0], False) if isinstance(space, Box) and len(space.shape) == 1 else None
 
 
 def make_envs(env_id: str, n: int) -> Any:
     """`n` environments as one `gymnasium.vector.VectorEnv`, each started anew by the step after its last one.
+
+    Atari's games (`ALE/...`) are those of ale-py, whose package holds their ROMs: four frames of 84 x 84 in grey,
+    rewards as the games give them, and five minutes at most (Mnih et al., 2015).
 
     Raises:
         ImportError: if gymnasium, or what it needs for this environment, is missing.
@@ -83,8 +128,16 @@ def make_envs(env_id: str, n: int) -> Any:
         import gymnasium
     except ImportError as error:
         raise ImportError("the control task needs gymnasium: pip install 'gbfunc[control]'") from error
+    options: dict[str, Any] = {}
+    if env_id.startswith(ATARI):
+        try:
+            import ale_py
+        except ImportError as error:
+            raise ImportError("Atari's games need ale-py: pip install 'gbfunc[atari]'") from error
+        gymnasium.register_envs(ale_py)
+        options = {"reward_clipping": False, "max_num_frames_per_episode": _ATARI_FRAMES}
     try:
-        envs = gymnasium.make_vec(env_id, num_envs=n)
+        envs = gymnasium.make_vec(env_id, num_envs=n, **options)
     except gymnasium.error.DependencyNotInstalled as error:
         raise ImportError(f"environment {env_id!r} needs more packages: {error}") from error
     except gymnasium.error.Error as error:
@@ -114,10 +167,13 @@ SETTINGS: Mapping[str, Settings] = MappingProxyType(
 )
 """Settings by environment, chosen on seeds 100 to 102, which no reported result uses."""
 
+_ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_signs=True, eval_every=50)
+"""CleanRL's (`ppo_atari.py`) but for the genome's rate, which is ten times theirs; not tried at length."""
+
 
 def control_settings(env_id: str) -> Settings:
     """Settings that train well in an environment; PPO's defaults where nothing is known of it."""
-    return SETTINGS.get(env_id, Settings())
+    return SETTINGS.get(env_id, _ATARI_SETTINGS if env_id.startswith(ATARI) else Settings())
 
 
 @dataclass(frozen=True)
@@ -143,19 +199,21 @@ class Episodes:
 
     env: Environment
     seed: int
-    number: int = EPISODES
+    number: int
 
     def to(self, device: torch.device | str) -> Episodes:
         """The same: environments are on the CPU."""
         return self
 
 
-def control(env: str = "CartPole-v1", env_steps: int | None = None) -> Task:
+def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Sequence[int] | None = None) -> Task:
     """The task of acting well in an environment of gymnasium's.
 
     Args:
         env: its name.
         env_steps: length of the training, in steps of all environments together; None for what is known to be good.
+        observed: the numbers of an observation that the network sees, such as [0, 2] for CartPole without velocities,
+            which only a network with a memory can balance; None for all.
 
     Raises:
         ImportError: if gymnasium, or what it needs for this environment, is missing.
@@ -167,7 +225,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None) -> Task:
         if type(env_steps) is not int or env_steps < size:
             raise ValueError(f"env_steps must be at least one rollout, {size:,} steps, got {env_steps!r}")
         settings = replace(settings, env_steps=env_steps)
-    return control_task(find_environment(env), settings)
+    return control_task(find_environment(env, observed), settings)
 
 
 def control_task(env: Environment, settings: Settings) -> Task:
@@ -176,7 +234,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
     The learning rate falls linearly to zero, from rollout to rollout. A seed decides the environments, the actions and
     the order of transitions.
     """
-    interface = Interface((env.n_obs,), env.n_actions, actions="choice" if env.discrete else "vector")
+    interface = Interface(env.inputs, env.n_actions, actions="choice" if env.discrete else "vector")
     size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
     recipe = Recipe(
         lr=settings.lr,
@@ -196,7 +254,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
     def facts(history: History) -> dict[str, Any]:
         limit = env.threshold
         solved = (row["env_steps"] for row in history if limit is not None and row["val_mean_return"] >= limit)
-        known = {"env": env.id, "episodes": EPISODES, "threshold": limit}
+        known = {"env": env.id, "episodes": env.episodes, "threshold": limit}
         trained = history[-1]["env_steps"] if history else None
         return known | {"env_steps": trained, "env_steps_to_solve": next(solved, None)}
 
@@ -204,10 +262,9 @@ def control_task(env: Environment, settings: Settings) -> Task:
         name="control",
         interface=interface,
         train=Rollouts(env, settings),
-        val=Episodes(env, stream(0, _CHECKS)),
-        test=Episodes(env, stream(0, _FINAL)),
-        # Left and right are alike in CartPole.
-        pnet=PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1"),
+        val=Episodes(env, stream(0, _CHECKS), env.episodes),
+        test=Episodes(env, stream(0, _FINAL), env.episodes),
+        pnet=_pnet(env, interface),
         settings=lambda pnet, genome_params: recipe,
         compression=10.0,
         loss=lambda net, batch: ppo_loss(net, batch, settings, env.discrete),
@@ -220,73 +277,135 @@ def control_task(env: Environment, settings: Settings) -> Task:
     )
 
 
+def _pnet(env: Environment, interface: Interface) -> PNet:
+    """The p-net, unless another is named."""
+    if len(env.inputs) == 3:
+        return PNETS["conv_actor_critic"](interface)
+    # Left and right are alike in CartPole.
+    return PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1")
+
+
 def rollout_batches(
     place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
 ) -> Iterator[Transitions]:
-    """Minibatches of one rollout after the other; the seed of the generator names the streams of random numbers."""
+    """Minibatches of one rollout after the other; the seed of the generator names the streams of random numbers.
+
+    A network with a memory gets whole sequences: of some of the environments in each minibatch.
+
+    Raises:
+        ValueError: for a network with a memory whose minibatches are no whole sequences.
+    """
     settings, seed = place.settings, generator.initial_seed()
-    size, used = settings.n_envs * settings.horizon, len(place) // recipe.batch_size * recipe.batch_size
+    first = net()
+    rows, per_batch = settings.n_envs * settings.horizon, recipe.batch_size
+    memory = _blank(first, settings.n_envs)
+    if memory is not None:
+        if per_batch % settings.horizon:
+            words = f"whole sequences of {settings.horizon} steps in each minibatch"
+            raise ValueError(f"a network with a memory needs {words}, got minibatches of {per_batch} steps")
+        rows, per_batch = settings.n_envs, per_batch // settings.horizon
+    used = len(place) // recipe.batch_size * per_batch
     envs = make_envs(place.env.id, settings.n_envs)
     try:
-        front = _Front(envs.reset(seed=stream(seed, _RESETS))[0], np.zeros(settings.n_envs, bool))
+        obs = place.env.reset(envs, stream(seed, _RESETS))
+        front = _Front(obs, np.zeros(settings.n_envs, bool), np.ones(settings.n_envs, bool), memory)
         order = torch.Generator().manual_seed(stream(seed, _ORDER))
         for rollout in count(1):
             with seeded(stream(seed, _ACTIONS, rollout)):
-                data, front = _rollout(envs, net(), front, settings, place.env.discrete)
-            index = torch.cat([torch.randperm(size, generator=order) for _ in range(settings.epochs)])
-            for index_B in index[:used].split(recipe.batch_size):
-                yield Transitions(*(x[index_B] for x in data))
+                data, front = _rollout(envs, first if rollout == 1 else net(), front, place)
+            index = torch.cat([torch.randperm(rows, generator=order) for _ in range(settings.epochs)])
+            for index_B in index[:used].split(per_batch):
+                yield Transitions._make(None if x is None else x[index_B] for x in data)
     finally:
         envs.close()
 
 
 class _Front(NamedTuple):
-    """Where the environments of training stand: observations [N, O], and whether the next step only restarts [N]."""
+    """Where the environments of training stand.
 
-    obs: NDArray[Any]
+    Attributes:
+        obs: observations [N, O].
+        restarts: whether the next step only restarts [N].
+        starts: whether the observations are the first of their episodes [N].
+        memory: what the network has kept of the steps before, for one with a memory [N, M].
+    """
+
+    obs: Tensor
     restarts: NDArray[np.bool_]
+    starts: NDArray[np.bool_]
+    memory: Tensor | None
+
+
+def _blank(net: PolicyValue, n: int) -> Tensor | None:
+    """The memory of a network in `n` environments at their start; None for a network without one."""
+    size = getattr(net, "memory", None)
+    return torch.zeros(n, size) if isinstance(size, int) else None
+
+
+def _play(
+    net: PolicyValue, obs_TNO: Tensor, starts_TN: Tensor, memory_NM: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The policy's numbers [T, N, P], values [T, N] and the memory after some steps."""
+    if memory_NM is None:
+        numbers, values = net(obs_TNO.flatten(0, 1))
+        return numbers.unflatten(0, obs_TNO.shape[:2]), values.unflatten(0, obs_TNO.shape[:2]), None
+    numbers, values, memory_NM = net(obs_TNO.transpose(0, 1), starts_TN.transpose(0, 1), memory_NM)
+    return numbers.transpose(0, 1), values.transpose(0, 1), memory_NM
 
 
 @torch.no_grad()
-def _rollout(envs: Any, net: PolicyValue, front: _Front, settings: Settings, discrete: bool) -> tuple[Any, _Front]:
-    """Act for T steps in N environments: T * N transitions, and where the environments stand then."""
-    obs, restarts, rows = [front.obs], [front.restarts], []
+def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tuple[Transitions, _Front]:
+    """Act for T steps in N environments: T * N transitions, or N sequences, and where the environments stand then."""
+    settings, discrete = place.settings, place.env.discrete
+    obs, restarts, starts, steps, memory = [front.obs], [front.restarts], [front.starts], [], front.memory
     for _ in range(settings.horizon):
-        actions = policy(net(torch.as_tensor(obs[-1], dtype=torch.float32))[0], discrete).sample()
+        numbers, _, memory = _play(net, obs[-1][None], torch.as_tensor(starts[-1])[None], memory)
+        actions = policy(numbers[0], discrete).sample()
         obs_NO, *row = step_envs(envs, actions)
-        obs.append(obs_NO)
+        obs.append(place.env.seen(obs_NO))
+        starts.append(restarts[-1])
         restarts.append(row[1] | row[2])
-        rows.append((actions, *map(torch.as_tensor, row)))
-    actions_TN, rewards_TN, terminated_TN, truncated_TN = map(torch.stack, zip(*rows, strict=True))
-    obs_TNO = torch.as_tensor(np.stack(obs), dtype=torch.float32)
-    numbers, values = net(obs_TNO.flatten(0, 1))
-    values_TN, actions_B = values.unflatten(0, obs_TNO.shape[:2]), actions_TN.flatten(0, 1)
-    rewards_TN = rewards_TN.float() * settings.reward_scale
+        steps.append((actions, *map(torch.as_tensor, row)))
+    actions_TN, rewards_TN, terminated_TN, truncated_TN = map(torch.stack, zip(*steps, strict=True))
+    obs_TNO, starts_TN = torch.stack(obs), torch.as_tensor(np.stack(starts))
+    numbers_TNP, values_TN, _ = _play(net, obs_TNO, starts_TN, front.memory)
+    rewards_TN = (rewards_TN.sign() if settings.reward_signs else rewards_TN).float() * settings.reward_scale
     advantages_TN = gae(rewards_TN, values_TN, terminated_TN, truncated_TN, settings.gamma, settings.lam)
+
+    def rows(x_TN: Tensor) -> Tensor:
+        return x_TN.flatten(0, 1) if front.memory is None else x_TN.transpose(0, 1)
+
     data = Transitions(
-        obs=obs_TNO[:-1].flatten(0, 1),
-        actions=actions_B,
-        log_probs=policy(numbers[: len(actions_B)], discrete).log_prob(actions_B),
-        advantages=advantages_TN.flatten(),
-        returns=(advantages_TN + values_TN[:-1]).flatten(),
-        values=values_TN[:-1].flatten(),
-        valid=torch.as_tensor(~np.stack(restarts[:-1]), dtype=torch.float32).flatten(),
+        obs=rows(obs_TNO[:-1]),
+        actions=rows(actions_TN),
+        log_probs=rows(policy(numbers_TNP[:-1], discrete).log_prob(actions_TN)),
+        advantages=rows(advantages_TN),
+        returns=rows(advantages_TN + values_TN[:-1]),
+        values=rows(values_TN[:-1]),
+        valid=rows(torch.as_tensor(~np.stack(restarts[:-1]), dtype=torch.float32)),
+        starts=None if front.memory is None else rows(starts_TN[:-1]),
+        memory=front.memory,
     )
-    return data, _Front(obs[-1], restarts[-1])
+    return data, _Front(obs[-1], restarts[-1], starts[-1], memory)
 
 
 @torch.no_grad()
 def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
     """Undiscounted returns of the greedy policy (the likeliest choice, the mean action), one per episode."""
-    envs = make_envs(episodes.env.id, episodes.number)
-    obs_NO, _ = envs.reset(seed=episodes.seed)
-    returns_N, running_N = np.zeros(episodes.number), np.ones(episodes.number, dtype=bool)
+    env, number = episodes.env, episodes.number
+    envs = make_envs(env.id, number)
+    obs_NO = env.reset(envs, episodes.seed)
+    returns_N, running_N = np.zeros(number), np.ones(number, dtype=bool)
+    # What comes after an environment's first episode does not count, so that its memory needs no more starts.
+    memory, starts_1N = _blank(net, number), torch.ones(1, number, dtype=torch.bool)
     while running_N.any():
-        numbers_NP, _ = net(torch.as_tensor(obs_NO, dtype=torch.float32))
-        best = policy(numbers_NP, episodes.env.discrete).mode
-        obs_NO, rewards_N, terminated_N, truncated_N = step_envs(envs, best)
+        numbers_1NP, _, memory = _play(net, obs_NO[None], starts_1N, memory)
+        best = policy(numbers_1NP[0], env.discrete).mode
+        array_NO, rewards_N, terminated_N, truncated_N = step_envs(envs, best)
+        obs_NO = env.seen(array_NO)
         returns_N += rewards_N * running_N
         running_N &= ~(terminated_N | truncated_N)
+        starts_1N = torch.zeros_like(starts_1N)
     envs.close()
     return returns_N
 

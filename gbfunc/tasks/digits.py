@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gbfunc.tasks.base import Recipe, Task
+from gbfunc.tasks.base import Recipe, Task, scaling
 from gbfunc.tasks.data import Split, hold_out, noise
 from gbfunc.tasks.pnets import PNETS, Interface
 
@@ -46,4 +46,5 @@ def digits(data_dir: Path | None = None) -> Task:
         pnet=PNETS["mlp"](interface, hidden=(1100,), bandwidth=3.0),
         settings=lambda pnet, genome_params: recipe,
         genome_params=450,
+        about={**scaling(mean, std), "white": 16},
     )

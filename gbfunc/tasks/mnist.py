@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from gbfunc.tasks import data
-from gbfunc.tasks.base import Recipe, Task
+from gbfunc.tasks.base import Recipe, Task, scaling
 from gbfunc.tasks.data import Split, hold_out
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
 
 IMAGE_SHAPE = (28, 28)
 N_TRAIN, N_TEST, N_VAL = 60_000, 10_000, 5_000
 SPLIT_SEED = 0
+FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _SMALL = 1_000
 """Genomes of up to so many parameters take a high rate and little noise, which larger ones do not."""
 
@@ -130,6 +131,7 @@ def _task(name: str, data_dir: Path | None, noise: float | None, shift: float | 
         pnet=PNETS["mlp"](interface, hidden=(800,), bandwidth=6.0),
         settings=lambda pnet, genome_params: _recipe(pnet, genome_params, noise, shift, -mean / std),
         genome_params=1_973,
+        about=scaling(mean, std) | ({"classes": list(FASHION)} if name == "fashion-mnist" else {}),
     )
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-PolicyValue = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Observations [B, O] to the policy's numbers [B, P] and values [B]."""
+PolicyValue = Callable[..., tuple[Tensor, ...]]
+"""Observations [B, O] to the policy's numbers [B, P] and values [B]; with a memory, see `gbfunc.tasks.pnets.actors`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Settings:
         value: coefficient of the value loss.
         clip_norm: largest Euclidean norm of the gradient.
         reward_scale: what rewards are multiplied with for training; reported returns are the environment's.
+        reward_signs: train on the signs of rewards alone, as is usual for Atari.
         lr: learning rate of the genome at the start.
         dense_lr: learning rate of a dense net at the start.
         eval_every: updates from one evaluation to the next.
@@ -53,6 +54,7 @@ class Settings:
     value: float = 0.5
     clip_norm: float = 0.5
     reward_scale: float = 1.0
+    reward_signs: bool = False
     lr: float = 2.5e-3
     dense_lr: float = 2.5e-4
     eval_every: int = 4
@@ -71,6 +73,8 @@ class Settings:
 class Transitions(NamedTuple):
     """A minibatch, or a rollout to take minibatches from.
 
+    For a network with a memory, B stands for sequences in one environment each, and a second dimension T follows it.
+
     Attributes:
         obs: observations [B, O].
         actions: what was done: int64 [B], or float [B, A].
@@ -79,6 +83,8 @@ class Transitions(NamedTuple):
         returns: targets of the value [B].
         values: under the network that acted [B].
         valid: 1 where something was done, 0 where the environment only restarted [B].
+        starts: for a network with a memory, 1 where an episode starts [B, T].
+        memory: for a network with a memory, what it has at the beginning [B, M].
     """
 
     obs: Tensor
@@ -88,6 +94,8 @@ class Transitions(NamedTuple):
     returns: Tensor
     values: Tensor
     valid: Tensor
+    starts: Tensor | None = None
+    memory: Tensor | None = None
 
 
 def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:
@@ -145,7 +153,8 @@ def ppo_loss(
     # Bessel's correction, as Tensor.std has it.
     std = (mean(centred_B**2) * count / (count - 1).clamp(min=1.0)).sqrt()
     advantages_B = centred_B / (std + 1e-8)
-    numbers_BP, values_B = net(batch.obs)
+    remembered = () if batch.memory is None else (batch.starts, batch.memory)
+    numbers_BP, values_B, *_ = net(batch.obs, *remembered)
     actions = policy(numbers_BP, discrete)
     log_ratio_B = actions.log_prob(batch.actions) - batch.log_probs
     # What only restarted took no action of the policy: its ratio may be anything, infinity included.

@@ -41,7 +41,7 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
     """Language model of a text: the first 5 % test, the last 10 % validate, what is between them trains.
 
     Args:
-        data_dir: a text file in UTF-8, or a folder with one `.txt` file; None for the English of Python's help
+        data_dir: a text file in UTF-8, or a folder with some (see `read_text`); None for the English of Python's help
             (`pydoc_data.topics`).
         context: tokens that the model sees.
         vocabulary: byte-pair tokens, made from the training part; None for characters.
@@ -88,31 +88,41 @@ def python_help() -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file, or the only `.txt` file of a folder.
+    """Read a text file, or all `.txt` files under a folder as one text.
+
+    Files of a folder follow each other in the order of their paths below it, whatever the machine, each beginning on a
+    new line. Hidden files and folders are left out, and files without text.
 
     Raises:
         FileNotFoundError: if there is none.
-        ValueError: if a folder has several, or the file is too large, empty, not UTF-8 or has a NUL.
+        ValueError: if the text is too large or empty, or a file is not UTF-8 or has a NUL.
     """
-    if path.is_dir():
-        files = sorted(path.glob("*.txt"))
-        if not files:
-            raise FileNotFoundError(f"no .txt file in {path}")
-        if len(files) > 1:
-            names = ", ".join(p.name for p in files[:5])
-            raise ValueError(f"{path} has {len(files)} .txt files ({names}): name one of them")
-        (path,) = files
-    if not path.is_file():
+    files = _text_files(path) if path.is_dir() else [path]
+    if not path.exists():
         raise FileNotFoundError(f"no such text file or folder: {path}")
-    if (size := path.stat().st_size) > _MAX_BYTES:
+    if (size := sum(file.stat().st_size for file in files)) > _MAX_BYTES:
         raise ValueError(f"{path} has {size:,} bytes, a text may have {_MAX_BYTES:,}")
+    contents = [content for file in files if (content := _read_file(file)).strip()]
+    if not contents:
+        raise ValueError(f"{path} holds no text")
+    return "".join(c if c.endswith("\n") else f"{c}\n" for c in contents[:-1]) + contents[-1]
+
+
+def _text_files(folder: Path) -> list[Path]:
+    """All `.txt` files under a folder that are not hidden, in order of their paths."""
+    found = {file.relative_to(folder).parts: file for file in folder.rglob("*.txt") if file.is_file()}
+    files = [found[parts] for parts in sorted(found) if not any(part.startswith(".") for part in parts)]
+    if not files:
+        raise FileNotFoundError(f"no .txt file in {folder}")
+    return files
+
+
+def _read_file(path: Path) -> str:
     try:
         # Some editors write a mark of the byte order first, which is no character of the text.
         content = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text in UTF-8 (byte {error.start:,})") from error
-    if not content.strip():
-        raise ValueError(f"{path} holds no text")
     if "\0" in content:
         raise ValueError(f"{path} is damaged or no text: it has a NUL at character {content.index(chr(0)):,}")
     return content

@@ -156,7 +156,7 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
     if pretrained is None:
         tokens = _learned_tokens([learned.texts[i] for i in train], vocabulary or _VOCABULARY, max_tokens)
     else:
-        tokens = _pretrained_tokens(pretrained_folder(pretrained), max_tokens)
+        tokens = pretrained_tokens(pretrained, max_tokens)
     interface = Interface((max_tokens,), len(classes), vocabulary=tokens.size, pad=tokens.pad)
     splits = [
         _split([learned.texts[i] for i in part], torch.from_numpy(labels_N[part]), tokens) for part in (train, val)
@@ -175,6 +175,7 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
         compression=3.0,
         evaluate=_metrics,
         encode=tokens.encode,
+        about={"classes": classes},
     )
 
 
@@ -248,8 +249,9 @@ def _learned_tokens(source: list[str], vocabulary: int, max_tokens: int) -> Toke
     return Tokens(learned.size + 1, 0, lambda words: learned.encode(words)[:max_tokens] + 1)
 
 
-def _pretrained_tokens(folder: Path, max_tokens: int) -> Tokens:
-    """The tokens of a pretrained network."""
+def pretrained_tokens(pretrained: str, max_tokens: int) -> Tokens:
+    """The tokens of a pretrained network; raises as `texts`."""
+    folder = pretrained_folder(pretrained)
     try:
         import tokenizers
         import transformers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from inspect import signature
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.parallel import Placement
+from gbfunc.plan import StoredDtype, rounded
 from gbfunc.tasks.base import Net, Recipe, Task
 from gbfunc.tasks.data import steps_per_epoch
+from gbfunc.tasks.logs import OnLog
+from gbfunc.trees import flat_genome, like_genome
 
-_SECONDS_BETWEEN_REPORTS = 0.2
+_SECONDS_BETWEEN_REPORTS, _STEPS_BETWEEN_LOGS = 0.2, 10
 
 
 class Trainer(NamedTuple):
@@ -109,40 +113,48 @@ def genome_trainer(
     seed: int,
     mesh: gb.Mesh | None = None,
     placement: Placement | Literal["auto"] = "auto",
-    **split: Any,
+    rounding: StoredDtype | None = None,
+    **options: Any,
 ) -> Trainer:
-    """Train a genome with Adam, as a recipe says.
+    """Train a genome as a recipe says; with `rounding` as it is stored in such a dtype.
 
-    With a mesh of many ranks, each takes its share of every batch, and all must take every step; `split` says how the
-    p-net is split over them (`parallel`, `pipeline`, `microbatches` of `make_train_step`).
+    With a mesh of many ranks, each takes its share of every batch, and all must take every step; `options` are others
+    of `make_train_step`, such as how the p-net is split over ranks (`parallel`, `pipeline`, `microbatches`).
     """
     steps = total_steps(task, recipe)
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
     lr = recipe.schedule(recipe, recipe.lr, steps)
-    adam = gb.torch_optimizer(torch.optim.Adam, lr=lr, betas=recipe.betas, eps=recipe.eps, direct=direct)
-    options: Any = dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
-    train_step = gb.make_train_step(plan, pnet, task.loss, adam, **options, **split)
+    optimizer = gb.torch_optimizer(recipe.optimizer, lr=lr, direct=direct, **recipe.optimizer_options)
+    options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
+    train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
     def step(state: gb.TrainState, batch: Any) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
         state, info = train_step(state, batch if mesh is None else mesh.shard_batch(batch))
         return state, info.loss, info.aux
 
     def net(state: gb.TrainState) -> nn.Module:
-        return gb.materialize(plan, train_step.gather(state), pnet).eval()
+        genome = train_step.gather(state)
+        if rounding is not None:
+            leaves = rounded(flat_genome(genome.gnets, genome.direct), rounding)
+            gnets, direct = like_genome(leaves, genome.gnets, genome.direct)
+            genome = genome._replace(gnets=gnets, direct=direct)
+        return gb.materialize(plan, genome, pnet).eval()
 
     return Trainer(train_step.init(seed=seed), step, net, train_step)
 
 
 def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
-    """Train a network's weights with Adam at the recipe's `dense_lr`, on the same schedule as a genome."""
+    """Train a network's weights at the recipe's `dense_lr`, on the same schedule as a genome."""
     trainer = leaf_trainer(net.parameters(), lambda *inputs: net.train()(*inputs), task, recipe)
     return trainer._replace(net=lambda _: net.eval())
 
 
 def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe) -> Trainer:
-    """Train `leaves`, which `net` reads, in place with Adam at the recipe's `dense_lr`."""
+    """Train `leaves`, which `net` reads, in place at the recipe's `dense_lr`."""
     leaves, schedule = list(leaves), recipe.schedule(recipe, recipe.dense_lr, total_steps(task, recipe))
-    optimizer = torch.optim.Adam(leaves, lr=recipe.dense_lr, betas=recipe.betas, eps=recipe.eps, fused=True)
+    fused = {"fused": True} if "fused" in signature(recipe.optimizer).parameters else {}
+    kind: Any = recipe.optimizer
+    optimizer = kind(leaves, lr=recipe.dense_lr, **fused, **recipe.optimizer_options)
 
     def step(done: int, batch: Any) -> tuple[int, Tensor, dict[str, Tensor]]:
         optimizer.param_groups[0]["lr"] = schedule(done)
@@ -166,6 +178,9 @@ def fit(
     checkpoints: Checkpoints | None = None,
     report: Report = lambda steps, status, validation: None,
     validate: bool = True,
+    on_log: OnLog | None = None,
+    log_every: int = _STEPS_BETWEEN_LOGS,
+    on_validation: Callable[[Any, list[dict[str, float]]], None] = lambda state, history: None,
 ) -> Fit:
     """Train as long as the recipe says, measuring on validation data now and then.
 
@@ -177,12 +192,20 @@ def fit(
         checkpoints: where to go on from, and when to save; training then is the same as without an interruption.
         report: is told how it goes.
         validate: whether to measure on validation data.
+        on_log: is given the steps done and metrics: means of `train_` ones every so many steps, `val_` ones with each
+            validation.
+        log_every: so many.
+        on_validation: is given the state and the history after each validation, whose row is the last.
 
     Raises:
+        ValueError: for `log_every` below 1, or a batch size that the data cannot fill.
         Exception: what `checkpoints` raises to stop, after a signal.
     """
+    if log_every < 1:
+        raise ValueError(f"log_every must be at least 1, got {log_every}")
     total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
     every = recipe.measure_every or a_pass
+    ends = range(every, total, every) if isinstance(every, int) else [end for end in every if end < total]
     generator = torch.Generator().manual_seed(seed)
     state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
     at = at or Position(0, 0, generator.get_state(), {}, [], 0.0)
@@ -196,10 +219,11 @@ def fit(
         deque(islice(batches, (done + more - 1) % a_pass + 1), 0)
     # Summed as tensors: reading a number in each step would make a GPU wait.
     sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in sums_before.items()}
+    logged, since = dict(sums), more
     reported = time.perf_counter()
     start = reported - spent
     while done < total:
-        here = min(every, total - done)
+        here = min(end for end in (*ends, total) if end > done) - done
         stretch = time.perf_counter()
         for i, steps in enumerate(range(done + more + 1, done + here + 1), more + 1):
             if (steps - 1) % a_pass == 0:
@@ -207,6 +231,9 @@ def fit(
             state, loss, metrics = trainer.step(state, next(batches))
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.double()
+            if on_log is not None and steps % log_every == 0:
+                on_log(steps, {f"train_{k}": float(v - logged.get(k, 0)) / (i - since) for k, v in sums.items()})
+                logged, since = dict(sums), i
             now = time.perf_counter()
             if now - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = now
@@ -228,9 +255,12 @@ def fit(
             row | means | {f"val_{name}": v for name, v in measured.items()} | {"seconds": round(seconds, 3)}
         )
         if validate:
+            if on_log is not None:
+                on_log(done, {name: v for name, v in history[-1].items() if name.startswith("val_")})
+            on_validation(state, history)
             validation = f"{task.metric.label} {task.metric.show(measured[task.metric.name])}"
             report(done, _status(sums, here, done / seconds), validation)
-        sums, more = {}, 0
+        sums, more, logged, since = {}, 0, {}, 0
     seconds = time.perf_counter() - start
     if checkpoints and not finished:
         checkpoints.save(state, total, Position(total, 0, order, {}, history, seconds, stepping), wait=True)

@@ -1,25 +1,32 @@
 """Training: the step, a pure function of (state, batch); loss and gradient; optimizers and schedules."""
 
+from gbfunc.train.alignment import UpdateAlignment, update_alignment
 from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
-from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
+from gbfunc.train.optimizers import ROLES, Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import Lazy, Remat, StepOptions
+from gbfunc.train.population import Population, population
 from gbfunc.train.schedules import torch_schedule
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, make_train_step
 
 __all__ = [
+    "ROLES",
     "Lazy",
     "LossAndGrads",
     "LossFn",
     "Objective",
     "OptState",
     "Optimizer",
+    "Population",
     "Remat",
     "StepOptions",
     "StepInfo",
     "TrainState",
     "TrainStep",
+    "UpdateAlignment",
     "make_train_step",
+    "population",
     "seeded",
     "torch_optimizer",
     "torch_schedule",
+    "update_alignment",
 ]

@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import grad, vmap
 
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, sample_noise
 from gbfunc.parallel import Gather, Layout, gather_objects
-from gbfunc.pnet import PureNet
+from gbfunc.plan import Plan
+from gbfunc.pnet import GrownNet, PureNet
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows, tree_map
+from gbfunc.trees import flat_genome, like_genome, mean_tree, n_rows, split_batch, split_rows, tree_map
 from gbfunc.types import GNets, Params
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
 
-LossFn = Callable[[Callable[..., Any], Any], Any]
-"""`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net closed over its generated weights."""
+LossFn = Callable[[GrownNet, Any], Any]
+"""`(net, batch) -> loss` or `(loss, aux)`; `net` is the p-net on its generated weights."""
 
 _FP16_SCALE = 2.0**10
 """Loss scale under float16, which keeps small gradients of activations from underflow (Micikevicius et al., 2018)."""
@@ -64,6 +66,12 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in gpus)):
             generator.manual_seed(seed)
         yield
+
+
+def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:
+    """The noise of stochastic g-nets in a step of this seed; None where there are none."""
+    # Not dropout's seed: equal seeds draw the same numbers.
+    return sample_noise(plan, torch.Generator().manual_seed(seed ^ 1), like) if plan.stochastic else None
 
 
 class LossAndGrads(NamedTuple):
@@ -107,7 +115,7 @@ class Objective:
         tensor: TensorParallel | None = None,
     ) -> None:
         self._plan, self._pnet, self._loss_fn, self._layout, self._options = layout.plan, pnet, loss_fn, layout, options
-        self._stochastic, self._tensor = layout.plan.stochastic, tensor
+        self._tensor = tensor
         self._base = layout.plan.base_tensors(pnet)
         # Whether ranks may have parts of the same rows: an empty one is then as good as any.
         self._parts = tensor is not None and tensor.takes_parts
@@ -149,7 +157,11 @@ class Objective:
         )
         adapted = [part.adapt for part in (tensor, pipeline) if part is not None]
         self.net = PureNet(
-            self._pnet, self._generator.forms, lambda net: {n for adapt in adapted for n in adapt(net)}, self._base
+            self._pnet,
+            self._generator.forms,
+            lambda net: {n for adapt in adapted for n in adapt(net)},
+            self._base,
+            "" if pipeline is None else pipeline.whole,
         )
 
     def __call__(
@@ -170,9 +182,7 @@ class Objective:
                 cannot split.
         """
         wanted = list(leaves.values())
-        # Not dropout's seed: equal seeds draw the same numbers.
-        draws = torch.Generator().manual_seed(seed ^ 1) if self._stochastic else None
-        noise = None if draws is None else sample_noise(self._plan, draws, wanted[0])
+        noise = noise_of(self._plan, seed, wanted[0])
         rows, counts, scale = 1, True, self._scale
         if self._ranks > 1:
             rows = n_rows(batch)
@@ -185,9 +195,10 @@ class Objective:
             self._pipeline.prepare(self._loss_fn, self._split(batch, rows)[0][0])
             if self.net is None:
                 self._build(self._pipeline.names)
+        assert self.net is not None
         if self._generator.gather is not None:
             self._generator.gather = Gather(self._layout, counts)
-        with seeded(seed, wanted[0].device), torch.enable_grad():
+        with seeded(seed, wanted[0].device), torch.enable_grad(), self.net.held():
             loss, aux, gradients, counted = self._way(_Given(gnets, direct, noise, buffers, batch, rows), wanted)
         if all(g is None for g in gradients) and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)
@@ -198,6 +209,35 @@ class Objective:
             counted /= self._tensor.ranks if self._tensor.spread is None else 1
         return LossAndGrads(loss, aux, filled, counted if rows else 0, counts)
 
+    def of_many(
+        self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seeds: list[int], same: bool
+    ) -> tuple[Tensor, Any, Params, Params]:
+        """Losses [n], aux, gradients by name and buffers of n genomes at once, stacked as their leaves are.
+
+        Arguments are those of a call, with the members as the first dimension, in the batch unless all have the `same`.
+        """
+        like = next(iter(leaves.values()))
+        drawn = [noise_of(self._plan, seed, like) for seed in seeds]
+        noise = None if drawn[0] is None else tree_map(lambda *tensors: torch.stack(tensors), *drawn)
+        self._generator.prepare(gnets, direct)
+
+        def one(gnets: GNets, direct: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
+            def loss_of(flat: Params, buffers: Params) -> Any:
+                weights = self._generator(*like_genome(frozen | flat, gnets, direct), noise)
+                loss, aux = self._loss(weights, buffers, batch if same else small)
+                return loss * self._scale, (loss, tree_map(torch.as_tensor, aux), buffers)
+
+            flat = flat_genome(gnets, direct)
+            frozen = {k: x for k, x in flat.items() if k not in leaves}
+            return grad(loss_of, has_aux=True)({k: flat[k] for k in leaves}, buffers)
+
+        dims = (0, 0, None if noise is None else 0, 0, None if same else 0)
+        with seeded(seeds[0], like.device):
+            # Not a gradient around vmap: inside of it no tensor would be seen to require one.
+            many = vmap(one, dims, randomness="different")
+            gradients, (loss_n, aux, buffers) = many(gnets, direct, noise, buffers, None if same else batch)
+        return loss_n, aux, {k: g / self._scale for k, g in gradients.items()}, buffers
+
     def _forward(self, given: _Given) -> tuple[Tensor, Any]:
         """Loss and aux in one graph: what `compile` compiles."""
         return self._loss(self._generator(given.gnets, given.direct, given.noise), given.buffers, given.batch)
@@ -207,11 +247,11 @@ class Objective:
         if self._pipeline is not None:
             weights = self._pipeline.fill(weights, self._tensor.shapes if self._tensor else {})
         weights = weights if self._tensor is None else self._tensor.place(weights)
-        net, amp = self.net.bind(weights, buffers), self._options.amp
+        amp = self._options.amp
         device = next((w.device.type for w in weights.values()), "cpu")
         with torch.autocast(device, amp) if amp else nullcontext():
-            out = self._loss_fn(net, batch)
-        loss, aux = _loss_and_aux(out)
+            out = self.net.run(weights, buffers, self._loss_fn, batch)
+        loss, aux = loss_and_aux(out)
         loss = loss if self._tensor is None else self._tensor.whole(loss)
         if not loss.requires_grad:
             raise ValueError(_NO_GRADIENT)
@@ -221,12 +261,20 @@ class Objective:
         """Loss, aux, gradients of the scaled sum of the rows' losses, and rows, in one graph."""
         if self._options.compile:
             self._generator.prepare(given.gnets, given.direct)
+            if not self.net.compiled:
+                self._rehearse(given, wanted[0].device)
         with self._counted(wanted):
             loss, aux = self._from_genome(given)
             rows = self._rows(given.rows)
             with self._backward():
                 gradients = torch.autograd.grad(loss * (self._scale * rows), wanted, allow_unused=True)
         return loss.detach(), _detached(aux), gradients, rows
+
+    def _rehearse(self, given: _Given, device: torch.device) -> None:
+        """Run the loss function once as it is: in compiled code nothing would refuse what changes the p-net."""
+        with seeded(0, device):
+            self._forward(given._replace(buffers={k: b.clone() for k, b in given.buffers.items()}))
+        self.net.compiled = True
 
     def _backward(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._tensor is None else self._tensor.backward()
@@ -346,7 +394,7 @@ def _differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _loss_and_aux(out: Any) -> tuple[Tensor, Any]:
+def loss_and_aux(out: Any) -> tuple[Tensor, Any]:
     """What a loss function returned, as a scalar tensor and aux; ValueError for anything else."""
     pair = isinstance(out, tuple) and len(out) == 2
     loss, aux = out if pair else (out, {})

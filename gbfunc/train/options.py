@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from gbfunc.parallel import Placement
+from gbfunc.plan import StoredDtype, stored_name
 from gbfunc.types import Kernel
 
 Lazy = bool | Literal["auto"]
@@ -35,6 +36,7 @@ class StepOptions:
     check_every: int = 100
     pipeline: str | None = None
     stages: tuple[str, ...] | None = None
+    rounding: StoredDtype | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("microbatches", 1), ("check_every", 0)):
@@ -53,6 +55,8 @@ class StepOptions:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.rounding is not None:
+            stored_name(self.rounding, "rounding")
         if self.pipeline is None and self.stages is not None:
             raise ValueError("stages= are those of a pipeline: say pipeline=")
         if self.compile and self.pipeline is not None:
@@ -65,5 +69,8 @@ class StepOptions:
         if sharded and self.remat == "layer" and self.microbatches > 1:
             # Ranks with fewer rows may have fewer microbatches, and would miss the gathers of the others.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
+        if sharded and self.rounding is not None:
+            # Tiles of several ranks may have a scale in common.
+            raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")
         if sharded and placement == "sharded" and self.lazy is True:
             raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")

@@ -28,7 +28,7 @@ from gbfunc.parallel import (
     text_of,
     zero_uncounted,
 )
-from gbfunc.plan import DTYPES, Plan
+from gbfunc.plan import DTYPES, Plan, StoredDtype, rounded
 from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective
 from gbfunc.train.optimizers import Optimizer, OptState
@@ -140,6 +140,11 @@ class TrainStep:
         """Rows `(first, count, total)` of each trained leaf on this rank, by `gnets/ENSEMBLE/LEAF` or `direct/NAME`."""
         return self._layout.ownership
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What decides its course: the optimizer's class, learning rate and options, and `clip_norm`."""
+        return {**self._optimizer.settings, "clip_norm": self._options.clip_norm}
+
     def shard(self, state: TrainState) -> TrainState:
         """This rank's part of a whole state; the state itself where the genome is not split.
 
@@ -178,7 +183,7 @@ class TrainStep:
             ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, or a loss that
                 is no scalar or does not depend on what is trained.
         """
-        state = _checked_state(gnet_params)
+        state = checked_state(gnet_params)
         named = flat_genome(state.gnets, state.direct)
         both = named | {f"buffers/{k}": v for k, v in state.buffers.items()}
         if {k: tuple(v.shape) for k, v in both.items()} != self._expected:
@@ -190,9 +195,9 @@ class TrainStep:
         if self._ranks > 1:
             self._check_ranks(state, flat)
         buffers = {k: v.clone() for k, v in state.buffers.items()}
-        seed = (int(state.seed) + _MIX * (int(state.step) + 1)) % 2**63
         frozen = {k: named[k] for k in self._frozen}
-        gnets, direct = like_genome(flat | frozen, state.gnets, state.direct)
+        gnets, direct = like_genome(self._rounded(flat | frozen), state.gnets, state.direct)
+        seed = step_seed(state.seed, state.step)
         loss, aux, gradients, rows, counts = self._objective(gnets, direct, flat, buffers, batch, seed)
         # A module may change a buffer with a graph attached, which must not live from step to step.
         buffers = {k: v.detach() for k, v in buffers.items()}
@@ -207,6 +212,11 @@ class TrainStep:
             factor = (self._options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             gradients = {k: g * factor for k, g in gradients.items()}
         return self._committed(state, {k: v.detach() for k, v in flat.items()}, frozen, gradients, buffers, info), info
+
+    def _rounded(self, leaves: Params) -> Params:
+        """The leaves that the loss sees."""
+        with torch.enable_grad():
+            return leaves if self._options.rounding is None else rounded(leaves, self._options.rounding)
 
     def _committed(
         self, state: TrainState, params: Params, frozen: Params, gradients: Params, buffers: Params, info: StepInfo
@@ -262,7 +272,12 @@ class TrainStep:
         check_equal(self.mesh, {k: flat[k] for k in self._layout.split}, what, "replicas")
 
 
-def _checked_state(state: Any) -> TrainState:
+def step_seed(seed: Tensor, step: Tensor) -> int:
+    """The seed of dropout and noise at a step."""
+    return (int(seed) + _MIX * (int(step) + 1)) % 2**63
+
+
+def checked_state(state: Any) -> TrainState:
     """A state as it is; TypeError for anything else, ValueError where no gradient can be taken."""
     if not all(hasattr(state, name) for name in TrainState._fields):
         raise TypeError(
@@ -296,6 +311,7 @@ def make_train_step(
     parallel: Mapping[str, Any] | None = None,
     pipeline: str | None = None,
     stages: Sequence[str] | None = None,
+    rounding: StoredDtype | None = None,
 ) -> TrainStep:
     """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
 
@@ -305,7 +321,8 @@ def make_train_step(
     Args:
         plan: the plan.
         pnet: the p-net that it was made for.
-        loss_fn: `(net, batch) -> loss` or `(loss, aux)`, `net` being the p-net as a pure callable.
+        loss_fn: `(net, batch) -> loss` or `(loss, aux)`, `net` being the p-net on its generated weights (`GrownNet`):
+            its parts can be called and its tensors read, as in an ordinary module; nothing of it can be changed.
         optimizer: from `torch_optimizer`.
         donate: the step may update the state's buffers in place: less memory and time; use only the state it returns.
         microbatches: split each batch in so many equal parts; weights are generated once, and the loss is their mean.
@@ -337,6 +354,8 @@ def make_train_step(
             same rows, of which `microbatches` must be a divisor; the loss function must run on the meta device up to
             the p-net's call.
         stages: names of the blocks that begin a stage, but for the first one; None balances counted operations.
+        rounding: the loss sees the genome as `save` with this dtype stores it, and gradients go straight through the
+            rounding: a short training so, after another, mends most of what rounding alone costs.
 
     Raises:
         ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see
@@ -356,6 +375,7 @@ def make_train_step(
         check_every,
         pipeline,
         None if stages is None else tuple(stages),
+        rounding,
     )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")

@@ -16,7 +16,7 @@ import torch
 
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL
 from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Stored, Trained, is_pretrained
-from gbfunc.lab.compare.dense import Dense, DenseQuantised, LowRankTraining
+from gbfunc.lab.compare.dense import Dense, DenseQuantised
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.lab.compare.pruned import Pruned
 from gbfunc.lab.compare.rows import (
@@ -30,7 +30,7 @@ from gbfunc.lab.compare.rows import (
     run_missing,
     to_json,
 )
-from gbfunc.lab.compare.subspace import RandomSubspace
+from gbfunc.lab.compare.subspace import LowRankTraining, RandomSubspace, seeded_networks
 from gbfunc.tasks import Task
 
 __all__ = [
@@ -65,6 +65,8 @@ METHODS: Mapping[str, Method] = {
     "smaller_dense": Dense(),
     "low_rank": LowRankTraining(),
     "random_subspace": RandomSubspace(),
+    "seeded_networks": RandomSubspace(seeded_networks, (1e-2, 3e-2, 1e-1)),
+    "seeded_factors": RandomSubspace(seeded_networks, (1e-2, 3e-2, 1e-1), ranks=(2, 8)),
     "pruned": Pruned(),
     "int8": DenseQuantised(8),
     "int4": DenseQuantised(4),

@@ -13,7 +13,6 @@ among them, together with the learning rate, which is one for all that is traine
 from __future__ import annotations
 
 import copy
-import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -133,13 +132,13 @@ class Adapted:
         net = self._attached(problem.task.build(seed), settings["adapter"], seed)
         leaves = [p for p in net.parameters() if p.requires_grad]
         base.train_net(problem, leaves, net, settings["lr"], seed)
-        data = base.pack(self.adapter.state(net), problem.dtype, _about(settings["adapter"]))
+        data = base.pack(self.adapter.state(net), problem.dtype, {"adapter": settings["adapter"]})
         return Trained(data, sum(leaf.numel() for leaf in leaves))
 
     def load(self, data: bytes, task: Task) -> Net:
         """A fresh base with the adapter."""
         state, about = base.unpack(data)
-        net = self._attached(task.build(0), json.loads(about["adapter"]), 0)
+        net = self._attached(task.build(0), about["adapter"], 0)
         self.adapter.fill(net, state)
         return net.requires_grad_(False).eval()
 
@@ -158,7 +157,7 @@ class Adapted:
         # Of tensors of shapes alone: a copy of the base costs nothing, and no matrix is decomposed.
         attached = self._attached(copy.deepcopy(net), settings, 0)
         shapes = {name: tuple(t.shape) for name, t in self.adapter.state(attached).items()}
-        return base.pack(base.zeros(shapes), dtype, _about(settings))
+        return base.pack(base.zeros(shapes), dtype, {"adapter": settings})
 
     def _least(self, net: nn.Module, problem: Problem) -> str:
         ladders = self.adapter.ladders(net)
@@ -167,10 +166,6 @@ class Adapted:
         least = min(len(self._packed(net, ladder.rung(1), problem.dtype)) for ladder in ladders)
         dtype = str(problem.dtype).removeprefix("torch.")
         return f"the smallest one takes {least:,} bytes in {dtype}, its classifier included"
-
-
-def _about(settings: Settings) -> dict[str, str]:
-    return {"adapter": json.dumps(settings, separators=(",", ":"))}
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ Here is also what methods share: the training, tensors as bytes, and smaller net
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -18,15 +17,9 @@ from torch import Tensor, nn
 
 from gbfunc.pnet import buffers_of, parameter_infos, with_weights
 from gbfunc.tasks import Net, Recipe, Task
-from gbfunc.tasks.pnets import PNet, find_pnet, mlp, mlp_sizes
+from gbfunc.tasks.pnets import PNet, find_pnet
 from gbfunc.tasks.training import fit, leaf_trainer, total_steps
 from gbfunc.types import Params, TensorMap
-
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Of tensors, by name."""
-
-Sizes: TypeAlias = tuple[int, ...]
-"""Units of every layer of a perceptron, inputs first."""
 
 Settings: TypeAlias = dict[str, Any]
 """What validation data choose: learning rate, widths, ...; JSON."""
@@ -141,29 +134,38 @@ def train_net(
     fit(trainer._replace(step=step), problem.task, recipe, seed, validate=False)
 
 
-def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, str] | None = None) -> bytes:
+def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
     """The bytes of a file with these tensors, floating-point numbers as `dtype`.
 
     Args:
         tensors: by name.
         dtype: of the numbers in the file.
-        about: text to keep with them.
+        about: what to keep with them, JSON.
     """
 
     def stored(t: Tensor) -> Tensor:
         return t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype, copy=True).contiguous()
 
-    return save({name: stored(t) for name, t in tensors.items()}, dict(about) if about else None)
+    return save({name: stored(t) for name, t in tensors.items()}, text(about))
 
 
-def unpack(data: bytes) -> tuple[Params, dict[str, str]]:
-    """Tensors, in float32 whatever they are stored as, and text of what `pack` gave."""
+def unpack(data: bytes) -> tuple[Params, dict[str, Any]]:
+    """Tensors, in float32 whatever they are stored as, and what else `pack` was given."""
+    return {name: t.float() if t.is_floating_point() else t for name, t in load(data).items()}, text_of(data)
+
+
+def text_of(data: bytes) -> dict[str, Any]:
+    """What a file keeps beside its tensors."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    tensors = {name: t.float() if t.is_floating_point() else t for name, t in load(data).items()}
-    return tensors, header.get("__metadata__", {})
+    return json.loads(header.get("__metadata__", {}).get("about", "{}"))
 
 
-def zeros(shapes: Shapes) -> Params:
+def text(about: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Undo `text_of`: one entry, because safetensors writes several in any order."""
+    return {"about": json.dumps(about, separators=(",", ":"))} if about else None
+
+
+def zeros(shapes: Mapping[str, tuple[int, ...]]) -> Params:
     """Tensors of these shapes, to be packed for the length of their file."""
     return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
@@ -201,81 +203,71 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
     return low
 
 
-def perceptron_sizes(task: Task) -> Sizes:
-    """Layer sizes of the task's p-net.
-
-    Raises:
-        BudgetTooSmall: if it is no multilayer perceptron.
-    """
-    if task.pnet.name != "mlp":
-        raise BudgetTooSmall(f"it is for multilayer perceptrons, and the p-net is {task.pnet.name}")
-    return (math.prod(task.interface.inputs), *task.pnet.config["hidden"], task.interface.outputs)
+def smaller(task: Task, part: float) -> PNet | None:
+    """The task's p-net with its widths times `part`; None for a family that has no widths to change."""
+    if part == 1:
+        return task.pnet
+    return None if task.pnet.scaled is None else task.pnet.scaled(part)
 
 
-def perceptron_shapes(sizes: Sizes, rank: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of the `mlp` of these sizes; with a rank, of factors where these are smaller."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
-        if rank is not None and rank * (n_in + n_out) < n_in * n_out:
-            shapes |= {f"{2 * i}.left": (n_out, rank), f"{2 * i}.right": (rank, n_in), f"{2 * i}.bias": (n_out,)}
-        else:
-            shapes |= {f"{2 * i}.weight": (n_out, n_in), f"{2 * i}.bias": (n_out,)}
-    return shapes
-
-
-def coded_matrices(data: bytes, task: Task) -> dict[str, tuple[int, int]]:
-    """Shapes of the matrices of a perceptron whose biases are in a file as they are, the matrices in a code."""
-    biases = {int(name.split(".")[0]): len(t) for name, t in load(data).items() if name.endswith(".bias")}
-    shapes = perceptron_shapes((perceptron_sizes(task)[0], *(biases[i] for i in sorted(biases))))
-    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
-
-
-def perceptron(state: Params) -> nn.Module:
-    """The `mlp` with these parameters."""
-    net = mlp(mlp_sizes({name: tuple(t.shape) for name, t in state.items()}), 0)
-    net.load_state_dict(state)
-    return net
-
-
-def narrow_sizes(task: Task, fits: Callable[[Sizes], bool]) -> list[Sizes]:
-    """Layer sizes of the perceptrons that fill a budget: no hidden layer, one and two equal ones, as wide as fits.
-
-    Args:
-        task: its inputs and outputs are kept.
-        fits: whether a net of such sizes is within the budget.
-
-    Raises:
-        BudgetTooSmall: if none fits, or if the p-net is no multilayer perceptron.
-    """
-    n_in, *_, n_out = perceptron_sizes(task)
-    one = largest(lambda h: fits((n_in, h, n_out)))
-    two = largest(lambda h: fits((n_in, h, h, n_out)))
-    nets = [((n_in, one, n_out), one), ((n_in, two, two, n_out), two), ((n_in, n_out), fits((n_in, n_out)))]
-    if not any(fitting for _, fitting in nets):
-        raise BudgetTooSmall(f"no net between {n_in} inputs and {n_out} outputs is as small as that")
-    return [sizes for sizes, fitting in nets if fitting]
+def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet | None:
+    """The widest p-net of the task's family, up to `most` times its widths, that fits; None if none does."""
+    if task.pnet.scaled is None:
+        return task.pnet if fits(task.pnet) else None
+    part = largest(lambda n: fits(task.pnet.scaled(n / _PARTS)), round(most * _PARTS))  # pyright: ignore[reportOptionalCall]
+    return smaller(task, part / _PARTS) if part else None
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """The nets of the p-net's family that fill a budget: perceptrons as `narrow_sizes` has them, others by width.
+    """The nets of the p-net's family that fill a budget: as wide as fits; perceptrons of 0, 1 and 2 hidden layers.
 
     Args:
         task: its p-net and interface.
         fits: whether such a net is within the budget.
 
     Raises:
-        BudgetTooSmall: if none fits, or if the family has no widths to change.
+        BudgetTooSmall: if none fits.
     """
     if task.pnet.name == "mlp":
 
-        def of_sizes(sizes: Sizes) -> PNet:
-            return find_pnet("mlp", task.interface, {**task.pnet.config, "hidden": sizes[1:-1]})
+        def of(depth: int, width: int) -> PNet:
+            return find_pnet("mlp", task.interface, {**task.pnet.config, "hidden": [width] * depth})
 
-        return [of_sizes(sizes) for sizes in narrow_sizes(task, lambda sizes: fits(of_sizes(sizes)))]
-    scaled = task.pnet.scaled
-    if scaled is None:
-        raise BudgetTooSmall(f"the p-net {task.pnet.name} has no smaller one of its kind")
-    part = largest(lambda n: fits(scaled(n / _PARTS)), 4 * _PARTS)
-    if not part:
+        widths = {depth: largest(lambda n, depth=depth: fits(of(depth, n))) for depth in (1, 2)}
+        nets = [of(depth, n) for depth, n in widths.items() if n] + [of(0, 0)] * fits(of(0, 0))
+    else:
+        net = widest(task, fits)
+        nets = [] if net is None else [net]
+    if not nets:
         raise BudgetTooSmall(f"no {task.pnet.name} is as small as that")
-    return [scaled(part / _PARTS)]
+    return nets
+
+
+def about_pnet(pnet: PNet, task: Task) -> dict[str, Any]:
+    """For a file: how a p-net of the task's family differs from the task's."""
+    differs = {name: value for name, value in pnet.config.items() if task.pnet.config.get(name) != value}
+    return {"pnet": differs} if differs else {}
+
+
+def pnet_about(about: Mapping[str, Any], task: Task) -> PNet:
+    """Undo `about_pnet`."""
+    return with_config(task, {**task.pnet.config, **about.get("pnet", {})})
+
+
+def with_config(task: Task, config: Mapping[str, Any]) -> PNet:
+    """The p-net of the task's family with these options."""
+    same = dict(config) == dict(task.pnet.config)
+    return task.pnet if same else find_pnet(task.pnet.name, task.interface, config)
+
+
+def blank(pnet: PNet) -> Params:
+    """Zeros in the shapes of what `state_of` gives of a p-net: to be packed for the length of its file."""
+    # Its parameters and buffers have shapes alone on that device.
+    with torch.device("meta"):
+        state = state_of(pnet.make())
+    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
+
+
+def matrices(state: Params) -> Params:
+    """Those tensors that have rows, each as a matrix [R, C] of them: of a convolution a row per output channel."""
+    return {name: t.flatten(1) for name, t in state.items() if t.ndim > 1}

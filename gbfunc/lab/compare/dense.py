@@ -1,8 +1,4 @@
-"""Smaller nets of the same family, trained as they are: dense, of low rank, and quantised.
-
-Low rank: every matrix is a product of two thin ones, which are what is trained and stored (T. N. Sainath et al.,
-"Low-rank matrix factorization for deep neural network training with high-dimensional output targets", 2013). A matrix
-that is smaller than its factors stays one.
+"""Smaller nets of the same family, trained as they are: dense, and quantised.
 
 Quantised: a dense net is stored in whole numbers of few bits after training. Affine, per row of a matrix:
 `w = scale * (q - zero)` with q of 4 or 8 bits (B. Jacob et al., 2018). The range of a row is shrunk to where the
@@ -13,8 +9,9 @@ Suffixes: R rows and C columns of a matrix, S shrunk ranges to choose from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +19,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from gbfunc.lab.compare import base
-from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Sizes, Trained, grid
+from gbfunc.lab.compare.base import Problem, Settings, Trained, grid
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.pnets import PNet, find_pnet, mlp, n_params
+from gbfunc.tasks.pnets import PNet, n_params
 from gbfunc.types import Params
 
 DENSE_RATES = (3e-3, 1e-2, 3e-2, 1e-1)
@@ -38,90 +35,24 @@ class Dense:
         """Depths, each as wide as fits, and learning rates."""
 
         def fits(pnet: PNet) -> bool:
-            # Its parameters and buffers have shapes alone on that device.
-            with torch.device("meta"):
-                state = base.state_of(pnet.make())
-            stored = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
-            return len(base.pack(stored, problem.dtype)) <= problem.budget
+            return (
+                len(base.pack(base.blank(pnet), problem.dtype, base.about_pnet(pnet, problem.task))) <= problem.budget
+            )
 
         return grid(pnet=[dict(pnet.config) for pnet in base.narrow_pnets(problem.task, fits)], lr=DENSE_RATES)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on all weights."""
-        task = problem.task
-        net = find_pnet(task.pnet.name, task.interface, settings["pnet"]).build(seed)
+        pnet = base.with_config(problem.task, settings["pnet"])
+        net = pnet.build(seed)
         base.train_net(problem, net.parameters(), net, settings["lr"], seed)
-        return Trained(base.pack(base.state_of(net), problem.dtype), n_params(net))
+        about = base.about_pnet(pnet, problem.task)
+        return Trained(base.pack(base.state_of(net), problem.dtype, about), n_params(net))
 
     def load(self, data: bytes, task: Task) -> Net:
-        """The net; its widths are those of the tensors."""
-        state, _ = base.unpack(data)
-        assert task.pnet.fitted is not None
-        buffers = {name for name, _ in task.build(0).named_buffers()}
-        return base.restore(
-            task.pnet.fitted({k: tuple(t.shape) for k, t in state.items() if k not in buffers}).build(0), state
-        )
-
-
-LOW_RANK_RATES = (1e-2, 3e-2, 1e-1)
-RANKS = (1, 2, 4, 8, 16)
-
-
-def factored_net(leaves: Params) -> Net:
-    """The perceptron with these parameters: [B, ...] -> [B, K]."""
-    layers = sorted({int(name.split(".")[0]) for name in leaves})
-
-    def net(x: Tensor) -> Tensor:
-        x = x.flatten(1)
-        for i in layers:
-            if f"{i}.left" in leaves:
-                x = F.linear(F.linear(x, leaves[f"{i}.right"]), leaves[f"{i}.left"], leaves[f"{i}.bias"])
-            else:
-                x = F.linear(x, leaves[f"{i}.weight"], leaves[f"{i}.bias"])
-            x = x if i == layers[-1] else F.relu(x)
-        return x
-
-    return net
-
-
-@dataclass(frozen=True)
-class LowRankTraining:
-    """The safetensors file of the factors."""
-
-    def candidates(self, problem: Problem) -> list[Settings]:
-        """Ranks, each with as many hidden units as fit (at most the p-net's), and learning rates."""
-        n_in, *hidden_units, n_out = base.perceptron_sizes(problem.task)
-        width = max(hidden_units, default=1)
-        shapes = []
-        for rank in RANKS:
-
-            def fits(h: int, rank: int = rank) -> bool:
-                factors = base.zeros(base.perceptron_shapes((n_in, max(h, rank + 1), n_out), rank))
-                return len(base.pack(factors, problem.dtype)) <= problem.budget
-
-            hidden = base.largest(fits, width)
-            # A narrower first matrix would be smaller than its factors, and the net a dense one.
-            if rank * (n_in + hidden) < n_in * hidden:
-                shapes.append({"sizes": (n_in, hidden, n_out), "rank": rank})
-        if not shapes:
-            raise BudgetTooSmall(f"no factors of rank 1 between {n_in} inputs and {n_out} outputs are as small as that")
-        return [{**shape, "lr": lr} for shape in shapes for lr in LOW_RANK_RATES]
-
-    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam on the factors and biases."""
-        generator = torch.Generator().manual_seed(seed)
-        leaves = {}
-        for name, shape in base.perceptron_shapes(tuple(settings["sizes"]), settings["rank"]).items():
-            # He's gain of a rectifier once for each matrix, not for both of its factors.
-            gain = {"weight": 2, "left": 2, "right": 1, "bias": 0}[name.split(".")[1]]
-            std = (gain / shape[-1]) ** 0.5
-            leaves[name] = (torch.randn(shape, generator=generator) * std).requires_grad_()
-        base.train_net(problem, leaves.values(), factored_net(leaves), settings["lr"], seed)
-        return Trained(base.pack(leaves, problem.dtype), sum(leaf.numel() for leaf in leaves.values()))
-
-    def load(self, data: bytes, task: Task) -> Net:
-        """The net of the factors."""
-        return factored_net(base.unpack(data)[0])
+        """The net."""
+        state, about = base.unpack(data)
+        return base.restore(base.pnet_about(about, task).build(0), state)
 
 
 QUANTISED_RATES = (3e-3, 1e-2, 3e-2)
@@ -178,33 +109,34 @@ class DenseQuantised:
     bits: int
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Depths, each as wide as fits, and learning rates."""
+        """Nets as wide as fits, and learning rates."""
 
-        def fits(sizes: Sizes) -> bool:
-            return len(self._encode(base.zeros(base.perceptron_shapes(sizes)))) <= problem.budget
+        def fits(pnet: PNet) -> bool:
+            return len(self._encode(base.blank(pnet), base.about_pnet(pnet, problem.task))) <= problem.budget
 
-        return grid(sizes=base.narrow_sizes(problem.task, fits), lr=QUANTISED_RATES)
+        nets = base.narrow_pnets(problem.task, fits)
+        return grid(pnet=[dict(pnet.config) for pnet in nets], lr=QUANTISED_RATES)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on all weights, which are quantised at the end."""
-        net = mlp(tuple(settings["sizes"]), seed)
+        pnet = base.with_config(problem.task, settings["pnet"])
+        net = pnet.build(seed)
         base.train_net(problem, net.parameters(), net, settings["lr"], seed)
-        return Trained(self._encode(net.state_dict()), n_params(net))
+        return Trained(self._encode(base.state_of(net), base.about_pnet(pnet, problem.task)), n_params(net))
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net with the weights that the levels stand for."""
-        tensors = load(data)
-        state = {name: t.float() for name, t in tensors.items() if name.endswith(".bias")}
-        for name, shape in base.coded_matrices(data, task).items():
-            levels_RC = unpack_levels(tensors[name], shape, self.bits)
-            state[name] = dequantise(Quantised(levels_RC, tensors[f"{name}.scale"], tensors[f"{name}.zero"]))
-        return base.perceptron(state)
+        tensors, net = load(data), base.pnet_about(base.text_of(data), task).build(0)
+        state = base.state_of(net)
+        for name, matrix_RC in base.matrices(state).items():
+            levels_RC = unpack_levels(tensors[name], (len(matrix_RC), matrix_RC.shape[1]), self.bits)
+            levels = Quantised(levels_RC, tensors[f"{name}.scale"], tensors[f"{name}.zero"])
+            state[name] = dequantise(levels).view(state[name].shape)
+        return base.restore(net, state | {k: tensors[k].to(t.dtype) for k, t in state.items() if t.ndim < 2})
 
-    def _encode(self, state: Params) -> bytes:
-        stored = {name: tensor.half() for name, tensor in state.items() if tensor.ndim != 2}
-        for name, tensor in state.items():
-            if tensor.ndim == 2:
-                levels_RC, scale_R, zero_R = quantise(tensor, self.bits)
-                packed = pack_levels(levels_RC, self.bits)
-                stored |= {name: packed, f"{name}.scale": scale_R, f"{name}.zero": zero_R}
-        return save(stored)
+    def _encode(self, state: Params, about: Mapping[str, Any]) -> bytes:
+        stored = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+        for name, matrix_RC in base.matrices(state).items():
+            levels_RC, scale_R, zero_R = quantise(matrix_RC, self.bits)
+            stored |= {name: pack_levels(levels_RC, self.bits), f"{name}.scale": scale_R, f"{name}.zero": zero_R}
+        return save(stored, base.text(about))

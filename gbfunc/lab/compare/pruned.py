@@ -12,6 +12,7 @@ Suffixes: R rows and C columns of a matrix, K entries that are not zero, V value
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,27 +27,27 @@ from torch import Tensor
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.pnets import mlp
 from gbfunc.types import Params
 
 _PRIOR = 2.0
 """Rows that the overall density counts as, beside those above."""
 
 
-def encode_sparse(state: Mapping[str, Tensor], bits: int) -> bytes:
-    """Matrices [R, C] coded, vectors as float16; in a safetensors file.
+def encode_sparse(state: Mapping[str, Tensor], bits: int, about: Mapping[str, Any] | None = None) -> bytes:
+    """Matrices [R, C] coded, vectors as float16, whole numbers as they are; in a safetensors file.
 
     Args:
-        state: parameters by name; matrices are mostly zeros.
+        state: tensors by name; matrices (and what has more axes, by its first) are mostly zeros.
         bits: of a value, sign included.
+        about: text to keep with them.
     """
     coder = _constriction().stream.queue.RangeEncoder()
     stored: Params = {}
     for name, tensor in state.items():
-        if tensor.ndim != 2:
-            stored[name] = tensor.detach().half()
+        if tensor.ndim < 2:
+            stored[name] = tensor.detach().half() if tensor.is_floating_point() else tensor
             continue
-        values_RC = tensor.detach().numpy()
+        values_RC = tensor.detach().flatten(1).numpy()
         mask_RC = values_RC != 0
         symbols_K, ends, counts_V = _to_symbols(values_RC[mask_RC], bits)
         density = torch.tensor([mask_RC.mean()]).half()
@@ -57,29 +58,32 @@ def encode_sparse(state: Mapping[str, Tensor], bits: int) -> bytes:
         # The reader learns how many entries there are from the mask.
         stored |= {f"{name}.ends": ends, f"{name}.density": density, f"{name}.counts": torch.from_numpy(counts_V)}
     words = np.asarray(coder.get_compressed())
-    return save(stored | {"code": torch.from_numpy(words.view(np.uint8).copy())})
+    return save(stored | {"code": torch.from_numpy(words.view(np.uint8).copy())}, base.text(about))
 
 
-def decode_sparse(data: bytes, shapes: Mapping[str, tuple[int, int]]) -> Params:
+def decode_sparse(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Params:
     """Undo `encode_sparse`, up to the rounding of values.
 
     Args:
         data: what it gave.
-        shapes: of the matrices, in the order in which they were coded.
+        shapes: of all tensors, in the order in which they were coded.
     """
     tensors = load(data)
     coder = _constriction().stream.queue.RangeDecoder(tensors.pop("code").numpy().view(np.uint32))
-    state = {name: t.float() for name, t in tensors.items() if name.count(".") == 1}
+    state: Params = {}
     for name, shape in shapes.items():
-        mask_RC = np.zeros(shape, bool)
+        if len(shape) < 2:
+            state[name] = tensors[name].float() if tensors[name].is_floating_point() else tensors[name]
+            continue
+        mask_RC = np.zeros((shape[0], math.prod(shape[1:])), bool)
         # Each row's densities are asked for when the rows above are there.
         for row, odds_C in enumerate(_densities(mask_RC, float(tensors[f"{name}.density"]))):
             mask_RC[row] = coder.decode(_bernoulli(), odds_C)
-        counts_V, values_RC = tensors[f"{name}.counts"].numpy(), np.zeros(shape, np.float32)
+        counts_V, values_RC = tensors[f"{name}.counts"].numpy(), np.zeros(mask_RC.shape, np.float32)
         if n := int(mask_RC.sum()):
             symbols_K = coder.decode(_categorical(counts_V), n)
             values_RC[mask_RC] = _from_symbols(symbols_K, tensors[f"{name}.ends"], len(counts_V))
-        state[name] = torch.from_numpy(values_RC)
+        state[name] = torch.from_numpy(values_RC).view(shape)
     return state
 
 
@@ -143,23 +147,24 @@ class Pruned:
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Widths of the net that is pruned, in parts of the p-net's, and learning rates."""
-        n_in, *hidden, n_out = base.perceptron_sizes(problem.task)
-        found = []
+        task, found = problem.task, []
         for part in WIDTHS:
-            sizes = (n_in, *(max(1, round(part * h)) for h in hidden), n_out)
-            empty = encode_sparse(base.zeros(base.perceptron_shapes(sizes)), BITS)
-            if len(empty) < 0.9 * problem.budget and sizes not in found:
-                found.append(sizes)
+            pnet = base.smaller(task, part)
+            if pnet is None or dict(pnet.config) in found:
+                continue
+            if len(encode_sparse(base.blank(pnet), BITS, base.about_pnet(pnet, task))) < 0.9 * problem.budget:
+                found.append(dict(pnet.config))
         if not found:
-            raise BudgetTooSmall("the biases of the net and the header of its file alone are larger")
-        return grid(sizes=found, lr=RATES)
+            raise BudgetTooSmall("what is not pruned of the net and the header of its file alone are larger")
+        return grid(pnet=found, lr=RATES)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """A third dense, a third pruning, a third with what is left."""
-        net = mlp(tuple(settings["sizes"]), seed)
+        pnet = base.with_config(problem.task, settings["pnet"])
+        net, about = pnet.build(seed), base.about_pnet(pnet, problem.task)
         # Detached tensors share memory with the parameters.
-        state, masks = {name: p.detach() for name, p in net.named_parameters()}, Params()
-        total = sum(t.numel() for t in state.values() if t.ndim == 2)
+        state, masks = base.state_of(net), Params()
+        total = sum(t.numel() for t in base.matrices(state).values())
         steps, target = problem.steps, None
         start, end = steps // 3, 2 * steps // 3
         events = {start + (end - start) * i // _EVENTS: i / _EVENTS for i in range(1, _EVENTS)}
@@ -174,30 +179,33 @@ class Pruned:
             for name, mask in masks.items():
                 state[name].mul_(mask)
             if done == start:
-                target = most_entries(state, _MARGIN * problem.budget)
+                target = most_entries(state, _MARGIN * problem.budget, about)
             if target is not None and done in events:
                 keep(target + round((total - target) * (1 - events[done]) ** 3))
             if done == max(end, start):
-                keep(most_entries(state, _MARGIN * problem.budget))
+                keep(most_entries(state, _MARGIN * problem.budget, about))
 
         base.train_net(problem, net.parameters(), net, settings["lr"], seed, after)
-        keep(most_entries(state, problem.budget))
-        return Trained(encode_sparse(state, BITS), sum(int(t.count_nonzero()) for t in state.values()))
+        keep(most_entries(state, problem.budget, about))
+        data = encode_sparse(state, BITS, about)
+        return Trained(data, sum(int(t.count_nonzero()) for t in base.matrices(state).values()))
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net that the code stands for."""
-        return base.perceptron(decode_sparse(data, base.coded_matrices(data, task)))
+        net = base.pnet_about(base.text_of(data), task).build(0)
+        shapes = {name: tuple(t.shape) for name, t in base.state_of(net).items()}
+        return base.restore(net, decode_sparse(data, shapes))
 
 
-def most_entries(state: Params, budget: float) -> int:
+def most_entries(state: Params, budget: float, about: Mapping[str, Any] | None = None) -> int:
     """How many of the largest entries of the matrices can be coded in so many bytes."""
-    total = sum(int(t.count_nonzero()) for t in state.values() if t.ndim == 2)
-    return base.largest(lambda n: len(encode_sparse(state | _top(state, n), BITS)) <= budget, total)
+    total = sum(int(t.count_nonzero()) for t in base.matrices(state).values())
+    return base.largest(lambda n: len(encode_sparse(state | _top(state, n), BITS, about)) <= budget, total)
 
 
 def _top(state: Params, n: int) -> Params:
-    """The matrices with only the `n` entries of largest magnitude among them all."""
-    matrices = {name: t for name, t in state.items() if t.ndim == 2}
+    """The matrices with only the `n` entries of largest magnitude among them all, in their shapes."""
+    matrices = {name: state[name] for name in base.matrices(state)}
     flat = torch.cat([t.flatten() for t in matrices.values()])
     thin = torch.zeros_like(flat)
     kept = flat.abs().topk(n).indices

@@ -1,30 +1,38 @@
-r"""A random-subspace genome: the p-net's seeded first weights, and a random combination of a few trained numbers.
+r"""Ways to give all weights of a p-net by fewer numbers, which are what is trained and stored.
 
-C. Li, H. Farkhoor, R. Liu, J. Yosinski, "Measuring the intrinsic dimension of objective landscapes" (2018):
-`theta = theta_0 + P z`; only z and the seed are stored. Every tensor's part of P z is in units of its first deviation.
+*Low rank*: every matrix is a product of two thin ones (T. N. Sainath et al., "Low-rank matrix factorization for deep
+neural network training with high-dimensional output targets", 2013); one that is smaller than its factors stays itself.
 
-P takes d numbers to D in memory O(D) and time O(D log d), by Hadamard transforms: with $n$ the power of two from $d$
-up, block $b$ of the result is $H_n \,\mathrm{diag}(s_b)\,[z; 0] / \sqrt{D}$ for random signs $s_b$ (N. Ailon and B.
-Chazelle, 2009; the first half of Fastfood: Q. Le, T. Sarlos, A. Smola, 2013). Its columns are orthonormal where n
-divides D, and nearly so where the last block is cut. Every entry is $\pm 1/\sqrt{D}$.
+*Random subspace* (C. Li, H. Farkhoor, R. Liu, J. Yosinski, "Measuring the intrinsic dimension of objective landscapes",
+2018): `theta = theta_0 + P z`; only z and the seed are stored. Every tensor's part of P z is in units of its first
+deviation. P takes d numbers to D in memory O(D) and time O(D log d), by Hadamard transforms: with $n$ the power of two
+from $d$ up, block $b$ of the result is $H_n \,\mathrm{diag}(s_b)\,[z; 0] / \sqrt{D}$ for random signs $s_b$ (N. Ailon
+and B. Chazelle, 2009; the first half of Fastfood: Q. Le, T. Sarlos, A. Smola, 2013). Its columns are orthonormal where
+n divides D, and nearly so where the last block is cut. Every entry is $\pm 1/\sqrt{D}$.
 
-Suffixes: B blocks, n entries of a block, p q the sides of a block as a matrix, n = p q.
+*Seeded networks* (PRANC: P. Nooralinejad et al., ICCV 2023): `theta = sum_k z_k theta_k`, with theta_k drawn from the
+seed. Where all of them would take too much memory, the weights are cut into chunks, each with its part of the numbers.
+NOLA (S. Koohpayegani et al., ICLR 2024) combines the factors of a low-rank net in the same way.
+
+Suffixes: B blocks or chunks, n entries of one, k numbers of one, p q the sides of a block as a matrix, n = p q.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.pnet import PureNet, buffers_of, parameter_infos
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.pnets import n_params
+from gbfunc.tasks.pnets import PNet
 from gbfunc.types import Params
 
 
@@ -75,60 +83,195 @@ class Projection:
         return mixed_Bpq.reshape(-1)[: self.D] * self.D**-0.5
 
 
-RATES = (3e-2, 1e-1, 3e-1, 1.0)
+class Form(NamedTuple):
+    """How a p-net's parameters are given."""
+
+    leaves: Params  # what is trained, as it is at first
+    weights: Callable[[Params], Params]  # from them to every parameter, or to the leaves of another form
 
 
-def subspace_weights(task: Task, d: int, seed: int) -> Callable[[Tensor], Params]:
-    """From z [d] to every parameter of the task's p-net."""
-    pnet = task.build(seed)
-    first = {o.name: o.tensor.detach() for o in parameter_infos(pnet)}
-    sizes = [t.numel() for t in first.values()]
-    projection = Projection(d, sum(sizes), seed)
-    # So that z of unit deviation moves every weight by about its first deviation.
-    scales = {name: float(t.std()) if t.numel() > 1 else 1.0 for name, t in first.items()}
+Draw = Callable[[Params, int, int], Form]
+"""`(first tensors, numbers d, seed) -> Form` with the one leaf `z` [d]."""
 
-    def weights(z_d: Tensor) -> Params:
-        pieces = (projection(z_d) * (projection.D / d) ** 0.5).split(sizes)
+_MOST_NUMBERS = 2**26
+"""Of the random networks that are held in memory (256 MB)."""
+
+
+def _units(first: Params, constant: float) -> list[float]:
+    """The deviation of every tensor, of one whose entries are all alike `constant`."""
+    return [float(t.std()) if t.numel() > 1 and bool((t != t.flatten()[0]).any()) else constant for t in first.values()]
+
+
+def _spread(flat_D: Tensor, first: Params, units: list[float]) -> Params:
+    """The flat numbers in the tensors' shapes, each in its unit."""
+    pieces = flat_D.split([t.numel() for t in first.values()])
+    return {k: x.view_as(t) * unit for (k, t), x, unit in zip(first.items(), pieces, units, strict=True)}
+
+
+def subspace(first: Params, d: int, seed: int) -> Form:
+    """First tensors plus a random projection of z, which starts at 0."""
+    projection, units = Projection(d, sum(t.numel() for t in first.values()), seed), _units(first, 1.0)
+
+    def weights(leaves: Params) -> Params:
+        # So that z of unit deviation moves every weight by about its first deviation.
+        moved = _spread(projection(leaves["z"]) * (projection.D / d) ** 0.5, first, units)
+        return {name: t + moved[name] for name, t in first.items()}
+
+    return Form({"z": torch.zeros(d)}, weights)
+
+
+def seeded_networks(first: Params, d: int, seed: int) -> Form:
+    """A combination of d random networks; tensors whose entries are all alike at first stay near that."""
+    D = sum(t.numel() for t in first.values())
+    n_chunks = max(1, math.ceil(d * D / _MOST_NUMBERS))
+    k, n = math.ceil(d / n_chunks), math.ceil(D / n_chunks)
+    generator, units = torch.Generator().manual_seed(seed), _units(first, 0.1)
+    networks_Bnk = torch.randn(n_chunks, n, k, generator=generator)
+    kept = {name: t if unit == 0.1 else torch.zeros(()) for (name, t), unit in zip(first.items(), units, strict=True)}
+
+    def weights(leaves: Params) -> Params:
+        z_Bk1 = F.pad(leaves["z"], (0, n_chunks * k - d)).view(n_chunks, k, 1)
+        moved = _spread((networks_Bnk @ z_Bk1).flatten()[:D] * k**-0.5, first, units)
+        return {name: moved[name] + t for name, t in kept.items()}
+
+    return Form({"z": torch.randn(d, generator=generator)}, weights)
+
+
+def low_rank(first: Params, rank: int, seed: int) -> Form:
+    """Matrices as products of two of this rank, of the same deviation; the rest as it is."""
+    generator, leaves = torch.Generator().manual_seed(seed), Params()
+    for name, t in first.items():
+        rows, cols = (len(t), t.numel() // max(len(t), 1)) if t.ndim > 1 else (0, 0)
+        if rank * (rows + cols) < rows * cols:
+            std = (float(t.std()) / rank**0.5) ** 0.5
+            leaves[f"{name}.left"] = torch.randn(rows, rank, generator=generator) * std
+            leaves[f"{name}.right"] = torch.randn(rank, cols, generator=generator) * std
+        else:
+            leaves[name] = t
+
+    def weights(leaves: Params) -> Params:
         return {
-            name: torch.add(t, piece.view_as(t), alpha=scales[name] or 1.0)
-            for (name, t), piece in zip(first.items(), pieces, strict=True)
+            name: leaves[name] if name in leaves else (leaves[f"{name}.left"] @ leaves[f"{name}.right"]).view(t.shape)
+            for name, t in first.items()
         }
 
-    return weights
+    return Form(leaves, weights)
+
+
+def _first(pnet: nn.Module) -> Params:
+    return {info.name: info.tensor.detach() for info in parameter_infos(pnet)}
+
+
+def _train(problem: Problem, pnet: nn.Module, form: Form, lr: float, seed: int, about: Mapping[str, Any]) -> Trained:
+    """Adam on the leaves of a form; they are stored with the p-net's buffers."""
+    call, leaves = PureNet(pnet), {name: t.clone().requires_grad_() for name, t in form.leaves.items()}
+    buffers = {name: b.clone() for name, (b, _) in buffers_of(pnet).items()}
+    base.train_net(problem, leaves.values(), lambda x: call(form.weights(leaves), buffers, x), lr, seed)
+    data = base.pack({**leaves, **_saved(pnet, buffers)}, problem.dtype, about)
+    return Trained(data, sum(leaf.numel() for leaf in leaves.values()))
+
+
+def _saved(pnet: nn.Module, buffers: Params) -> Params:
+    return {name: buffers[name] for name, (_, saved) in buffers_of(pnet).items() if saved}
 
 
 @dataclass(frozen=True)
 class RandomSubspace:
-    """The safetensors file of z, with the seed beside it."""
+    """The safetensors file of z, with the seed beside it.
+
+    Attributes:
+        draw: how numbers become tensors.
+        rates: learning rates to choose from.
+        ranks: of the matrices, of which only the factors are drawn; 0 for the matrices themselves.
+    """
+
+    draw: Draw = subspace
+    rates: tuple[float, ...] = (3e-2, 1e-1, 3e-1, 1.0)
+    ranks: tuple[int, ...] = (0,)
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """As many numbers as fit, and learning rates."""
-        pnet = problem.task.build(0)
-        buffers = {name: b for name, (b, _) in buffers_of(pnet).items()}
+        pnet, found = problem.task.build(0), []
+        buffers = _saved(pnet, {name: b for name, (b, _) in buffers_of(pnet).items()})
+        for rank in self.ranks:
+            about = self._about(rank, 0)
 
-        def fits(d: int) -> bool:
-            return len(_encode(torch.zeros(d), buffers, problem.dtype, 0)) <= problem.budget
+            def fits(d: int, about: Mapping[str, Any] = about) -> bool:
+                return len(base.pack({"z": torch.zeros(d), **buffers}, problem.dtype, about)) <= problem.budget
 
-        d = base.largest(fits, n_params(pnet))
-        if not d:
+            most = sum(t.numel() for t in self._outer(pnet, rank, 0).leaves.values())
+            if d := base.largest(fits, most):
+                found += grid(d=(d,), rank=(rank,), lr=self.rates)
+        if not found:
             raise BudgetTooSmall("no file has room for a single number")
-        return grid(d=(d,), lr=RATES)
+        return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam on z, from the p-net's first weights."""
-        d, pnet = settings["d"], problem.task.build(seed)
-        weights, call = subspace_weights(problem.task, d, seed), PureNet(pnet)
-        buffers = {name: b.clone() for name, (b, _) in buffers_of(pnet).items()}
-        z_d = torch.zeros(d, requires_grad=True)
-        base.train_net(problem, [z_d], lambda x: call(weights(z_d), buffers, x), settings["lr"], seed)
-        return Trained(_encode(z_d, buffers, problem.dtype, seed), d)
+        """Adam on z."""
+        pnet, rank = problem.task.build(seed), settings["rank"]
+        form = self._form(pnet, rank, settings["d"], seed)
+        return _train(problem, pnet, form, settings["lr"], seed, self._about(rank, seed))
 
     def load(self, data: bytes, task: Task) -> Net:
         """The p-net with the weights that seed and z give."""
         state, about = base.unpack(data)
-        seed, z_d = int(about["seed"]), state.pop("z")
-        return base.restore(task.build(seed), state | subspace_weights(task, len(z_d), seed)(z_d))
+        seed, rank, z_d = about["seed"], about.get("rank", 0), state.pop("z")
+        pnet = task.build(seed)
+        return base.restore(pnet, state | self._form(pnet, rank, len(z_d), seed).weights({"z": z_d}))
+
+    @staticmethod
+    def _about(rank: int, seed: int) -> dict[str, int]:
+        return {"seed": seed, "rank": rank} if rank else {"seed": seed}
+
+    @staticmethod
+    def _outer(pnet: nn.Module, rank: int, seed: int) -> Form:
+        """From the tensors that are drawn to the p-net's."""
+        first = _first(pnet)
+        return low_rank(first, rank, seed) if rank else Form(first, lambda leaves: leaves)
+
+    def _form(self, pnet: nn.Module, rank: int, d: int, seed: int) -> Form:
+        outer = self._outer(pnet, rank, seed)
+        inner = self.draw(outer.leaves, d, seed)
+        return Form(inner.leaves, lambda leaves: outer.weights(inner.weights(leaves)))
 
 
-def _encode(z_d: Tensor, buffers: Params, dtype: torch.dtype, seed: int) -> bytes:
-    return base.pack({"z": z_d, **buffers}, dtype, {"seed": str(seed)})
+@dataclass(frozen=True)
+class LowRankTraining:
+    """The safetensors file of the factors."""
+
+    rates: tuple[float, ...] = (1e-2, 3e-2, 1e-1)
+    ranks: tuple[int, ...] = (1, 2, 4, 8, 16)
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        """Ranks, each in a net as wide as fits (at most the p-net's widths), and learning rates."""
+        task, found = problem.task, []
+        for rank in self.ranks:
+
+            def fits(pnet: PNet, rank: int = rank) -> bool:
+                state = base.blank(pnet)
+                form = low_rank(state, rank, 0)
+                return len(base.pack(form.leaves, problem.dtype, base.about_pnet(pnet, task))) <= problem.budget
+
+            pnet = base.widest(task, fits, 1.0)
+            # Without a matrix that is larger than its factors the net is a dense one.
+            if pnet is not None and len(low_rank(state := base.blank(pnet), rank, 0).leaves) > len(state):
+                found += grid(pnet=(dict(pnet.config),), rank=(rank,), lr=self.rates)
+        if not found:
+            raise BudgetTooSmall("no net of factors is as small as that")
+        return found
+
+    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        """Adam on the factors."""
+        pnet = base.with_config(problem.task, settings["pnet"])
+        net, about = pnet.build(seed), base.about_pnet(pnet, problem.task)
+        form = low_rank(_first(net), settings["rank"], seed)
+        return _train(problem, net, form, settings["lr"], seed, about)
+
+    def load(self, data: bytes, task: Task) -> Net:
+        """The net of the factors."""
+        state, about = base.unpack(data)
+        net = base.pnet_about(about, task).build(0)
+        first = _first(net)
+        lefts = {name: state[f"{name}.left"] for name in first if f"{name}.left" in state}
+        form = low_rank(first, next(iter(lefts.values())).shape[1], 0)
+        return base.restore(net, state | form.weights(state))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from gbfunc.tasks.pnets.actors import actor_critic, conv_actor_critic, recurrent_actor_critic
 from gbfunc.tasks.pnets.base import (
     Interface,
     PlanOptions,
@@ -20,10 +21,11 @@ from gbfunc.tasks.pnets.base import (
     options_for,
     seeded,
 )
-from gbfunc.tasks.pnets.convnets import all_conv, resnet18
+from gbfunc.tasks.pnets.convnets import all_conv, resnet18, resnet20, resnet56
 from gbfunc.tasks.pnets.gpt import gpt
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
-from gbfunc.tasks.pnets.mlp import actor_critic, mlp, mlp_pnet, mlp_sizes
+from gbfunc.tasks.pnets.mlp import mlp, mlp_pnet, mlp_sizes
+from gbfunc.tasks.pnets.vit import vit
 
 __all__ = [
     "PNETS",
@@ -42,7 +44,18 @@ __all__ = [
 ]
 
 PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
-    {"mlp": mlp_pnet, "allconv": all_conv, "resnet18": resnet18, "gpt": gpt, "actor_critic": actor_critic}
+    {
+        "mlp": mlp_pnet,
+        "allconv": all_conv,
+        "resnet18": resnet18,
+        "resnet20": resnet20,
+        "resnet56": resnet56,
+        "vit": vit,
+        "gpt": gpt,
+        "actor_critic": actor_critic,
+        "recurrent_actor_critic": recurrent_actor_critic,
+        "conv_actor_critic": conv_actor_critic,
+    }
 )
 """Every family by its name, as its factory `(interface, **options) -> PNet`."""
 

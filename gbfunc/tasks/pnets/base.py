@@ -56,6 +56,7 @@ class PlanOptions(NamedTuple):
         encodings: `{parameter: (code of rows, code of columns)}`.
         rules: `((pattern, hypernetwork), ...)`.
         include: patterns of parameters to generate beside the default ones.
+        exclude: patterns of parameters to keep direct.
         max_tile: largest tile.
         base: `"own"` where the p-net is pretrained, and its genome an adapter.
         target_modules: what such a genome changes; None for every linear, convolution and attention layer.
@@ -66,6 +67,7 @@ class PlanOptions(NamedTuple):
     encodings: Mapping[str, tuple[Encoding | None, Encoding | None]] = MappingProxyType({})
     rules: tuple[tuple[str, Hypernet | None], ...] = ()
     include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     max_tile: MaxTile = None
     base: Literal["own"] | None = None
     target_modules: str | tuple[str, ...] | None = None
@@ -109,9 +111,9 @@ class PNet:
         with seeded(seed):
             return self.make()
 
-    def planned(self, **changes: Any) -> PNet:
-        """The same p-net with other options of its plan, of whatever size."""
-        return replace(self, plan=lambda genome_params: self.plan(genome_params)._replace(**changes))
+    def planned(self, change: Callable[[PlanOptions], PlanOptions]) -> PNet:
+        """The same p-net with its plan's options changed, for a genome of whatever size."""
+        return replace(self, plan=lambda genome_params: change(self.plan(genome_params)))
 
 
 @contextmanager

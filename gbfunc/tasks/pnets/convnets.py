@@ -88,6 +88,47 @@ class ResNet18(nn.Module):
         return self.head(self.blocks(F.relu(self.stem(x_BChw))).mean((-2, -1)))
 
 
+class Plain(nn.Module):
+    """Two convolutions of 3 x 3 beside a shortcut without parameters: strided, with zeros in the new channels."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        self.stride, self.more = (1 if channels == out else 2), out - channels
+        self.first = nn.Conv2d(channels, out, 3, self.stride, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(out)
+        self.second = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(out)
+
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        """[B, C, h, w] -> [B, out, h / stride, w / stride]."""
+        y = self.second_norm(self.second(F.relu(self.first_norm(self.first(x_BChw)))))
+        shortcut = F.pad(x_BChw[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+        return F.relu(y + shortcut)
+
+
+class ResNetCifar(nn.Module):
+    """The residual networks for CIFAR-10 (He et al., 2015, section 4.2): 6 n + 2 layers in three stages.
+
+    Stages of `width` channels, twice and four times as many; with 16, depth 20 has 269,722 parameters and depth 56
+    853,018 (their option A: shortcuts without parameters).
+    """
+
+    def __init__(self, channels: int, width: int, classes: int, depth: int) -> None:
+        super().__init__()
+        outs = [width * 2**stage for stage in range(3) for _ in range((depth - 2) // 6)]
+        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.stem_norm = nn.BatchNorm2d(width)
+        self.blocks = nn.Sequential(*(Plain(before, out) for before, out in pairwise([width, *outs])))
+        self.head = nn.Linear(outs[-1], classes)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        """[B, C, h, w] -> [B, K]."""
+        return self.head(self.blocks(F.relu(self.stem_norm(self.stem(x_BChw)))).mean((-2, -1)))
+
+
 def _check(name: str, interface: Interface, smallest: int, width: Any) -> int:
     """Channels of an image that a convolutional network of some width can take."""
     if interface.tokens or len(interface.inputs) != 3:
@@ -146,4 +187,32 @@ def resnet18(interface: Interface, *, width: int = 64) -> PNet:
         fitted=lambda shapes: resnet18(interface, width=_width("stem.0.weight", shapes)),
         config={"width": width},
         label=f"resnet18, {width} channels",
+    )
+
+
+def resnet20(interface: Interface, *, width: int = 16) -> PNet:
+    """`ResNetCifar` of 20 layers for an image task, its first stage of `width` channels.
+
+    Raises:
+        ValueError: if the task has no images, or for a width below 1.
+    """
+    return _resnet(20, interface, width)
+
+
+def resnet56(interface: Interface, *, width: int = 16) -> PNet:
+    """`ResNetCifar` of 56 layers, as `resnet20`."""
+    return _resnet(56, interface, width)
+
+
+def _resnet(depth: int, interface: Interface, width: int) -> PNet:
+    name = f"resnet{depth}"
+    channels = _check(name, interface, 4, width)
+    return PNet(
+        name=name,
+        make=lambda: ResNetCifar(channels, width, interface.outputs, depth),
+        plan=lambda genome_params: _PLAN,
+        scaled=lambda factor: _resnet(depth, interface, scaled_width(width, factor)),
+        fitted=lambda shapes: _resnet(depth, interface, _width("stem.weight", shapes)),
+        config={"width": width},
+        label=f"{name}, {width} channels",
     )

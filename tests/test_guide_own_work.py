@@ -1,4 +1,4 @@
-"""The README's example of a task and a p-net of one's own, as it stands there."""
+"""The guide's example of a task and a p-net of one's own, as it stands there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from gbfunc.cli import main
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+GUIDE = Path(__file__).resolve().parents[1] / "notebooks/guides/tasks.md"
 
 
 def block(name: str) -> str:
     """The first fenced block after `<!-- example: name -->`."""
     found = re.search(
-        rf"<!-- example: {re.escape(name)} -->\n```\w+\n(.*?)```", README.read_text(encoding="utf-8"), re.S
+        rf"<!-- example: {re.escape(name)} -->\n```\w+\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.S
     )
     assert found is not None
     return found[1]

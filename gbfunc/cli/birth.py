@@ -1,0 +1,100 @@
+"""`gbfunc train --from-birth`: the network that a genome file grows is taught, beside one from random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from rich.table import Column, Table
+from safetensors.torch import save_model
+from torch import nn
+from tyro.conf import arg
+
+from gbfunc.cli.options import NONE
+from gbfunc.cli.output import make_folder, reporter, write_figure, write_history, write_metrics
+from gbfunc.lab.birth import GROWN, LESSONS, Taught, in_the_size_of, lessons, teach
+from gbfunc.tasks import Metric, Recipe, Task, find_task
+from gbfunc.tasks.training import total_steps
+
+
+@dataclass(frozen=True)
+class BirthOptions:
+    """The network that a genome grows, taught further: its weights themselves, at a constant rate."""
+
+    from_birth: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
+    """A genome file of the task: train the network that it grows, and the same p-net from random weights beside it;
+    a table tells both accuracies at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on
+    the validation data all along, unless --lr says one. OUT gets the taught weights, too (net.safetensors)."""
+
+    other: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=NONE)] = None
+    """With --from-birth: another task of as many classes that both learn as well; images are resized if need be."""
+
+    other_data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    """Folder with the other task's data."""
+
+
+def learn_from_birth(
+    options: BirthOptions,
+    grown: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    rates: Sequence[float],
+    out: Path | None,
+) -> None:
+    """Teach, write the results, print them.
+
+    Args:
+        options: the other task.
+        grown: the network that the genome grows.
+        task: what it was born for.
+        recipe: batch size, length and `dense_lr`.
+        seed: of the random weights and the order of the examples.
+        rates: learning rates to choose from, as parts of `dense_lr`.
+        out: where to write.
+    """
+    tasks = [task]
+    if options.other is not None:
+        other = find_task(options.other, options.other_data_dir, {})
+        tasks.append(replace(in_the_size_of(other, task.interface), pnet=task.pnet).to(next(grown.parameters()).device))
+    learned = {}
+    for one in tasks:
+        plain = lessons(one, recipe)
+        total = total_steps(one, plain)
+        learned[one.name] = teach(
+            grown, one, plain, seed, rates=rates, report=lambda label, total=total: reporter(label, total)
+        )
+    if out is not None:
+        from gbfunc.plots import birth_curves
+
+        make_folder(out)
+        save_model(learned[task.name][GROWN].net, str(out / "net.safetensors"))
+        rows = {name: {start: taught.rows for start, taught in starts.items()} for name, starts in learned.items()}
+        flat = {f"{name}: {start}": of for name, starts in rows.items() for start, of in starts.items()}
+        write_history(out / "history.csv", flat)
+        write_figure(out / "birth.png", birth_curves(rows, task.metric.name, task.metric.unit))
+        lr = {name: {start: taught.lr for start, taught in starts.items()} for name, starts in learned.items()}
+        facts = {"genome": str(options.from_birth), "batch_size": recipe.batch_size, "seed": seed, "lr": lr}
+        write_metrics(out / "metrics.json", {"task": task.name, "metric": task.metric.name, **facts, "runs": rows})
+    for name, starts in learned.items():
+        Console().print(birth_table(f"{name}: test {task.metric.label} after so many steps", starts, task.metric))
+
+
+def birth_table(title: str, starts: Mapping[str, Taught], metric: Metric) -> Table:
+    """A row for each start, a column for each step after which it was measured."""
+    names = [_column(row) for row in next(iter(starts.values())).rows]
+    table = Table("weights", *(Column(name, justify="right") for name in (*names, "rate")), title=title)
+    for start, taught in starts.items():
+        table.add_row(start, *(metric.show(row[metric.name]) for row in taught.rows), f"{taught.lr:.1e}")
+    return table
+
+
+def _column(row: Mapping[str, float]) -> str:
+    passes = row["epoch"]
+    if not row["step"]:
+        return "birth"
+    whole = float(passes).is_integer() and row["step"] not in LESSONS
+    return f"{row['step']:,}" + (f" (epoch {passes:g})" if whole else "")

@@ -1,0 +1,128 @@
+"""`--config FILE`: options from a file, and the file that holds those of a training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from gbfunc.files import replace_file
+
+_OF_ONE_RUN = ("config", "out", "log", "log_every", "checkpoint_every", "keep", "resume")
+_OF_ONE_RUN += ("allow_changes", "profile", "peak_flops")
+"""Options that decide nothing of a training: whence they come, and what of it is kept."""
+
+
+def options_of(command: Any) -> dict[str, Field[Any]]:
+    """Every option of a command or a group of options by its name, those of its groups too."""
+    named: dict[str, Field[Any]] = {}
+    for field in fields(command):
+        named |= options_of(field.default) if is_dataclass(field.default) else {field.name: field}
+    return named
+
+
+def values_of(options: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of every option of a command."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        yield from values_of(value) if is_dataclass(value) else [(field.name, value)]
+
+
+def config_words(path: Path, command: Any, training: Any) -> list[str]:
+    """The options in a file as words of a command line.
+
+    A file is written for a training. Another command takes those options of it that it shares, and leaves the rest.
+
+    Args:
+        path: a file that ends in .toml, .yaml, .yml or .json.
+        command: the dataclass of the command.
+        training: the dataclass of `gbfunc train`.
+
+    Raises:
+        FileNotFoundError: if there is no file.
+        ValueError: if it cannot be read, or holds an option that there is not.
+        ImportError: if what reads it is missing.
+    """
+    known, trained = options_of(command), options_of(training)
+    groups = {field.name for field in fields(training) if is_dataclass(field.default)}
+    given: dict[str, Any] = {}
+    for key, value in read_config(path).items():
+        # A table may have the name of a subject of the help.
+        given |= value if key in groups and isinstance(value, dict) else {key: value}
+    words = []
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name in trained and value is not None and isinstance(value, bool) != isinstance(trained[name].default, bool):
+            such = "true or false" if isinstance(trained[name].default, bool) else "neither true nor false"
+            raise ValueError(f"{path}: {key} must be {such}, got {value!r}")
+        # Another option may have the same name: a device is a file where ranks are planned.
+        if name in known and (name == "task" or trained.get(name, known[name]) is known[name]):
+            words += _words(f"--{name.replace('_', '-')}", value)
+        elif name not in trained:
+            near = get_close_matches(name, known, 3)
+            hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+            raise ValueError(f"{path}: there is no option {key!r}{hint}")
+    return words
+
+
+def _words(option: str, value: Any) -> list[str]:
+    """An option with a value of TOML, YAML or JSON, as words of a command line."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [option if value else f"--no-{option.removeprefix('--')}"]
+    if isinstance(value, list):
+        return [option, *map(str, value)]
+    return [f"{option}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a file holds; raises as `config_words`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--config: no such file: {path}")
+    text = path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".toml":
+            import tomlkit
+
+            found: Any = tomlkit.parse(text).unwrap()
+        elif path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            found = yaml.safe_load(text)
+        elif path.suffix == ".json":
+            found = json.loads(text)
+        else:
+            raise ValueError("its name must end in .toml, .yaml, .yml or .json")
+    except ImportError as error:
+        raise ImportError(f"--config {path} needs {error.name}: pip install 'gbfunc[cli]'") from error
+    except Exception as error:
+        # Each reader has its own errors.
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {path} must hold options by their names, got {found!r}")
+    return found
+
+
+def settings_of(options: Any, resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """All that decides a training: the user's options, and in place of what was left open what was `resolved`."""
+    every = {name: value for name, value in values_of(options) if name not in _OF_ONE_RUN} | dict(resolved)
+    return {name: _plain(value) for name, value in every.items() if value not in (None, (), "{}")}
+
+
+def _plain(value: Any) -> Any:
+    """A value as TOML and JSON have it."""
+    if isinstance(value, str) and value.startswith("{") and "null" not in value:
+        return json.loads(value)
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def write_config(path: Path, settings: Mapping[str, Any]) -> None:
+    """The settings of a training as TOML, which `gbfunc train --config` takes."""
+    import tomlkit
+
+    head = "# The whole training; gbfunc train --config FILE repeats it, gbfunc train --help says what is what.\n\n"
+    replace_file(path, (head + tomlkit.dumps(settings)).encode())

@@ -1,0 +1,140 @@
+"""From a genome's file to a network and its metrics, and the teachers that are such networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_model
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.cli.about import described
+from gbfunc.cli.job import Job, load_task, read_json
+from gbfunc.cli.options import DataOptions, TeacherOptions
+from gbfunc.cli.teacher import is_genome, teacher_file
+from gbfunc.tasks import Task
+from gbfunc.tasks.base import History
+from gbfunc.tasks.pnets import PNet, brief, find_pnet
+from gbfunc.tasks.teaching import taught
+
+
+def read_genome(
+    path: Path, data: DataOptions, task: Task | None = None, load: Callable[[Any], Task] = load_task
+) -> tuple[gb.Plan, Task, nn.Module]:
+    """Rebuild the p-net that a genome file describes, with its generated weights.
+
+    Args:
+        path: the file.
+        data: which.
+        task: the data, where it is loaded already.
+        load: how to, from the options with what the file says filled in.
+
+    Returns:
+        Its plan, its task, and the network on the CPU.
+
+    Raises:
+        ValueError: if the file is damaged, or if its p-net does not fit the task.
+        FileNotFoundError: if there is no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no such genome file: {path}")
+    plan, genome = gb.load(path)
+    if task is None:
+        data = described(path, data)
+        task = load(data)
+        task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", data.pnet_config)))
+    # A base may be the weights of a seed.
+    return plan, task, _network(path, plan, genome, task.build(getattr(data, "seed", 0)))
+
+
+def _network(path: Path, plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> nn.Module:
+    """The p-net with the weights of a genome file; one that is not its base is refused in the user's terms."""
+    try:
+        return gb.materialize(plan, genome, pnet).eval()
+    except ValueError as error:
+        if plan.base is None:
+            raise
+        named = plan.base.name or f"a network of {plan.base.params:,} parameters"
+        raise ValueError(f"{path} is an adapter of {named}, the base that --pretrained must name: {error}") from error
+
+
+def _fitted(task: Task, plan: gb.Plan, path: Path, config: Mapping[str, Any]) -> PNet:
+    """The task's p-net with the widths that a genome's file holds, which the user's `config` must not contradict."""
+    pnet = task.pnet
+    if pnet.fitted is None:
+        return pnet
+    shapes = {t.name: t.shape for t in plan.tensors}
+    try:
+        held = pnet.fitted(shapes)
+    except ValueError as error:
+        holds = f"{path} holds the genome of a p-net of {plan.pnet_params:,} parameters ({brief(shapes)})"
+        raise ValueError(f"{holds}, which is no {pnet.name} for the task {task.name}: {error}") from error
+    asked = find_pnet(pnet.name, task.interface, {**held.config, **config}).config
+    if wrong := [name for name in asked if asked[name] != held.config[name]]:
+        says, holds = (", ".join(f"{name} {values[name]}" for name in wrong) for values in (asked, held.config))
+        raise ValueError(f"--pnet-config says {says}, but {path} holds {holds}")
+    return held
+
+
+def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, history: History = ()) -> dict[str, object]:
+    """Sizes of the whole model, metrics of what a genome file holds, and what the task says of its training."""
+    genome_bytes = path.stat().st_size
+    return {
+        "task": task.name,
+        "metric": task.metric.name,
+        "pnet": task.pnet.name,
+        "pnet_config": dict(task.pnet.config),
+        "pnet_params": plan.pnet_params,
+        "genome_params": plan.genome_params,
+        "ratio_params": plan.pnet_params / plan.genome_params,
+        "dense_bytes": plan.dense_bytes,
+        "genome_bytes": genome_bytes,
+        "ratio_bytes": plan.dense_bytes / genome_bytes,
+        "base": None if plan.base is None else plan.base._asdict(),
+        **measure(task, net),
+        **task.facts(history),
+    }
+
+
+def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
+    """All metrics of a network on validation and test data: `{prefix}val_accuracy`, `{prefix}test_accuracy`, ..."""
+    splits = {"val": task.val, "test": task.test}
+    measured = {split: task.evaluate(net, data) for split, data in splits.items()}
+    return {f"{prefix}{split}_{name}": v for split, metrics in measured.items() for name, v in metrics.items()}
+
+
+def with_teacher(job: Job, options: TeacherOptions, device: str) -> Job:
+    """The same job, whose loss follows the teacher that the options name, if they do.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file that holds no network of the task, or options that are out of range or have no effect.
+    """
+    if options.teacher is None:
+        if (options.teacher_weight, options.temperature) != (TeacherOptions.teacher_weight, TeacherOptions.temperature):
+            raise ValueError("--teacher-weight and --temperature are for a teacher: say --teacher too")
+        return job
+    teacher = read_teacher(options.teacher, job.task).to(device)
+    return job._replace(task=taught(job.task, teacher, options.teacher_weight, options.temperature))
+
+
+def read_teacher(path: Path, task: Task) -> nn.Module:
+    """The trained network of a genome file, of a file with the weights of the task's p-net, or of a folder with one.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is damaged, or holds no network of the task.
+    """
+    path = teacher_file(path)
+    if is_genome(path):
+        plan, genome = gb.load(path)
+        return _network(path, plan, genome, _fitted(task, plan, path, {}).build(0))
+    net = task.build(0)
+    try:
+        load_model(net, path)
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"--teacher: {path} does not hold the weights of {task.pnet.name}: {error}") from error
+    return net.eval()

@@ -1,0 +1,173 @@
+"""`gbfunc predict`: the classes of files of inputs, by a genome's file alone.
+
+Suffixes: N inputs, C channels, h rows and w columns of an image, K classes, L tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tyro.conf import Positional, arg
+
+import gbfunc as gb
+from gbfunc.cli.job import load_task
+from gbfunc.cli.networks import read_genome
+from gbfunc.cli.options import ConfigOption, DataOptions, GenomeFileOptions
+from gbfunc.tasks import Task, logits_of
+from gbfunc.tasks.pnets import Interface, find_pnet
+from gbfunc.tasks.texts import pretrained_tokens
+from gbfunc.types import JSON
+
+_TEXTS = (".txt", ".text", ".md")
+
+Inputs = Iterator[tuple[str, Tensor]]
+"""Each with a name: images as [C, h, w], texts as tokens [L]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict(ConfigOption, GenomeFileOptions):
+    """Classify files: images, arrays of images (.npy, .npz), or texts, one each line (.txt). A line for each input."""
+
+    inputs: Positional[tuple[Path, ...]]
+    """The files. Pixels count from 0 to 255, or as the task's data has them, bright where its images are."""
+
+    top: Annotated[int, arg(metavar="INT")] = 1
+    """Classes to tell of each input, the likeliest first."""
+
+    def run(self) -> None:
+        """Print name, class and probability of every input."""
+        if not self.inputs or self.top < 1:
+            raise ValueError(f"predict needs files, and --top of at least 1, got {len(self.inputs)} and {self.top}")
+        if not self.genome.is_file():
+            raise FileNotFoundError(f"no such genome file: {self.genome}")
+        said = gb.load_metadata(self.genome)
+        said = said if isinstance(said, Mapping) else {}
+        # A tokenizer that was learned is in the task's data alone.
+        load = load_task if self.data_dir is not None else lambda options: task_of(options, said)
+        _, task, net = read_genome(self.genome, self, load=load)
+        names = said.get("classes") or [str(i) for i in range(task.interface.outputs)]
+        if not isinstance(names, list) or len(names) != task.interface.outputs:
+            raise ValueError(f"{self.genome} names classes {names!r}, its network has {task.interface.outputs}")
+        for path in self.inputs:
+            for name, probabilities_K in predicted(net, read_inputs(path, task, said)):
+                best = probabilities_K.topk(min(self.top, len(names)))
+                told = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                print("\t".join([name, *(f"{names[k]}\t{value:.4f}" for k, value in told)]), flush=True)
+
+
+def task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
+    """What a genome's file says of its task, without its data.
+
+    Raises:
+        ValueError: if it says too little, or the task has no classes.
+    """
+    try:
+        inputs, *rest = said["interface"]
+        interface = Interface(tuple(inputs), *rest)
+        if not all(type(n) is int and n >= 1 for n in (*interface.inputs, interface.outputs)):
+            raise TypeError(f"expected positive numbers, got {said['interface']!r}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the genome's file does not say what its inputs are ({error!r}): pass --data-dir") from error
+    config: JSON = json.loads(options.pnet_config)
+    encode = None
+    if interface.vocabulary:
+        if options.pretrained is None:
+            raise ValueError("the genome's tokens were learned from its texts: pass --data-dir, the folder with them")
+        config["pretrained"] = options.pretrained
+        encode = pretrained_tokens(options.pretrained, interface.inputs[0]).encode
+    pnet = find_pnet(options.pnet or "mlp", interface, config)
+    return Task(options.task, interface, None, None, None, pnet, encode=encode)
+
+
+def predicted(net: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
+    """The name of every input, and the probability of each class [K]."""
+    with torch.no_grad():
+        for name, x in inputs:
+            yield name, logits_of(net(x[None]))[0].softmax(0)
+
+
+def read_inputs(path: Path, task: Task, said: Mapping[str, Any]) -> Inputs:
+    """The inputs of a file, as the task's network takes them.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it holds no inputs of the task.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file of inputs: {path}")
+    if task.interface.tokens or task.interface.actions:
+        raise ValueError(f"predict classifies; the task {task.name} has no classes (for a language model: sample)")
+    if task.interface.vocabulary:
+        assert task.encode is not None
+        yield from _texts(path, task.encode)
+        return
+    if path.suffix in _TEXTS:
+        raise ValueError(f"{path} is a text, and the task {task.name} has images of shape {task.interface.inputs}")
+    if not {"mean", "std"} <= said.keys():
+        raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
+    mean, std = (np.asarray(said[name], np.float32).reshape(-1, 1, 1) for name in ("mean", "std"))
+    for name, pixels_Chw in _images(path, task.interface.inputs, float(said.get("white", 255))):
+        yield name, torch.from_numpy(((pixels_Chw - mean) / std).astype(np.float32))
+
+
+def _texts(path: Path, encode: Callable[[str], Tensor]) -> Inputs:
+    """The lines of a text that are not empty."""
+    for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            yield f"{path}:{i}", encode(line.strip())
+
+
+def _images(path: Path, shape: tuple[int, ...], white: float) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Images [C, h, w] of a file, their pixels in the units of the task's data."""
+    if path.suffix not in (".npy", ".npz"):
+        yield str(path), _picture(path, shape) * (white / 255)
+        return
+    for name, array in _arrays(path).items():
+        images = _shaped(array, shape)
+        if images is None or array.dtype.kind not in "uif" or not np.isfinite(array).all():
+            raise ValueError(f"{path} must hold images of shape {shape}, got {array.dtype} {array.shape} in {name}")
+        for i, image in enumerate(images):
+            yield f"{path}[{i}]" if name == "array" else f"{path}[{name}, {i}]", image
+
+
+def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """An image's file as [C, h, w], 0 to 255, in the task's size."""
+    from PIL import Image, UnidentifiedImageError
+
+    channels, rows, cols = shape
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB").resize((cols, rows)), np.float32)
+    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} is no image that can be read: {error}") from error
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a file, that of a `.npy` as `array`."""
+    try:
+        with path.open("rb") as file:
+            held = np.load(file, allow_pickle=False)
+            return {"array": held} if isinstance(held, np.ndarray) else {name: held[name] for name in held.files}
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} holds no arrays that can be read: {error}") from error
+
+
+def _shaped(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+    """Images [N, C, h, w] of an array of one or many, with channels first or last, or none; None for another."""
+    channels, rows, cols = shape
+    last = (rows, cols, channels)
+    for kind in (shape, *([(rows, cols)] if channels == 1 else ()), last):
+        if array.shape[-len(kind) :] == kind and array.ndim - len(kind) in (0, 1):
+            images = array.reshape(-1, *kind)
+            return images.transpose(0, 3, 1, 2) if kind == last != shape else images.reshape(-1, *shape)
+    return None

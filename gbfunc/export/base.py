@@ -1,0 +1,178 @@
+"""`export`: a file of a chosen kind, run and compared before it is there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+
+from gbfunc.export.formats import FORMATS, Format
+from gbfunc.export.program import BATCH, Inputs, Weights, module_of, ready, tensors_of, trace
+from gbfunc.files import replace_file
+from gbfunc.materialize import materialize
+from gbfunc.plan import Plan
+from gbfunc.types import GenomeLike
+
+SAFETENSORS = "safetensors"
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference of outputs over the largest output, by their dtype; ONNX has Python's numbers in float32."""
+
+
+class Exported(NamedTuple):
+    """What `export` wrote.
+
+    Attributes:
+        bytes: size of the file.
+        max_error: largest difference of its outputs from those of the p-net in torch; None where it was not run.
+    """
+
+    bytes: int
+    max_error: float | None
+
+
+def export(
+    path: str | os.PathLike[str],
+    plan: Plan,
+    genome: GenomeLike,
+    pnet: nn.Module,
+    example: Any = None,
+    weights: Weights | None = None,
+    to: str | None = None,
+    *,
+    dynamic_shapes: Any = BATCH,
+    check: bool = True,
+) -> Exported:
+    """Write the network that a genome makes as a file that other programs run without gbfunc.
+
+    With `weights="genome"` the file holds the genome, and generates the weights by standard operations where it is
+    loaded or run: it has kilobytes. With `"dense"` it holds the weights. The network is in evaluation mode; stochastic
+    g-nets give their mean. The file appears whole or not at all, after its program gave the p-net's outputs.
+
+    | format | suffix | runs in |
+    |---|---|---|
+    | `"onnx"` | `.onnx` | onnxruntime, and whatever reads ONNX |
+    | `"pt2"` | `.pt2` | `torch.export.load(path).module()` |
+    | `"aoti"` | none | `torch._inductor.aoti_load_package(path)`, C++: machine code, compiled in a minute |
+    | `"iree"` | `.vmfb` | IREE's runtime on CPUs |
+    | `"safetensors"` | `.safetensors` | the state dict of dense weights, for `pnet.load_state_dict` |
+
+    Args:
+        path: where to; a file that is there is replaced.
+        plan: the plan.
+        genome: a `Genome` or `TrainState`.
+        pnet: the p-net, of which a genome needs the architecture alone.
+        example: what it is called with: a tensor, a tuple of inputs, or a dict of inputs by name. `"safetensors"`
+            needs none.
+        weights: `"genome"` or `"dense"`; None is the genome, but for safetensors and for a genome that changes a base.
+        to: the format; None takes it from the path's suffix.
+        dynamic_shapes: which dimensions may have other sizes than in the example: `"batch"`, the first one of every
+            tensor; None, none; or what `torch.export.export` takes.
+        check: run the program where its runtime is installed, on the example and on one row more.
+
+    Returns:
+        The file's size, and the largest difference of its outputs.
+
+    Raises:
+        ImportError: if a package is missing, naming the extra that installs it.
+        ValueError: for an unknown format, a p-net that cannot be traced, or a program whose outputs differ.
+        OSError: if the file cannot be written.
+    """
+    place = Path(path)
+    kind = _kind(place, to)
+    chosen = weights or ("dense" if kind == SAFETENSORS or plan.base is not None else "genome")
+    if chosen not in ("genome", "dense"):
+        raise ValueError(f"weights must be 'genome' or 'dense', got {weights!r}")
+    if kind == SAFETENSORS:
+        if chosen == "genome":
+            raise ValueError("safetensors holds tensors and no program: weights='dense', or gb.save for the genome")
+        return write_weights(place, materialize(plan, genome, pnet))
+    inputs, net = Inputs.of(example, pnet), module_of(plan, genome, pnet, chosen)
+    like = net if chosen == "dense" else module_of(plan, genome, pnet, "dense")
+    return write_program(place, FORMATS[kind], net, like, inputs, dynamic_shapes, check)
+
+
+def export_module(
+    path: str | os.PathLike[str], net: nn.Module, example: Any = None, to: str | None = None, **options: Any
+) -> Exported:
+    """The same for a network with weights, which is put into evaluation mode; options and errors as `export`."""
+    place = Path(path)
+    kind = _kind(place, to)
+    if kind == SAFETENSORS:
+        return write_weights(place, net)
+    options = {"dynamic_shapes": BATCH, "check": True, **options}
+    ready(net)
+    return write_program(place, FORMATS[kind], net, net, Inputs.of(example, net), **options)
+
+
+def _kind(path: Path, to: str | None) -> str:
+    """The name of a format, as asked for or by suffix."""
+    suffixes = {f.suffix: name for name, f in FORMATS.items() if f.suffix} | {f".{SAFETENSORS}": SAFETENSORS}
+    if to is None and path.suffix in suffixes:
+        return suffixes[path.suffix]
+    if to not in (*FORMATS, SAFETENSORS):
+        known = ", ".join((*FORMATS, SAFETENSORS))
+        got = f"to={to!r}" if to is not None else f"the suffix {path.suffix!r}"
+        raise ValueError(f"the format must be one of {known}, got {got}")
+    return to
+
+
+def write_weights(path: Path, net: nn.Module) -> Exported:
+    """Write a network's state dict, tied weights under each of their names."""
+    data = to_safetensors({k: x.detach().cpu().clone().contiguous() for k, x in net.state_dict().items()})
+    replace_file(path, data)
+    return Exported(len(data), None)
+
+
+def write_program(
+    path: Path, kind: Format, net: nn.Module, like: nn.Module, inputs: Inputs, dynamic_shapes: Any, check: bool
+) -> Exported:
+    """Write the program of `net`, whose outputs must be those of `like`."""
+    data = kind.write(trace(net, inputs, dynamic_shapes))
+    tried = [inputs, inputs.longer()] if dynamic_shapes == BATCH else [inputs]
+    error = _error(kind, data, like, tried) if check else None
+    replace_file(path, data)
+    return Exported(len(data), error)
+
+
+def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> float | None:
+    """Largest difference of a file's outputs from a network's; None where its runtime is not installed."""
+    with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
+        try:
+            run = kind.read(data, Path(folder))
+            got = [run(inputs) for inputs in tried]
+        except ImportError:
+            return None
+        except Exception as error:  # of several private types
+            said = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"the file's runtime cannot run it ({said}); check=False writes it all the same"
+            ) from error
+        return max(_compared(outputs, like, inputs) for outputs, inputs in zip(got, tried, strict=True))
+
+
+def _compared(got: list[Tensor], like: nn.Module, inputs: Inputs) -> float:
+    """Largest difference of outputs; ValueError for more than rounding."""
+    with torch.no_grad():
+        expected = tensors_of(like(*inputs.args, **inputs.kwargs))
+    shapes = [[list(x.shape) for x in xs] for xs in (got, expected)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the exported program gives outputs of shapes {shapes[0]}, the p-net {shapes[1]}")
+    largest = 0.0
+    for x, y in zip(got, expected, strict=True):
+        if not y.numel():
+            continue
+        wide_x, wide_y = x.double(), y.double()
+        same = (wide_x == wide_y) | (wide_x.isnan() & wide_y.isnan())
+        error = float(torch.where(same, 0.0, (wide_x - wide_y).abs()).max())
+        size = float(torch.where(wide_y.isfinite(), wide_y.abs(), 0.0).max())
+        if not error <= _TOLERANCE.get(y.dtype, 0.0) * max(1.0, size):
+            raise ValueError(
+                f"the exported program's outputs differ from the p-net's by {error:g} where they reach {size:g}"
+            )
+        largest = max(largest, error)
+    return largest

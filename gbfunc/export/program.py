@@ -1,0 +1,180 @@
+"""From a p-net with its genome, or with its weights, to one traced program that holds either.
+
+genome: leaves --codes by integer arithmetic, g-nets, tiles--> weights --the p-net's forward--> outputs
+dense:  weights --the p-net's forward--> outputs
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves  # which Hugging Face makes its outputs known to
+
+from gbfunc.materialize import materialize
+from gbfunc.plan import Plan
+from gbfunc.pnet import skeleton_of
+from gbfunc.types import GenomeLike
+
+if TYPE_CHECKING:
+    # It takes half a second to import.
+    from torch.export import ExportedProgram
+
+Weights = Literal["genome", "dense"]
+BATCH = "batch"
+
+
+class Inputs(NamedTuple):
+    """What a network is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(example: Any, net: nn.Module) -> Inputs:
+        """An example on the CPU: one input, a tuple of inputs, or inputs by name, in the order that the network has."""
+        if isinstance(example, Mapping):
+            names = list(inspect.signature(net.forward).parameters)
+            order = sorted(example, key=lambda name: names.index(name) if name in names else len(names))
+            args, kwargs = (), {name: example[name] for name in order}
+        else:
+            args, kwargs = tuple(example) if isinstance(example, tuple | list) else (example,), {}
+        inputs = Inputs(args, kwargs).mapped(lambda x: x.detach().cpu().contiguous() if isinstance(x, Tensor) else x)
+        if not inputs.tensors:
+            raise ValueError(f"example must be a tensor, or a tuple or dict with some, got {type(example).__name__}")
+        return inputs
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, in order."""
+        return tensors_of(tuple(self))
+
+    def mapped(self, change: Callable[[Any], Any]) -> Inputs:
+        """The same with every value changed."""
+        made: Any = optree.tree_map(change, cast("Any", tuple(self)))
+        return Inputs(*made)
+
+    def longer(self) -> Inputs:
+        """The same with the first row of every tensor once more: no batch that a program could take for constant."""
+        return self.mapped(lambda x: torch.cat([x, x[:1]]) if _has_rows(x) else x)
+
+    def shapes(self) -> Any:
+        """Dynamic shapes, as `torch.export` takes them: the first dimension of every tensor is the batch."""
+        from torch.export import Dim
+
+        batch = Dim(BATCH)
+        shapes = self.mapped(lambda x: {0: batch} if _has_rows(x) else None)
+        return shapes.kwargs or shapes.args
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of what a network takes or gives, in order."""
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def module_of(plan: Plan, genome: GenomeLike, pnet: nn.Module, weights: Weights) -> nn.Module:
+    """The p-net in evaluation mode on the CPU, with a genome that generates its weights at each call, or with them.
+
+    Raises:
+        ValueError: if plan, genome and p-net do not fit together, or the genome changes a base.
+    """
+    if weights == "dense":
+        return ready(materialize(plan, genome, pnet))
+    if plan.base is not None:
+        raise ValueError("the genome changes a base, whose weights a file with the genome alone lacks: weights='dense'")
+    from gbfunc.module import GenomeModule
+
+    # The p-net gives its architecture alone.
+    return ready(GenomeModule(plan, _plain(skeleton_of(pnet)), genome, lazy=False))
+
+
+def ready(net: nn.Module) -> nn.Module:
+    """A network as it is shipped: in evaluation mode on the CPU, without gradients."""
+    return _plain(net).cpu().eval().requires_grad_(False)
+
+
+def _plain(net: nn.Module) -> nn.Module:
+    """The network without a cache of keys and values among its outputs, where Hugging Face's has one."""
+    for module in net.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    return net
+
+
+class Traced(NamedTuple):
+    """A network's call as a graph of operations.
+
+    Attributes:
+        program: the graph, with the genome's leaves or the weights.
+        dynamic_shapes: names of the dimensions of its inputs that may have any size, as `torch.export` takes them.
+        outputs: names of its outputs.
+    """
+
+    program: ExportedProgram
+    dynamic_shapes: Any
+    outputs: list[str]
+
+
+def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
+    """A network's call as a graph, without what tells where in the source its operations stand.
+
+    Raises:
+        ValueError: if `torch.export` cannot trace it.
+    """
+    import torch.export
+
+    batched = isinstance(dynamic_shapes, str) and dynamic_shapes == BATCH
+    given = inputs.longer() if batched else inputs
+    shapes: Any = given.shapes() if batched else dynamic_shapes
+    try:
+        with torch.no_grad(), quiet():
+            outputs = net(*given.args, **given.kwargs)
+            program = torch.export.export(net, given.args, given.kwargs, dynamic_shapes=shapes)
+    except Exception as error:  # whatever a forward raises, and several private errors of torch's
+        hint = "; dynamic_shapes=None keeps the example's shapes" if dynamic_shapes is not None else ""
+        raise ValueError(f"torch.export cannot trace the p-net: {' '.join(str(error).split())[:300]}{hint}") from error
+    for node in program.graph.nodes:
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
+            node.meta.pop(key, None)
+    taken = {node.name for node in program.graph.nodes if node.op == "placeholder"}
+    return Traced(program, shapes, [f"{name}_out" if name in taken else name for name in _names(outputs)])
+
+
+def _names(outputs: Any) -> list[str]:
+    """Names of a network's outputs: those that they have (Hugging Face), else `output`, or `output_0`, ..."""
+    tensors = tensors_of(outputs)
+    if isinstance(outputs, Mapping) and len(tensors) == len(outputs):
+        return [str(key) for key in outputs]
+    return ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
+
+
+@contextmanager
+def quiet() -> Any:
+    """Without what torch's own exporters say of themselves (of torchvision, too), about which a user can do nothing."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*axis name: .* will not be used", UserWarning)
+            warnings.filterwarnings("ignore", ".*torch.jit.script_method. is deprecated", DeprecationWarning)
+            warnings.filterwarnings("ignore", ".*isinstance\\(treespec, LeafSpec\\)", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+Run = Callable[[Inputs], list[Tensor]]
+"""A file's program: from inputs to its outputs."""

@@ -1,0 +1,131 @@
+"""Born, then taught: a grown network's own weights trained further, beside the same network from random weights.
+
+An animal is born with the abilities that its genome holds, and learns the rest (Zador, 2019; Shuvaev et al., 2024). So
+a genome is judged by two numbers: the accuracy at birth, and how fast the network learns from there, its own task or
+another one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gbfunc.tasks.base import Recipe, Task, constant_rate
+from gbfunc.tasks.data import Split, steps_per_epoch
+from gbfunc.tasks.pnets import Interface
+from gbfunc.tasks.training import Report, dense_trainer, fit
+
+LESSONS = (1, 10, 100)
+"""Steps after which a network is measured, beside birth, an epoch and the end."""
+
+GROWN, RANDOM = "grown", "random"
+
+RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
+"""Learning rates to choose from, as parts of the recipe's: at its full rate Adam's first steps undo what is innate."""
+
+
+def lessons(task: Task, recipe: Recipe) -> Recipe:
+    """A recipe for weights that exist: a constant rate, no augmentation, measured after `LESSONS` and an epoch."""
+    marks = tuple(sorted({*LESSONS, steps_per_epoch(task.train, recipe.batch_size)}))
+    return replace(recipe, schedule=constant_rate, augment=None, measure_every=marks)
+
+
+class Taught(NamedTuple):
+    """What became of a network.
+
+    Attributes:
+        rows: `step`, `epoch`, `train_loss` and the metrics of the test data, from birth on.
+        lr: the learning rate, which the validation data chose.
+        net: the network in the end.
+    """
+
+    rows: list[dict[str, float]]
+    lr: float
+    net: nn.Module
+
+
+def teach(
+    grown: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    *,
+    rates: Sequence[float] = RATES,
+    report: Callable[[str], AbstractContextManager[Report]] = lambda label: nullcontext(lambda *told: None),
+) -> dict[str, Taught]:
+    """Train a grown network, and the same p-net from random weights, on the same batches with Adam.
+
+    Each takes the rate with the best mean over the validations, from the first step to the last.
+
+    Args:
+        grown: the network; it is not changed.
+        task: what both learn, `task.build` being the p-net.
+        recipe: from `lessons`.
+        seed: of the random weights and the order of the examples.
+        rates: learning rates to choose from, as parts of the recipe's `dense_lr`.
+        report: from a label to what is told how that training goes.
+    """
+    device = next(grown.parameters()).device
+    starts = {GROWN: grown, RANDOM: task.build(seed).to(device)}
+    return {name: _taught(name, net, task, recipe, seed, rates, report) for name, net in starts.items()}
+
+
+def _taught(
+    name: str,
+    start: nn.Module,
+    task: Task,
+    recipe: Recipe,
+    seed: int,
+    rates: Sequence[float],
+    report: Callable[[str], AbstractContextManager[Report]],
+) -> Taught:
+    metric, tested = task.metric, replace(task, val=task.test)
+
+    def trained(rate: float, task: Task, label: str) -> tuple[nn.Module, list[dict[str, float]]]:
+        net, slower = copy.deepcopy(start), replace(recipe, dense_lr=rate * recipe.dense_lr)
+        with report(label) as told:
+            return net, fit(dense_trainer(net, task, slower), task, slower, seed, report=told).history
+
+    def all_along(rate: float) -> float:
+        _, rows = trained(rate, task, f"{name}, choosing, rate {rate * recipe.dense_lr:.1e}")
+        return sum(row[f"val_{metric.name}"] for row in rows) * (1 if metric.higher_is_better else -1)
+
+    best = max(rates, key=all_along) if len(rates) > 1 else rates[0]
+    born = {"step": 0, "epoch": 0.0, **task.evaluate(start.eval(), tested.val)}
+    net, history = trained(best, tested, f"{name}, rate {best * recipe.dense_lr:.1e}")
+    rows = [{k.removeprefix("val_"): v for k, v in row.items() if k != "seconds"} for row in history]
+    return Taught([born, *rows], best * recipe.dense_lr, net)
+
+
+def in_the_size_of(task: Task, interface: Interface) -> Task:
+    """A task of images whose images are resized to another task's, so that its networks can see them.
+
+    Shrunk images are averaged, enlarged ones interpolated; both are normalised again by the training images.
+
+    Raises:
+        ValueError: if the tasks differ in more than the size of their images.
+    """
+    ours, theirs = task.interface, interface
+    if len(ours.inputs) != 3 or ours.inputs[0] != theirs.inputs[:1][0] or ours.outputs != theirs.outputs:
+        raise ValueError(
+            f"a network for inputs {theirs.inputs} and {theirs.outputs} classes cannot learn the task {task.name}, "
+            f"which has inputs {ours.inputs} and {ours.outputs} classes"
+        )
+    if ours.inputs == theirs.inputs:
+        return task
+
+    def resized(split: Any) -> torch.Tensor:
+        return F.interpolate(split.x, theirs.inputs[1:], mode="bilinear", antialias=True)
+
+    x = resized(task.train)
+    mean, std = x.mean(), x.std()
+    splits = {name: getattr(task, name) for name in ("train", "val", "test")}
+    made = {name: Split((resized(split) - mean) / std, split.y) for name, split in splits.items()}
+    return replace(task, interface=interface, **made)

@@ -1,0 +1,99 @@
+"""Trained numbers as a file stores them: in a narrower dtype of floating point, or as codes of 2 to 8 bits.
+
+    number = scale * (code - zero point)        0 <= code, zero point < 2 ** bits
+
+Affine quantisation (B. Jacob et al., 2018), in blocks that have a scale and a zero point each: the fewest last
+dimensions of a leaf with `BLOCK` numbers or more, else all of it. Zero is a number of every block, and what is rounded
+once is not rounded again. Direct vectors (biases, norms), few but sensitive, are float16 beside codes.
+
+Suffixes: N blocks, K numbers of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gbfunc.plan.slots import DTYPES, dtype_name
+from gbfunc.trees import DIRECT
+from gbfunc.types import Params, TensorMap
+
+BITS = {f"int{bits}": bits for bits in range(2, 9)}
+"""Of a code, by the name of its dtype."""
+
+STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16")}
+"""Dtypes of floating point that trained leaves may be stored in, in place of the plan's."""
+
+StoredDtype = str | torch.dtype
+"""A key of `STORED_DTYPES` or `BITS`, or torch's dtype of that name."""
+
+BLOCK = 64
+
+
+class Codes(NamedTuple):
+    """A leaf in codes [N, K], with scales [N] in bfloat16 (which has float32's range) and zero points [N]."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+
+def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
+    """The name of a dtype that leaves may be stored in; `ValueError` for any other."""
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if not isinstance(name, str) or name not in {**STORED_DTYPES, **BITS}:
+        raise ValueError(f"{what} must be None or one of {', '.join((*STORED_DTYPES, *BITS))}, got {dtype!r}")
+    return name
+
+
+def stored_dtype(name: str, leaf: Tensor, dtype: str | None) -> torch.dtype | None:
+    """What a leaf, called `name`, is stored in where `dtype` is asked for; None for codes."""
+    if dtype is None or name.startswith("buffers/") or not leaf.is_floating_point():
+        return leaf.dtype
+    if dtype in BITS and not (name.startswith(DIRECT) and leaf.ndim < 2):
+        return None
+    return min(leaf.dtype, STORED_DTYPES.get(dtype, torch.float16), key=lambda d: d.itemsize)
+
+
+def block_size(shape: tuple[int, ...]) -> int:
+    """Numbers that have a scale in common."""
+    sizes = (math.prod(shape[i:]) for i in range(len(shape), -1, -1))
+    return next((size for size in sizes if size >= BLOCK), math.prod(shape))
+
+
+def encode(leaf: Tensor, bits: int) -> Codes:
+    """The codes of a leaf."""
+    x_NK = leaf.detach().float().reshape(-1, max(1, block_size(tuple(leaf.shape))))
+    most = 2**bits - 1
+    low_N, high_N = x_NK.amin(1).clamp(max=0), x_NK.amax(1).clamp(min=0)
+    step_N = (high_N - low_N) / most
+    # Towards zero, so that the first and the last code are used.
+    scales = (step_N.view(torch.int32) >> 16 << 16).view(torch.float32)
+    unit_N1 = torch.where(scales > 0, scales, 1.0)[:, None]
+    zeros_N1 = (-low_N[:, None] / unit_N1).round().clamp(max=most)
+    codes_NK = ((x_NK / unit_N1).round() + zeros_N1).clamp(0, most)
+    return Codes(codes_NK.to(torch.uint8), scales.bfloat16(), zeros_N1[:, 0].to(torch.uint8))
+
+
+def decode(coded: Codes, like: Tensor) -> Tensor:
+    """The numbers that codes stand for, in the shape and dtype of `like`."""
+    steps_NK = coded.codes.float() - coded.zeros.float()[:, None]
+    return (coded.scales.float()[:, None] * steps_NK).reshape(like.shape).to(like.dtype)
+
+
+def rounded(leaves: TensorMap, dtype: StoredDtype) -> Params:
+    """The leaves, by name, as they come back from a file of a dtype; gradients go straight through."""
+    stored = stored_name(dtype)
+    return {name: _as_stored(name, leaf, stored) for name, leaf in leaves.items()}
+
+
+def _as_stored(name: str, leaf: Tensor, dtype: str) -> Tensor:
+    stored, x = stored_dtype(name, leaf, dtype), leaf.detach()
+    if stored == leaf.dtype:
+        return leaf
+    value = decode(encode(x, BITS[dtype]), x) if stored is None else x.to(stored).to(x.dtype)
+    # Straight through (Bengio et al., 2013): the value, with the gradient of the leaf.
+    return value + (leaf - x)

@@ -1,0 +1,28 @@
+"""The p-net: what it is made of (`describe`), as a pure function (`pure`), and as a loss function sees it (`grown`)."""
+
+from gbfunc.pnet.describe import (
+    ParameterInfo,
+    buffers_of,
+    check_pnet,
+    eval_mode_warning,
+    keep_statistics,
+    parameter_infos,
+    skeleton_of,
+    with_weights,
+)
+from gbfunc.pnet.grown import GrownNet
+from gbfunc.pnet.pure import PureNet, StopForward
+
+__all__ = [
+    "GrownNet",
+    "ParameterInfo",
+    "PureNet",
+    "StopForward",
+    "buffers_of",
+    "check_pnet",
+    "eval_mode_warning",
+    "keep_statistics",
+    "parameter_infos",
+    "skeleton_of",
+    "with_weights",
+]

@@ -1,0 +1,84 @@
+"""How well a genome's update follows the gradient of the p-net's weights: a diagnostic of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gbfunc.generate import generate
+from gbfunc.genome import check_plan
+from gbfunc.plan import Plan
+from gbfunc.pnet import PureNet, parameter_infos
+from gbfunc.train.gradients import LossFn, loss_and_aux, noise_of, seeded
+from gbfunc.train.step import TrainState, step_seed
+from gbfunc.trees import flat_genome
+from gbfunc.types import GenomeLike, Params
+
+
+class UpdateAlignment(NamedTuple):
+    """Cosines between the change of the weights and their negative gradient, from -1 to 1.
+
+    Attributes:
+        tensors: of each trained parameter of the p-net, by name; nan where it did not change, or has no gradient.
+        overall: of all of them as one vector.
+    """
+
+    tensors: Mapping[str, float]
+    overall: float
+
+
+def update_alignment(
+    plan: Plan, pnet: nn.Module, loss_fn: LossFn, before: TrainState, after: GenomeLike, batch: Any
+) -> UpdateAlignment:
+    r"""Compare what a genome's update did to the weights with what gradient descent on the weights would do.
+
+    A g-net cannot move each weight by itself. With $W$ the weights that the genome $\theta$ generates and $\theta'$ the
+    genome after the update, this gives the cosine between $W(\theta') - W(\theta)$ and $-\nabla_W L(W(\theta))$: 1
+    where the weights went straight down their gradient, 0 where they went across it, negative where they went up. SGD
+    with a small rate on the genome gives 0 or more overall, and 1 for direct parameters.
+
+    The gradient is that of the step from `before` on `batch`, with its dropout and noise, but without `amp`. Weights
+    are formed densely.
+
+    Args:
+        plan: the plan.
+        pnet: the p-net that it was made for.
+        loss_fn: as `make_train_step` takes it.
+        before: the state before the step; a step that donates leaves none.
+        after: the state or genome after the step, or after several.
+        batch: the batch of the step.
+
+    Raises:
+        TypeError: if `before` is no state.
+        ValueError: if plan, p-net and states do not fit together.
+    """
+    if not hasattr(before, "seed"):
+        raise TypeError(f"before must be a TrainState, whose seed its step used, got a {type(before).__name__}")
+    check_plan(plan, pnet)
+    base, seed = plan.base_tensors(pnet), step_seed(before.seed, before.step)
+    leaf = next(iter(flat_genome(before.gnets, before.direct).values()))
+    noise = noise_of(plan, seed, leaf)
+    with torch.no_grad():
+        old, new = (generate(plan, genome, noise=noise, base=base) for genome in (before, after))
+    still = {p.name for p in parameter_infos(pnet) if not p.tensor.requires_grad}
+    weights = {t.name: old[t.name].detach() for t in plan.tensors if t.slots or t.name not in still}
+    weights = {k: w.requires_grad_() for k, w in weights.items()}
+    net, buffers = PureNet(pnet, frozen=base), {k: x.clone() for k, x in before.buffers.items()}
+    with seeded(seed, leaf.device), torch.enable_grad(), net.held():
+        loss, _ = loss_and_aux(net.run(old | weights, buffers, loss_fn, batch))
+        gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
+    down = {k: -g.double().flatten() for k, g in zip(weights, gradients, strict=True)}
+    moved = {k: (new[k] - weights[k].detach()).double().flatten() for k in weights}
+    return UpdateAlignment({k: _cosine(moved[k], down[k]) for k in weights}, _cosine(_joined(moved), _joined(down)))
+
+
+def _joined(vectors: Params) -> Tensor:
+    return torch.cat(list(vectors.values()))
+
+
+def _cosine(x: Tensor, y: Tensor) -> float:
+    """Of two vectors; nan where one of them is zero."""
+    return float(x @ y / (x.norm() * y.norm()))

@@ -1,0 +1,228 @@
+"""A population: genomes of one plan that are trained together, in one vmapped step.
+
+Small networks spend most of a step on calling operations, and a call for n genomes costs little more than for one.
+Members never mix: each has its leaves, its noise, its gradient norm and its learning rate, and loses its own loss.
+
+Suffixes: n members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gbfunc.train.optimizers import OptState
+from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state, step_seed
+from gbfunc.trees import TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome, tree_map
+from gbfunc.types import Params
+
+_REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
+"""Optimizers that mix the numbers of a leaf, or whose step is not proportional to the learning rate."""
+
+
+class Population:
+    """`population(states, batch) -> (states, info)`, a step of n genomes at once. Made by `gb.population`.
+
+    `states` is a `TrainState` every tensor of which has the members as its first dimension, and `info` a `StepInfo` of
+    such tensors: `loss` [n], `grad_norm` [n], `finite` [n].
+
+    Attributes:
+        n: members.
+        train_step: the step of one genome, which the population's is equal to.
+    """
+
+    def __init__(self, train_step: TrainStep, n: int, lr_factors: Tensor | None, same_batch: bool) -> None:
+        self.n, self.train_step = n, train_step
+        self._lr_factors, self._same_batch = lr_factors, same_batch
+        self._entries: frozenset[tuple[str, str]] | None = None
+
+    def init(self, seeds: Sequence[int] | None = None, *, device: torch.device | str | None = None) -> TrainState:
+        """Fresh states, each that of `train_step.init(seed)`; the seeds are 0, 1, ..., n - 1 unless given.
+
+        Raises:
+            ValueError: for another number of seeds than of members, or one out of range.
+        """
+        return self.stack([self.train_step.init(seed, device=device) for seed in (seeds or range(self.n))])
+
+    def stack(self, states: Sequence[TrainState]) -> TrainState:
+        """States of the single step as states of the population.
+
+        Raises:
+            ValueError: for another number of states than of members, or states of different plans.
+        """
+        if len(states) != self.n:
+            raise ValueError(f"expected {self.n} members, got {len(states)}")
+        first = flatten_tree(states[0])
+        for i, state in enumerate(states):
+            compare_trees(first, flatten_tree(state), f"member {i} does not fit member 0")
+        return tree_map(lambda *tensors: torch.stack(tensors), *states)
+
+    def member(self, states: TrainState, i: int) -> TrainState:
+        """One member's state, for `gb.save`, `gb.materialize` and `train_step`: copies of its tensors."""
+        return tree_map(lambda x: x[i].clone(), states)
+
+    def __call__(self, states: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        """One step of every member.
+
+        Args:
+            states: untouched unless the train step donates.
+            batch: what the loss function takes, the same for all; with `same_batch=False` a batch for each, the
+                members being the first dimension of its tensors.
+
+        Raises:
+            FloatingPointError: for a member's loss or gradient that is not finite, with `on_nonfinite="raise"`.
+            TypeError: if the state is none.
+            ValueError: for states that do not fit the population or that have taken different numbers of steps, or a
+                loss that is no scalar or does not depend on what is trained.
+        """
+        state, step = checked_state(states), self.train_step
+        named = flat_genome(state.gnets, state.direct)
+        self._check(state, named)
+        flat = {k: v.detach() for k, v in named.items() if k not in step._frozen}
+        frozen = {k: named[k] for k in step._frozen}
+        gnets, direct = like_genome(flat | frozen, state.gnets, state.direct)
+        buffers = {k: v.clone() for k, v in state.buffers.items()}
+        seeds = [step_seed(*both) for both in zip(state.seed, state.step, strict=True)]
+        of_many = step._objective.of_many
+        loss_n, aux, gradients, buffers = of_many(gnets, direct, flat, buffers, batch, seeds, self._same_batch)
+        norms = [torch.linalg.vector_norm(g.reshape(self.n, -1), dim=1) for g in gradients.values()]
+        norm_n = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        info = StepInfo(loss_n, norm_n, torch.isfinite(loss_n) & torch.isfinite(norm_n), aux)
+        if step._options.clip_norm is not None:
+            factor_n = (step._options.clip_norm / (norm_n + 1e-6)).clamp(max=1.0)
+            gradients = {k: g * _beside(factor_n.to(g.dtype), g) for k, g in gradients.items()}
+        return self._committed(state, flat, frozen, gradients, buffers, info), info
+
+    def _check(self, state: TrainState, named: Params) -> None:
+        """Compare names and shapes with those of n members, and the members' steps with each other."""
+        given = named | flatten_tree(state.buffers, "buffers/")
+        expected = {k: (self.n, *shape) for k, shape in self.train_step._expected.items()}
+        if {k: tuple(x.shape) for k, x in given.items()} != expected:
+            specs = {k: TensorSpec(shape) for k, shape in expected.items()}
+            compare_trees(specs, given, f"the states are not those of a population of {self.n}")
+        if (state.opt.step != state.opt.step[0]).any():
+            raise ValueError(f"members must have taken the same number of steps, got {state.opt.step.tolist()}")
+
+    def _committed(
+        self, state: TrainState, params: Params, frozen: Params, gradients: Params, buffers: Params, info: StepInfo
+    ) -> TrainState:
+        """The states after the optimizer's step; a member whose loss or gradient is not finite stays as it was.
+
+        The optimizer's count of steps, which members share, counts that step all the same.
+        """
+        step, finite_n, factors_n = self.train_step, info.finite, self._lr_factors
+        # Reading a number of an accelerator would make it wait: there both are computed, and one is chosen.
+        choosing = finite_n.device.type != "cpu" or not bool(finite_n.all())
+        if choosing and step._options.on_nonfinite == "raise" and not bool(finite_n.all()):
+            members = (~finite_n).nonzero().flatten().tolist()
+            raise FloatingPointError(
+                f"loss or gradient of members {members} is not finite; the states are as they were"
+            )
+        if choosing:
+            gradients = _chosen(finite_n, gradients, {k: torch.zeros_like(g) for k, g in gradients.items()})
+        donate = step._options.donate and not choosing and factors_n is None
+        shared = self._shared(params)
+        new, opt = step._optimizer.update(gradients, _as_one(state.opt, shared), params, step._roles, donate=donate)
+        if factors_n is not None:
+            new = {k: torch.lerp(params[k], v, _beside(factors_n.to(v), v)) for k, v in new.items()}
+        leaves = _as_many(opt, shared, self.n)
+        if choosing:
+            new, buffers = _chosen(finite_n, new, params), _chosen(finite_n, buffers, state.buffers)
+            # The state that an optimizer makes at its first step is one of zero gradients, which is as good as none.
+            if int(opt.step) > 1:
+                kept = {k: {e: x for e, x in of.items() if (k, e) not in shared} for k, of in leaves.items()}
+                leaves = {k: of | _chosen(finite_n, kept[k], state.opt.leaves[k]) for k, of in leaves.items()}
+        gnets, direct = like_genome(new | frozen, state.gnets, state.direct)
+        return TrainState(
+            gnets,
+            direct,
+            buffers,
+            state.opt._replace(step=state.opt.step + 1, leaves=leaves),
+            state.step + 1,
+            state.seed,
+        )
+
+    def _shared(self, params: Params) -> frozenset[tuple[str, str]]:
+        """Entries of the optimizer's state that all members have together, such as counts of steps."""
+        if self._entries is None:
+            leaves = self.train_step._optimizer.init(params, self.train_step._roles).leaves
+            entries = ((k, e) for k, of in leaves.items() for e, x in of.items() if x.shape != params[k].shape)
+            self._entries = frozenset(entries)
+        return self._entries
+
+
+def _as_one(opt: OptState, shared: frozenset[tuple[str, str]]) -> OptState:
+    """The state of an optimizer whose leaves are stacked members: what they share once."""
+    leaves = {k: {e: x[0] if (k, e) in shared else x for e, x in of.items()} for k, of in opt.leaves.items()}
+    return OptState(opt.step[0], leaves, opt.fingerprint[0])
+
+
+def _as_many(opt: OptState, shared: frozenset[tuple[str, str]], n: int) -> dict[str, Params]:
+    """Its leaves with what members share once for each: {leaf: {entry: [n, ...]}}."""
+    return {
+        k: {e: x.expand(n, *x.shape).clone() if (k, e) in shared else x for e, x in of.items()}
+        for k, of in opt.leaves.items()
+    }
+
+
+def _beside(x_n: Tensor, like: Tensor) -> Tensor:
+    """Numbers of the members in as many dimensions as `like` [n, ...]."""
+    return x_n.to(like.device).reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def _chosen(first_n: Tensor, a: Params, b: Params) -> Params:
+    """By name, of each member the tensor of `a` where `first_n` says so, and else that of `b`."""
+    return {k: torch.where(_beside(first_n, x), x, b[k]) for k, x in a.items()}
+
+
+def population(
+    train_step: TrainStep, n: int, *, lr_factors: Sequence[float] | Tensor | None = None, same_batch: bool = True
+) -> Population:
+    """Train n genomes in one vmapped step: seeds, learning rates or batches side by side.
+
+    Each member is trained as `train_step` would train it, up to rounding; dropout alone draws other numbers.
+
+    Args:
+        train_step: the step of one genome, without a mesh, microbatches, remat or compile.
+        n: members.
+        lr_factors: what the optimizer's learning rates are multiplied by, for each member; None is one for all.
+        same_batch: whether all members get the same batch, or each its part of the first dimension.
+
+    Raises:
+        TypeError: if `train_step` is none.
+        ValueError: for options that one vmapped step cannot have.
+
+    >>> import gbfunc as gb
+    >>> pnet = torch.nn.Linear(6, 3)
+    >>> plan = gb.make_plan(pnet, gb.periodic(features=1))
+    >>> loss_fn = lambda net, x: net(x).square().mean()
+    >>> train_step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.Adam, lr=1e-2))
+    >>> many = gb.population(train_step, 4, lr_factors=[0.1, 0.3, 1, 3])
+    >>> states, info = many(many.init(seeds=[0, 0, 0, 0]), torch.ones(5, 6))
+    >>> tuple(info.loss.shape), tuple(many.member(states, 2).direct["bias"].shape)
+    ((4,), (3,))
+    """
+    if not isinstance(train_step, TrainStep):
+        raise TypeError(f"a population is made of a train step (gb.make_train_step), got {type(train_step).__name__}")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"a population must have n >= 1 members, got {n!r}")
+    options, cls = train_step._options, train_step._optimizer.settings["cls"]
+    alone = train_step.mesh.world == options.microbatches == 1 and not options.compile
+    if not alone or options.remat != "none" or options.rounding is not None:
+        raise ValueError(
+            "a population is one vmapped step: it needs no mesh, microbatches=1, remat='none', compile=False, "
+            "rounding=None"
+        )
+    if refused := [name for name in _REFUSED if issubclass(cls, getattr(torch.optim, name, ()))]:
+        raise ValueError(
+            f"{refused[0]} mixes members or their learning rates: take SGD, Adam, AdamW or another such class"
+        )
+    factors = None
+    if lr_factors is not None:
+        factors = torch.as_tensor(lr_factors, dtype=torch.float64)
+        if factors.shape != (n,) or not (factors.isfinite() & (factors >= 0)).all():
+            raise ValueError(f"lr_factors must be {n} finite numbers >= 0, got {factors.tolist()}")
+    return Population(train_step, n, factors, same_batch)

@@ -1,0 +1,141 @@
+"""The diagnostic of a genome's update against dense weights, autograd and the Jacobian of generation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+import gbfunc as gb
+from gbfunc.train.gradients import noise_of
+from gbfunc.train.step import step_seed
+
+BATCH = torch.randn(16, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Cube(torch.autograd.Function):
+    """x -> x^3, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grads[0]
+
+
+class Tied(nn.Module):
+    """An autoencoder with tied matrices, batch norm, a parametrised layer, dropout and a custom function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.drop = nn.Linear(12, 20, bias=False), nn.BatchNorm1d(20), nn.Dropout(0.3)
+        self.down, self.again = nn.Linear(20, 12), nn.Linear(12, 20)
+        self.again.weight = self.up.weight
+        torch.nn.utils.parametrizations.weight_norm(self.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(torch.tanh(self.norm(self.up(x))))
+        return self.down(Cube.apply(0.3 * (hidden + self.again(x))))
+
+
+def reconstruction(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return F.mse_loss(net(x), x)
+
+
+def make(hypernet: Any, optimizer: gb.Optimizer) -> tuple[gb.Plan, nn.Module, gb.TrainStep]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pnet = Tied().double()
+    plan = gb.make_plan(pnet, hypernet)
+    return plan, pnet, gb.make_train_step(plan, pnet, reconstruction, optimizer)
+
+
+@pytest.mark.parametrize("hypernet", [gb.periodic(features=3), gb.stochastic(hidden=(4,))])
+def test_cosines_of_dense_weights(hypernet: Any) -> None:
+    plan, pnet, train_step = make(hypernet, gb.torch_optimizer(torch.optim.AdamW, lr=1e-2))
+    first, _ = train_step(train_step.init(3), BATCH)
+    second, _ = train_step(first, BATCH)
+    found = gb.update_alignment(plan, pnet, reconstruction, first, second, BATCH)
+
+    seed = step_seed(first.seed, first.step)
+    noise = noise_of(plan, seed, first.direct["again.bias"])
+    old, new = ({k: w.detach() for k, w in gb.generate(plan, s, noise=noise).items()} for s in (first, second))
+    weights = {k: w.clone().requires_grad_() for k, w in old.items()}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        out = functional_call(pnet, {**weights, **{k: b.clone() for k, b in first.buffers.items()}}, (BATCH,))
+    F.mse_loss(out, BATCH).backward()
+    dots = squares = lengths = 0.0
+    for name, weight in weights.items():
+        assert weight.grad is not None
+        moved, down = (new[name] - old[name]).flatten().tolist(), (-weight.grad).flatten().tolist()
+        dot = math.fsum(a * b for a, b in zip(moved, down, strict=True))
+        norms = [math.fsum(a * a for a in x) for x in (moved, down)]
+        assert found.tensors[name] == pytest.approx(dot / math.sqrt(norms[0] * norms[1]), rel=1e-9)
+        dots, squares, lengths = dots + dot, squares + norms[0], lengths + norms[1]
+    assert found.tensors.keys() == weights.keys() and "again.weight" not in weights
+    assert found.overall == pytest.approx(dots / math.sqrt(squares * lengths), rel=1e-9)
+
+
+@pytest.mark.parametrize("hypernet", [gb.gnet(hidden=(4,)), gb.stochastic(hidden=(4,))])
+def test_direct_parameters_follow_their_gradient(hypernet: Any) -> None:
+    """By SGD they do exactly, which shows that dropout and noise are those of the step."""
+    plan, pnet, train_step = make(hypernet, gb.torch_optimizer(torch.optim.SGD, lr=1e-3))
+    state, _ = train_step(train_step.init(0), BATCH)
+    after, _ = train_step(state, BATCH)
+    found = gb.update_alignment(plan, pnet, reconstruction, state, after, BATCH).tensors
+    assert all(found[t.name] == pytest.approx(1.0, abs=1e-6) for t in plan.direct) and plan.direct
+    assert all(0.0 < found[t.name] < 0.999 for t in plan.generated)
+
+
+def test_a_small_step_is_the_gradient_seen_through_the_genome() -> None:
+    pnet = nn.Linear(12, 12, bias=False).double()
+    plan = gb.make_plan(pnet, gb.periodic(features=2))
+    for maximize, sign in ((False, 1), (True, -1)):
+        sgd = gb.torch_optimizer(torch.optim.SGD, lr=1e-7, maximize=maximize)
+        train_step = gb.make_train_step(plan, pnet, reconstruction, sgd)
+        state = train_step.init(0)
+        after, _ = train_step(state, BATCH)
+        found = gb.update_alignment(plan, pnet, reconstruction, state, after, BATCH)
+        jacobians = jacrev(lambda gnets, s=state: gb.generate(plan, s._replace(gnets=gnets))["weight"])(state.gnets)
+        weight = gb.generate(plan, state)["weight"].detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(F.mse_loss(F.linear(BATCH, weight), BATCH), weight)
+        flat = [j.reshape(144, -1) for leaves in jacobians.values() for j in leaves.values()]
+        jacobian, g = torch.cat(flat, 1), gradient.flatten()
+        expected = (jacobian.T @ g).square().sum() / (g.norm() * (jacobian @ (jacobian.T @ g)).norm())
+        assert found.overall == pytest.approx(sign * float(expected), rel=1e-4) == found.tensors["weight"]
+
+
+def test_what_does_not_move_has_no_direction() -> None:
+    plan, pnet, train_step = make(gb.periodic(features=3), gb.torch_optimizer(torch.optim.SGD, lr=1e-2))
+    pnet.get_parameter("down.bias").requires_grad_(False)
+    state = train_step.init(0)
+    found = gb.update_alignment(plan, pnet, reconstruction, state, state, BATCH)
+    assert math.isnan(found.overall) and "down.bias" not in found.tensors and "again.bias" in found.tensors
+
+
+def test_deltas_of_a_base() -> None:
+    pnet = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12)).double()
+    plan = gb.make_plan(pnet, gb.periodic(features=2), base="own", target_modules=["0"])
+    train_step = gb.make_train_step(plan, pnet, reconstruction, gb.torch_optimizer(torch.optim.SGD, lr=1e-3))
+    state = train_step.init(0)
+    after, _ = train_step(state, BATCH)
+    found = gb.update_alignment(plan, pnet, reconstruction, state, after, BATCH)
+    assert set(found.tensors) == {"0.weight"} and 0.0 < found.overall <= 1.0
+
+
+def test_a_genome_is_no_state() -> None:
+    plan, pnet, train_step = make(gb.periodic(features=3), gb.torch_optimizer(torch.optim.SGD, lr=1e-2))
+    genome: Any = gb.init_genome(plan, pnet)
+    with pytest.raises(TypeError, match="before must be a TrainState, whose seed its step used, got a Genome"):
+        gb.update_alignment(plan, pnet, reconstruction, genome, train_step.init(), BATCH)

@@ -1,0 +1,199 @@
+"""`--config`: a training as a file, which repeats it bit for bit; options of the plan and the optimizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tomlkit
+import torch
+import yaml
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.cli.config import config_words
+from gbfunc.cli.parser import COMMANDS, parse
+
+SMALL = ["--sizes", "64", "24", "10", "--genome-params", "200", "--steps", "6", "--batch-size", "100"]
+
+
+def genome_of(folder: Path) -> bytes:
+    return (folder / "genome.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        [
+            "--seed",
+            "3",
+            "--epochs",
+            "1",
+            "--dtype",
+            "int8",
+            "--finetune",
+            "3",
+            "--hypernet",
+            "gnet",
+            "--hypernet-config",
+            '{"activation": "tanh"}',
+        ],
+        ["--optimizer", "SGD", "--optimizer-config", '{"momentum": 0.9}', "--schedule", "cosine", "--lr", "0.3"],
+        [
+            "--optimizer",
+            "AdamW",
+            "--weight-decay",
+            "0.1",
+            "--clip-norm",
+            "0.5",
+            "--measure-every",
+            "2",
+            "--dtype",
+            "float16",
+        ]
+        + ["--rule", '2.weight=low_rank{"rank": 1}', "--max-tile", "16", "24", "--exclude", "bias", "--amp", "bfloat16"]
+        + ["--warmup", "0.3", "--direct-lr", "0.01", "--checkpoint-every", "3"],
+    ],
+    ids=["recipe", "gnet", "sgd", "most"],
+)
+def test_the_written_configuration_repeats_the_genome(more: list[str], tmp_path: Path) -> None:
+    given = [word for word in SMALL if "--epochs" not in more or word not in ("--steps", "6")]
+    assert main(["train", *given, *more, "--out", str(tmp_path / "a")]) == 0
+    config = tmp_path / "a" / "config.toml"
+    assert main(["train", "--config", str(config), "--out", str(tmp_path / "b")]) == 0
+    assert genome_of(tmp_path / "a") == genome_of(tmp_path / "b")
+    assert config.read_bytes() == (tmp_path / "b" / "config.toml").read_bytes()
+    settings = tomlkit.parse(config.read_text()).unwrap()
+    assert settings == json.loads((tmp_path / "a" / "metrics.json").read_text())["config"]
+    assert {"lr", "batch_size", "seed", "device", "dtype", "optimizer", "schedule"} <= settings.keys()
+    assert ("epochs" in settings) != ("steps" in settings) and not {
+        "out",
+        "config",
+        "checkpoint_every",
+    } & settings.keys()
+    assert parse(["train", "--config", str(config), "--seed", "9"]).data.seed == 9
+
+
+def test_a_dense_training_repeats_too(tmp_path: Path) -> None:
+    dense = ["train", "--dense", "--sizes", "64", "24", "10", "--steps", "3"]
+    assert main([*dense, "--out", str(tmp_path / "a")]) == 0
+    config = str(tmp_path / "a" / "config.toml")
+    assert main(["train", "--config", config, "--out", str(tmp_path / "b")]) == 0
+    assert genome_of(tmp_path / "a") == genome_of(tmp_path / "b")
+    assert parse(["train", "--config", config]).dense and not parse(["train", "--config", config, "--no-dense"]).dense
+
+
+def test_every_format_says_the_same(tmp_path: Path) -> None:
+    options = {"sizes": [64, 48, 10], "lr": 1e-05, "pnet-config": {"odd": None}, "rule": ["a=none"], "dense": True}
+    (tmp_path / "a.json").write_text(json.dumps(options))
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(options))
+    (tmp_path / "a.toml").write_text(tomlkit.dumps(options | {"pnet-config": '{"odd": null}'}))
+    parsed = [parse(["train", "--config", str(path)]) for path in sorted(tmp_path.iterdir())]
+    for train, path in zip(parsed, sorted(tmp_path.iterdir()), strict=True):
+        assert train.config == path
+        assert (train.data.sizes, train.training.lr, train.dense) == ((64, 48, 10), 1e-05, True)
+        assert train.genome.rule == ("a=none",) and json.loads(train.data.pnet_config) == {"odd": None}
+    # Without the minus of its exponent's dot, YAML reads a text.
+    (tmp_path / "b.yml").write_text("lr: 1e-3\nhypernet: null\nsizes: [64, 10]")
+    train = parse(["train", "--config", str(tmp_path / "b.yml"), "--sizes", "64", "8", "10", "--lr", "None"])
+    assert (train.data.sizes, train.training.lr, train.genome.hypernet) == ((64, 8, 10), None, None)
+
+
+def test_other_commands_take_what_they_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *SMALL, "--out", str(tmp_path)]) == 0
+    config = str(tmp_path / "config.toml")
+    accuracy = json.loads((tmp_path / "metrics.json").read_text())["test_accuracy"]
+    capsys.readouterr()
+    assert main(["eval", "--config", config, "--genome", str(tmp_path / "genome.safetensors")]) == 0
+    assert f"{accuracy:.2%}" in capsys.readouterr().out
+    # What is a device to train on is a file where ranks are planned.
+    assert main(["plan", "--config", config]) == 0
+    assert "1,810" in capsys.readouterr().out
+    assert not any(
+        word.startswith("--device") for word in config_words(Path(config), COMMANDS["plan"], COMMANDS["train"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "epoch = 3", "a.toml: there is no option 'epoch' (did you mean epochs?)"),
+        ("a.toml", "epochs = ", "a.toml cannot be read: "),
+        ("a.json", "[1]", "a.json must hold options by their names, got [1]"),
+        ("a.yaml", "lr: [", "a.yaml cannot be read: "),
+        ("a.ini", "lr = 1", "a.ini cannot be read: its name must end in .toml"),
+        ("a.toml", "[training]\nlr = -1", "--lr must be a positive number, got -1"),
+        ("a.toml", "compile = 'yes'", "a.toml: compile must be true or false, got 'yes'"),
+        ("a.toml", "lr = true", "a.toml: lr must be neither true nor false, got True"),
+        ("a.toml", "lr = -1", "--lr must be a positive number, got -1"),
+    ],
+)
+def test_files_that_cannot_be(
+    name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["train", "--config", str(tmp_path / name)]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_a_value_of_a_wrong_type_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.toml").write_text("epochs = 'many'")
+    for more, message in (
+        ([], f"{tmp_path / 'a.toml'}: --epochs must be INT, got 'many'"),
+        (["--epochs", "x"], "error: --epochs must be INT, got 'x'"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["train", "--config", str(tmp_path / "a.toml"), *more])
+        told = capsys.readouterr().err
+        assert caught.value.code == 2 and message in told and told.count("\n") == 1
+
+
+def test_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config", str(tmp_path / "none.toml")]) == 2
+    assert "--config: no such file: " in capsys.readouterr().err
+
+
+def test_options_of_the_plan(tmp_path: Path) -> None:
+    rules = ["--rule", '2.weight=low_rank{"rank": 2}', "4=none", "--max-tile", "16"]
+    sizes = ["--sizes", "64", "32", "32", "10"]
+    assert main(["train", *sizes, *rules, "--compression", "3", "--steps", "1", "--out", str(tmp_path)]) == 0
+    plan, _ = gb.load(tmp_path / "genome.safetensors")
+    assert "4.weight" in {t.name for t in plan.direct}
+    assert {e.hypernet.type for e in plan.ensembles} >= {"periodic", "low_rank"}
+    assert all(max(e.dims.rows, e.dims.cols) <= 16 for e in plan.ensembles if e.hypernet.type != "constant")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--optimizer", "adam"], "--optimizer must be a class of torch.optim (ASGD, Adadelta, "),
+        (["--optimizer", "LBFGS"], "LBFGS"),
+        (["--optimizer-config", '{"nope": 1}'], "Adam refuses the options of all leaves"),
+        (["--rule", "head"], "--rule must be REGEX=TYPE or REGEX=none, such as 'head=low_rank', got 'head'"),
+        (["--rule", "0.weight=foo"], "--rule: no type of g-net 'foo': choose one of "),
+        (["--rule", '0.weight=low_rank{"rnk": 2}'], "the g-net low_rank has no option rnk: its options are rank"),
+        (["--hypernet-config", '{"feature": 2}'], "the g-net periodic has no option feature: its options are features"),
+        (["--exclude", "nope"], "nope"),
+        (["--max-tile", "0"], "max_tile must be"),
+        (["--clip-norm", "-1"], "clip_norm must be a number > 0"),
+        (["--warmup", "2"], "--warmup must be a part of the steps, 0 to 1, got 2.0"),
+        (["--dense", "--rule", "0=none"], "--dense trains every weight itself: drop --rule"),
+        (["--log-every", "0"], "log_every must be at least 1, got 0"),
+        (["--measure-every", "0"], "--measure-every must be at least 1, got 0"),
+    ],
+)
+def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--sizes", "64", "24", "10", "--steps", "1"]
+    assert main(["train", *small, *argv]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adafactor"])
+def test_any_optimizer_trains_both_nets_of_demo(name: str, tmp_path: Path) -> None:
+    assert main(["demo", *SMALL, "--optimizer", name, "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert torch.tensor(metrics["train_loss"]).isfinite() and 0 <= metrics["dense_test_accuracy"] <= 1

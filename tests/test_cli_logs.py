@@ -1,0 +1,205 @@
+"""What a training writes beside its genome: logs behind one hook, the best genome, and where it comes from."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.cli.output import Best
+from gbfunc.cli.provenance import commit, data_digest
+from gbfunc.tasks import TASKS, Metric, accuracy
+from gbfunc.tasks.logs import csv_log, wandb_log
+from gbfunc.tasks.pnets import PNETS, mlp
+from gbfunc.tasks.training import fit, genome_trainer
+
+SMALL = ["--sizes", "64", "24", "10", "--genome-params", "200", "--batch-size", "100"]
+
+
+def logged(path: Path) -> dict[str, list[tuple[int, float]]]:
+    with path.open(newline="") as file:
+        rows = [(row["metric"], (int(row["step"]), float(row["value"]))) for row in csv.DictReader(file)]
+    return {name: [entry for metric, entry in rows if metric == name] for name, _ in rows}
+
+
+def test_logs_hold_the_course_of_a_training(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="a log for it needs it")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logs = ["--log", "csv", "tensorboard", "--log-every", "4", "--lr", "0.02"]
+    assert main(["train", *SMALL, "--epochs", "2", *logs, "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    kept = logged(tmp_path / "log.csv")
+    assert kept.keys() == {"train_loss", "train_accuracy", "lr", "val_accuracy"}
+    # An epoch is of 11 steps, after which sums begin anew.
+    assert [step for step, _ in kept["train_loss"]] == [4, 8, 12, 16, 20] == [step for step, _ in kept["lr"]]
+    assert [step for step, _ in kept["val_accuracy"]] == [11, 22]
+    assert kept["val_accuracy"][-1][1] == metrics["val_accuracy"] and max(rate for _, rate in kept["lr"]) <= 0.02
+    (folder,) = (tmp_path / "tensorboard").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    for name, entries in kept.items():
+        scalars = events.Scalars(name)
+        assert [(s.step, pytest.approx(s.value, rel=1e-6)) for s in scalars] == entries
+    assert "| lr | 0.02 |" in str(events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0])
+
+
+def test_a_script_gets_what_a_log_gets() -> None:
+    task = TASKS["digits"]()
+    task = task.with_pnet(PNETS["mlp"](task.interface, sizes=(64, 24, 10)))
+    pnet = task.build(0)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    recipe = task.recipe(plan.genome_params)
+    recipe = recipe.__class__(lr=0.01, batch_size=100, steps=7, measure_every=5)
+    heard: list[tuple[int, Mapping[str, float]]] = []
+    result = fit(
+        genome_trainer(plan, pnet, task, recipe, 0),
+        task,
+        recipe,
+        0,
+        on_log=lambda step, metrics: heard.append((step, metrics)),
+        log_every=1,
+    )
+    losses = {step: m["train_loss"] for step, m in heard if "train_loss" in m}
+    assert list(losses) == [1, 2, 3, 4, 5, 6, 7]
+    # The history's rows are means over their stretches.
+    for row, steps in zip(result.history, ((1, 2, 3, 4, 5), (6, 7)), strict=True):
+        assert row["train_loss"] == pytest.approx(sum(losses[i] for i in steps) / len(steps), rel=1e-9)
+        assert (row["step"], {"val_accuracy": row["val_accuracy"]}) in heard
+
+
+def test_logging_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = gb.Checkpointer.save
+
+    def failing(self: Any, state: Any, extra: Any = None) -> None:
+        save(self, state, extra)
+        if int(state.step) == 6:
+            raise KeyboardInterrupt
+
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    argv = ["train", *SMALL, "--steps", "12", "--log", "csv", "--log-every", "4"]
+    assert main([*argv, "--out", str(straight)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(gb.Checkpointer, "save", failing)
+        assert main([*argv, "--checkpoint-every", "6", "--out", str(cut)]) == 130
+    assert main([*argv, "--resume", "auto", "--out", str(cut)]) == 0
+    first, second = logged(straight / "log.csv"), logged(cut / "log.csv")
+    # The two steps since the checkpoint are a mean of their own.
+    assert [step for step, _ in second["train_loss"]] == [4, 8, 12]
+    assert first["train_loss"][0] == second["train_loss"][0] and first["train_loss"][2] == second["train_loss"][2]
+    assert first["val_accuracy"] == second["val_accuracy"]
+
+
+def test_the_best_genome_is_kept(tmp_path: Path) -> None:
+    # At such a rate the last one is not the best.
+    options = ["--steps", "40", "--measure-every", "4", "--lr", "0.3", "--schedule", "constant"]
+    assert main(["train", *SMALL, *options, "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    with (tmp_path / "history.csv").open(newline="") as file:
+        rows = {int(row["step"]): float(row["val_accuracy"]) for row in csv.DictReader(file)}
+    best = max(rows, key=lambda step: rows[step])
+    assert (metrics["best_step"], metrics["best_val_accuracy"]) == (best, rows[best]) and best < 40
+    plan, genome = gb.load(tmp_path / "best.safetensors")
+    net = gb.materialize(plan, genome, mlp((64, 24, 10), 0))
+    assert accuracy(net, TASKS["digits"]().val) == rows[best] > metrics["val_accuracy"]
+    assert accuracy(net, TASKS["digits"]().test) == metrics["best_test_accuracy"]
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_which_is_the_best(higher: bool, tmp_path: Path) -> None:
+    path, nan = tmp_path / "best", float("nan")
+
+    def run(values: list[float], first: int = 0) -> list[int]:
+        saved: list[int] = []
+
+        def write(state: int, where: Path) -> None:
+            saved.append(state)
+            where.write_text("")
+
+        best = Best(path, Metric("x", higher_is_better=higher), write)
+        history = [{"step": i, "val_x": value if higher else -value} for i, value in enumerate(values)]
+        for i in range(first, len(values)):
+            best(i, history[: i + 1])
+        assert best.step(history) == (saved or [0])[-1]
+        return saved
+
+    # One that goes on without the file of what was before begins there.
+    assert run([5.0, 1.0, 2.0], first=1) == [1, 2]
+    assert run([1.0, nan, 1.0, 3.0, 2.0]) == [0, 3]
+    # One that goes on with it does not.
+    assert run([5.0, 1.0, 2.0], first=1) == []
+    path.unlink()
+    assert run([nan, nan, 0.0]) == [0, 2]
+
+
+def test_it_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gbfunc", "train", "--out", "a folder"])
+    assert main(["train", *SMALL, "--steps", "1", "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["command"] == "gbfunc train --out 'a folder'"
+    assert metrics["versions"]["torch"] == torch.__version__ and metrics["versions"]["gbfunc"] == gb.__version__
+    assert metrics["commit"] == commit() and isinstance(metrics["device"], str) and metrics["seconds"] > 0
+    assert metrics["plan_digest"] == gb.load(tmp_path / "genome.safetensors")[0].digest()
+    assert metrics["data_digest"] == data_digest(TASKS["digits"]())
+    monkeypatch.chdir(tmp_path)
+    assert commit() is None
+
+
+def test_other_data_have_another_digest() -> None:
+    task = TASKS["digits"]()
+    before = data_digest(task)
+    task.val.x[3] += 1
+    assert data_digest(task) != before
+
+
+def test_a_log_needs_a_folder_and_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["train", *SMALL, "--steps", "1"]
+    assert main([*short, "--log", "csv"]) == 2
+    assert "--log csv needs --out, the folder that it writes to" in capsys.readouterr().err
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+        assert main([*short, "--log", package, "--out", str(tmp_path)]) == 2
+        told = capsys.readouterr().err
+        assert f"pip install 'gbfunc[{package}]'" in told and told.count("\n") == 1
+
+
+def test_wandb_gets_settings_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Run:
+        def __enter__(self) -> Run:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            calls.append("end")
+
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            calls.append((step, metrics))
+
+    class Wandb:
+        @staticmethod
+        def init(**options: Any) -> Run:
+            calls.append(options)
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    with wandb_log(tmp_path, {"lr": 0.1}) as on_log:
+        on_log(3, {"train_loss": 1.5})
+    init = {"project": "gbfunc", "dir": str(tmp_path), "config": {"lr": 0.1}}
+    assert calls == [init, (3, {"train_loss": 1.5}), "end"]
+
+
+def test_a_csv_is_whole_at_any_time(tmp_path: Path) -> None:
+    with csv_log(tmp_path) as on_log:
+        on_log(1, {"a": 0.1, "b": float("nan")})
+        assert (tmp_path / "log.csv").read_text() == "step,metric,value\n1,a,0.1\n1,b,nan\n"

@@ -1,0 +1,177 @@
+"""`gbfunc train --finetune`, and what needs the genome's file alone: `eval` and `predict`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.tasks.pnets import mlp
+
+BRIEF = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "2", "--batch-size", "200"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a short training with rounding in the loop."""
+    out = tmp_path_factory.mktemp("run")
+    assert main(["train", *BRIEF, "--dtype", "int5", "--finetune", "8", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def genome(trained: Path) -> str:
+    return str(trained / "genome.safetensors")
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[str]:
+    """Lines on standard output, or standard error after an error, of a command."""
+    assert main([str(a) for a in arguments]) == code
+    said = capsys.readouterr()
+    return (said.err if code else said.out).splitlines()
+
+
+def probabilities(genome: str, x: torch.Tensor) -> torch.Tensor:
+    plan, held = gb.load(genome)
+    return gb.materialize(plan, held, mlp((64, 48, 10), 0))(x).softmax(1).detach()
+
+
+# --- rounding in the loop ------------------------------------------------------------------------------------------
+
+
+def test_finetune_goes_on_where_the_training_ended(trained: Path) -> None:
+    metrics = json.loads((trained / "metrics.json").read_text())
+    rows = list(csv.DictReader((trained / "history.csv").read_text().splitlines()))
+    assert metrics["steps"] == 2 * 5 + 8 and metrics["dtype"] == "int5"
+    assert [int(row["step"]) for row in rows] == [5, 10, 15, 18]
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds)
+    # What was validated last is what the file holds.
+    assert float(rows[-1]["val_accuracy"]) == metrics["val_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--finetune", "0", "--dtype", "int8"], "--finetune must be at least 1 and needs --dtype, got 0 and int8"),
+        (["--finetune", "10"], "--finetune must be at least 1 and needs --dtype, got 10 and None"),
+    ],
+)
+def test_a_finetune_that_cannot_be(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in told(capsys, "train", *BRIEF, *options, code=2)[-1]
+
+
+# --- the genome's file alone ---------------------------------------------------------------------------------------
+
+
+def test_the_file_says_what_was_trained(genome: str) -> None:
+    said = gb.load_metadata(genome)
+    assert said | {"mean": 4.9, "std": 6.0} == {
+        **{"task": "digits", "pnet": "mlp", "interface": [[1, 8, 8], 10]},
+        **{"mean": 4.9, "std": 6.0, "white": 16},
+    }
+    assert said["mean"] == pytest.approx(4.9, abs=0.1) and said["std"] == pytest.approx(6.0, abs=0.1)
+
+
+def test_eval_needs_the_file_alone(trained: Path, genome: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = "\n".join(told(capsys, "eval", "--genome", genome))
+    assert f"{json.loads((trained / 'metrics.json').read_text())['test_accuracy']:.2%}" in out
+
+
+def test_eval_of_another_p_net(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    brief = ["--pnet-config", '{"hidden": [20], "bandwidth": 2.0}', "--compression", "5", "--steps", "2"]
+    told(capsys, "train", *brief, "--out", tmp_path)
+    assert gb.load_metadata(tmp_path / "genome.safetensors")["pnet_config"] == {"hidden": [20], "bandwidth": 2.0}
+    test = json.loads((tmp_path / "metrics.json").read_text())["test_accuracy"]
+    assert f"{test:.2%}" in "\n".join(told(capsys, "eval", "--genome", tmp_path / "genome.safetensors"))
+    np.save(tmp_path / "x.npy", np.zeros((2, 8, 8)))
+    assert len(told(capsys, "predict", "--genome", tmp_path / "genome.safetensors", tmp_path / "x.npy")) == 2
+
+
+def test_predict_reads_arrays_and_images(genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pixels = load_digits(return_X_y=True)[0][:3].reshape(-1, 8, 8)
+    np.save(tmp_path / "x.npy", pixels)
+    np.savez(tmp_path / "x.npz", first=pixels[0], last=pixels[2][:, :, None])
+    Image.fromarray((pixels[1] * 255 / 16).round().astype(np.uint8)).save(tmp_path / "one.png")
+    said = gb.load_metadata(genome)
+    x = torch.from_numpy((pixels - said["mean"]) / said["std"]).float()
+    best, label = probabilities(genome, x).max(1)
+    expected = [f"{label[i]}\t{best[i]:.4f}" for i in range(3)]
+    names = [tmp_path / name for name in ("x.npy", "x.npz", "one.png")]
+    lines = told(capsys, "predict", "--genome", genome, *names)
+    assert lines[:3] == [f"{tmp_path}/x.npy[{i}]\t{words}" for i, words in enumerate(expected)]
+    assert lines[3:5] == [f"{tmp_path}/x.npz[first, 0]\t{expected[0]}", f"{tmp_path}/x.npz[last, 0]\t{expected[2]}"]
+    name, number, chance = lines[5].split("\t")
+    assert (name, int(number)) == (f"{tmp_path}/one.png", int(label[1]))
+    assert float(chance) == pytest.approx(float(best[1]), abs=0.02)
+
+
+def test_predict_tells_classes_by_name(genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, held = gb.load(genome)
+    classes = [f"class {i}" for i in range(10)]
+    gb.save(tmp_path / "g", plan, held, metadata=gb.load_metadata(genome) | {"classes": classes})
+    np.save(tmp_path / "x.npy", load_digits(return_X_y=True)[0][0].reshape(8, 8))
+    (line,) = told(capsys, "predict", "--genome", tmp_path / "g", tmp_path / "x.npy", "--top", "10")
+    words = line.split("\t")[1:]
+    assert sorted(words[::2]) == classes
+    chances = [float(chance) for chance in words[1::2]]
+    assert chances == sorted(chances, reverse=True) and sum(chances) == pytest.approx(1, abs=1e-3)
+
+
+BAD_INPUTS: dict[str, tuple[Any, str]] = {
+    "shape.npy": (np.zeros((3, 8, 9)), r"must hold images of shape (1, 8, 8), got float64 (3, 8, 9)"),
+    "dtype.npy": (np.array([["a"] * 8] * 8), "must hold images of shape (1, 8, 8), got <U1 (8, 8)"),
+    "nan.npy": (np.full((8, 8), np.nan), "must hold images of shape (1, 8, 8), got float64 (8, 8)"),
+    "object.npy": (np.array([{}], object), "holds no arrays that can be read"),
+    "damaged.npz": (b"PK\3\4", "holds no arrays that can be read"),
+    "damaged.png": (b"\x89PNG", "is no image that can be read"),
+    "words.txt": (b"one", "is a text, and the task digits has images"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_inputs_that_are_none(name: str, genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, words = BAD_INPUTS[name]
+    path = tmp_path / name
+    _ = path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content, allow_pickle=True)
+    assert words in told(capsys, "predict", "--genome", genome, path, code=2)[-1]
+
+
+BAD_METADATA: dict[str, tuple[Any, str]] = {
+    "none": (None, "does not say what its inputs are (KeyError('interface')): pass --data-dir"),
+    "no mapping": ([1], "does not say what its inputs are"),
+    "code": ({"task": "os:getcwd"}, "was trained with --task os:getcwd, which is code: pass that option if you trust"),
+    "code of a p-net": ({"pnet": "torch.nn:Linear"}, "was trained with --pnet torch.nn:Linear, which is code"),
+    "code of an environment": ({"env": "os:x"}, "was trained with --env os:x, which is code"),
+    "a number": ({"task": 3}, "says task 3, expected text"),
+    "a list": ({"pnet_config": []}, "says pnet_config [], expected an object"),
+    "interface": ({"interface": [[1, 8, "x"], 10]}, "does not say what its inputs are"),
+    "no numbers": ({"interface": [[0, 8, 8], 10]}, "does not say what its inputs are"),
+    "many": ({"interface": [[1, 8, 8], 10, False, 0, 0, None, 9]}, "does not say what its inputs are"),
+    "tokens": ({"interface": [[64], 6, False, 99]}, "the genome's tokens were learned from its texts: pass --data-dir"),
+    "no scale": ({"interface": [[1, 8, 8], 10]}, "does not say how the pixels of digits are scaled"),
+    "classes": ({"interface": [[1, 8, 8], 10], "classes": ["a"]}, "names classes ['a'], its network has 10"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_METADATA)
+def test_metadata_that_does_not_do(name: str, genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said, words = BAD_METADATA[name]
+    gb.save(tmp_path / "g", *gb.load(genome), metadata=said)
+    np.save(tmp_path / "x.npy", np.zeros((8, 8)))
+    assert words in told(capsys, "predict", "--genome", tmp_path / "g", tmp_path / "x.npy", code=2)[-1]
+
+
+def test_predict_without_anything(genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "predict needs files" in told(capsys, "predict", "--genome", genome, code=2)[-1]
+    assert "no such file of inputs" in told(capsys, "predict", "--genome", genome, tmp_path / "x.png", code=2)[-1]
+    assert "no such genome file" in told(capsys, "predict", "--genome", tmp_path / "g", tmp_path / "x", code=2)[-1]

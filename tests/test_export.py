@@ -1,0 +1,327 @@
+"""Exported files: they hold the genome, run without gbfunc, and give what the p-net gives in torch."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.cli.networks import read_genome
+from gbfunc.cli.options import DataOptions
+from gbfunc.export import FORMATS, base
+from gbfunc.tasks import accuracy
+from gbfunc.types import Genome
+from tests.support.strategies import bounded_end, linear_end
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+
+TYPES = (
+    gb.periodic(3),
+    gb.periodic(2, share="layers"),
+    gb.periodic(2, share="shapes"),
+    gb.bilinear(2),
+    gb.gnet((4,)),
+    gb.gnet((4, 3), activation="gelu"),
+    gb.gnet((4,), activation="tanh"),
+    gb.gnet((3,), activation="sin"),
+    gb.stochastic((3,)),
+    gb.low_rank(2),
+    gb.xox(2),
+    gb.constant(0.1),
+    gb.from_module(linear_end),
+    gb.from_module(bounded_end),
+)
+
+
+class Every(nn.Module):
+    """A layer for each type; those that share leaves have another one, of other scale, to share them with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 11, bias=False) for _ in range(len(TYPES) + 3))
+        with torch.no_grad():
+            for layer in self.layers[len(TYPES) :]:
+                for weight in layer.parameters():
+                    weight.mul_(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers], 1)
+
+
+def every() -> tuple[gb.Plan, Genome, nn.Module]:
+    rules = [(rf"layers\.({i}|{i + len(TYPES)})\.", hypernet) for i, hypernet in enumerate(TYPES)]
+    return grown(Every(), rules=rules, max_tile=5)
+
+
+def convnet() -> nn.Module:
+    pnet = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 2, stride=2),
+        nn.Flatten(),
+        nn.Linear(384, 5),
+    )
+    norm: Any = pnet[1]
+    nn.init.normal_(norm.running_mean)
+    nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    return pnet
+
+
+class Tagger(nn.Module):
+    """An embedding tied to the output, a weight norm, a recurrence: layers with no form of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 12)
+        self.memory = nn.GRU(12, 12, batch_first=True)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(12, 12))
+        self.out = nn.Linear(12, 40, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.normed(self.memory(self.table(tokens))[0])
+        return self.out(hidden), hidden.mean(1) * scale
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+
+
+def grown(pnet: nn.Module, hypernet: Any = None, **options: Any) -> tuple[gb.Plan, Genome, nn.Module]:
+    plan = gb.make_plan(pnet, hypernet or gb.periodic(2), **options)
+    return plan, gb.init_genome(plan, pnet, 1), pnet
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def ort_run(path: Path, *inputs: Tensor) -> list[Tensor]:
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [x.name for x in session.get_inputs()]
+    return [torch.from_numpy(y) for y in session.run(None, {k: x.numpy() for k, x in zip(names, inputs, strict=True)})]
+
+
+def test_onnx_holds_the_genome_and_no_tables(tmp_path: Path) -> None:
+    """636,010 weights, 2.5 MB, of at most 612 parameters."""
+    pnet = nn.Sequential(nn.Flatten(), nn.Linear(784, 800), nn.ReLU(), nn.Linear(800, 10))
+    codes = {"1.weight": (gb.binary(), gb.grid(28, 28))}
+    plan, genome, _ = grown(pnet, gb.periodic(), genome_params=612, encodings=codes)
+    path = tmp_path / "net.onnx"
+    made = gb.export(path, plan, genome, pnet, torch.randn(2, 1, 28, 28))
+    assert made.bytes == path.stat().st_size <= 12_000
+    assert made.max_error is not None and made.max_error <= 1e-5
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    assert {node.domain for node in model.graph.node} == {""} and not model.functions
+    assert sum(len(x.raw_data) for x in model.graph.initializer) <= 4 * plan.genome_params + 700
+    x = torch.randn(5, 1, 28, 28)
+    with torch.no_grad():
+        torch.testing.assert_close(ort_run(path, x)[0], gb.materialize(plan, genome, pnet)(x), rtol=0, atol=1e-5)
+    assert [(v.name, v.type.tensor_type.shape.dim[0].dim_param) for v in model.graph.input] == [("input", "batch")]
+    assert [v.name for v in model.graph.output] == ["output"]
+
+
+def test_every_type_of_gnet(tmp_path: Path) -> None:
+    made = gb.export(tmp_path / "net.onnx", *every(), torch.randn(2, 12))
+    assert made.max_error is not None and made.max_error <= 2e-6
+
+
+def test_convolutions_and_buffers(tmp_path: Path) -> None:
+    codes = {"0.weight": (gb.gray(), gb.per_axis(gb.one_hot(), gb.grid(3, 3), 9)), "5.weight": (None, gb.grid(6, 8, 8))}
+    net = grown(convnet(), max_tile=(5, 2), encodings=codes, include=["bias"])
+    made = gb.export(tmp_path / "net.onnx", *net, torch.randn(2, 3, 4, 4))
+    assert made.max_error is not None and made.max_error <= 2e-6
+
+
+def test_ties_several_inputs_and_outputs(tmp_path: Path) -> None:
+    plan, genome, pnet = grown(Tagger(), max_tile=10, include=["table"])
+    path = tmp_path / "net.pt2"
+    assert gb.export(path, plan, genome, pnet, (torch.randint(40, (2, 7)), torch.rand(2, 1))).max_error == 0.0
+    inputs = torch.randint(40, (5, 7)), torch.rand(5, 1)
+    found = torch.export.load(path).module()(*inputs)
+    torch.testing.assert_close(found, gb.materialize(plan, genome, pnet).eval()(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    made = gb.export(tmp_path / "net.pt2", *grown(mlp(dtype)), torch.randn(2, 12, dtype=dtype))
+    assert made.max_error == 0.0
+
+
+def test_what_a_runtime_cannot_run_is_told_in_one_line(tmp_path: Path) -> None:
+    net, x = grown(mlp(torch.bfloat16)), torch.randn(2, 12, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="runtime cannot run it .*; check=False") as told:
+        gb.export(tmp_path / "net.onnx", *net, x)
+    assert "\n" not in str(told.value) and not list(tmp_path.iterdir())
+
+
+def test_a_hugging_face_model_called_by_names(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 40, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=12, **sizes)
+    plan, genome, pnet = grown(transformers.GPT2LMHeadModel(config), gb.periodic(2, share="layers"), include=["wte"])
+    path, tokens, mask = tmp_path / "gpt2.onnx", torch.randint(40, (3, 11)), torch.ones(3, 11, dtype=torch.int64)
+    mask[1, 4:] = 0
+    batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence")
+    shapes = {name: {0: batch, 1: sequence} for name in ("input_ids", "attention_mask")}
+    # In another order than the network has them.
+    example = {"attention_mask": mask[:2, :6], "input_ids": tokens[:2, :6]}
+    gb.export(path, plan, genome, pnet, example, dynamic_shapes=shapes)
+    assert vars(pnet)["config"].use_cache
+    graph = onnx.load(path).graph
+    assert [v.name for v in (*graph.input, *graph.output)] == ["input_ids", "attention_mask", "logits"]
+    with torch.no_grad():
+        expected = gb.materialize(plan, genome, pnet).eval()(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(ort_run(path, tokens, mask)[0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_text_classifier(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=20, vocab_size=40
+    )
+    net = grown(transformers.BertForSequenceClassification(config), include=["embeddings"])
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[1, 3:] = 0
+    example = {"input_ids": torch.randint(40, (2, 6)), "attention_mask": mask}
+    for name in ("bert.onnx", "bert.pt2"):
+        made = gb.export(tmp_path / name, *net, example)
+        assert made.max_error is not None and made.max_error <= 1e-6
+
+
+def test_dense_weights(tmp_path: Path) -> None:
+    plan, genome, pnet = grown(Tagger(), include=["table"])
+    made = gb.export(tmp_path / "net.safetensors", plan, genome, pnet)
+    assert made.max_error is None and made.bytes >= plan.dense_bytes
+    fresh = Tagger()
+    fresh.load_state_dict(load_file(tmp_path / "net.safetensors"))
+    torch.testing.assert_close(fresh.state_dict(), gb.materialize(plan, genome, pnet).state_dict(), rtol=0, atol=0)
+    small = gb.export(tmp_path / "net.pt2", *grown(mlp()), torch.randn(2, 12), "dense")
+    assert small.max_error == 0.0
+
+
+def test_a_base_is_exported_with_its_weights(tmp_path: Path) -> None:
+    net = grown(mlp(), base="own")
+    with pytest.raises(ValueError, match="weights='dense'"):
+        gb.export(tmp_path / "net.pt2", *net, torch.randn(2, 12), "genome")
+    assert gb.export(tmp_path / "net.pt2", *net, torch.randn(2, 12)).max_error == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("net.tflite", {}, "one of onnx, pt2, aoti, iree, safetensors, got the suffix '.tflite'"),
+        ("net.onnx", {"to": "onxx"}, "got to='onxx'"),
+        ("net.pt2", {"weights": "Genome"}, "weights must be 'genome' or 'dense', got 'Genome'"),
+        ("net.safetensors", {"weights": "genome"}, "gb.save for the genome"),
+        ("net.pt2", {"example": None}, "example must be a tensor"),
+        ("net.pt2", {"example": torch.zeros(2, 5)}, "mat1 and mat2"),
+    ],
+)
+def test_errors_say_what_was_expected(name: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        gb.export(tmp_path / name, *grown(mlp()), **{"example": torch.randn(2, 12), **options})
+    assert not list(tmp_path.iterdir())
+
+
+class OneSize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() * torch.ones(x.shape[0]) if x.shape[0] < 3 else self.layer(x)
+
+
+def test_a_batch_that_cannot_be_dynamic(tmp_path: Path) -> None:
+    net = grown(OneSize())
+    with pytest.raises(ValueError, match="torch.export cannot trace the p-net: .*dynamic_shapes=None"):
+        gb.export(tmp_path / "net.pt2", *net, torch.randn(2, 12))
+    assert gb.export(tmp_path / "net.pt2", *net, torch.randn(2, 12), dynamic_shapes=None).max_error == 0.0
+
+
+def test_a_file_with_other_outputs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, x = tmp_path / "net.pt2", torch.randn(2, 12)
+    path.write_bytes(b"before")
+    kind = FORMATS["pt2"]
+
+    def wrong(data: bytes, folder: Path) -> Any:
+        run = kind.read(data, folder)
+        return lambda inputs: [y + 0.01 for y in run(inputs)]
+
+    monkeypatch.setattr(base, "FORMATS", {**FORMATS, "pt2": kind._replace(read=wrong)})
+    with pytest.raises(ValueError, match="differ from the p-net's by 0.01"):
+        gb.export(path, *grown(mlp()), x)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("net.pt2", b"before")]
+    assert gb.export(path, *grown(mlp()), x, check=False).max_error is None
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = grown(mlp()), torch.randn(2, 12)
+    for package, name, extra in (("onnx_ir", "net.onnx", "onnx"), ("iree.compiler.tools", "net.vmfb", "iree")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            with pytest.raises(ImportError, match=rf"pip install 'gbfunc\[{extra}\]'"):
+                gb.export(tmp_path / name, *net, x)
+    # Without its runtime a file is written, but not tried.
+    kind = FORMATS["onnx"]._replace(write=lambda traced: b"model")
+    monkeypatch.setattr(base, "FORMATS", {**FORMATS, "onnx": kind})
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert gb.export(tmp_path / "net.onnx", *net, x) == (5, None)
+
+
+def test_torch_export_of_a_genome_module_has_no_tables() -> None:
+    plan, genome, pnet = grown(mlp(), max_tile=4)
+    module = gb.GenomeModule(plan, pnet, genome, lazy=False).eval()
+    program = torch.export.export(module, (torch.randn(2, 12),))
+    assert all(x.numel() <= 8 for x in program.constants.values() if isinstance(x, Tensor))
+
+
+def test_the_same_genome_gives_the_same_bytes(tmp_path: Path) -> None:
+    plan, genome, pnet = grown(mlp())
+    for name in ("a.pt2", "b.pt2"):
+        gb.export(tmp_path / name, plan, genome, pnet, torch.randn(2, 12))
+    assert (tmp_path / "a.pt2").read_bytes() == (tmp_path / "b.pt2").read_bytes()
+    assert torch.export.load(io.BytesIO((tmp_path / "a.pt2").read_bytes())).example_inputs is None
+
+
+def test_iree_runs_it(tmp_path: Path) -> None:
+    pytest.importorskip("iree.compiler")
+    pytest.importorskip("iree.runtime")
+    net = grown(nn.Sequential(nn.Linear(12, 5), nn.ReLU()), include=["bias"])
+    made = gb.export(tmp_path / "net.vmfb", *net, torch.randn(2, 12))
+    assert made.max_error is not None and made.max_error <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_aot_inductor_runs_it(tmp_path: Path) -> None:
+    net, path = grown(mlp(), include=["bias"]), tmp_path / "net.pt2"
+    made = gb.export(path, *net, torch.randn(2, 12), to="aoti")
+    assert made.max_error is not None and made.max_error <= 1e-5
+
+
+def test_digits_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "1", "--batch-size", "400"]
+    genome, out = tmp_path / "run" / "genome.safetensors", tmp_path / "shipped" / "digits.pt2"
+    assert main(["train", *small, "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["export", "--genome", str(genome), "--out", str(out)]) == 0
+    assert f"{out}: {out.stat().st_size:,} bytes" in capsys.readouterr().out
+    _, task, net = read_genome(genome, DataOptions())
+    assert accuracy(torch.export.load(out).module(), task.test) == accuracy(net, task.test)
+    assert main(["export", "--genome", str(genome), "--out", str(tmp_path / "digits.tflite")]) == 2
+    assert "the suffix '.tflite'" in capsys.readouterr().err

@@ -1,0 +1,366 @@
+"""What a loss function gets as `net`: the p-net with all that it has, for one call, and nothing that it can change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import gbfunc as gb
+from gbfunc.pnet import PureNet
+from tests.support.coder import Coder, made, numbers
+from tests.support.dense_oracle import Answer, assert_same, dense_answer, step_answer
+from tests.support.operations import quietly
+from tests.support.zoo import SGD, Tied
+
+# Torch's compiler still uses torch.jit.script when it is loaded.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "dense": {"lazy": False},
+    "lazy": {"lazy": True},
+    "generate": {"remat": "generate"},
+    "layer": {"remat": "layer"},
+    "microbatches": {"lazy": True, "microbatches": 2},
+    "donate": {"donate": True},
+}
+EACH_MODE = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+
+
+def oracle(make: Callable[[], nn.Module], plan: gb.Plan, loss_fn: Any, batch: Tensor, **options: Any) -> Answer:
+    """Dense weights in a p-net whose forward is the loss function: `functional_call` and nothing of gbfunc."""
+    pnet, entered = made(make)[0], []
+
+    class Whole(type(pnet)):
+        @functools.wraps(type(pnet).forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if entered:
+                return super().forward(*args, **kwargs)
+            entered.append(True)
+            try:
+                return loss_fn(self, *args)
+            finally:
+                entered.clear()
+
+    pnet.__class__ = Whole
+    return dense_answer(plan, pnet, lambda net, x: net(x), batch, **options)
+
+
+# --- the same as an ordinary module ----------------------------------------------------------------------------------
+
+
+def all_of_it(net: Any, x: Tensor) -> Tensor:
+    """Every way to reach the parts of a `Coder`."""
+    assert isinstance(net, nn.Module) and isinstance(net, Coder) and isinstance(net.layers[0], nn.Linear)
+    assert net.training and net.config["width"] == len(net.scale) == 7 and len(net.layers) == 2 and bool(net.layers)
+    assert net.encoder in list(net.children()) and net.layers[1] == net.get_submodule("layers.1")
+    net.eval()
+    h = net.encoder(x)
+    assert not net.training and not net.layers[0].training
+    total = net(x).square().mean() + net.heads["b"](h).sin().mean() + net.part("b")(net.code(x)).mean()
+    net.train()
+    net.encoder[3].eval()
+    h = net.encoder(x)
+    for layer in net.layers:
+        h = layer(h)
+    for name, head in net.heads.items():
+        total = total + head(h).square().mean() * len(name)
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            total = total + 0.01 * (module.weight @ module.weight.t()).sum()
+    total = total + 0.1 * sum((p**2).sum() for p in net.parameters()) + net.scale.prod() + net.forward(x).mean()
+    total = total + nn.Sequential(net.layers[0], nn.Tanh(), *net.layers[1:])(h).mean()
+    fast = {k: p * 1.1 for k, p in net.layers[0].named_parameters()}
+    total = total + functional_call(net.layers[0], fast, (h,)).mean() + torch.vmap(net.heads["a"])(h).mean()
+    net.steps.add_(1)
+    return total + net.state_dict()["encoder.0.weight"].sum()
+
+
+@EACH_MODE
+def test_all_parts_work_as_in_an_ordinary_module(options: dict[str, Any]) -> None:
+    pnet, plan = made(Coder)
+    expected = oracle(Coder, plan, all_of_it, numbers(8, 6), microbatches=options.get("microbatches", 1))
+    for _ in range(2):
+        assert_same(step_answer(plan, pnet, all_of_it, numbers(8, 6), **options), expected)
+    assert expected.buffers["steps"] == options.get("microbatches", 1) and pnet.training
+
+
+def head_and_embedding(net: Any, tokens: Tensor) -> Tensor:
+    h = torch.tanh(net.hidden(net.embedding(tokens)))
+    return (net.head(h) - h @ net.embedding.weight.t() * 0.5).square().mean() + net(tokens).mean()
+
+
+def normalised(net: Any, x: Tensor) -> Tensor:
+    net.eval()
+    before = net[0](x).mean()
+    net.train()
+    return before + net[1](net[0](x)).square().mean() + (net[0].weight ** 2).sum() + net(x).mean()
+
+
+def scripted(net: Any, x: Tensor) -> Tensor:
+    return net[1](net[0](x)).square().mean() + net[0](x).sin().mean() + net(x).mean()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
+    "tied": (Tied, head_and_embedding, torch.arange(40).reshape(8, 5) % 11),
+    "weight_norm": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 7)), nn.Linear(7, 3)),
+        normalised,
+        numbers(8, 6),
+    ),
+    "spectral_norm": (
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 7)), nn.Linear(7, 3)),
+        normalised,
+        numbers(8, 6),
+    ),
+    "scripted": (
+        lambda: nn.Sequential(quietly(torch.jit.script, nn.Sequential(nn.Linear(6, 7), nn.Tanh())), nn.Linear(7, 3)),
+        scripted,
+        numbers(8, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["default", "layer", "microbatches"])
+@pytest.mark.parametrize("name", CASES)
+def test_tied_parametrised_and_scripted_nets_have_their_parts(name: str, mode: str) -> None:
+    make, loss_fn, batch = CASES[name]
+    if name == "spectral_norm":
+        # Its vectors are updated at every use, and a second update is another one in evaluation mode's place.
+        loss_fn = lambda net, x: net[1](net[0](x)).square().mean() + net[1].weight.sum()  # noqa: E731
+    pnet, plan = made(make, include=[r"embedding\.weight"] if name == "tied" else ())
+    expected = oracle(make, plan, loss_fn, batch, microbatches=MODES[mode].get("microbatches", 1))
+    assert_same(step_answer(plan, pnet, loss_fn, batch, **MODES[mode]), expected)
+
+
+def test_noise_and_narrow_types_reach_parts_as_the_whole() -> None:
+    def whole(net: Any, x: Tensor) -> Tensor:
+        return net(x).float().square().mean()
+
+    def parts(net: Any, x: Tensor) -> Tensor:
+        return net[2](net[1](net[0](x))).float().square().mean()
+
+    pnet = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    plan = gb.make_plan(pnet, gb.stochastic((3,)), max_tile=4)
+    x = numbers(8, 6).float()
+    modes: list[dict[str, Any]] = [{}, {"amp": torch.bfloat16}, {"remat": "layer", "amp": torch.bfloat16}]
+    for options in modes:
+        assert_same(step_answer(plan, pnet, parts, x, **options), step_answer(plan, pnet, whole, x, **options))
+
+
+def test_compiled_parts_are_those_of_the_plain_step() -> None:
+    def loss(net: Any, x: Tensor) -> Tensor:
+        # In this order: a later update of the statistics would reach what eval mode keeps for backward, in plain torch.
+        out = net(x)
+        net.eval()
+        h = net[1](net[0](x))
+        net.train()
+        weights = [m.weight for m in net.modules() if isinstance(m, nn.Linear)]
+        return h.square().mean() + out.sin().mean() + 0.1 * weights[0].square().sum()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7))
+
+    pnet, plan = made(make)
+    torch._dynamo.reset()
+    step = gb.make_train_step(plan, pnet, loss, SGD, compile=True, lazy=True)
+    plain = gb.make_train_step(plan, pnet, loss, SGD, lazy=True)
+    state = step.init()
+    for _ in range(2):
+        (found, info), (state, wanted) = step(state, numbers(6, 6)), plain(state, numbers(6, 6))
+        torch.testing.assert_close(info.loss, wanted.loss, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[:3], state[:3], rtol=1e-9, atol=1e-9)
+    assert pnet.training
+
+
+def test_genomes_under_vmap_each_have_their_parts() -> None:
+    pnet, plan = made(Coder)
+    pnet.eval()
+    net, x = PureNet(pnet), numbers(8, 6)
+    weights = [gb.generate(plan, gb.init_genome(plan, pnet, seed)) for seed in (0, 1)]
+    buffers = dict(pnet.named_buffers())
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        return net.heads["b"](net.code(x)).square().mean() + sum((p**2).sum() for p in net.parameters())
+
+    def of(weights: dict[str, Tensor]) -> Tensor:
+        return net.run(weights, dict(buffers), loss, x)
+
+    stacked = {k: torch.stack([w[k] for w in weights]) for k in weights[0]}
+    expected = torch.stack([of(w) for w in weights])
+    torch.testing.assert_close(torch.vmap(of)(stacked), expected)
+    slopes = torch.vmap(torch.func.grad(of))(stacked)
+    for i, w in enumerate(weights):
+        leaves = {k: x.detach().requires_grad_() for k, x in w.items()}
+        plain = torch.autograd.grad(of(leaves), list(leaves.values()), materialize_grads=True)
+        torch.testing.assert_close([slopes[k][i] for k in leaves], list(plain))
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_transforms_and_modes_of_autograd_may_alternate(lazy: bool) -> None:
+    """A dense weight that is made in one of them is good in the next ones."""
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        def energy(x: Tensor) -> Tensor:
+            return (net[0](x).tanh() @ net[0].weight).square().sum()
+
+        with torch.inference_mode():
+            value = float(energy(x))
+        with torch.no_grad():
+            value += float(energy(x))
+        slope = torch.func.grad(energy)(x)
+        hessian = torch.func.hessian(energy)(x[0])
+        tangent = torch.func.jvp(energy, (x,), (x,))[1]
+        per_row = torch.vmap(torch.func.grad(energy))(x)
+        total = energy(x) + slope.square().sum() + hessian.square().sum() + tangent + per_row.square().sum()
+        return total * value + torch.vmap(energy)(x).sum()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 7))
+
+    pnet, plan = made(make)
+    expected = oracle(make, plan, loss, numbers(3, 6))
+    assert_same(step_answer(plan, pnet, loss, numbers(3, 6), lazy=lazy), expected)
+
+
+# --- modes of training -----------------------------------------------------------------------------------------------
+
+
+def test_modes_hold_for_one_call_and_are_restored_after_errors() -> None:
+    pnet, plan = made(Coder)
+    seen: list[bool] = []
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        seen.append(net.training)
+        assert net.eval() is net and not net.encoder[3].training
+        torch.testing.assert_close(net(x), net(x), rtol=0, atol=0)
+        if len(seen) == 1:
+            raise KeyError("a user's error")
+        return net(x).mean()
+
+    step = gb.make_train_step(plan, pnet, loss, SGD)
+    with pytest.raises(KeyError):
+        step(step.init(), numbers(8, 6))
+    state = step.init()
+    for _ in range(2):
+        new, _ = step(state, numbers(8, 6))
+        torch.testing.assert_close(new.buffers, state.buffers, rtol=0, atol=0)
+    assert seen == [True] * 3 and pnet.training
+
+
+def test_statistics_of_a_base_stay_in_evaluation_mode() -> None:
+    pnet, _ = made(Coder)
+    plan = gb.make_plan(pnet, gb.low_rank(1), base="own", max_tile=4)
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        net.train()
+        assert net.training and net.encoder[3].training and not net.encoder[1].training
+        return net.eval().train()(x).mean()
+
+    before = copy.deepcopy(dict(pnet.named_buffers()))
+    step = gb.make_train_step(plan, pnet, loss, SGD)
+    step(step.init(), numbers(8, 6))
+    torch.testing.assert_close(dict(pnet.named_buffers()), before, rtol=0, atol=0)
+
+
+# --- checkpoints, threads, the genome as a module --------------------------------------------------------------------
+
+
+def test_checkpoints_around_parts_are_right_and_those_inside_are_refused() -> None:
+    def around(net: Any, x: Tensor) -> Tensor:
+        def twice(h: Tensor) -> Tensor:
+            return net.layers[0](h) @ net.layers[1].weight
+
+        h = checkpoint(net.encoder, x, use_reentrant=False)
+        return checkpoint(net.heads["b"], checkpoint(twice, h, use_reentrant=False), use_reentrant=False).mean()
+
+    def plain(net: Any, x: Tensor) -> Tensor:
+        return net.heads["b"](net.layers[0](net.encoder(x)) @ net.layers[1].weight).mean()
+
+    pnet, plan = made(Coder)
+    for options in (MODES["default"], MODES["layer"], MODES["microbatches"]):
+        expected = step_answer(plan, pnet, plain, numbers(8, 6), **options)
+        assert_same(step_answer(plan, pnet, around, numbers(8, 6), **options), expected)
+    moved = gb.make_train_step(plan, pnet, lambda net, x: checkpoint(net.eval(), x, use_reentrant=False).mean(), SGD)
+    with pytest.raises(RuntimeError, match="outside of the call"):
+        moved(moved.init(), numbers(8, 6))
+
+    class Inside(Coder):
+        def code(self, x: Tensor) -> Tensor:
+            return checkpoint(super().code, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    pnet, plan = made(Inside)
+    step = gb.make_train_step(plan, pnet, lambda net, x: (net.encoder(x).mean(), net.code(x).mean())[1], SGD)
+    with pytest.raises(ValueError, match="calls torch.utils.checkpoint inside its forward"):
+        step(step.init(), numbers(8, 6))
+
+
+def test_threads_of_the_loss_function_share_the_net() -> None:
+    pnet, plan = made(Coder)
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        out: list[Tensor] = []
+        thread = threading.Thread(target=lambda: out.append(net.heads["a"](net.scale * x[:, :1])))
+        thread.start()
+        thread.join()
+        return out[0].mean()
+
+    expected = step_answer(plan, pnet, lambda net, x: net.heads["a"](net.scale * x[:, :1]).mean(), numbers(8, 6))
+    assert_same(step_answer(plan, pnet, loss, numbers(8, 6)), expected)
+
+
+def test_a_genome_module_runs_a_loss_function() -> None:
+    pnet, plan = made(Coder)
+    pnet.encoder[3].p = 0.0  # pyright: ignore
+    step = gb.make_train_step(plan, pnet, all_of_it, SGD)
+    state = step.init()
+    module = gb.GenomeModule(plan, pnet, state)
+    new, info = step(state, numbers(8, 6))
+    loss = module.run(all_of_it, numbers(8, 6))
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), info.loss)
+    torch.testing.assert_close(module.to_genome().buffers, new.buffers)
+    assert isinstance(module.direct.scale.grad, Tensor)
+    torch.testing.assert_close(state.direct["scale"] - 0.1 * module.direct.scale.grad, new.direct["scale"])
+    kept = module.run(lambda net: net.encoder)
+    with pytest.raises(RuntimeError, match="outside of the call"):
+        kept(numbers(8, 6))
+    assert module.training and module.eval().run(lambda net: net.training) is False
+    torch.testing.assert_close(module.run(lambda net, x: net(x), numbers(8, 6)), module(numbers(8, 6)))
+
+
+def test_models_of_hugging_face_have_their_parts() -> None:
+    transformers = pytest.importorskip("transformers")
+    off = {name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=8, n_positions=12, vocab_size=9, bos_token_id=1, eos_token_id=1, **off
+    )
+
+    def make() -> nn.Module:
+        return transformers.GPT2LMHeadModel(config).train()
+
+    def loss(net: Any, tokens: Tensor) -> Tensor:
+        assert net.config.n_embd == 8 and net.device.type == "cpu" and net.num_parameters() > 0
+        net.eval()
+        new = net.generate(tokens[:, :3], max_new_tokens=2, do_sample=False, pad_token_id=0)
+        net.train()
+        h = net.transformer(inputs_embeds=net.transformer.wte(new)).last_hidden_state
+        codes = net.get_output_embeddings()(h) + F.linear(h, net.get_input_embeddings().weight)
+        return codes.square().mean() + net(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    pnet, plan = made(make, include=[r"wte"])
+    tokens = torch.arange(32).reshape(4, 8) % 9
+    expected = oracle(make, plan, loss, tokens)
+    for mode in ("default", "dense", "layer"):
+        assert_same(step_answer(plan, pnet, loss, tokens, **MODES[mode]), expected)

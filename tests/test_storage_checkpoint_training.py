@@ -1,0 +1,177 @@
+"""Checkpoints know the training that they are of, and hold whatever the loop must know: tensors, a loader's state."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+import gbfunc as gb
+from gbfunc.storage import checkpoint
+from tests.support.trees_equal import same_bits
+from tests.support.zoo import loss_fn, mlp, step_of
+
+PLAN = gb.make_plan(mlp(), gb.periodic(2), max_tile=4)
+
+
+def step_with(optimizer: gb.Optimizer, **options: Any) -> gb.TrainStep:
+    return gb.make_train_step(PLAN, mlp(), loss_fn, optimizer, **options)
+
+
+def adam(lr: Any = 0.1, **options: Any) -> gb.Optimizer:
+    return gb.torch_optimizer(torch.optim.Adam, lr=lr, **options)
+
+
+def one_cycle(steps: int, lr: float = 0.1) -> Any:
+    return gb.torch_schedule(OneCycleLR, lr, steps)
+
+
+def saved(folder: Path, step: gb.TrainStep, extra: Any = None) -> gb.TrainState:
+    state, _ = step(step.init(seed=3), step_of("mlp")[1])
+    with gb.Checkpointer(folder, step) as checkpointer:
+        checkpointer.save(state, extra)
+    return state
+
+
+OTHER = {
+    "rate": (adam(0.1), adam(0.05), r"\(lr 0.1, now 0.05\)"),
+    "length": (
+        adam(one_cycle(100)),
+        adam(one_cycle(101)),
+        r"\(lr 0.004\d* at step 1 \(schedule \w{8}\), now 0.004\d* ",
+    ),
+    "course": (adam(lambda i: 0.1 / (i + 1)), adam(lambda i: 0.1 / (i + 2)), r"lr 0.05 at step 1 .*now 0.0333333 at"),
+    "late": (
+        adam(gb.torch_schedule(StepLR, 0.1, 500, step_size=300)),
+        adam(lambda i: 0.1),
+        "lr 0.1 at step 1 .*, now 0.1 at",
+    ),
+    "betas": (adam(), adam(betas=(0.8, 0.999)), r"\(betas \[0.9, 0.999\], now \[0.8, 0.999\]\)"),
+    "decay": (adam(weight_decay=0.1), adam(), r"\(weight_decay 0.1, now 0.0\)"),
+    "role": (adam(direct={"lr": 0.01}), adam(), r"\(direct.lr 0.01, now 0.1\)"),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "words"), OTHER.values(), ids=OTHER)
+def test_another_training_is_refused_unless_it_is_allowed(
+    before: gb.Optimizer, after: gb.Optimizer, words: str, tmp_path: Path
+) -> None:
+    state, now = saved(tmp_path, step_with(before)), step_with(after)
+    with pytest.raises(ValueError, match=f"step-00000001.safetensors is not a .* it was trained otherwise .*{words}"):
+        gb.load_checkpoint(tmp_path, now, now.init())
+    told: list[str] = []
+    found = gb.load_checkpoint(tmp_path, now, now.init(), changed=told.append)
+    assert same_bits(found.state, state) and len(told) == 1
+    assert re.search(words.removeprefix(r"\(").removesuffix(r"\)"), told[0])
+
+
+def test_another_norm_to_clip_to_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, step_with(adam(), clip_norm=1.0))
+    now = step_with(adam())
+    with pytest.raises(ValueError, match=r"\(clip_norm 1.0, now null\)"):
+        gb.load_checkpoint(tmp_path, now, now.init())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (adam(1, weight_decay=0), adam(1.0, weight_decay=0.0, betas=[0.9, 0.999], foreach=True)),
+        (adam(one_cycle(50)), adam(one_cycle(50), fused=False)),
+        (adam(direct={"lr": 0.1}), adam()),
+    ],
+)
+def test_the_same_training_in_other_words_goes_on(before: gb.Optimizer, after: gb.Optimizer, tmp_path: Path) -> None:
+    state, now = saved(tmp_path, step_with(before)), step_with(after, donate=True, microbatches=2)
+    assert same_bits(gb.load_checkpoint(tmp_path, now, now.init()).state, state)
+
+
+def test_older_checkpoints_say_nothing_of_it(tmp_path: Path) -> None:
+    state, path = saved(tmp_path, step_with(adam())), tmp_path / "step-00000001.safetensors"
+    metadata, tensors = checkpoint._decode(path.read_bytes())
+    about = {k: v for k, v in metadata.items() if k in ("plan", "extra")}
+    path.write_bytes(checkpoint._encode(tensors, about | {"extra": '{"epoch": [1, null]}'}))
+    now = step_with(adam(0.5))
+    found = gb.load_checkpoint(tmp_path, now, now.init())
+    assert same_bits(found.state, state) and found.extra == {"epoch": [1, None]}
+
+
+# --- what the loop must know ---------------------------------------------------------------------------------------
+
+
+def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+    step = step_with(adam())
+    extra: dict[Any, Any] = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "means": [torch.tensor([1.5, math.nan], dtype=torch.bfloat16), torch.zeros(0, 3)],
+        "bits": b"\0\xff",
+        3: {"by": {1: "one", (2, True): None}, "$type": "mine"},
+        "order": OrderedDict(b=1.5, a=math.inf),
+        "strided": torch.arange(6).reshape(2, 3).t(),
+    }
+    saved(tmp_path, step, extra)
+    found: Any = gb.load_checkpoint(tmp_path, step, step.init()).extra
+    assert found["python"] == extra["python"] and same_bits(found["torch"], extra["torch"])
+    assert same_bits(found["means"], extra["means"]) and found["bits"] == b"\0\xff"
+    assert found[3] == extra[3] and list(found) == list(extra)
+    assert found["order"] == {"b": 1.5, "a": math.inf} and list(found["order"]) == ["b", "a"]
+    assert torch.equal(found["strided"], extra["strided"])
+
+
+def test_its_tensors_are_copied_at_once(tmp_path: Path) -> None:
+    step, mean = step_with(adam()), torch.ones(3)
+    with gb.Checkpointer(tmp_path, step) as checkpointer:
+        checkpointer.save(step.init(), {"mean": mean})
+        mean.zero_()
+    assert gb.load_checkpoint(tmp_path, step, step.init()).extra["mean"].tolist() == [1, 1, 1]
+
+
+def test_a_file_holds_no_code(tmp_path: Path) -> None:
+    step = step_with(adam())
+    with gb.Checkpointer(tmp_path, step) as checkpointer, pytest.raises(TypeError, match="not JSON serializable"):
+        checkpointer.save(step.init(), {"rows": [{"net": mlp()}]})
+    saved(tmp_path, step, {"t": torch.ones(2)})
+    data = (tmp_path / "step-00000001.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert any(name.startswith("extra/") and entry["shape"] == [2] for name, entry in header.items())
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_goes_on_within_a_pass(workers: int, tmp_path: Path) -> None:
+    data = pytest.importorskip("torchdata.stateful_dataloader", reason="it needs torchdata")
+    step = step_with(adam(one_cycle(30)), donate=True)
+    examples = torch.randn(20, *step_of("mlp")[1].shape[1:], generator=torch.Generator().manual_seed(0))
+
+    def loader_of(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        return data.StatefulDataLoader(examples, batch_size=3, shuffle=True, generator=generator, num_workers=workers)
+
+    def passes(loader: Any) -> Any:
+        while True:
+            yield from loader
+
+    whole, loader = len(loader_of(1)), loader_of(1)
+    # Without workers, torchdata's loader draws other orders for the passes after the one that it resumes.
+    stop, end = whole + 2, 2 * whole + workers
+    state, batches = step.init(seed=3), passes(loader)
+    with gb.Checkpointer(tmp_path, step) as checkpointer:
+        for i in range(end):
+            state, _ = step(state, next(batches))
+            if i + 1 == stop:
+                checkpointer.save(state, {"loader": loader.state_dict()})
+    again = loader_of(9)
+    found = gb.load_checkpoint(tmp_path, step, step.init())
+    again.load_state_dict(found.extra["loader"])
+    resumed, batches = found.state, passes(again)
+    for _ in range(end - stop):
+        resumed, _ = step(resumed, next(batches))
+    assert int(resumed.step) == end and same_bits(resumed, state)

@@ -1,0 +1,249 @@
+"""Genomes in codes of 2 to 8 bits, and metadata: what a file gives back, and files made to harm."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gbfunc as gb
+from gbfunc.plan.file_layout import deflate
+from gbfunc.plan.rounding import rounded
+from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply
+from tests.support.plans import PLANS
+from tests.support.strategies import FACTORIES
+from tests.support.trees_equal import copy_tree, same_bits
+from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, genome_of
+
+ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
+METADATA = {"classes": ["a", "ü"], "mean": [0.1, -3e-7], "nested": {"no": None, "yes": True}}
+
+
+@pytest.fixture(scope="module")
+def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
+    return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
+
+
+@pytest.fixture(scope="module")
+def body(genuine: Genuine) -> bytes:
+    """What stands behind the digest of a file in codes of 6 bits."""
+    gb.save(genuine.folder / "codes", genuine.plan, genuine.genome, "int6")
+    return (genuine.folder / "codes").read_bytes()[8 + 72 + 16 :]
+
+
+def forged(body: bytes, name: str = "gbfunc-genome-3", **entry: Any) -> bytes:
+    """A file with any body, and the digest that fits it."""
+    data = hashlib.sha256(body).digest()[:16] + body
+    fields = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)], **entry}
+    text = json.dumps({name: fields}).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+# --- round trip ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
+def test_what_is_read_is_the_rounded_genome(animal: Animal, dtype: str, tmp_path: Path) -> None:
+    _, plan, genome = genome_of(animal)
+    size = gb.save(tmp_path / "g", plan, genome, dtype)
+    assert size == (tmp_path / "g").stat().st_size < gb.save(tmp_path / "wide", plan, genome)
+    read_plan, read = gb.load(tmp_path / "g")
+    assert read_plan == plan and read_plan.report() == plan.report()
+    assert same_bits(leaves_of(read), rounded(leaves_of(genome), dtype))
+    storages = [leaf.untyped_storage().nbytes() for leaf in leaves_of(read).values()]
+    assert storages == [leaf.nbytes for leaf in leaves_of(read).values()]
+    # What is rounded already is not rounded again.
+    gb.save(tmp_path / "again", plan, read, dtype)
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "g").read_bytes()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_any_plan_is_read_back(name: str, tmp_path: Path) -> None:
+    net, plan = PLANS[name]
+    genome = gb.init_genome(plan, net)
+    gb.save(tmp_path / "g", plan, genome, "int5")
+    _, read = gb.load(tmp_path / "g", factories=FACTORIES)
+    assert same_bits(leaves_of(read), rounded(leaves_of(genome), "int5"))
+
+
+def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -> None:
+    pnet = torch.nn.Linear(64, 64)
+    plan = gb.make_plan(pnet, rules=[(".", None)])
+    weight = torch.zeros(64, 64)
+    weight[::7, ::5] = torch.randn(10, 13, generator=torch.Generator().manual_seed(0))
+    genome = gb.Genome({}, {"weight": weight, "bias": torch.zeros(64)}, {})
+    assert gb.save(tmp_path / "g", plan, genome, "int8") < 64 * 64 / 2
+    assert same_bits(leaves_of(gb.load(tmp_path / "g")[1]), rounded(leaves_of(genome), "int8"))
+
+
+def test_a_file_of_this_version_is_read_for_ever(tmp_path: Path) -> None:
+    """Other words in the packer, or other rounding, would be another format."""
+    (tmp_path / "former").write_bytes(FORMER)
+    plan, genome = gb.load(tmp_path / "former")
+    assert gb.load_metadata(tmp_path / "former") == {"task": "mnist", "classes": ["no", "yes"]}
+    assert same_bits(genome.direct["bias"], torch.tensor([1.0, -2.0, 0.3]).half().float())
+    values = [float(x) for leaves in genome.gnets.values() for leaf in leaves.values() for x in leaf.flatten()]
+    assert values == FORMER_VALUES
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "int4"])
+def test_metadata_is_read_back_and_changes_nothing_else(dtype: str | None, genuine: Genuine, tmp_path: Path) -> None:
+    bare = gb.save(tmp_path / "bare", genuine.plan, genuine.genome, dtype)
+    size = gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype, metadata=METADATA)
+    assert bare < size < bare + 200
+    assert gb.load_metadata(tmp_path / "g") == METADATA and gb.load_metadata(tmp_path / "bare") is None
+    (plan, genome), (_, expected) = gb.load(tmp_path / "g"), gb.load(tmp_path / "bare")
+    assert plan == genuine.plan and plan.to_json() == genuine.plan.to_json() and same_bits(genome, expected)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(json_values, st.sampled_from([None, "int3"]))
+def test_any_json_is_metadata(genuine: Genuine, value: Any, dtype: str | None) -> None:
+    gb.save(genuine.folder / "any", genuine.plan, genuine.genome, dtype, metadata=value)
+    assert gb.load_metadata(genuine.folder / "any") == value and gb.load(genuine.folder / "any")[0] == genuine.plan
+
+
+@pytest.mark.parametrize("value", [{1, 2}, float("nan"), [torch.ones(1)], b"x", {"a": float("inf")}], ids=str)
+def test_what_is_not_json_is_no_metadata(value: Any, genuine: Genuine, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="metadata must be JSON: "):
+        gb.save(tmp_path / "g", genuine.plan, genuine.genome, metadata=value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_metadata_that_is_not_read_is_not_written(dtype: str | None, genuine: Genuine, tmp_path: Path) -> None:
+    for value, words in (([{}] * 70_000, "over 65,536 dicts"), ("x" * (4 << 20), "longer than 4,194,304 bytes")):
+        with pytest.raises(ValueError, match=words):
+            gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype, metadata=value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_is_too_large_is_not_saved(genuine: Genuine, tmp_path: Path) -> None:
+    for name, words in (("0.bias", "for torch.float16"), ("5.weight", "for int4")):
+        pnet, plan, genome = genome_of(ZOO["conv_bn"]._replace(options={"exclude": ["weight"]}))
+        del pnet
+        genome = copy_tree(genome)
+        genome.direct[name].view(-1)[:2] = torch.tensor([3e38, -3e38])
+        with pytest.raises(ValueError, match=f"'direct/{name}' holds 3e.38, too large a number {words}"):
+            gb.save(tmp_path / "g", plan, genome, "int4")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- files made to harm --------------------------------------------------------------------------------------------
+
+
+def test_a_forgery_without_a_fault_is_read(genuine: Genuine, body: bytes, tmp_path: Path) -> None:
+    (tmp_path / "g").write_bytes(forged(body))
+    assert gb.load(tmp_path / "g")[0] == genuine.plan
+
+
+def test_every_cut_and_every_flipped_byte_is_found(genuine: Genuine, body: bytes) -> None:
+    whole = (genuine.folder / "codes").read_bytes()
+    for at in range(0, len(whole), 3):
+        refused(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :], genuine.folder)
+        refused(whole[:at], genuine.folder)
+
+
+@given(st.data())
+def test_a_body_with_anything_anywhere(genuine: Genuine, body: bytes, data: st.DataObject) -> None:
+    """The file is refused, or what it holds can be used."""
+    at, n = data.draw(st.integers(0, len(body))), data.draw(st.integers(0, 9))
+    path = genuine.folder / "anything"
+    path.write_bytes(forged(body[:at] + data.draw(st.binary(max_size=9)) + body[at + n :]))
+    try:
+        read, genome = gb.load(path)
+    except ValueError as error:
+        assert "is not a valid genome" in str(error)
+    else:
+        assert gb.generate(read, genome).keys() == {t.name for t in read.tensors}
+
+
+def numbers(body: bytes, plan: gb.Plan) -> bytes:
+    """What follows the plan."""
+    return body[1 + len(deflate(plan.to_json())) :]
+
+
+def test_bodies_that_are_none(genuine: Genuine, body: bytes, tmp_path: Path) -> None:
+    plan, rest = deflate(genuine.plan.to_json()), numbers(body, genuine.plan)
+    flood = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
+    bomb = flood.compress(b" " * (1 << 25)) + flood.flush()
+    for data, words in {
+        b"": "it has codes of 0 bits",
+        b"\x01" + body[1:]: "it has codes of 1 bits, known here are 2 to 8",
+        b"\x09" + body[1:]: "it has codes of 9 bits",
+        b"\x05" + body[1:]: "bytes of codes are not those of",
+        body[:50]: "its plan cannot be unpacked: it is cut short",
+        b"\x06" + bomb: "longer than 4,194,304 bytes as JSON",
+        b"\x06" + b"\x01\x02\x00\xfd\xff{}" + rest: "not a plan",
+        b"\x06" + plan: "declares g-nets of more parameters than the 0 ",
+        b"\x06" + plan + rest[:20]: "it holds 20 bytes of numbers, expected",
+        b"\x06" + plan + rest[:-1]: "bytes of codes are not those of",
+        b"\x06" + plan + rest + b"\0": "bytes of codes are not those of",
+    }.items():
+        refused_cheaply(forged(data), tmp_path, words)
+
+
+def test_numbers_that_are_not_finite(genuine: Genuine, body: bytes, tmp_path: Path) -> None:
+    plan, rest = deflate(genuine.plan.to_json()), numbers(body, genuine.plan)
+    plain = 4 * 10 + 8 + 2 * 18  # Running mean and variance, a count, and direct vectors in float16
+    for scale in (b"\xc0\x7f", b"\x80\x7f"):
+        data = b"\x06" + plan + rest[:plain] + scale + rest[plain + 2 :]
+        refused_cheaply(forged(data), tmp_path, "not finite in 'gnets/")
+
+
+def test_codes_that_unpack_to_more_or_larger_ones(genuine: Genuine, tmp_path: Path) -> None:
+    plan = gb.make_plan(torch.nn.Linear(64, 64), rules=[(".", None)])
+    head = b"\x02" + deflate(plan.to_json()) + bytes(2 * 64 + 2 * 64)
+
+    def coded(symbols: bytes) -> bytes:
+        packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
+        return forged(head + packer.compress(symbols) + packer.flush() + bytes(600))
+
+    for symbols in (b"\x01" * 4160, b"\x01" * 4161, b"\x01" * (1 << 25), b"\x04" * 4160, b""):
+        refused_cheaply(coded(symbols), tmp_path, "bytes of codes are not those of 4,160 codes of 2 bits")
+    refused_cheaply(forged(head + bytes(100)), tmp_path, "it holds 100 bytes of codes, too few for 4,160")
+
+
+@pytest.mark.parametrize("entry", [{"dtype": "I8"}, {"shape": [1, -1]}, {"shape": [0]}], ids=str)
+def test_tensors_that_are_not_of_bytes(entry: Any, body: bytes, tmp_path: Path) -> None:
+    entry = {k: [1, len(body) + 16] if v == [1, -1] else v for k, v in entry.items()}
+    refused_cheaply(forged(body, **entry), tmp_path, "")
+
+
+@pytest.mark.parametrize("name", ["gbfunc-genome-", "gbfunc-genome-2", "gbfunc-genome-4", "float32"])
+def test_other_names(name: str, body: bytes, tmp_path: Path) -> None:
+    refused_cheaply(forged(body, name), tmp_path, "it is a safetensors file, but not a genome")
+
+
+def test_metadata_of_what_is_no_plan(body: bytes, tmp_path: Path) -> None:
+    for text in ("[]", "3", "[" * 5_000, "x", '{"metadata":'):
+        packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
+        (tmp_path / "g").write_bytes(forged(b"\x06" + packer.compress(text.encode()) + packer.flush()))
+        with pytest.raises(ValueError, match="is not a valid genome"):
+            gb.load_metadata(tmp_path / "g")
+    with pytest.raises(FileNotFoundError):
+        gb.load_metadata(tmp_path / "missing")
+
+
+FORMER = (
+    b"H\x00\x00\x00\x00\x00\x00\x00"
+    b'{"gbfunc-genome-3":{"dtype":"U8","shape":[104],"data_offsets":[0,104]}} '
+    b'\xfc\xe3\x89\xa3\x9b\r\x90\x92R\xc2\xebx\x9f\xf4>v\x05#"r\xb1F\xa4!\xc1\xf6\x1d\xf6@\xc7'
+    b"\x08\x17c\x1d#,\xa1\x82\x14\x08@\x05\xd0 0\xb243\xb10573\xb047371\xc1\x08\x10\xb4\xf00"
+    b"\xc6\x1a xJ\\\xa4\x1a%/\x1f\xc8\xaf\x04\xb2\x81\x85?\x00\x00<\x00\xc0\xcd4\x04=\x04=\x04=\x04=\xf8>\x0f\x83\xe0X"
+)
+FORMER_VALUES = [-0.9990234375, -0.64453125, -0.9990234375, -0.9990234375, -0.9990234375]
