@@ -27,7 +27,7 @@ _FLAT = 1e-3  # A slot that keeps less than this of its deviation when it is cen
 _LARGE, _MANY = 1 << 20, 64
 """Weights of a slot, and columns of all its factors, from which on the factors tell its mean: the last bits differ."""
 _SAMPLED = 64  # Rows, and columns, that tell the means of a tile
-_RIDGE = 0.01  # What is left of the means of rows and columns, about
+_RIDGE = 0.01  # Against the size of the features; smaller takes out more of the means
 _SMALL = 0.1  # A slot of factors of which less than this is left when it is centred is measured again, weight by weight
 _CACHED = 1 << 18  # Weights, or numbers of their factors, that are at hand at once when a slot is measured
 

@@ -51,6 +51,8 @@ class Hypernet:
     standardised: ClassVar[bool] = True
     """True where a tile is scaled to the p-net's initial deviation; False where it is the weight as it stands."""
 
+    rate: ClassVar[float] = 1e-2
+    """Constant learning rate of Adam at which it learns, chosen on validation images of digits at 20x."""
     spreads: ClassVar[bool] = False
     """True where more tiles give a matrix more rank than a larger size does, for as many parameters: a plan with a size
     target then takes tiles as small as it can."""

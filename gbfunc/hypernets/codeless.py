@@ -76,6 +76,7 @@ class LowRank(_Factored):
     type: ClassVar[str] = "low_rank"
     size_field: ClassVar[str] = "rank"
     default_size: ClassVar[int] = 4
+    rate: ClassVar[float] = 2e-2
     spreads: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
@@ -103,6 +104,7 @@ class XOX(_Factored):
     type: ClassVar[str] = "xox"
     size_field: ClassVar[str] = "genes"
     default_size: ClassVar[int] = 8
+    rate: ClassVar[float] = 2e-2
     spreads: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:

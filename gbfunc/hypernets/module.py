@@ -86,6 +86,7 @@ class FromModule(Hypernet):
     factory: Factory
     type: ClassVar[str] = "module"
     sizable: ClassVar[bool] = False
+    rate: ClassVar[float] = 3e-3
     spreads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

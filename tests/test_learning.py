@@ -1,0 +1,108 @@
+"""Every type of g-net learns at the first try: digits at 20x, all defaults, a constant rate, and what starts it so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.hypernets import HYPERNETS, Hypernet
+from gbfunc.tasks.digits import digits
+
+TYPES = {
+    "periodic": gb.periodic,
+    "bilinear": gb.bilinear,
+    "gnet": gb.gnet,
+    "stochastic": gb.stochastic,
+    "low_rank": gb.low_rank,
+    "xox": gb.xox,
+}
+
+
+def mlp() -> nn.Module:
+    """The net of torchGB's example."""
+    torch.manual_seed(0)
+    sizes = (64, 256, 256, 64, 10)
+    layers = [x for i in range(4) for x in (nn.Linear(sizes[i], sizes[i + 1]), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def loss_fn(net: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(net(batch[0]), batch[1])
+
+
+def accuracy(hypernet: Hypernet, factor: float, seed: int, steps: int) -> float:
+    """Test accuracy of the mean weights after a training at a multiple of the suggested rate."""
+    task, pnet = digits(), mlp()
+    plan = gb.make_plan(pnet, hypernet, compression=20.0)
+    assert plan.ratio_params >= 20
+    optimizer = gb.torch_optimizer(torch.optim.Adam, lr=factor * plan.suggested_lr(torch.optim.Adam))
+    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True)
+    state, generator = train_step.init(seed=seed), torch.Generator().manual_seed(seed)
+    x, y = task.train.x.flatten(1), task.train.y
+    for _ in range(steps):
+        rows = torch.randint(len(x), (128,), generator=generator)
+        state, _ = train_step(state, (x[rows], y[rows]))
+    with torch.no_grad():
+        guesses = gb.materialize(plan, state, pnet)(task.test.x.flatten(1)).argmax(1)
+    return 100 * float((guesses == task.test.y).float().mean())
+
+
+def test_every_type_that_a_plan_sizes_is_here() -> None:
+    assert set(TYPES) == {name for name, of in HYPERNETS.items() if name not in ("constant", "module")}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type_learns_at_the_suggested_rate(name: str) -> None:
+    assert accuracy(TYPES[name](), 1.0, seed=0, steps=40) > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("factor", "least"), [(0.5, 60), (1.0, 90), (2.0, 60)])
+@pytest.mark.parametrize("name", [*TYPES, "tanh", "gelu", "sin"])
+def test_every_type_learns_in_300_steps(name: str, factor: float, least: float, seed: int) -> None:
+    hypernet = TYPES[name]() if name in TYPES else gb.gnet(activation=name)
+    got = accuracy(hypernet, factor, seed, steps=300)
+    print(f"{name} x{factor}, seed {seed}: {got:.1f} %")
+    assert got >= least
+
+
+@pytest.mark.parametrize("hypernet", [gb.gnet(), gb.stochastic(), gb.low_rank(), gb.xox()], ids=repr)
+def test_types_of_little_rank_spread_over_small_tiles(hypernet: Any) -> None:
+    plan = gb.make_plan(mlp(), hypernet, compression=20.0)
+    assert plan.tiles > 50
+    assert 20 <= plan.ratio_params <= 20.4
+    first = plan.tensors[0].slots[0]
+    assert first.hypernet.size == 1
+    assert max(first.dims[:2]) < 64
+
+
+def small(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def test_a_size_target_is_met_by_tiles_where_a_type_has_one_size() -> None:
+    assert 20 <= gb.make_plan(mlp(), gb.from_module(small), compression=20.0).ratio_params <= 20.4
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh", "gelu"])
+def test_rows_and_columns_interact_from_the_start(activation: str) -> None:
+    """Without it the means of rows and columns are most of a whole matrix of 32 units, and it never trains."""
+    pnet = mlp()
+    plan = gb.make_plan(pnet, gb.gnet(hidden=(32,), activation=activation))
+    weight = gb.generate(plan, gb.init_genome(plan, pnet))["2.weight"]
+    means = weight.mean(0).square().mean() + weight.mean(1).square().mean()
+    assert float(means / weight.square().mean()) < 0.5  # 0.75 to 0.86 as drawn
+
+
+def test_a_rate_is_suggested_for_steps_of_adams_size() -> None:
+    plan = gb.make_plan(mlp(), rules=[(r"2\.weight", gb.from_module(small))])
+    assert plan.suggested_lr() == plan.suggested_lr(torch.optim.AdamW) == gb.from_module(small).rate
+    with pytest.raises(ValueError, match="rates are known for"):
+        plan.suggested_lr(torch.optim.SGD)
