@@ -106,7 +106,7 @@ def test_a_method_that_breaks_its_bounds_is_found_out(problem: Problem, tmp_path
 
 
 OTHERS = {
-    "resnet20": ("digits", {"width": 3}, 12_000),
+    "resnet20": ("digits", {"width": 3}, 30_000),
     "vit": ("digits", {"width": 16, "layers": 1, "patch": 4}, 9_000),
     "gpt": ("text", {"layers": 1, "width": 16, "heads": 2}, 12_000),
     "actor_critic": ("control", {"hidden": [16, 16]}, 2_500),
