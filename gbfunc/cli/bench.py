@@ -291,7 +291,8 @@ def _panels(case: str, rows: Sequence[Mapping[str, Any]]) -> _Panels:
 
 
 def _words(row: Mapping[str, Any]) -> str:
-    return _WORDS.get(row["variant"], row["variant"])
+    variant = str(row["variant"])
+    return _WORDS.get(variant, variant)
 
 
 def print_wire(results: Mapping[str, Any]) -> None:
