@@ -175,6 +175,14 @@ def sample_noise(plan: Plan, generator: torch.Generator, like: Tensor | None = N
     return noise
 
 
+def check_noise(plan: Plan, noise: Noise | None) -> None:
+    """Raise `ValueError` for noise that is not what `sample_noise` gives; none is none."""
+    if noise:
+        shapes = {e.name: (e.n_tiles, e.hypernet.noise_shapes(e.dims)) for e in plan.ensembles}
+        specs = {f"{name}/{k}": TensorSpec((n, *shape)) for name, (n, of) in shapes.items() for k, shape in of.items()}
+        compare_trees(specs, flatten_tree(noise), "the noise does not fit the plan")
+
+
 def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
     """The genome as one vector [P], and the function that makes a genome of such a vector again.
 

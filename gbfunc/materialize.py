@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gbfunc.generate import Generator
-from gbfunc.genome import Noise, check_genome, check_plan
+from gbfunc.genome import Noise, check_genome, check_noise, check_plan
 from gbfunc.layers.forms import FactoredWeight, install
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, with_weights
@@ -30,10 +30,11 @@ def materialize(
             one genome. None gives the mean weights.
 
     Raises:
-        ValueError: if genome, plan and p-net do not fit together.
+        ValueError: if genome, noise, plan and p-net do not fit together.
     """
     check_plan(plan, pnet)
     check_genome(plan, genome)
+    check_noise(plan, noise)
     base = plan.base_tensors(pnet)
     generator = Generator(plan, pnet=pnet if factored else None, lazy=factored, base=base)
     with torch.no_grad():

@@ -85,3 +85,13 @@ def test_each_noise_makes_another_network_of_one_stochastic_genome(factored: boo
         brains.append((first, net.get_submodule("2")(torch.ones(30).double())))
     assert not torch.equal(brains[0][0], brains[1][0])
     torch.testing.assert_close(brains[0][1], brains[1][1])
+
+
+def test_noise_of_another_plan_is_refused() -> None:
+    pnet = nn.Linear(6, 4)
+    plan = gb.make_plan(pnet, gb.stochastic(hidden=(3,)))
+    genome, noise = gb.init_genome(plan, pnet), gb.sample_noise(plan, torch.Generator())
+    with pytest.raises(ValueError, match="the noise does not fit the plan"):
+        gb.materialize(plan, genome, pnet, noise={"other": next(iter(noise.values()))})
+    with pytest.raises(ValueError, match="the noise does not fit the plan"):
+        gb.generate(plan, genome, noise={e: {k: v[:0] for k, v in n.items()} for e, n in noise.items()})

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
 from gbfunc.generate.stack import GatheredRun, Part, Stack, factors_of, matrix_of
-from gbfunc.genome import Noise, check_genome, is_exporting
+from gbfunc.genome import Noise, check_genome, check_noise, is_exporting
 from gbfunc.hypernets.ensemble import Run
 from gbfunc.layers import KINDS
 from gbfunc.layers.delta import DeltaWeight, added
@@ -292,7 +292,7 @@ def generate(
             For many calls, and inside of `torch.func` transforms, `plan.base_tensors(pnet)`, which is checked once.
 
     Raises:
-        ValueError: if the genome's leaves are not those of the plan, or the base is not the plan's.
+        ValueError: if the genome's leaves or the noise are not those of the plan, or the base is not the plan's.
 
     >>> import gbfunc as gb
     >>> pnet = torch.nn.Linear(30, 20)
@@ -301,6 +301,7 @@ def generate(
     {'weight': (20, 30), 'bias': (20,)}
     """
     check_genome(plan, genome, buffers=False)
+    check_noise(plan, noise)
     if base is not None and plan.base is None:
         raise ValueError("the plan has no base: the genome holds all of the p-net")
     tensors = plan.base_tensors(base) if isinstance(base, nn.Module) else base
