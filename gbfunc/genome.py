@@ -289,10 +289,8 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
     from layer to layer. With A the Gram matrix of those means, `(A / e + 1)^-1 v` takes them out (Tikhonov).
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    some = (
-        torch.randperm(x.shape[1], generator=generator, device="cpu")[:_SAMPLED] for x in (slot.run.row, slot.run.col)
-    )
-    rows, cols = some
+    rows = torch.randperm(slot.run.row.shape[1], generator=generator, device="cpu")[:_SAMPLED]
+    cols = torch.randperm(slot.run.col.shape[1], generator=generator, device="cpu")[:_SAMPLED]
     run = slot.run._replace(row=slot.run.row[:, rows], col=slot.run.col[:, cols])
     tiles = slot.grid.n_tiles
     v_TK = torch.cat([mine[k].reshape(tiles, -1) for k in linear], 1)

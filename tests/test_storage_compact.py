@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import gbfunc as gb
 from gbfunc.plan.file_layout import deflate
 from gbfunc.plan.rounding import rounded
-from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply
+from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
 from tests.support.plans import PLANS
 from tests.support.strategies import FACTORIES
 from tests.support.trees_equal import copy_tree, same_bits
@@ -164,12 +164,7 @@ def test_a_body_with_anything_anywhere(genuine: Genuine, body: bytes, data: st.D
     at, n = data.draw(st.integers(0, len(body))), data.draw(st.integers(0, 9))
     path = genuine.folder / "anything"
     path.write_bytes(forged(body[:at] + data.draw(st.binary(max_size=9)) + body[at + n :]))
-    try:
-        read, genome = gb.load(path)
-    except ValueError as error:
-        assert "is not a valid genome" in str(error)
-    else:
-        assert gb.generate(read, genome).keys() == {t.name for t in read.tensors}
+    refused_or_usable(path)
 
 
 def numbers(body: bytes, plan: gb.Plan) -> bytes:

@@ -116,3 +116,14 @@ def refused_cheaply(data: bytes, folder: Path, words: str, most: int = MOST) -> 
         return said
     finally:
         tracemalloc.stop()
+
+
+def refused_or_usable(path: Path) -> gb.Plan | None:
+    """The plan of a file of anything, which is refused (None), or holds what can be used."""
+    try:
+        read, genome = gb.load(path)
+    except ValueError as error:
+        assert "is not a valid genome" in str(error)
+        return None
+    assert gb.generate(read, genome).keys() == {t.name for t in read.tensors}
+    return read

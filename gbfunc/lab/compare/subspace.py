@@ -97,9 +97,14 @@ _MOST_NUMBERS = 2**26
 """Of the random networks that are held in memory (256 MB)."""
 
 
+def _is_drawn(t: Tensor) -> bool:
+    """Whether the entries of a first tensor differ; those of biases and norms are all alike."""
+    return t.numel() > 1 and bool((t != t.flatten()[0]).any())
+
+
 def _units(first: Params, constant: float) -> list[float]:
     """The deviation of every tensor, of one whose entries are all alike `constant`."""
-    return [float(t.std()) if t.numel() > 1 and bool((t != t.flatten()[0]).any()) else constant for t in first.values()]
+    return [float(t.std()) if _is_drawn(t) else constant for t in first.values()]
 
 
 def _spread(flat_D: Tensor, first: Params, units: list[float]) -> Params:
@@ -127,7 +132,7 @@ def seeded_networks(first: Params, d: int, seed: int) -> Form:
     k, n = math.ceil(d / n_chunks), math.ceil(D / n_chunks)
     generator, units = torch.Generator().manual_seed(seed), _units(first, 0.1)
     networks_Bnk = torch.randn(n_chunks, n, k, generator=generator)
-    kept = {name: t if unit == 0.1 else torch.zeros(()) for (name, t), unit in zip(first.items(), units, strict=True)}
+    kept = {name: torch.zeros(()) if _is_drawn(t) else t for name, t in first.items()}
 
     def weights(leaves: Params) -> Params:
         z_Bk1 = F.pad(leaves["z"], (0, n_chunks * k - d)).view(n_chunks, k, 1)
