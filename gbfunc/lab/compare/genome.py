@@ -38,7 +38,7 @@ def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
 
 
 def reference_bytes(task: Task, size: int) -> int:
-    """What `gbfunc train --genome-params SIZE` writes: the bytes that every method may use."""
+    """What `gb.save` writes of a periodic genome of so many parameters: the bytes that every method may use."""
     return genome_file_bytes(plan_for(task, "periodic", genome_params=size))
 
 
