@@ -25,7 +25,7 @@ from gbfunc.lab.compare import (
     size_within,
     to_json,
 )
-from gbfunc.lab.compare.base import grid, largest, narrow_pnets, pack, unpack, zeros
+from gbfunc.lab.compare.base import blanks, grid, largest, narrow_pnets, pack, text_of, unpack
 from gbfunc.lab.compare.genome import GenomeOf
 from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import TASKS, Net, Task, accuracy, find_task
@@ -263,11 +263,24 @@ def test_nets_fill_the_budget(task: Task) -> None:
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 def test_packed_tensors_come_back(dtype: torch.dtype) -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
-    data = pack(tensors, dtype)
-    back, about = unpack(data)
-    assert about == {} and all(torch.equal(back[k], t.to(dtype).float()) for k, t in tensors.items())
-    assert len(data) == len(pack(zeros({"a": (3, 5), "b": (7,)}), dtype))
-    assert unpack(pack(tensors, dtype, {"seed": "3"}))[1] == {"seed": "3"}
+    whole = {"steps": torch.tensor(3), "seen": torch.arange(2)}
+    data = pack(tensors | whole, dtype)
+    back = unpack(data, blanks(tensors | whole))
+    assert text_of(data) == {} and all(torch.equal(back[k], t.to(dtype).float()) for k, t in tensors.items())
+    assert all(torch.equal(back[k], t) for k, t in whole.items())
+    assert len(data) == len(pack(blanks(tensors | whole), dtype))
+    assert text_of(pack(tensors, dtype, {"seed": "3"})) == {"seed": "3"}
+    rest = unpack(data, {"a": torch.empty(0)} | blanks({"b": tensors["b"]} | whole), rest="a")
+    assert torch.equal(rest["a"], tensors["a"].flatten().to(dtype).float()) and torch.equal(rest["b"], back["b"])
+    with pytest.raises(ValueError, match="expected 8 numbers of float, got 22"):
+        unpack(data, blanks({"b": torch.zeros(8)} | whole))
+    with pytest.raises(ValueError, match="expected tensors of"):
+        unpack(data, blanks(tensors))
+
+
+def test_a_deep_nets_file_is_its_numbers() -> None:
+    state = {f"layers.{i}.weight": torch.randn(16, 4) for i in range(100)}
+    assert len(pack(state, torch.float16)) < 2 * 6_400 + 100
 
 
 def test_reference_is_what_train_writes(problem: Problem) -> None:

@@ -144,8 +144,9 @@ def test_what_is_read_back_is_what_was_trained(name: str, task: Task, monkeypatc
 def test_every_trained_number_moves_and_is_stored_and_the_base_stays(name: str, task: Task) -> None:
     method = rival(name)
     problem = problem_of(task, FULL_BUDGET)
-    trained = method.train(problem, method.candidates(problem)[0], 0)
-    tensors, _ = unpack(trained.data)
+    settings = method.candidates(problem)[0]
+    trained = method.train(problem, settings, 0)
+    tensors = unpack(trained.data, method.adapter.state(method.adapter.attach(task.build(0), settings["adapter"])))
     assert sum(t.numel() for t in tensors.values()) == trained.params
     heads = [t for n, t in tensors.items() if HEAD in n]
     assert sorted(tuple(t.shape) for t in heads) == [(CLASSES,), (CLASSES, WIDTH)]
@@ -292,14 +293,14 @@ def test_the_command_compares_adapters_with_all_weights(
 ) -> None:
     monkeypatch.setattr("gbfunc.cli.job.load_task", lambda options: task)
     methods = ["--methods", "bitfit", "bitfit_float16", "full_fine_tuning"]
-    options = ["compare", "--bytes", "600", "8000", "--quick", *methods, "--out", str(tmp_path)]
+    options = ["compare", "--bytes", "420", "8000", "--quick", *methods, "--out", str(tmp_path)]
     assert main(options) == 0
     told = capsys.readouterr()
     results = json.loads((tmp_path / "compare.json").read_text())
     rows = [(row["method"], row["budget"]) for row in results["rows"]]
     every = reference_problem(problem_of(task, 8_000)).budget
-    assert rows == [("bitfit_float16", 600), ("bitfit", 8_000), ("bitfit_float16", 8_000), ("full_fine_tuning", every)]
-    assert [(c["method"], c["budget"]) for c in results["choices"] if c["settings"] is None] == [("bitfit", 600)]
+    assert rows == [("bitfit_float16", 420), ("bitfit", 8_000), ("bitfit_float16", 8_000), ("full_fine_tuning", every)]
+    assert [(c["method"], c["budget"]) for c in results["choices"] if c["settings"] is None] == [("bitfit", 420)]
     test = 100 * results["rows"][-1]["test"]
     assert f"full_fine_tuning ({every:,} bytes): {test:.2f}" in told.out and f"{every:,} bytes" not in told.out[:200]
     assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")

@@ -106,7 +106,7 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True)
 class Adapted:
-    """The method of an adapter: the safetensors file of what is trained, its settings as JSON in the header."""
+    """The method of an adapter: what is trained, its settings as JSON in the header."""
 
     adapter: Adapter
     rates: tuple[float, ...]  # learning rates to choose from
@@ -137,9 +137,8 @@ class Adapted:
 
     def load(self, data: bytes, task: Task) -> Net:
         """A fresh base with the adapter."""
-        state, about = base.unpack(data)
-        net = self._attached(task.build(0), about["adapter"], 0)
-        self.adapter.fill(net, state)
+        net = self._attached(task.build(0), base.text_of(data)["adapter"], 0)
+        self.adapter.fill(net, base.unpack(data, self.adapter.state(net)))
         return net.requires_grad_(False).eval()
 
     def file_bytes(self, task: Task, dtype: torch.dtype) -> int:
@@ -156,8 +155,7 @@ class Adapted:
     def _packed(self, net: nn.Module, settings: Settings, dtype: torch.dtype) -> bytes:
         # Of tensors of shapes alone: a copy of the base costs nothing, and no matrix is decomposed.
         attached = self._attached(copy.deepcopy(net), settings, 0)
-        shapes = {name: tuple(t.shape) for name, t in self.adapter.state(attached).items()}
-        return base.pack(base.zeros(shapes), dtype, {"adapter": settings})
+        return base.pack(base.blanks(self.adapter.state(attached)), dtype, {"adapter": settings})
 
     def _least(self, net: nn.Module, problem: Problem) -> str:
         ladders = self.adapter.ladders(net)

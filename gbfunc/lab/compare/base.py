@@ -134,24 +134,52 @@ def train_net(
     fit(trainer._replace(step=step), problem.task, recipe, seed, validate=False)
 
 
+_FLOAT = "float"
+
+
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
-    """The bytes of a file with these tensors, floating-point numbers as `dtype`.
+    """The bytes of a file that names no tensor: those of a dtype lie one after the other, in their order.
 
     Args:
-        tensors: by name.
-        dtype: of the numbers in the file.
+        tensors: by name; their order, shapes and dtypes are what a reader knows from the code.
+        dtype: of the floating-point numbers in the file.
         about: what to keep with them, JSON.
     """
+    groups: dict[str, list[Tensor]] = {}
+    for t in tensors.values():
+        groups.setdefault(_group(t), []).append(t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype))
+    return save({name: torch.cat([t.flatten() for t in ts]) for name, ts in groups.items()}, text(about))
 
-    def stored(t: Tensor) -> Tensor:
-        return t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype, copy=True).contiguous()
 
-    return save({name: stored(t) for name, t in tensors.items()}, text(about))
+def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
+    """Undo `pack`, floating-point numbers in float32 whatever they are stored as.
+
+    Args:
+        data: what it gave.
+        like: tensors of the same names, order, shapes and dtypes, of any device.
+        rest: the one of them that is a row of numbers as long as the file has them.
+
+    Raises:
+        ValueError: if the data hold more or less than that.
+    """
+    stored = load(data)
+    if stored.keys() != (expected := {_group(t) for t in like.values()}):
+        raise ValueError(f"expected tensors of {sorted(expected)}, got {sorted(stored)}")
+    found: Params = {}
+    for group, flat in stored.items():
+        of = {name: t for name, t in like.items() if _group(t) == group}
+        sizes = {name: 0 if name == rest else t.numel() for name, t in of.items()}
+        more = len(flat) - sum(sizes.values())
+        if more < 0 or (more and rest not in of):
+            raise ValueError(f"expected {sum(sizes.values()):,} numbers of {group}, got {len(flat):,}")
+        pieces = (flat.float() if group == _FLOAT else flat).split([more if k == rest else n for k, n in sizes.items()])
+        found |= {k: x if k == rest else x.view(t.shape) for (k, t), x in zip(of.items(), pieces, strict=True)}
+    return {name: found[name] for name in like}
 
 
-def unpack(data: bytes) -> tuple[Params, dict[str, Any]]:
-    """Tensors, in float32 whatever they are stored as, and what else `pack` was given."""
-    return {name: t.float() if t.is_floating_point() else t for name, t in load(data).items()}, text_of(data)
+def _group(t: Tensor) -> str:
+    """What a tensor shares a row of numbers with."""
+    return _FLOAT if t.is_floating_point() else str(t.dtype).removeprefix("torch.")
 
 
 def text_of(data: bytes) -> dict[str, Any]:
@@ -163,11 +191,6 @@ def text_of(data: bytes) -> dict[str, Any]:
 def text(about: Mapping[str, Any] | None) -> dict[str, str] | None:
     """Undo `text_of`: one entry, because safetensors writes several in any order."""
     return {"about": json.dumps(about, separators=(",", ":"))} if about else None
-
-
-def zeros(shapes: Mapping[str, tuple[int, ...]]) -> Params:
-    """Tensors of these shapes, to be packed for the length of their file."""
-    return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
 
 def state_of(module: nn.Module) -> Params:
@@ -265,7 +288,12 @@ def blank(pnet: PNet) -> Params:
     # Its parameters and buffers have shapes alone on that device.
     with torch.device("meta"):
         state = state_of(pnet.make())
-    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
+    return blanks(state)
+
+
+def blanks(like: TensorMap) -> Params:
+    """Zeros in the shapes of tensors that may have shapes alone."""
+    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in like.items()}
 
 
 def matrices(state: Params) -> Params:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load, save
 from torch import Tensor
 
 from gbfunc.lab.compare import base
@@ -29,7 +28,7 @@ DENSE_RATES = (3e-3, 1e-2, 3e-2, 1e-1)
 
 @dataclass(frozen=True)
 class Dense:
-    """The safetensors file of the net."""
+    """The weights of the net."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Depths, each as wide as fits, and learning rates."""
@@ -51,8 +50,8 @@ class Dense:
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net."""
-        state, about = base.unpack(data)
-        return base.restore(base.pnet_about(about, task).build(0), state)
+        net = base.pnet_about(base.text_of(data), task).build(0)
+        return base.restore(net, base.unpack(data, base.state_of(net)))
 
 
 QUANTISED_RATES = (3e-3, 1e-2, 3e-2)
@@ -104,7 +103,7 @@ def unpack_levels(packed: Tensor, shape: tuple[int, int], bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DenseQuantised:
-    """The safetensors file of levels, scales, zeros and biases, with `bits` (4 or 8) a weight."""
+    """Levels, scales, zeros and biases, with `bits` (4 or 8) a weight."""
 
     bits: int
 
@@ -126,17 +125,21 @@ class DenseQuantised:
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net with the weights that the levels stand for."""
-        tensors, net = load(data), base.pnet_about(base.text_of(data), task).build(0)
+        net = base.pnet_about(base.text_of(data), task).build(0)
         state = base.state_of(net)
+        tensors = base.unpack(data, self._stored(state))
         for name, matrix_RC in base.matrices(state).items():
             levels_RC = unpack_levels(tensors[name], (len(matrix_RC), matrix_RC.shape[1]), self.bits)
             levels = Quantised(levels_RC, tensors[f"{name}.scale"], tensors[f"{name}.zero"])
             state[name] = dequantise(levels).view(state[name].shape)
-        return base.restore(net, state | {k: tensors[k].to(t.dtype) for k, t in state.items() if t.ndim < 2})
+        return base.restore(net, state | {k: tensors[k] for k, t in state.items() if t.ndim < 2})
 
     def _encode(self, state: Params, about: Mapping[str, Any]) -> bytes:
-        stored = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+        return base.pack(self._stored(state), torch.float16, about)
+
+    def _stored(self, state: Params) -> Params:
+        stored = dict(state)
         for name, matrix_RC in base.matrices(state).items():
             levels_RC, scale_R, zero_R = quantise(matrix_RC, self.bits)
             stored |= {name: pack_levels(levels_RC, self.bits), f"{name}.scale": scale_R, f"{name}.zero": zero_R}
-        return save(stored, base.text(about))
+        return stored

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load, save
 from torch import Tensor
 
 from gbfunc.lab.compare import base
@@ -34,7 +33,7 @@ _PRIOR = 2.0
 
 
 def encode_sparse(state: Mapping[str, Tensor], bits: int, about: Mapping[str, Any] | None = None) -> bytes:
-    """Matrices [R, C] coded, vectors as float16, whole numbers as they are; in a safetensors file.
+    """Matrices [R, C] coded, vectors as float16, whole numbers as they are.
 
     Args:
         state: tensors by name; matrices (and what has more axes, by its first) are mostly zeros.
@@ -58,22 +57,27 @@ def encode_sparse(state: Mapping[str, Tensor], bits: int, about: Mapping[str, An
         # The reader learns how many entries there are from the mask.
         stored |= {f"{name}.ends": ends, f"{name}.density": density, f"{name}.counts": torch.from_numpy(counts_V)}
     words = np.asarray(coder.get_compressed())
-    return save(stored | {"code": torch.from_numpy(words.view(np.uint8).copy())}, base.text(about))
+    return base.pack(stored | {"code": torch.from_numpy(words.view(np.uint8).copy())}, torch.float16, about)
 
 
-def decode_sparse(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> Params:
+def decode_sparse(data: bytes, like: Mapping[str, Tensor], bits: int) -> Params:
     """Undo `encode_sparse`, up to the rounding of values.
 
     Args:
         data: what it gave.
-        shapes: of all tensors, in the order in which they were coded.
+        like: tensors of the same names, order, shapes and dtypes.
+        bits: as they were given.
     """
-    tensors = load(data)
+    kept: Params = {}
+    for name, t in like.items():
+        parts = {"ends": torch.zeros(2), "density": torch.zeros(1), "counts": torch.zeros(2**bits, dtype=torch.uint8)}
+        kept |= {name: t} if t.ndim < 2 else {f"{name}.{part}": of for part, of in parts.items()}
+    tensors = base.unpack(data, kept | {"code": torch.empty(0, dtype=torch.uint8)}, rest="code")
     coder = _constriction().stream.queue.RangeDecoder(tensors.pop("code").numpy().view(np.uint32))
     state: Params = {}
-    for name, shape in shapes.items():
+    for name, shape in ((name, tuple(t.shape)) for name, t in like.items()):
         if len(shape) < 2:
-            state[name] = tensors[name].float() if tensors[name].is_floating_point() else tensors[name]
+            state[name] = tensors[name]
             continue
         mask_RC = np.zeros((shape[0], math.prod(shape[1:])), bool)
         # Each row's densities are asked for when the rows above are there.
@@ -193,8 +197,7 @@ class Pruned:
     def load(self, data: bytes, task: Task) -> Net:
         """The net that the code stands for."""
         net = base.pnet_about(base.text_of(data), task).build(0)
-        shapes = {name: tuple(t.shape) for name, t in base.state_of(net).items()}
-        return base.restore(net, decode_sparse(data, shapes))
+        return base.restore(net, decode_sparse(data, base.state_of(net), BITS))
 
 
 def most_entries(state: Params, budget: float, about: Mapping[str, Any] | None = None) -> int:

@@ -170,10 +170,14 @@ def _first(pnet: nn.Module) -> Params:
 def _train(problem: Problem, pnet: nn.Module, form: Form, lr: float, seed: int, about: Mapping[str, Any]) -> Trained:
     """Adam on the leaves of a form; they are stored with the p-net's buffers."""
     call, leaves = PureNet(pnet), {name: t.clone().requires_grad_() for name, t in form.leaves.items()}
-    buffers = {name: b.clone() for name, (b, _) in buffers_of(pnet).items()}
+    buffers = _buffers(pnet)
     base.train_net(problem, leaves.values(), lambda x: call(form.weights(leaves), buffers, x), lr, seed)
     data = base.pack({**leaves, **_saved(pnet, buffers)}, problem.dtype, about)
     return Trained(data, sum(leaf.numel() for leaf in leaves.values()))
+
+
+def _buffers(pnet: nn.Module) -> Params:
+    return {name: b.clone() for name, (b, _) in buffers_of(pnet).items()}
 
 
 def _saved(pnet: nn.Module, buffers: Params) -> Params:
@@ -182,7 +186,7 @@ def _saved(pnet: nn.Module, buffers: Params) -> Params:
 
 @dataclass(frozen=True)
 class RandomSubspace:
-    """The safetensors file of z, with the seed beside it.
+    """The numbers z, with the seed beside them.
 
     Attributes:
         draw: how numbers become tensors.
@@ -197,7 +201,7 @@ class RandomSubspace:
     def candidates(self, problem: Problem) -> list[Settings]:
         """As many numbers as fit, and learning rates."""
         pnet, found = problem.task.build(0), []
-        buffers = _saved(pnet, {name: b for name, (b, _) in buffers_of(pnet).items()})
+        buffers = _saved(pnet, _buffers(pnet))
         for rank in self.ranks:
             about = self._about(rank, 0)
 
@@ -219,9 +223,12 @@ class RandomSubspace:
 
     def load(self, data: bytes, task: Task) -> Net:
         """The p-net with the weights that seed and z give."""
-        state, about = base.unpack(data)
-        seed, rank, z_d = about["seed"], about.get("rank", 0), state.pop("z")
+        about = base.text_of(data)
+        seed, rank = about["seed"], about.get("rank", 0)
         pnet = task.build(seed)
+        like = {"z": torch.empty(0), **_saved(pnet, _buffers(pnet))}
+        state = base.unpack(data, like, rest="z")
+        z_d = state.pop("z")
         return base.restore(pnet, state | self._form(pnet, rank, len(z_d), seed).weights({"z": z_d}))
 
     @staticmethod
@@ -242,7 +249,7 @@ class RandomSubspace:
 
 @dataclass(frozen=True)
 class LowRankTraining:
-    """The safetensors file of the factors."""
+    """The factors."""
 
     rates: tuple[float, ...] = (1e-2, 3e-2, 1e-1)
     ranks: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -255,7 +262,7 @@ class LowRankTraining:
             def fits(pnet: PNet, rank: int = rank) -> bool:
                 state = base.blank(pnet)
                 form = low_rank(state, rank, 0)
-                return len(base.pack(form.leaves, problem.dtype, base.about_pnet(pnet, task))) <= problem.budget
+                return len(base.pack(form.leaves, problem.dtype, self._about(pnet, task, rank))) <= problem.budget
 
             pnet = base.widest(task, fits, 1.0)
             # Without a matrix that is larger than its factors the net is a dense one.
@@ -268,15 +275,18 @@ class LowRankTraining:
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on the factors."""
         pnet = base.with_config(problem.task, settings["pnet"])
-        net, about = pnet.build(seed), base.about_pnet(pnet, problem.task)
+        net, about = pnet.build(seed), self._about(pnet, problem.task, settings["rank"])
         form = low_rank(_first(net), settings["rank"], seed)
         return _train(problem, net, form, settings["lr"], seed, about)
 
     def load(self, data: bytes, task: Task) -> Net:
         """The net of the factors."""
-        state, about = base.unpack(data)
+        about = base.text_of(data)
         net = base.pnet_about(about, task).build(0)
-        first = _first(net)
-        lefts = {name: state[f"{name}.left"] for name in first if f"{name}.left" in state}
-        form = low_rank(first, next(iter(lefts.values())).shape[1], 0)
+        form = low_rank(_first(net), about["rank"], 0)
+        state = base.unpack(data, {**form.leaves, **_saved(net, _buffers(net))})
         return base.restore(net, state | form.weights(state))
+
+    @staticmethod
+    def _about(pnet: PNet, task: Task, rank: int) -> dict[str, Any]:
+        return {**base.about_pnet(pnet, task), "rank": rank}
