@@ -21,9 +21,9 @@ from gbfunc.cli.options import RunOptions
 from gbfunc.cli.output import Best, make_folder, open_logs, reporter
 from gbfunc.cli.provenance import provenance
 from gbfunc.cli.ranks import Spread
-from gbfunc.cli.rounding import check_finetune, going_on, joined, slowed
 from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
 from gbfunc.tasks.logs import OnLog
+from gbfunc.tasks.rounding import check_finetune, going_on, joined, slowed
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
 
 

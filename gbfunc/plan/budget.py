@@ -100,7 +100,8 @@ class Unit:
         """Whether the rule for the number of tiles allows a size; any size fits tiles that are given."""
         if self.spreads:
             finest = self._square(_LEAST_SIDE)
-            return size == 1 or (cut[0] >= finest[0] and cut[1] >= finest[1])
+            # A whole matrix is left whole where not even two tiles are within the budget.
+            return size == 1 or cut == (1, 1) or (cut[0] >= finest[0] and cut[1] >= finest[1])
         dims = self.tiling(cut)[1]
         thin = min(self.matrix.rows, self.matrix.cols) < _THIN and 2 * size <= _THIN
         return self.max_tile is not None or thin or 2 * size <= min(dims.rows, dims.cols)

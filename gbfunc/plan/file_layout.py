@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
 
 import torch
 
-from gbfunc.plan.rounding import stored_dtype
+from gbfunc.plan.rounding import block_size, stored_dtype
 from gbfunc.plan.serial import check_limits
 from gbfunc.plan.slots import DTYPES, dtype_name
 from gbfunc.types import Params, TensorMap
 
-FORMAT = "gbfunc-genome-2"
+FORMAT, COMPACT = "gbfunc-genome-2", "gbfunc-genome-3"
+DIGEST_BYTES = 16
+"""Of the digest in a compact file."""
 
 # What is read at most: a few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON,
 # takes 64 bytes; a leaf, of one number perhaps, takes 20 us.
@@ -70,6 +73,25 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def compact_header(size: int) -> bytes:
+    """All that stands before the bytes, so many of them, of a compact file (`gbfunc.storage.compact`)."""
+    entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    header = json.dumps({COMPACT: entry}, separators=(",", ":")).encode()
+    header = header.ljust(-(-len(header) // 8) * 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def compact_bytes(document: str, leaves: TensorMap, bits: int) -> int:
+    """The most bytes that a compact file of a document and of leaves of these shapes has."""
+    plain = stored_leaves(leaves, f"int{bits}")
+    coded = [x for name, x in leaves.items() if name not in plain]
+    blocks = sum(x.numel() // max(1, block_size(tuple(x.shape))) for x in coded)
+    symbols = blocks + sum(x.numel() for x in coded)
+    size = DIGEST_BYTES + 1 + len(deflate(document)) + sum(x.nbytes for x in plain.values())
+    size += 2 * blocks + math.ceil(symbols * bits / 8)
+    return len(compact_header(size)) + size
 
 
 # What plans are made of, the most frequent last, so that a small plan's text need not spell it out. It is part of

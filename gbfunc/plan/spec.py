@@ -13,9 +13,10 @@ from torch import nn, optim
 from gbfunc.base import Base, BaseTensors
 from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
-from gbfunc.plan.file_layout import file_header, stored_leaves
+from gbfunc.plan.file_layout import compact_bytes, file_header, stored_leaves
+from gbfunc.plan.rounding import BITS, StoredDtype, stored_name
 from gbfunc.plan.serial import plan_from_json, plan_to_json
-from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan, dtype_name
+from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
 from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Params
 
@@ -212,13 +213,18 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
-def genome_file_bytes(plan: Plan, dtype: torch.dtype | None = None) -> int:
+def genome_file_bytes(plan: Plan, dtype: StoredDtype | None = None) -> int:
     """Bytes of `genome.safetensors`, header included, with trained leaves stored in `dtype`, as `save` has it.
 
+    Of codes (`"int2"` to `"int8"`) the most bytes: how far they can be packed is for their values to say.
+
     Raises:
-        ValueError: if the plan cannot be saved.
+        ValueError: if the plan cannot be saved, or for another dtype.
     """
-    stored = stored_leaves(plan.leaves, None if dtype is None else dtype_name(dtype))
+    name = None if dtype is None else stored_name(dtype)
+    if name in BITS:
+        return compact_bytes(plan.to_json(), plan.leaves, BITS[name])
+    stored = stored_leaves(plan.leaves, name)
     header = file_header(plan.to_json(), plan.leaves, stored)
     return len(header) + sum(x.nbytes for x in stored.values())
 

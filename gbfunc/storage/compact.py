@@ -14,7 +14,6 @@ It holds, one after the other:
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import zlib
 from collections.abc import Mapping
@@ -27,13 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.plan.file_layout import deflate, file_parts, inflate, stored_leaves
+from gbfunc.plan.file_layout import COMPACT, DIGEST_BYTES, compact_header, deflate, file_parts, inflate, stored_leaves
 from gbfunc.plan.rounding import BITS, Codes, block_size, decode, encode
 from gbfunc.plan.slots import dtype_name
 from gbfunc.types import Params, TensorMap
-
-FORMAT = "gbfunc-genome-3"
-_DIGEST = 16
 
 
 def pack(document: str, leaves: TensorMap, bits: int) -> bytes:
@@ -49,11 +45,8 @@ def pack(document: str, leaves: TensorMap, bits: int) -> bytes:
     numbers = [x for parts in file_parts(plain).values() for x in parts] + [code.scales for code in coded]
     body = bytes([bits]) + deflate(document) + b"".join(map(_bytes, numbers))
     body += _pack_symbols(np.concatenate([np.empty(0, np.uint8), *symbols]), bits)
-    data = hashlib.sha256(body).digest()[:_DIGEST] + body
-    entry = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
-    header = json.dumps({FORMAT: entry}, separators=(",", ":")).encode()
-    header = header.ljust(-(-len(header) // 8) * 8)
-    return len(header).to_bytes(8, "little") + header + data
+    data = hashlib.sha256(body).digest()[:DIGEST_BYTES] + body
+    return compact_header(len(data)) + data
 
 
 class Compact(NamedTuple):
@@ -66,12 +59,12 @@ class Compact(NamedTuple):
     @staticmethod
     def open(tensors: Mapping[str, Tensor]) -> Compact:
         """Read the tensors of a file; `ValueError` for damaged ones."""
-        data = tensors[FORMAT]
+        data = tensors[COMPACT]
         if data.dtype != torch.uint8 or data.ndim != 1 or len(tensors) > 1:
             raise ValueError(f"expected one tensor of bytes, got {len(tensors)}, of {data.dtype}, {tuple(data.shape)}")
         whole = data.numpy().tobytes()
-        body = whole[_DIGEST:]
-        if whole[:_DIGEST] != hashlib.sha256(body).digest()[:_DIGEST]:
+        body = whole[DIGEST_BYTES:]
+        if whole[:DIGEST_BYTES] != hashlib.sha256(body).digest()[:DIGEST_BYTES]:
             raise ValueError("its digest does not fit its content: the file is damaged")
         if not body or body[0] not in BITS.values():
             raise ValueError(f"it has codes of {body[0] if body else 0} bits, known here are 2 to 8")

@@ -21,6 +21,7 @@ from gbfunc.files import replace_file
 from gbfunc.genome import check_genome
 from gbfunc.plan import DTYPES, STORED_DTYPES, Plan, StoredDtype, stored_name
 from gbfunc.plan.file_layout import (
+    COMPACT,
     FORMAT,
     MAX_HEADER_BYTES,
     MAX_LEAVES,
@@ -142,7 +143,7 @@ def _read(path: str | os.PathLike[str], read: Callable[[], Any]) -> Any:
 
 def is_genome_header(metadata: Mapping[str, str] | None, keys: Collection[str]) -> bool:
     """Whether a safetensors file with this metadata and these tensors says that it is a genome."""
-    return compact.FORMAT in keys or {"plan", "format"} <= (metadata or {}).keys()
+    return COMPACT in keys or {"plan", "format"} <= (metadata or {}).keys()
 
 
 def _document(plan: Plan, metadata: Any) -> str:
@@ -168,7 +169,7 @@ def _open(path: Path) -> Compact | _Plain:
         metadata = file.metadata() or {}
         # Copies: what safetensors returns is the mapped file, which others may change.
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
-    return Compact.open(tensors) if compact.FORMAT in tensors else _Plain.open(metadata, tensors)
+    return Compact.open(tensors) if COMPACT in tensors else _Plain.open(metadata, tensors)
 
 
 class _Plain(NamedTuple):

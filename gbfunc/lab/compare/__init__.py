@@ -62,6 +62,7 @@ _RATES = (3e-3, 1e-2, 3e-2)
 
 METHODS: Mapping[str, Method] = {
     "periodic": GenomeOf("periodic", (2e-2, 4e-2, 8e-2)),
+    "periodic_int7": GenomeOf("periodic", (2e-2, 4e-2, 8e-2), "int7"),
     "smaller_dense": Dense(),
     "low_rank": LowRankTraining(),
     "random_subspace": RandomSubspace(),
@@ -77,7 +78,11 @@ METHODS: Mapping[str, Method] = {
 }
 """Every way to a small network by its name."""
 
-PRETRAINED_METHODS: Mapping[str, Method] = {"genome": GenomeOf("bilinear", (3e-2, 6e-2)), **ADAPTERS}
+PRETRAINED_METHODS: Mapping[str, Method] = {
+    "genome": GenomeOf("bilinear", (3e-2, 6e-2)),
+    "genome_int7": GenomeOf("bilinear", (3e-2, 6e-2), "int7"),
+    **ADAPTERS,
+}
 """Every way to change a pretrained network in few bytes by its name."""
 
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
@@ -100,7 +105,8 @@ def methods_for(task: Task, dtype: torch.dtype) -> Mapping[str, Method]:
         return METHODS
     if dtype != torch.float32:
         return PRETRAINED_METHODS
-    twins = {f"{name}{_TWIN}": Stored(method, torch.float16) for name, method in PRETRAINED_METHODS.items()}
+    plain = {name: m for name, m in PRETRAINED_METHODS.items() if not (isinstance(m, GenomeOf) and m.codes)}
+    twins = {f"{name}{_TWIN}": Stored(method, torch.float16) for name, method in plain.items()}
     return {**PRETRAINED_METHODS, **twins}
 
 

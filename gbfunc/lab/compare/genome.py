@@ -12,11 +12,15 @@ import torch
 
 import gbfunc as gb
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
-from gbfunc.plan import genome_file_bytes
+from gbfunc.plan import BITS, StoredDtype, genome_file_bytes
 from gbfunc.tasks import Net, Task
+from gbfunc.tasks.rounding import going_on, slowed
 from gbfunc.tasks.training import fit, genome_trainer
 
 _FILE = "genome.safetensors"
+
+_ROUNDED = 6
+"""One step in so many, the last ones, is with the genome rounded to the codes that are stored."""
 
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
@@ -57,21 +61,28 @@ class GenomeOf:
 
     hypernet: str  # the type, a key of `HYPERNETS`
     rates: tuple[float, ...]  # learning rates to choose from
+    codes: str | None = None  # what it is stored as in place of the problem's dtype: "int2" to "int8"
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Learning rates."""
         return grid(params=(self._plan(problem).genome_params,), lr=self.rates)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam with the recipe's moments on the genome."""
+        """Adam with the recipe's moments on the genome; of codes, the last steps with the genome rounded."""
         plan, pnet = self._plan(problem), problem.task.build(seed)
         known, lr = problem.task.recipe(plan.genome_params), settings["lr"]
         direct_lr = None if known.direct_lr is None else known.direct_lr / known.lr * lr
         recipe = replace(problem.recipe, lr=lr, direct_lr=direct_lr, betas=known.betas)
-        trainer = genome_trainer(plan, pnet, problem.task, recipe, seed)
-        state = fit(trainer, problem.task, recipe, seed, validate=False).state
+        last = 0 if self.codes is None else max(1, problem.steps // _ROUNDED)
+        before = recipe if not last else replace(recipe, steps=max(1, problem.steps - last))
+        trainer = genome_trainer(plan, pnet, problem.task, before, seed)
+        state = fit(trainer, problem.task, before, seed, validate=False).state
+        if last:
+            recipe = slowed(recipe, last)
+            trainer = genome_trainer(plan, pnet, problem.task, recipe, seed, rounding=self.codes)
+            state = fit(going_on(trainer, state), problem.task, recipe, seed, validate=False).state
         with TemporaryDirectory(prefix="gbfunc-") as folder:
-            gb.save(path := Path(folder) / _FILE, plan, state, problem.dtype)
+            gb.save(path := Path(folder) / _FILE, plan, state, self._dtype(problem))
             return Trained(path.read_bytes(), plan.genome_params)
 
     def load(self, data: bytes, task: Task) -> Net:
@@ -81,26 +92,30 @@ class GenomeOf:
             plan, genome = gb.load(path)
         return gb.materialize(plan, genome, task.build(0)).eval()
 
+    def _dtype(self, problem: Problem) -> StoredDtype:
+        return problem.dtype if self.codes is None else self.codes
+
     def _plan(self, problem: Problem) -> gb.Plan:
-        itemsize = problem.dtype.itemsize
+        dtype = self._dtype(problem)
+        each = problem.dtype.itemsize if self.codes is None else BITS[self.codes] / 8
         try:
             plan = self._in_its_dtype(problem)
         except BudgetTooSmall:
             # In narrower numbers it may fit: from a genome of the budget without a header downwards.
-            if itemsize >= torch.float32.itemsize:
+            if each >= torch.float32.itemsize:
                 raise
-            target = problem.budget // itemsize
+            target = int(problem.budget / each)
         else:
-            if problem.dtype == plan.dtype:
+            if dtype == plan.dtype:
                 return plan
             # Narrower numbers leave room for more of them.
-            target = (problem.budget - genome_file_bytes(plan, problem.dtype)) // itemsize + plan.genome_params
+            target = int((problem.budget - genome_file_bytes(plan, dtype)) / each) + plan.genome_params
         while True:
             plan = plan_for(problem.task, self.hypernet, genome_params=target)
-            over = genome_file_bytes(plan, problem.dtype) - problem.budget
+            over = genome_file_bytes(plan, dtype) - problem.budget
             if over <= 0:
                 return plan
-            target = max(1, target - max(8, over // itemsize))
+            target = max(1, target - max(8, int(over / each)))
 
     def _in_its_dtype(self, problem: Problem) -> gb.Plan:
         if self.hypernet == "periodic" and not is_pretrained(problem.task):

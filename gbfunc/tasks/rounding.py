@@ -1,4 +1,4 @@
-"""`--finetune`: a short training after another, with the genome rounded as its file will hold it."""
+"""A short training after another, with the genome rounded as its file will hold it: `--finetune`."""
 
 from __future__ import annotations
 
