@@ -110,9 +110,15 @@ def test_a_variant_learns(variant: str) -> None:
 def test_variants_of_one_genome_have_the_same_loss() -> None:
     case = tiny(())
     for kind in ("periodic", "relu"):
-        names = [v for v, (gnets, _) in VARIANTS.items() if gnets == kind and "compiled" not in v]
+        names = [v for v, (g, _) in VARIANTS.items() if g == kind and "compiled" not in v and "genomes" not in v]
         losses = torch.tensor([[float(step()) for _ in range(3)] for step in (build(case, n, CPU).step for n in names)])
         torch.testing.assert_close(losses, losses[:1].expand_as(losses), rtol=1e-5, atol=1e-6)
+
+
+def test_genomes_together_are_those_one_by_one() -> None:
+    together, one_by_one = (build(tiny(()), f"16 genomes {how}", CPU).step for how in ("together", "one by one"))
+    for _ in range(3):
+        torch.testing.assert_close(together(), one_by_one(), rtol=1e-5, atol=1e-6)
 
 
 def test_serving_gives_each_row_its_genome() -> None:

@@ -35,8 +35,8 @@ class Bench:
     """Fewer and smaller cases: under a minute."""
 
     cases: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
-    """Only these: small_mlp, mlp_2048, mlp_4096, generation, gpt, resnet18, remat, checkpoint, growth_weights,
-    growth_features."""
+    """Only these: small_mlp, population, mlp_2048, mlp_4096, generation, gpt, resnet18, remat, checkpoint, adapter,
+    serving, growth_weights, growth_features."""
 
     device: str = "cpu"
     """Where to run: cpu, or cuda for larger sizes in bfloat16."""

@@ -80,9 +80,12 @@ VARIANTS: Mapping[str, Variant] = {
     "a genome per row, together": Variant("adapter", {}),
     "a genome per row, one by one": Variant("adapter", {}),
     "one genome merged, one row": Variant("adapter", {}),
+    "16 genomes together": Variant("periodic", {"lazy": "auto"}),
+    "16 genomes one by one": Variant("periodic", {"lazy": "auto"}),
 }
 """Every variant by name. "naive" is `gbfunc.lab.bench.naive`, the others' generation is the library's; "periodic saved"
-begins to write a checkpoint before every step; "lora rank 1" is peft's, on the layers of the adapter."""
+begins to write a checkpoint before every step; "lora rank 1" is peft's, on the layers of the adapter; genomes together
+are a `gb.population`."""
 
 _MERGED = "one genome merged, one row"
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
@@ -204,6 +207,12 @@ def _small(*more: str) -> Bench:
     return (mlp_case((784, 256, 256, 64, 10), 256, (*_PERIODIC, *more), h=16),)
 
 
+def _population(batch: int) -> Bench:
+    """A step of 16 genomes of a small net."""
+    variants = ("dense", "16 genomes together", "16 genomes one by one")
+    return (mlp_case((784, 256, 256, 64, 10), batch, variants, name=f"population, batch {batch}", h=16),)
+
+
 def _square(width: int, batch: int, *more: str) -> Bench:
     return (mlp_case((width, width, width, 10), batch, (*_PERIODIC, *more)),)
 
@@ -211,6 +220,7 @@ def _square(width: int, batch: int, *more: str) -> Bench:
 BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
     "full": {
         "small_mlp": _small("periodic compiled step", *_RELU, "naive"),
+        "population": _population(256) + _population(64),
         "mlp_2048": _square(2048, 256, *_RELU, "naive"),
         "mlp_4096": _square(4096, 256),
         "generation": (generation_case(2048, _ALONE),),
@@ -226,6 +236,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
     },
     "quick": {
         "small_mlp": _small("relu eager", "naive"),
+        "population": _population(32),
         "mlp_1024": _square(1024, 256, "relu eager"),
         "generation": (generation_case(512, _ALONE),),
         "gpt": (gpt_case(2, 64, 2_000, 2, 2, 128, (*_PERIODIC, "relu eager")),),
@@ -238,6 +249,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
     },
     "cuda": {
         "small_mlp": _small("periodic compiled step", "relu compiled", "naive"),
+        "population": _population(256),
         "mlp_8192": _square(8192, 1024, *_RELU),
         "mlp_16384": _square(16384, 1024),
         "generation": (generation_case(4096, _ALONE),),

@@ -91,6 +91,8 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
         return Built(ADAPTERS[variant](plan, pnet, loss, batch, setting.lr), sum(t.numel for t in plan.generated), 0)
     if case.kind == "generation":
         step = _generation(plan, pnet, variant, setting.device)
+    elif "genomes" in variant:
+        step = _population(plan, pnet, batch, setting, together="together" in variant)
     elif variant == "naive":
         step = _naive(plan, pnet, loss, setting)
     else:
@@ -127,6 +129,29 @@ def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: b
 
     weakref.finalize(step, stack.close)
     return step
+
+
+def _population(plan: Plan, pnet: nn.Module, batch: Batch, setting: Setting, *, together: bool) -> Step:
+    """A step of 16 genomes, in one call or one after the other."""
+    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setting.lr)
+    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, amp=setting.amp)
+    many = gb.population(train_step, 16)
+    all_states = many.init()
+    states = [train_step.init(seed=i) for i in range(16)]
+
+    def at_once() -> Tensor:
+        nonlocal all_states
+        all_states, info = many(all_states, batch)
+        return info.loss.mean()
+
+    def one_by_one() -> Tensor:
+        losses = []
+        for i, state in enumerate(states):
+            states[i], info = train_step(state, batch)
+            losses.append(info.loss)
+        return torch.stack(losses).mean()
+
+    return at_once if together else one_by_one
 
 
 def _naive(plan: Plan, pnet: nn.Module, loss: Callable[..., Tensor], setting: Setting) -> Step:

@@ -5,19 +5,31 @@ Suffixes: B examples of a batch, C channels, h rows, w columns, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gbfunc.hypernets import periodic
+from gbfunc.hypernets import constant, periodic
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
 
-_PLAN = PlanOptions(hypernet=periodic(share="layers"))
-"""Convolutions of equal shape share their code weights: a genome of the same size has more sines."""
+
+def _plan(make: Callable[[], nn.Module]) -> PlanOptions:
+    """Convolutions of equal shape share their code weights, and batch norms only shift: more sines for the same size.
+
+    What follows a norm takes its scales over.
+    """
+    # Modules have shapes alone on that device.
+    with torch.device("meta"):
+        norms = [name for name, module in make().named_modules() if isinstance(module, nn.BatchNorm2d)]
+    scales = "|".join(rf"{re.escape(name)}\.weight" for name in norms)
+    rules = ((f"^({scales})$", constant(1.0)),) if norms else ()
+    return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=rules)
 
 
 class AllConv(nn.Sequential):
@@ -161,10 +173,11 @@ def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, nor
         raise ValueError(f"norm of allconv must be true or false, got {norm!r}")
     config: Mapping[str, Any] = dict(width=width, dropout=dropout, norm=norm)
     again = partial(all_conv, interface, dropout=dropout, norm=norm)
+    make = partial(AllConv, channels, classes=interface.outputs, **config)
     return PNet(
         name="allconv",
-        make=lambda: AllConv(channels, classes=interface.outputs, **config),
-        plan=lambda genome_params: _PLAN,
+        make=make,
+        plan=lambda genome_params: _plan(make),
         scaled=lambda factor: again(width=scaled_width(width, factor)),
         fitted=lambda shapes: again(width=_width("0.weight", shapes)),
         config=config,
@@ -179,10 +192,11 @@ def resnet18(interface: Interface, *, width: int = 64) -> PNet:
         ValueError: if the task has no images, or for a width below 1.
     """
     channels = _check("resnet18", interface, 4, width)
+    make = partial(ResNet18, channels, width, interface.outputs)
     return PNet(
         name="resnet18",
-        make=lambda: ResNet18(channels, width, interface.outputs),
-        plan=lambda genome_params: _PLAN,
+        make=make,
+        plan=lambda genome_params: _plan(make),
         scaled=lambda factor: resnet18(interface, width=scaled_width(width, factor)),
         fitted=lambda shapes: resnet18(interface, width=_width("stem.0.weight", shapes)),
         config={"width": width},
@@ -207,10 +221,11 @@ def resnet56(interface: Interface, *, width: int = 16) -> PNet:
 def _resnet(depth: int, interface: Interface, width: int) -> PNet:
     name = f"resnet{depth}"
     channels = _check(name, interface, 4, width)
+    make = partial(ResNetCifar, channels, width, interface.outputs, depth)
     return PNet(
         name=name,
-        make=lambda: ResNetCifar(channels, width, interface.outputs, depth),
-        plan=lambda genome_params: _PLAN,
+        make=make,
+        plan=lambda genome_params: _plan(make),
         scaled=lambda factor: _resnet(depth, interface, scaled_width(width, factor)),
         fitted=lambda shapes: _resnet(depth, interface, _width("stem.weight", shapes)),
         config={"width": width},
