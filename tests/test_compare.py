@@ -288,3 +288,13 @@ def test_reference_is_what_train_writes(problem: Problem) -> None:
 
     plan = plan_for(problem.task, "periodic", genome_params=1_000)
     assert genome_file_bytes(plan) == problem.budget
+
+
+def test_every_method_trains_in_a_narrower_dtype(problem: Problem) -> None:
+    narrow = problem._replace(recipe=replace(problem.recipe, amp=torch.bfloat16))
+    for name in ("periodic", "smaller_dense", "random_subspace"):
+        method = METHODS[name]
+        settings = method.candidates(problem)[0]
+        plain, amp = (method.train(p, settings, 0).data for p in (problem, narrow))
+        assert plain != amp and len(plain) == len(amp)
+        assert accuracy(method.load(amp, problem.task), problem.task.val) > 0.15

@@ -170,12 +170,30 @@ def test_an_impossible_target_says_what_stands_in_the_way() -> None:
         net = nn.ModuleDict({"wte": nn.Embedding(50_257, 768), "wpe": nn.Embedding(1024, 768)})
         net["h"] = nn.Sequential(*(Conv1D(768, 768) for _ in range(4)))
     with pytest.raises(ValueError) as caught:
-        gb.make_plan(net, compression=20.0)
+        gb.make_plan(net, compression=20.0, exclude=[r"w.e\.weight"])
     text = str(caught.value)
     assert "the largest direct tensors are wte.weight (38,597,376), wpe.weight (786,432)" in text
     assert r"generate them too: include=['wte\\.weight', 'wpe\\.weight']" in text
     plan = gb.make_plan(net, compression=20.0, include=[r"wte\.weight", r"wpe\.weight"])
     assert 20.0 <= plan.ratio_params <= 20.4
+
+
+def test_embeddings_are_factors_where_they_would_take_too_much() -> None:
+    layers = nn.Sequential(nn.Linear(128, 512), *(nn.Linear(512, 512) for _ in range(3)))
+    net = nn.ModuleDict({"tokens": nn.Embedding(65, 128), "layers": layers})
+    large = gb.make_plan(net, genome_params=40_000)
+    assert {t.name for t in large.direct} >= {"tokens.weight"}
+    plan = gb.make_plan(net, genome_params=20_000)
+    (tokens,) = [t for t in plan.generated if t.name == "tokens.weight"]
+    assert tokens.slots[0].hypernet == gb.low_rank(25) and "too much of the target" in tokens.note
+    assert 0.98 * 20_000 <= plan.genome_params <= 20_000
+    kept = gb.make_plan(net, genome_params=20_000, exclude=["tokens"])
+    assert "tokens.weight" in {t.name for t in kept.direct}
+    # Mostly embeddings: they get the part of the target that they are of the p-net.
+    net = nn.ModuleDict({"tokens": nn.Embedding(10_000, 64), "head": nn.Linear(64, 64)})
+    plan = gb.make_plan(net, compression=10.0)
+    assert 10 <= plan.ratio_params <= 10.3
+    assert {t.name: t.slots[0].hypernet.size for t in plan.generated}["tokens.weight"] == 6
 
 
 def test_tiles_are_the_fewest_that_the_rule_allows() -> None:

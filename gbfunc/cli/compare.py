@@ -56,6 +56,9 @@ class Compare(DataOptions):
     dtype: Literal["float32", "float16"] = "float32"
     """dtype that every method stores which has no other format; training is in float32."""
 
+    amp: Annotated[Literal["bfloat16"] | None, arg(metavar="bfloat16", help_behavior_hint="(default: none)")] = None
+    """Run every network in this dtype (autocast) in training: faster where the machine has it."""
+
     quick: FlagCreatePairsOff[bool] = False
     """One epoch, one seed, two candidates: shows that all of it runs, and nothing else."""
 
@@ -117,7 +120,7 @@ class Compare(DataOptions):
 
         problems = []
         for size, budget in self._budgets(task):
-            recipe = task.recipe(size)
+            recipe = replace(task.recipe(size), amp=self.amp and getattr(torch, self.amp))
             epochs = 1 if self.quick else self.epochs
             if epochs is not None:
                 recipe = replace(recipe, epochs=epochs, steps=None)

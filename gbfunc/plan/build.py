@@ -17,7 +17,7 @@ from torch import nn
 
 from gbfunc.base import BaseTensors, hub_name
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
-from gbfunc.hypernets import Hypernet, bilinear, periodic
+from gbfunc.hypernets import Hypernet, bilinear, low_rank, periodic
 from gbfunc.layers import KINDS, layer_kind
 from gbfunc.plan.budget import Unit, allocate, spend
 from gbfunc.plan.select import Targets, check_targets
@@ -30,6 +30,8 @@ from gbfunc.types import MatrixDims
 Rule = tuple[str, Hypernet | None]
 Codes = tuple[Encoding | None, Encoding | None]
 _DIRECT_SHARE = 0.25  # What may be direct or not takes this part of a size target; beyond it the longest are generated
+_EMBEDDING_SHARE = 0.25  # Larger embeddings are factors that take this part of a size target, or the p-net's part
+_EMBEDDING_SAVING = 2 / 3  # that they are, if that is more; where factors have at most this part of their parameters
 _HEAD_SHARE = 0.1  # What is new beside a base and generated takes this part of a size target: deltas are many
 _DELTA_SCALE = 0.1  # Deviation of a delta of unit g-nets, in that of the base's weights
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Where to look for the smallest file: multiples of the fewest parameters
@@ -133,6 +135,7 @@ def make_plan(
         fresh = [replace(c) for c in choices]
         if params is not None:
             if targets is None:
+                _factor_embeddings(fresh, params)
                 _promote(fresh, direct_share * params, hypernet, max_tile)
             else:
                 alone = periodic() if hypernet.shares else hypernet
@@ -216,6 +219,20 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Pla
     )
 
 
+def _factor_embeddings(choices: list[Candidate], target: int) -> None:
+    """Low rank, the same for all of them, for embeddings that would take more of the target than their share."""
+    kept = [c for c in choices if c.hypernet is None and c.movable and c.tensor.kind == "embedding"]
+    direct = sum(c.tensor.numel for c in kept)
+    most = target * max(_EMBEDDING_SHARE, direct / sum(c.tensor.numel for c in choices))
+    if direct <= most:
+        return
+    rank = max(1, int(most / sum(sum(c.tensor.shape) for c in kept)))
+    for choice in kept:
+        if rank * sum(choice.tensor.shape) <= _EMBEDDING_SAVING * choice.tensor.numel:
+            note = "generated: as a direct embedding it would take too much of the target"
+            choice.hypernet, choice.tensor = low_rank(rank), replace(choice.tensor, note=note)
+
+
 def _promote(
     choices: list[Candidate], most: float, hypernet: Hypernet, max_tile: MaxTile, share: float | None = None
 ) -> None:
@@ -223,8 +240,10 @@ def _promote(
 
     With a `share`, those of a matrix by at most so many parameters; else the target's allocation says.
     """
-    direct = sum(c.tensor.numel for c in choices if c.hypernet is None and (c.movable or c.tensor.kind == "vector"))
-    for choice in sorted((c for c in choices if c.movable), key=lambda c: -c.tensor.numel):
+    movable = [c for c in choices if c.movable and c.tensor.kind != "embedding"]
+    vectors = [c for c in choices if c.tensor.kind == "vector" and not c.movable]
+    direct = sum(c.tensor.numel for c in movable + vectors if c.hypernet is None)
+    for choice in sorted(movable, key=lambda c: -c.tensor.numel):
         units = [Unit(m, hypernet, _default_codes(m, (None, None)), max_tile, count=1) for m in choice.tensor.matrices]
         if direct <= most or sum(unit.cost_of((1, 1), 1) for unit in units) >= choice.tensor.numel:
             return
@@ -354,7 +373,7 @@ def _choose(
             chosen, note = hypernet if targets.changes(info, kind) else None, ""
         else:
             chosen, note = hypernet if kind.selected and targets is None else None, ""
-        movable = not note and (kind.name == "vector" or (saved and kind.selected))
+        movable = not note and (kind.name in ("vector", "embedding") or (saved and kind.selected))
         if not (weights.numel() and weights.dtype.is_floating_point):
             if chosen is not None and note:
                 what = f"{name!r} ({weights.dtype}, {weights.numel()} entries)"
@@ -381,7 +400,8 @@ def _check_encodings(encodings: Mapping[str, Codes], choices: list[Candidate], p
         if not good or not all(e is None or isinstance(e, Encoding) for e in pair):
             raise ValueError(f"encodings[{name!r}] must be a pair of encodings (rows, columns), got {pair!r}")
         choice = by_name[name]
-        if choice.hypernet is None and not (promotes and choice.movable):
+        may_be = promotes and choice.movable and choice.tensor.kind != "embedding"
+        if choice.hypernet is None and not may_be:
             raise ValueError(f"encodings names {name!r}, which is direct: add it to include or rules")
         for matrix in choice.tensor.matrices:
             for axis, encoding, n in (("rows", pair[0], matrix.rows), ("columns", pair[1], matrix.cols)):

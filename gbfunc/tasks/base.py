@@ -108,6 +108,7 @@ class Recipe:
         measure_every: steps from one validation to the next, or the steps after which to validate; None for a pass.
         augment: changes the inputs of a training batch.
         clip_norm: largest norm of the gradient.
+        amp: dtype of the p-net's autocast; None for its own.
         warmup: part of the steps in which the learning rate rises.
         schedule: from the recipe, a peak rate and the number of steps to the learning rate by step.
     """
@@ -126,6 +127,7 @@ class Recipe:
     measure_every: int | tuple[int, ...] | None = None
     augment: Augment | None = None
     clip_norm: float | None = None
+    amp: torch.dtype | None = None
     warmup: float = 0.1
     schedule: Callable[[Recipe, float, int], Callable[[int], float]] = one_cycle
 

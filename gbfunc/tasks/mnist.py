@@ -143,7 +143,7 @@ def _recipe(pnet: PNet, genome_params: float, noise: float | None, shift: float 
         small = genome_params <= _SMALL
         noise = (0.25 if small else 0.4) if noise is None else noise
         shift = 0.3 if shift is None else shift
-        lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 100)
+        lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
         recipe = Recipe(lr=lr, betas=betas, batch_size=256, epochs=epochs)
     changes = ([data.shift(1, shift, blank)] if shift else []) + ([data.noise(noise)] if noise else [])
     return replace(recipe, augment=data.in_turn(*changes)) if changes else recipe

@@ -125,6 +125,7 @@ def genome_trainer(
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
     lr = recipe.schedule(recipe, recipe.lr, steps)
     optimizer = gb.torch_optimizer(recipe.optimizer, lr=lr, direct=direct, **recipe.optimizer_options)
+    options = {"amp": recipe.amp} | options
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
     train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
@@ -158,7 +159,8 @@ def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe)
 
     def step(done: int, batch: Any) -> tuple[int, Tensor, dict[str, Tensor]]:
         optimizer.param_groups[0]["lr"] = schedule(done)
-        loss, aux = task.loss(net, batch)
+        with torch.autocast(leaves[0].device.type, recipe.amp, enabled=recipe.amp is not None):
+            loss, aux = task.loss(net, batch)
         optimizer.zero_grad()
         loss.backward()
         if recipe.clip_norm is not None:

@@ -171,7 +171,14 @@ def _train(problem: Problem, pnet: nn.Module, form: Form, lr: float, seed: int, 
     """Adam on the leaves of a form; they are stored with the p-net's buffers."""
     call, leaves = PureNet(pnet), {name: t.clone().requires_grad_() for name, t in form.leaves.items()}
     buffers = _buffers(pnet)
-    base.train_net(problem, leaves.values(), lambda x: call(form.weights(leaves), buffers, x), lr, seed)
+
+    def net(x: Tensor) -> Any:
+        # Weights are made in full precision, as a genome's are.
+        with torch.autocast(x.device.type, enabled=False):
+            weights = form.weights(leaves)
+        return call(weights, buffers, x)
+
+    base.train_net(problem, leaves.values(), net, lr, seed)
     data = base.pack({**leaves, **_saved(pnet, buffers)}, problem.dtype, about)
     return Trained(data, sum(leaf.numel() for leaf in leaves.values()))
 
