@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +177,21 @@ def test_an_impossible_target_says_what_stands_in_the_way() -> None:
     assert r"generate them too: include=['wte\\.weight', 'wpe\\.weight']" in text
     plan = gb.make_plan(net, compression=20.0, include=[r"wte\.weight", r"wpe\.weight"])
     assert 20.0 <= plan.ratio_params <= 20.4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", torch.bfloat16, "int8", "int7", "int2"])
+def test_bytes_are_those_of_the_dtype_that_is_stored(dtype: Any, tmp_path: Path) -> None:
+    pnet = mnist()
+    plan = gb.make_plan(pnet, genome_bytes=3_000, stored=dtype)
+    size = gb.save(tmp_path / "genome", plan, gb.init_genome(plan, pnet), dtype)
+    assert 0.93 * 3_000 <= size <= genome_file_bytes(plan, dtype) <= 3_000
+
+
+def test_a_stored_dtype_needs_a_target_in_bytes() -> None:
+    with pytest.raises(ValueError, match="stored='int7' says what genome_bytes are of"):
+        gb.make_plan(mnist(), genome_params=2_000, stored="int7")
+    with pytest.raises(ValueError, match="must be None or one of"):
+        gb.make_plan(mnist(), genome_bytes=2_000, stored="int9")
 
 
 def test_embeddings_are_factors_where_they_would_take_too_much() -> None:

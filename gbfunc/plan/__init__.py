@@ -6,12 +6,11 @@ the genome's file.
 
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, TileSpan
-from gbfunc.plan.rounding import BITS, STORED_DTYPES, StoredDtype, rounded, stored_name
+from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, bytes_each, rounded, stored_name
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan, genome_file_bytes
 
 __all__ = [
-    "BITS",
     "DTYPES",
     "STORED_DTYPES",
     "BufferPlan",
@@ -20,6 +19,7 @@ __all__ = [
     "Plan",
     "Slot",
     "StoredDtype",
+    "bytes_each",
     "TensorPlan",
     "genome_file_bytes",
     "make_plan",

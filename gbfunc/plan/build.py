@@ -20,6 +20,7 @@ from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
 from gbfunc.hypernets import Hypernet, bilinear, low_rank, periodic
 from gbfunc.layers import KINDS, layer_kind
 from gbfunc.plan.budget import Unit, allocate, spend
+from gbfunc.plan.rounding import StoredDtype, bytes_each
 from gbfunc.plan.select import Targets, check_targets
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, dtype_name
 from gbfunc.plan.spec import Plan, genome_file_bytes
@@ -60,6 +61,7 @@ def make_plan(
     genome_params: int | None = None,
     genome_bytes: int | None = None,
     compression: float | None = None,
+    stored: StoredDtype | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rules: Sequence[Rule] = (),
@@ -72,8 +74,10 @@ def make_plan(
     """Plan how a p-net's weights grow from a genome, or how a genome changes a pretrained p-net.
 
     By default the weights of linear, convolution and attention layers are generated, and biases, norms and embeddings
-    are direct parameters. At most one size target may be given, and none with an explicit size; with neither, every
-    matrix has one tile and its type's default size (32 features, 32 hidden units, rank 4, 8 genes).
+    are direct parameters; of those that would take over a quarter of a size target, embeddings become products of two
+    thin matrices (`low_rank`), and the longest vectors are generated. At most one size target may be given, and none
+    with an explicit size; with neither, every matrix has one tile and its type's default size (32 features, 32 hidden
+    units, rank 4, 8 genes).
 
     With `base="own"` the p-net's present weights are the base, and the genome an adapter: `weights = base + delta`. The
     deltas are generated and start at exactly zero; all that has no delta is frozen, and neither trained, nor counted,
@@ -85,6 +89,7 @@ def make_plan(
         genome_params: most parameters of the whole genome, direct ones included.
         genome_bytes: most bytes of the genome's file, header and buffers included.
         compression: least ratio of the p-net's parameters to the genome's.
+        stored: the `dtype` that `save` will be given, which `genome_bytes` are then of; None is the p-net's own.
         include: regular expressions (`re.search`) for parameters to generate beside the default ones.
         exclude: regular expressions for parameters to keep direct, whatever else names them.
         rules: `(pattern, hypernetwork or None)`: other types for some parameters, None for direct; the first wins.
@@ -148,7 +153,9 @@ def make_plan(
                 raise
         return build(params, 0.0)
 
-    return build(target) if genome_bytes is None else _plan_for_bytes(build, genome_bytes, total)
+    if stored is not None and genome_bytes is None:
+        raise ValueError(f"stored={stored!r} says what genome_bytes are of: give genome_bytes too")
+    return build(target) if genome_bytes is None else _plan_for_bytes(build, genome_bytes, total, stored)
 
 
 def _target(total: int, hypernet: Hypernet, targets: Mapping[str, float | None]) -> tuple[int | None, str]:
@@ -180,8 +187,12 @@ class TargetTooSmall(ValueError):
         self.least = least
 
 
-def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Plan:
+def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored: StoredDtype | None) -> Plan:
     """The largest plan whose file stays within `limit` bytes, by correcting the number of parameters."""
+    each = 4 if stored is None else bytes_each(stored)
+
+    def size_of(plan: Plan) -> int:
+        return genome_file_bytes(plan, stored)
 
     def nearest(params: int) -> tuple[int, Plan]:
         try:
@@ -189,10 +200,10 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Pla
         except TargetTooSmall as error:
             return error.least, build(error.least)
 
-    best, low, high, guess, push = None, 0, total, min(limit // 4, total), 1
+    best, low, high, guess, push = None, 0, total, min(int(limit / each), total), 1
     for _ in range(16):
         reached, plan = nearest(max(1, guess))
-        over = genome_file_bytes(plan) - limit
+        over = size_of(plan) - limit
         if over <= 0:
             low, push = reached, 1
             best = plan if best is None or plan.genome_params > best.genome_params else best
@@ -200,18 +211,18 @@ def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int) -> Pla
             high, push = min(high, reached), 2 * push
         if -0.02 * limit <= over <= 0 or high - low <= 1 or reached > guess >= low:
             break
-        guess = reached - push * -(-over // plan.dtype.itemsize)
+        guess = reached - push * math.ceil(over / (plan.dtype.itemsize if stored is None else each))
         if not low < guess < high:
             guess = (low + high) // 2
     if best is not None:
         return best
     # Fewer parameters can need more bytes: a short vector takes less room than the words that say how to generate it.
     least, _ = nearest(1)
-    smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=genome_file_bytes)
-    if (size := genome_file_bytes(smallest)) <= limit:
+    smallest = min((build(max(1, round(rung * least))) for rung in _LADDER), key=size_of)
+    if (size := size_of(smallest)) <= limit:
         return smallest
     # The plan is in the file, and in the plan the target.
-    while (named := genome_file_bytes(replace(smallest, target=f"at most {size:,} bytes"))) > size:
+    while (named := size_of(replace(smallest, target=f"at most {size:,} bytes"))) > size:
         size = named
     raise ValueError(
         f"at most {limit:,} bytes cannot be reached: the smallest genome's file has {size:,} bytes "

@@ -49,6 +49,12 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
     return name
 
 
+def bytes_each(dtype: StoredDtype) -> float:
+    """Bytes of a number in a file of a dtype; raises as `stored_name`."""
+    name = stored_name(dtype)
+    return BITS[name] / 8 if name in BITS else STORED_DTYPES[name].itemsize
+
+
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None) -> torch.dtype | None:
     """What a leaf, called `name`, is stored in where `dtype` is asked for; None for codes."""
     if dtype is None or name.startswith("buffers/") or not leaf.is_floating_point():

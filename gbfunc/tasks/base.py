@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gbfunc import Plan, make_plan, torch_schedule
 from gbfunc.hypernets import HYPERNETS
+from gbfunc.plan import bytes_each
 from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows, endless_batches
 from gbfunc.tasks.pnets import Interface, PNet
 
@@ -300,10 +301,13 @@ class Task:
         Args:
             module: what `build` gave.
             hypernet: type of the g-nets, a key of `HYPERNETS`; the p-net's options stand where it is theirs.
-            size: `genome_params`, `genome_bytes` or `compression` of `make_plan`, which raises for a bad one.
+            size: `genome_params`, `genome_bytes` (with `stored`) or `compression` of `make_plan`, which raises for a
+                bad one.
         """
         total = sum(p.numel() for p in module.parameters())
-        target = size.get("genome_params") or (size.get("genome_bytes") or 0) / 4
+        target = size.get("genome_params") or (size.get("genome_bytes") or 0) / bytes_each(
+            size.get("stored") or "float32"
+        )
         options = self.pnet.plan(target or total / (size.get("compression") or 1.0))
         if hypernet is not None and hypernet != options.hypernet.type:
             options = options.with_hypernet(HYPERNETS[hypernet]())

@@ -12,7 +12,7 @@ import torch
 
 import gbfunc as gb
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
-from gbfunc.plan import BITS, StoredDtype, genome_file_bytes
+from gbfunc.plan import StoredDtype, genome_file_bytes
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.rounding import going_on, slowed
 from gbfunc.tasks.training import fit, genome_trainer
@@ -97,31 +97,10 @@ class GenomeOf:
 
     def _plan(self, problem: Problem) -> gb.Plan:
         dtype = self._dtype(problem)
-        each = problem.dtype.itemsize if self.codes is None else BITS[self.codes] / 8
-        try:
-            plan = self._in_its_dtype(problem)
-        except BudgetTooSmall:
-            # In narrower numbers it may fit: from a genome of the budget without a header downwards.
-            if each >= torch.float32.itemsize:
-                raise
-            target = int(problem.budget / each)
-        else:
-            if dtype == plan.dtype:
-                return plan
-            # Narrower numbers leave room for more of them.
-            target = int((problem.budget - genome_file_bytes(plan, dtype)) / each) + plan.genome_params
-        while True:
-            plan = plan_for(problem.task, self.hypernet, genome_params=target)
-            over = genome_file_bytes(plan, dtype) - problem.budget
-            if over <= 0:
-                return plan
-            target = max(1, target - max(8, int(over / each)))
-
-    def _in_its_dtype(self, problem: Problem) -> gb.Plan:
-        if self.hypernet == "periodic" and not is_pretrained(problem.task):
+        if self.hypernet == "periodic" and dtype == torch.float32 and not is_pretrained(problem.task):
             # The very genome whose file the budget is, where it was not given in bytes.
             with suppress(BudgetTooSmall):
                 plan = plan_for(problem.task, self.hypernet, genome_params=problem.size)
                 if genome_file_bytes(plan) == problem.budget:
                     return plan
-        return plan_for(problem.task, self.hypernet, genome_bytes=problem.budget)
+        return plan_for(problem.task, self.hypernet, genome_bytes=problem.budget, stored=dtype)

@@ -13,11 +13,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gbfunc.hypernets import periodic
+from gbfunc.hypernets import constant, periodic
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
 
 _STD = 0.02
 """Initial deviation of weights (GPT-2)."""
+
+_PLAIN_NORMS = 30_000
+"""Parameters of a genome below which norms have none."""
 
 
 class Block(nn.Module):
@@ -142,10 +145,15 @@ def gpt(
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
-    """Blocks share code weights; positions are generated too, tokens and norms stay direct."""
+    """Blocks share code weights; positions are generated too, and norms direct in large genomes alone.
+
+    In small ones they have neither scales nor shifts, which the layers after them take over: more sines for the same.
+    """
     (context,) = interface.inputs
+    positions = ((r"^positions\.weight$", periodic(min(context, width), frequency=2.5)),)
+    plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))
     return PlanOptions(
         hypernet=periodic(share="layers"),
-        rules=((r"^positions\.weight$", periodic(min(context, width), frequency=2.5)),),
+        rules=positions + (plain if genome_params < _PLAIN_NORMS else ()),
         max_tile=128 if genome_params < 40_000 else 64,
     )
