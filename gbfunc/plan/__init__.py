@@ -1,7 +1,7 @@
-"""The static plan: `slots` and `spec` say what it is, `ensembles` what goes together, `build` and `budget` make it.
+"""The static plan: `slots` and `spec` say what it is, `ensembles` what goes together.
 
-`serial` writes and reads it as JSON, `rounding` says how its numbers are stored, and `file_layout` what stands where in
-the genome's file.
+`select`, `budget` and `build` make it; `serial` writes and reads it as JSON, `rounding` says how its numbers are
+stored, and `file_layout` what stands where in the genome's file.
 """
 
 from gbfunc.plan.build import make_plan

@@ -1,6 +1,6 @@
 """`make_plan`: from a p-net, a hypernetwork and a size to a static plan.
 
-The user's patterns choose which parameters are generated, by what, and under which codes (`_choose`); slots of equal
+The user's patterns choose which parameters are generated, by what, and under which codes (`select`); slots of equal
 shape are sized together (`budget`); and every slot gets the scale of the p-net's initial weights.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,17 +18,16 @@ from torch import nn
 from gbfunc.base import BaseTensors, hub_name
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
 from gbfunc.hypernets import Hypernet, bilinear, low_rank, periodic
-from gbfunc.layers import KINDS, layer_kind
+from gbfunc.layers import KINDS
 from gbfunc.plan.budget import Unit, allocate, spend
 from gbfunc.plan.rounding import StoredDtype, bytes_each
-from gbfunc.plan.select import Targets, check_targets
+from gbfunc.plan.select import Candidate, Rule, check_targets, choose
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, dtype_name
 from gbfunc.plan.spec import Plan, genome_file_bytes
-from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
+from gbfunc.pnet import buffers_of, check_pnet
 from gbfunc.tiling import MaxTile, check_max_tile
 from gbfunc.types import MatrixDims
 
-Rule = tuple[str, Hypernet | None]
 Codes = tuple[Encoding | None, Encoding | None]
 _DIRECT_SHARE = 0.25  # What may be direct or not takes this part of a size target; beyond it the longest are generated
 _EMBEDDING_SHARE = 0.25  # Larger embeddings are factors that take this part of a size target, or the p-net's part
@@ -36,22 +35,6 @@ _EMBEDDING_SAVING = 2 / 3  # that they are, if that is more; where factors have 
 _HEAD_SHARE = 0.1  # What is new beside a base and generated takes this part of a size target: deltas are many
 _DELTA_SCALE = 0.1  # Deviation of a delta of unit g-nets, in that of the base's weights
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Where to look for the smallest file: multiples of the fewest parameters
-
-
-@dataclass
-class Candidate:
-    """One parameter, its plan without slots, and what generates it, None where it is direct.
-
-    A size target may have a `movable` one generated; with `base` it is a delta that is generated; `scales` keeps
-    `_initial_scale` of its matrices.
-    """
-
-    info: ParameterInfo
-    tensor: TensorPlan
-    hypernet: Hypernet | None
-    movable: bool = False
-    base: bool = False
-    scales: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
 def make_plan(
@@ -120,7 +103,7 @@ def make_plan(
     if not isinstance(hypernet, Hypernet):
         raise TypeError(f"hypernet must come from a factory such as gb.periodic(), got {hypernet!r}")
     targets = check_targets(pnet, base, target_modules, modules_to_save)
-    choices = _choose(pnet, hypernet, include, exclude, rules, targets)
+    choices = choose(pnet, hypernet, include, exclude, rules, targets)
     buffers = tuple(
         BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved)
         for name, (b, saved) in buffers_of(pnet).items()
@@ -328,76 +311,6 @@ def _too_small(choices: list[Candidate], target: int, direct: int, least: int, a
     if big:
         words += "; generate them too: include=[" + ", ".join(repr(re.escape(t.name)) for t in big[:3]) + "]"
     return TargetTooSmall(words, smallest)
-
-
-def _matches(what: str, patterns: Sequence[str], infos: list[ParameterInfo]) -> list[set[str]]:
-    """For each pattern the parameters that it matches, by one of their names."""
-    if isinstance(patterns, str):
-        raise TypeError(f"{what} must be a list of regular expressions, got the string {patterns!r}")
-    matches = []
-    for pattern in patterns:
-        try:
-            search = re.compile(pattern).search
-        except (re.error, TypeError) as error:
-            raise ValueError(f"{what} pattern {pattern!r} is not a regular expression: {error}") from error
-        matches.append({p.name for p in infos if any(map(search, (p.name, *p.aliases)))})
-        if not matches[-1]:
-            names = [n for p in infos for n in (p.name, *p.aliases)]
-            raise ValueError(f"{what} pattern {pattern!r} matches no parameter; the p-net has {names}")
-    return matches
-
-
-def _choose(
-    pnet: nn.Module,
-    hypernet: Hypernet,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    rules: Sequence[Rule],
-    targets: Targets | None,
-) -> list[Candidate]:
-    """Every parameter with its kind and hypernetwork: exclude beats rules, which beat include and the default.
-
-    Of a p-net that is a base, those alone that change or are new.
-    """
-    infos = parameter_infos(pnet)
-    included = set[str]().union(*_matches("include", include, infos))
-    excluded = set[str]().union(*_matches("exclude", exclude, infos))
-    for rule in rules:
-        pair = isinstance(rule, tuple | list) and len(rule) == 2
-        if not pair or not (rule[1] is None or isinstance(rule[1], Hypernet)):
-            raise TypeError(f"a rule must be (pattern, hypernetwork or None), got {rule!r}")
-    by_rule: dict[str, Hypernet | None] = {}
-    for names, (_, ruled) in zip(_matches("rules", [r[0] for r in rules], infos), rules, strict=True):
-        by_rule = dict.fromkeys(names, ruled) | by_rule
-    choices = []
-    for info in infos:
-        name, weights, shape = info.name, info.tensor, tuple(info.tensor.shape)
-        kind = layer_kind(info.module, info.attribute, shape)
-        saved = targets is not None and targets.saved(name)
-        if name in excluded:
-            chosen, note = None, "excluded"
-        elif name in by_rule:
-            chosen, note = by_rule[name], "by rule"
-        elif name in included:
-            chosen, note = hypernet, "included"
-        elif targets is not None and not saved:
-            chosen, note = hypernet if targets.changes(info, kind) else None, ""
-        else:
-            chosen, note = hypernet if kind.selected and targets is None else None, ""
-        movable = not note and (kind.name in ("vector", "embedding") or (saved and kind.selected))
-        if not (weights.numel() and weights.dtype.is_floating_point):
-            if chosen is not None and note:
-                what = f"{name!r} ({weights.dtype}, {weights.numel()} entries)"
-                raise ValueError(f"{what} cannot be generated: exclude it")
-            chosen, movable = None, False
-        base = targets is not None and not saved
-        if base and chosen is None:
-            continue
-        tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)
-        choices.append(Candidate(info, tensor, chosen, movable and not base, base))
-    if targets is not None and not choices:
-        raise ValueError("nothing of the p-net has a delta or is new: name layers by target_modules or include")
-    return choices
 
 
 def _check_encodings(encodings: Mapping[str, Codes], choices: list[Candidate], promotes: bool) -> dict[str, Codes]:

@@ -1,15 +1,23 @@
-"""Which modules of a pretrained p-net an adapter changes, and which it adds: in PEFT's terms."""
+"""What generates each parameter of a p-net; of a pretrained one, which modules an adapter changes and which it adds.
+
+The latter in PEFT's terms.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
 
-from gbfunc.layers import LayerKind
-from gbfunc.pnet import ParameterInfo
+from gbfunc.hypernets import Hypernet
+from gbfunc.layers import LayerKind, layer_kind
+from gbfunc.plan.slots import TensorPlan, dtype_name
+from gbfunc.pnet import ParameterInfo, parameter_infos
+
+Rule = tuple[str, Hypernet | None]
 
 ALL_LINEAR = "all-linear"
 _ALL_LINEAR_KINDS = frozenset({"linear", "transposed_linear"})
@@ -86,3 +94,89 @@ def check_targets(
             word = pattern if isinstance(pattern, str) else pattern[0]
             raise ValueError(f"{what} {word!r} names no module; the p-net has {names}")
     return Targets(modules, tuple(new))
+
+
+@dataclass
+class Candidate:
+    """One parameter, its plan without slots, and what generates it, None where it is direct.
+
+    A size target may have a `movable` one generated; with `base` it is a delta that is generated; `scales` keeps
+    `_initial_scale` of its matrices.
+    """
+
+    info: ParameterInfo
+    tensor: TensorPlan
+    hypernet: Hypernet | None
+    movable: bool = False
+    base: bool = False
+    scales: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+def choose(
+    pnet: nn.Module,
+    hypernet: Hypernet,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    rules: Sequence[Rule],
+    targets: Targets | None,
+) -> list[Candidate]:
+    """Every parameter with its kind and hypernetwork: exclude beats rules, which beat include and the default.
+
+    Of a p-net that is a base, those alone that change or are new.
+    """
+    infos = parameter_infos(pnet)
+    included = set[str]().union(*_matches("include", include, infos))
+    excluded = set[str]().union(*_matches("exclude", exclude, infos))
+    for rule in rules:
+        pair = isinstance(rule, tuple | list) and len(rule) == 2
+        if not pair or not (rule[1] is None or isinstance(rule[1], Hypernet)):
+            raise TypeError(f"a rule must be (pattern, hypernetwork or None), got {rule!r}")
+    by_rule: dict[str, Hypernet | None] = {}
+    for names, (_, ruled) in zip(_matches("rules", [r[0] for r in rules], infos), rules, strict=True):
+        by_rule = dict.fromkeys(names, ruled) | by_rule
+    choices = []
+    for info in infos:
+        name, weights, shape = info.name, info.tensor, tuple(info.tensor.shape)
+        kind = layer_kind(info.module, info.attribute, shape)
+        saved = targets is not None and targets.saved(name)
+        if name in excluded:
+            chosen, note = None, "excluded"
+        elif name in by_rule:
+            chosen, note = by_rule[name], "by rule"
+        elif name in included:
+            chosen, note = hypernet, "included"
+        elif targets is not None and not saved:
+            chosen, note = hypernet if targets.changes(info, kind) else None, ""
+        else:
+            chosen, note = hypernet if kind.selected and targets is None else None, ""
+        movable = not note and (kind.name in ("vector", "embedding") or (saved and kind.selected))
+        if not (weights.numel() and weights.dtype.is_floating_point):
+            if chosen is not None and note:
+                what = f"{name!r} ({weights.dtype}, {weights.numel()} entries)"
+                raise ValueError(f"{what} cannot be generated: exclude it")
+            chosen, movable = None, False
+        base = targets is not None and not saved
+        if base and chosen is None:
+            continue
+        tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)
+        choices.append(Candidate(info, tensor, chosen, movable and not base, base))
+    if targets is not None and not choices:
+        raise ValueError("nothing of the p-net has a delta or is new: name layers by target_modules or include")
+    return choices
+
+
+def _matches(what: str, patterns: Sequence[str], infos: list[ParameterInfo]) -> list[set[str]]:
+    """For each pattern the parameters that it matches, by one of their names."""
+    if isinstance(patterns, str):
+        raise TypeError(f"{what} must be a list of regular expressions, got the string {patterns!r}")
+    matches = []
+    for pattern in patterns:
+        try:
+            search = re.compile(pattern).search
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{what} pattern {pattern!r} is not a regular expression: {error}") from error
+        matches.append({p.name for p in infos if any(map(search, (p.name, *p.aliases)))})
+        if not matches[-1]:
+            names = [n for p in infos for n in (p.name, *p.aliases)]
+            raise ValueError(f"{what} pattern {pattern!r} matches no parameter; the p-net has {names}")
+    return matches
