@@ -199,9 +199,10 @@ def test_embeddings_are_factors_where_they_would_take_too_much() -> None:
     net = nn.ModuleDict({"tokens": nn.Embedding(65, 128), "layers": layers})
     large = gb.make_plan(net, genome_params=40_000)
     assert {t.name for t in large.direct} >= {"tokens.weight"}
-    plan = gb.make_plan(net, genome_params=20_000)
+    plan = gb.make_plan(net, genome_params=20_000, max_tile=64)
     (tokens,) = [t for t in plan.generated if t.name == "tokens.weight"]
-    assert tokens.slots[0].hypernet == gb.low_rank(25) and "too much of the target" in tokens.note
+    assert tokens.slots[0].hypernet == gb.low_rank(25) and tokens.slots[0].grid.n_tiles == 1
+    assert "too much of the target" in tokens.note
     assert 0.98 * 20_000 <= plan.genome_params <= 20_000
     kept = gb.make_plan(net, genome_params=20_000, exclude=["tokens"])
     assert "tokens.weight" in {t.name for t in kept.direct}
