@@ -222,3 +222,16 @@ def test_the_whole_subset(shared_data: Path) -> None:
     for size in (14_958, 9_378, 3_798):
         plan = task.plan(task.build(0), genome_params=size)
         assert 0.98 * size <= plan.genome_params <= size
+
+
+@pytest.mark.parametrize(("params", "most"), [(2_000, 0), (8_500, 2), (40_000, 4)])
+def test_small_genomes_see_images_where_they_are(folder: Path, params: int, most: int) -> None:
+    augment = find_task("cifar10", folder, {}).recipe(params).augment
+    assert augment is not None
+    x = torch.zeros(200, 3, 32, 32)
+    x[:, :, 12, 20] = 1
+    seen = augment(x, torch.Generator().manual_seed(0)).nonzero()
+    rows, columns = {int(r) - 12 for r in seen[:, 2]}, {int(c) for c in seen[:, 3]}
+    assert rows == set(range(-most, most + 1))
+    # Half of them mirrored.
+    assert columns == {c + d for c in (20, 11) for d in range(-most, most + 1)}
