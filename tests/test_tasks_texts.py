@@ -168,7 +168,7 @@ def test_a_genome_learns_and_is_read_back(folder: Path, tmp_path: Path, capsys: 
     out = tmp_path / "out"
     model = ["--task", "texts", "--data-dir", str(folder), "--pnet-config", json.dumps(TINY)]
     assert (
-        main(["train", *model, "--compression", "1.3", "--batch-size", "9", "--epochs", "10", "--out", str(out)]) == 0
+        main(["train", *model, "--compression", "1.3", "--batch-size", "9", "--epochs", "20", "--out", str(out)]) == 0
     )
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["val_accuracy"] == metrics["test_accuracy"] == 1.0 and metrics["ratio_params"] >= 1.3

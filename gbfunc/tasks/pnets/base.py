@@ -83,6 +83,10 @@ class PlanOptions(NamedTuple):
         return self._replace(hypernet=hypernet, rules=tuple((pattern, replaced(rule)) for pattern, rule in self.rules))
 
 
+BLOCKS = PlanOptions(hypernet=periodic(share="layers"))
+"""For deep nets of equal blocks, which share code weights."""
+
+
 @dataclass(frozen=True)
 class PNet:
     """A p-net and what is known of it.

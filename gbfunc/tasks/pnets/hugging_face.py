@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from gbfunc.tasks.pnets.base import Interface, PNet
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet
 from gbfunc.tasks.pnets.text_classifier import text_classifier
 
 PREFIX = "hf:"
@@ -58,7 +58,7 @@ def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"the configuration of {PREFIX}{model_type} makes no model: {error}") from error
 
-    return PNet(name=f"{PREFIX}{model_type}", make=make, config=fields)
+    return PNet(name=f"{PREFIX}{model_type}", make=make, plan=lambda genome_params: BLOCKS, config=fields)
 
 
 def _from_task(interface: Interface, template: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gbfunc.hypernets import bilinear
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
 from gbfunc.tasks.pnets.pretrained import pretrained_folder
 
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
@@ -89,7 +89,7 @@ def text_classifier(interface: Interface, model_type: str, config: Mapping[str, 
         return TextClassifier(encoder, full.hidden_size, interface.outputs, interface.pad).train()
 
     if source is None:
-        return PNet(name=name, make=make, config=fields)
+        return PNet(name=name, make=make, plan=lambda genome_params: BLOCKS, config=fields)
     return PNet(name=name, make=make, plan=lambda size: _ADAPTER, config={"pretrained": str(source), **fields})
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gbfunc.hypernets import periodic
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet, Shapes, scaled_width
 
 
 class ViT(nn.Module):
@@ -103,7 +102,7 @@ def vit(
     return PNet(
         name="vit",
         make=lambda: ViT(interface.inputs, interface.outputs, **sizes, hidden=hidden, dropout=dropout),
-        plan=lambda genome_params: PlanOptions(hypernet=periodic(share="layers"), include=(r"^positions$",)),
+        plan=lambda genome_params: BLOCKS._replace(include=(r"^positions$",)),
         scaled=lambda f: again(width=scaled_width(width, f, heads), hidden=scaled_width(hidden, f, heads)),
         fitted=fitted,
         config=config,
