@@ -100,6 +100,10 @@ def test_tiny_shakespeare(shared_data: Path) -> None:
         assert 0.98 * size <= plan.genome_params <= size
     recipe = task.recipe(31_000)
     assert (recipe.steps, recipe.batch_size) == (2_000, 12)
+    # A small genome learns for longer, and its norms and its embedding leave it room.
+    assert task.recipe(20_000).steps == 4_000
+    plan = task.plan(net, genome_params=20_000)
+    assert 0.98 * 20_000 <= plan.genome_params <= 20_000 and not plan.direct
 
 
 def test_a_narrower_net_is_narrow_throughout() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ TEST_PART, VAL_PART = 0.05, 0.1
 
 _RECIPE = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=2_000, measure_every=500, clip_norm=1.0)
 """The length and batch of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme)."""
+
+_SMALL, _LONGER = 30_000, replace(_RECIPE, steps=4_000)
+"""Parameters below which a genome goes on learning for twice as long."""
 
 _MAX_BYTES = 1 << 30
 
@@ -71,7 +75,7 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
         val=splits[1],
         test=splits[2],
         pnet=PNETS["gpt"](interface),
-        settings=lambda pnet, genome_params: _RECIPE,
+        settings=lambda pnet, genome_params: _LONGER if genome_params < _SMALL else _RECIPE,
         loss=token_loss,
         evaluate=text_metrics,
         metrics=LOSS,
