@@ -45,8 +45,8 @@ print(task.decode(task.val.tokens[300:520].tolist()))
 #
 # Blocks of a Transformer are alike, so tiles of the same kind and place share their *code weights*, the frequencies
 # and phases of the sines, and keep only coefficients of their own (`gb.periodic(share="layers")`). The table of
-# positions is generated too. Characters have no geometry: their embedding stays as it is, and is half of this genome. (By
-# itself so small a size target makes the embedding a product of two thin matrices, and norms without parameters, as
+# positions is generated too. Characters have no geometry: their embedding stays as it is, and is half of this genome.
+# (By itself so small a size target makes the embedding a product of two thin matrices, and norms without parameters, as
 # `gbfunc train` does: better after 2,000 steps, worse after the 600 that are taken here.)
 
 # %%
