@@ -26,6 +26,7 @@ from gbfunc.lab.compare import (
 )
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted, linears_of
 from gbfunc.lab.compare.base import HEAD, Stored, unpack
+from gbfunc.plan import bytes_each
 from gbfunc.tasks import Recipe, Split, Task, accuracy
 from gbfunc.tasks.pnets import Interface, PlanOptions, PNet
 
@@ -112,7 +113,8 @@ def test_bytes_are_within_the_budget_and_enough_to_run(
     assert len({json.dumps(c) for c in candidates}) == len(candidates)
     row = measure(name, method, problem, candidates[-1], 3, tmp_path / "net")
     data = (tmp_path / "net").read_bytes()
-    assert row.bytes == len(data) <= problem.budget and 0 < row.params <= row.bytes // dtype.itemsize
+    each = bytes_each(getattr(method, "codes", None) or dtype)
+    assert row.bytes == len(data) <= problem.budget and 0 < row.params * each <= (1.25 if each < 1 else 1) * row.bytes
     assert accuracy(method.load(data, task), task.test) == row.test
     # The same seed gives the same bytes, another one other bytes.
     assert method.train(problem, candidates[-1], 3) == Trained(data, row.params)
@@ -253,7 +255,8 @@ def test_a_pretrained_network_has_its_methods(task: Task) -> None:
     assert methods_for(scratch, torch.float32) is METHODS
     assert methods_for(task, torch.float16) is PRETRAINED_METHODS
     both = methods_for(task, torch.float32)
-    assert list(both) == [*PRETRAINED_METHODS, *(f"{name}_float16" for name in PRETRAINED_METHODS)]
+    twins = [f"{name}_float16" for name in PRETRAINED_METHODS if name != "genome_int7"]
+    assert list(both) == [*PRETRAINED_METHODS, *twins]
 
 
 def test_twins_store_float16_within_the_same_bytes(task: Task) -> None:

@@ -83,6 +83,18 @@ def test_types_of_little_rank_spread_over_small_tiles(hypernet: Any) -> None:
     assert max(first.dims[:2]) < 64
 
 
+SMALL = [(gb.gnet(), 20.0), (gb.xox(), 20.0), (gb.periodic(), 400.0)]
+TOO_SMALL = [(gb.gnet(), 200.0), (gb.low_rank(), 50.0)]
+
+
+@pytest.mark.parametrize(("hypernet", "ratio"), SMALL + TOO_SMALL)
+def test_a_plan_says_where_a_type_may_not_learn(hypernet: Any, ratio: float) -> None:
+    said = (hypernet, ratio) in TOO_SMALL
+    report = gb.make_plan(mlp(), hypernet, compression=ratio).report()
+    assert ("little rank  " in report) == said
+    assert not said or "2.weight (" in report
+
+
 def small(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
 

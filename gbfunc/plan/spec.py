@@ -193,8 +193,19 @@ class Plan:
             + ", beside the base" * (self.base is not None),
             *self._parts(),
             *([f"asked for    {self.target}"] if self.target else []),
+            *([f"little rank  {', '.join(poor)}: may not learn; gb.periodic() does"] if (poor := self._poor()) else []),
         ]
         return "\n".join(lines)
+
+    def _poor(self) -> list[str]:
+        """Large tensors in few tiles of a type that gives each little rank (measured: notebooks/results/types.md)."""
+        return [
+            f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tiles)"
+            for t in self.tensors
+            for slot in t.slots
+            if slot.hypernet.spreads and not t.base and min(slot.dims[:2]) >= _LARGE_TILE
+            if slot.grid.n_tiles < (_FEW_FACTORED if slot.hypernet.factorised else _FEW_TILES)
+        ]
 
     def _parts(self) -> list[str]:
         """What base, delta and head are, where there is a base."""
@@ -229,6 +240,7 @@ def genome_file_bytes(plan: Plan, dtype: StoredDtype | None = None) -> int:
     return len(header) + sum(x.nbytes for x in stored.values())
 
 
+_FEW_TILES, _FEW_FACTORED, _LARGE_TILE = 25, 9, 48
 _COLUMNS = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
 
 
