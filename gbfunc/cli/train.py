@@ -23,7 +23,7 @@ from gbfunc.cli.provenance import provenance
 from gbfunc.cli.ranks import Spread
 from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
 from gbfunc.tasks.logs import OnLog
-from gbfunc.tasks.rounding import check_finetune, going_on, joined, slowed
+from gbfunc.tasks.rounding import going_on, joined, slowed
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
 
 
@@ -64,7 +64,7 @@ def train_genome(
         The training, the network read back, and its metrics.
     """
     task, recipe, output, seed = job.task, job.recipe, options.output, options.data.seed
-    check_finetune(output.finetune, output.dtype, task.resumable)
+    _check_finetune(output.finetune, output.dtype, task.resumable)
     label, meter = "dense" if job.dense else "genome", meter or Meter()
     settings = settings_of(options, resolved(job, options))
     split = {} if spread is None else spread.arguments(job.pnet, recipe.batch_size)
@@ -113,3 +113,11 @@ def train_genome(
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
     metrics |= meter.metrics(step, task, job.pnet, recipe.batch_size, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | provenance(task, plan, step.mesh.device)
+
+
+def _check_finetune(steps: int | None, dtype: str | None, resumable: bool) -> None:
+    """Raise `ValueError` for a `--finetune` that cannot be."""
+    if steps is not None and (steps < 1 or dtype is None):
+        raise ValueError(f"--finetune must be at least 1 and needs --dtype, got {steps} and {dtype}")
+    if steps is not None and not resumable:
+        raise ValueError("--finetune is for tasks with examples, and the control task has none")

@@ -13,14 +13,6 @@ RATE = 0.03
 """Peak learning rate, as a part of the recipe's: higher ones move whole blocks of codes in every step."""
 
 
-def check_finetune(steps: int | None, dtype: str | None, resumable: bool) -> None:
-    """Raise `ValueError` for a `--finetune` that cannot be."""
-    if steps is not None and (steps < 1 or dtype is None):
-        raise ValueError(f"--finetune must be at least 1 and needs --dtype, got {steps} and {dtype}")
-    if steps is not None and not resumable:
-        raise ValueError("--finetune is for tasks with examples, and the control task has none")
-
-
 def slowed(recipe: Any, steps: int) -> Any:
     """The recipe of the short training."""
     direct_lr = None if recipe.direct_lr is None else RATE * recipe.direct_lr
