@@ -266,7 +266,7 @@ def init_leaves(
         span = slice(p.first, p.first + grid.n_tiles)
         mine = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
         slot = _Slot(whole.of(span), grid)
-        if hypernet.spreads and not hypernet.factorised:
+        if hypernet.spreads and not hypernet.factorised and e.dims.rows * e.dims.cols > 1:
             mine |= _interacting(slot, mine, linear)
         for _ in range(_DRAWS if grid.numel > 1 else 0):
             if changed := _standardised(slot, mine, tile_scope, linear):

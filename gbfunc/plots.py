@@ -204,7 +204,7 @@ def tradeoff_curves(
         sizes, means, low, high = zip(
             *sorted((size, sum(seeds) / len(seeds), min(seeds), max(seeds)) for size, seeds in points), strict=True
         )
-        bars = np.subtract(means, low), np.subtract(high, means)
+        bars = np.stack([np.subtract(means, low), np.subtract(high, means)])
         marker = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "linewidth": 1.4 if i else 2.4}
         axes.errorbar(sizes, means, yerr=bars, capsize=3, label=label, **_style(i), **marker)
     axes.set(xlabel="everything needed to run (bytes, logarithmic)", ylabel=ylabel, xscale="log")

@@ -31,6 +31,12 @@ def pytest_configure() -> None:
             function(torch.ones(1, dtype=dtype))
 
 
+@pytest.fixture(autouse=True)
+def subnormal_numbers() -> None:
+    # What torch 2.5 compiles makes the process flush them to zero, and hypothesis wants them.
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data sets: `GBFUNC_DATA`, else `../shared/data` beside the repository."""

@@ -16,6 +16,7 @@ import gbfunc as gb
 from gbfunc.cli.ranks import Spread, pipeline_microbatches
 from gbfunc.parallel import Mesh
 from tests.support.ranks import PATIENCE, ROOT, run_ranks
+from tests.support.versions import needs_pipelines
 
 TEXT = "".join(f"{i} times {i} is {i * i}, and so on.\n" for i in range(400))
 CONFIG = {"--task-config": {"context": 16}, "--pnet-config": {"layers": 4, "width": 16, "heads": 2}}
@@ -95,6 +96,7 @@ def test_two_tensor_ranks(folder: Path, one: dict[str, Any]) -> None:
     assert sorted(p.name for p in (folder / "profile tensor").iterdir()) == ["rank-0.json", "rank-1.json", "table.txt"]
 
 
+@needs_pipelines
 @pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("gpipe", "zbv"))])
 def test_two_pipeline_ranks(schedule: str, folder: Path, one: dict[str, Any]) -> None:
     made = trained(2, folder, schedule, "--mesh", "pipeline=2", "--pipeline", schedule)
@@ -107,6 +109,7 @@ def test_two_pipeline_ranks(schedule: str, folder: Path, one: dict[str, Any]) ->
     assert made["bytes_sent_per_step_by_axis"]["pipeline"] == 8 * 16 * 16 * 4 * (2 if schedule == "zbv" else 1)
 
 
+@needs_pipelines
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
 def test_four_ranks_on_two_axes(schedule: str, folder: Path, one: dict[str, Any]) -> None:
@@ -117,6 +120,7 @@ def test_four_ranks_on_two_axes(schedule: str, folder: Path, one: dict[str, Any]
     assert {"pipeline", "tensor"} < made["bytes_sent_per_step_by_axis"].keys()
 
 
+@needs_pipelines
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "data=2,pipeline=2", "data=1,gnets=2,tensor=2"])
 def test_four_ranks_split_the_batch_too(mesh: str, folder: Path, one: dict[str, Any]) -> None:
@@ -124,6 +128,7 @@ def test_four_ranks_split_the_batch_too(mesh: str, folder: Path, one: dict[str, 
     assert_same_genome(folder, mesh)
 
 
+@needs_pipelines
 @pytest.mark.slow
 def test_a_training_goes_on_in_another_layout(folder: Path, one: dict[str, Any]) -> None:
     """From one process to four ranks, and from these to one process."""

@@ -125,6 +125,16 @@ def test_the_smallest_slots_are_finite(hypernet: Hypernet, matrix: tuple[int, in
     assert float(found.abs().max()) < 1e3
 
 
+@pytest.mark.parametrize(
+    "hypernet", [gb.gnet((3,)), gb.gnet((3,), activation="tanh"), gb.stochastic((3,)), gb.periodic(2), gb.low_rank(1)]
+)
+def test_tiles_of_one_weight_differ(hypernet: Hypernet) -> None:
+    """Such a tile has no codes: what differs is drawn."""
+    matrix = slot_of(hypernet, tile_grid((30, 30), 1), gb.binary(), gb.binary())
+    assert abs(float(matrix.std()) - 1) < 0.05
+    assert abs(float(matrix.mean())) < 0.01
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_rectifiers_that_are_off_everywhere_are_drawn_again(seed: int) -> None:
     """Two narrow layers of rectifiers are dead in a few draws in a hundred."""

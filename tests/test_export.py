@@ -20,9 +20,11 @@ from gbfunc.export import FORMATS, base
 from gbfunc.tasks import accuracy
 from gbfunc.types import Genome
 from tests.support.strategies import bounded_end, linear_end
+from tests.support.versions import needs_whole_graphs
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
+pytestmark = needs_whole_graphs
 
 TYPES = (
     gb.periodic(3),

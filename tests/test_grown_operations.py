@@ -11,7 +11,11 @@ from tests.support.dense_oracle import assert_same, step_answer
 from tests.test_weight_operations import MODES, OPERATIONS, oracle, planned
 
 # Torch scripts its decompositions for forward mode itself.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    # Dynamo looks at the gradient of every tensor that it is given.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 CHANGES = {
     "apply": r"net.apply\(...\) would change",

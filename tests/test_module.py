@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.trees import flat_genome, flatten_tree
 from tests.support.adapters import RATE, trained
+from tests.support.versions import needs_whole_graphs
 from tests.support.zoo import ZOO, dtype_of, genome_of, loss_fn
 
 SGD = gb.torch_optimizer(torch.optim.SGD, lr=RATE)
@@ -208,11 +209,10 @@ def test_autocast_is_for_the_pnet_and_not_for_generation() -> None:
     assert torch.equal(loss.detach(), step(step.init(0), batch)[1].loss)
 
 
+@needs_whole_graphs
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("name", ["mlp", "conv_bn", "running"])
 def test_a_compiled_module_gives_the_same(name: str, lazy: bool) -> None:
-    if lazy and torch.__version__ < "2.6":
-        pytest.skip("Dynamo of torch 2.5 does not trace forms of layers")
     _, module, batch = module_of(name, lazy=lazy)
     other = copy.deepcopy(module)
     torch._dynamo.reset()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.trees import flatten_tree
 from tests.support.adapters import adapter, pretrained, tokens
+from tests.support.versions import needs_whole_graphs
 
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -98,9 +99,8 @@ def test_copies_share_the_base() -> None:
     assert places == {dict(pnet.named_parameters())["query.weight"].data_ptr()} and None not in bases
 
 
+@needs_whole_graphs
 def test_a_compiled_adapter_gives_the_same() -> None:
-    if torch.__version__ < "2.6":
-        pytest.skip("Dynamo of torch 2.5 does not trace forms of layers")
     pnet, plan, genome = adapter()
     module = gb.GenomeModule(plan, pnet, genome, lazy=True)
     torch._dynamo.reset()

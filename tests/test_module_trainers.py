@@ -100,6 +100,7 @@ def assert_close(module: gb.GenomeModule, state: gb.TrainState) -> None:
             torch.testing.assert_close(given[leaf], x, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.6", reason="transformers loads no optimizer with torch older than 2.6")
 @pytest.mark.parametrize("name", NETS)
 def test_the_trainer_trains_as_the_functional_step_does(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="Trainer is in transformers")

@@ -14,6 +14,7 @@ from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order
 from gbfunc.parallel.rank_program import ScheduleCosts
 from gbfunc.parallel.schedule import Event, Schedule, ScheduleError, Timeline, simulate
 from gbfunc.parallel.training_schedule import RECIPES, ScheduleKind, make_schedule
+from tests.support.versions import needs_pipelines
 
 A, W = 131_072, 262_144
 SIZES = st.integers(1, 5)
@@ -187,6 +188,7 @@ def torch_order(order: PipelineOrder, ranks: int, microbatches: int, virtual: in
     return [[(m[2], int(m[1]), int(m[3])) for m in found if m] for found in matches]
 
 
+@needs_pipelines
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8, 12])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.rank_layouts import LAYOUTS, Course, take
 from tests.support.ranks import run_ranks
+from tests.support.versions import needs_pipelines
 from tests.test_storage_checkpoint_ranks import assert_close_trees
 
 UNTIL, SAVED = 5, 3
@@ -62,6 +63,7 @@ def run(world: int, layouts: tuple[str, ...], folder: Path) -> dict[str, dict[st
     return {name: taken for (_, _, name, _), taken in zip(courses, ranks[0], strict=True)}
 
 
+@needs_pipelines
 @pytest.mark.parametrize(("world", "layouts"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)])
 @pytest.mark.timeout(300)
 def test_any_layout_goes_on_from_any(

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.tensor_cases import SHARDED
+from tests.support.versions import with_pipelines
 from tests.test_distributed import assert_equal
 
 
@@ -24,7 +25,7 @@ def by_one(name: str) -> Any:
     return SHARDED[name](None)
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", with_pipelines(SHARDED, "pipeline"))
 def test_a_split_genome_makes_pieces_and_stages(name: str) -> None:
     for result in by_ranks("pipeline" in name):
         assert_equal(result[name], by_one(name), 1e-9)

@@ -132,9 +132,12 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
 
     Raises:
         ValueError: if `torch.export` cannot trace it.
+        ImportError: with a torch older than 2.6.
     """
     import torch.export
 
+    if torch.__version__ < "2.6":
+        raise ImportError(f"exporting a genome needs torch >= 2.6, whose Dynamo traces it; this is {torch.__version__}")
     batched = isinstance(dynamic_shapes, str) and dynamic_shapes == BATCH
     given = inputs.longer() if batched else inputs
     shapes: Any = given.shapes() if batched else dynamic_shapes

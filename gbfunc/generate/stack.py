@@ -6,7 +6,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -156,7 +156,8 @@ class Stack:
         dims = self.ensemble.dims
         spans = _spans([n * dims.rows * dims.cols * run.row.itemsize for n in self._counts])
         parts = run.split([sum(self._counts[span]) for span in spans])
-        return [m for part, span in zip(parts, spans, strict=True) for m in part.matrices(self.grids[span])]
+        # Not `zip(strict=True)`, at which torch.compile of torch 2.5 fails.
+        return list(chain.from_iterable(map(lambda part, span: part.matrices(self.grids[span]), parts, spans)))
 
     def parts(self, tiles: Tensor | Factors) -> list[Part]:
         """The matrix or the factors of each slot, from all tiles."""

@@ -105,7 +105,7 @@ class GNet(Hypernet):
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
-        else:
+        elif dims.row_width + dims.col_width:
             # Bits of +-1 sum up to this at most: every unit bends somewhere in its tile, and none is off everywhere.
             reach = drawn["row_weight"].abs().sum(-2) + drawn["col_weight"].abs().sum(-2)
             drawn["bias"] = drawn["bias"].clamp(-reach / 2, reach / 2)
