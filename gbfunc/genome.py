@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.hypernets.base import normal
-from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.hypernets.ensemble import Run, dense_tiles, is_exporting
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid, join_tiles
@@ -40,11 +40,6 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
         # Copies, as views of one number are not writable.
         row, col = (torch.from_numpy(codes.copy()) for codes in ensemble.codes)
     return row.to(device, dtype), col.to(device, dtype)
-
-
-def is_exporting() -> bool:
-    """Whether `torch.export` is tracing; older torch cannot tell, and keeps codes as tables."""
-    return getattr(torch.compiler, "is_exporting", bool)()
 
 
 def check_genome(

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
 from gbfunc.generate.stack import GatheredRun, Part, Stack, factors_of, matrix_of
-from gbfunc.genome import Noise, check_genome, check_noise, is_exporting
-from gbfunc.hypernets.ensemble import Run
+from gbfunc.genome import Noise, check_genome, check_noise
+from gbfunc.hypernets.ensemble import Run, is_exporting
 from gbfunc.layers import KINDS
 from gbfunc.layers.delta import DeltaWeight, added
 from gbfunc.layers.forms import FactoredWeight, WeightForm, formable

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gbfunc.genome import codes_of, is_exporting
-from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.genome import codes_of
+from gbfunc.hypernets.ensemble import Run, dense_tiles, is_exporting
 from gbfunc.parallel import Gather, Layout, Sizes, no_tiles
 from gbfunc.plan import Ensemble
 from gbfunc.tiling import Cut, join_all, join_tiles

@@ -11,12 +11,18 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.func import vmap
 
 from gbfunc.hypernets import Hypernet
 from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, Kernel, Params, TileDims
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is tracing; older torch cannot tell, and keeps codes as tables."""
+    return getattr(torch.compiler, "is_exporting", bool)()
 
 
 class Run(NamedTuple):

@@ -124,7 +124,7 @@ class Plan:
         shapes = {f"{GNET}{e.name}/{k}": shape for e in self.ensembles for k, shape in e.shapes.items()}
         return shapes | {f"{DIRECT}{t.name}": t.shape for t in self.direct}
 
-    @property
+    @cached_property
     def stochastic(self) -> bool:
         """Whether any g-net takes noise."""
         return any(e.hypernet.stochastic for e in self.ensembles)
