@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gbfunc.hypernets.kernels import chunked_apply
 from tests.support.kernel_cases import assert_trees_close, peak_of
+from tests.support.versions import needs_whole_graphs
 
 # Forward mode and Inductor import parts of torch that torch itself deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -79,7 +80,7 @@ def test_chunks_under_transforms(name: str) -> None:
     assert_trees_close(transform(chunked(400))(*case), transform(whole)(*case))
 
 
-@pytest.mark.parametrize("name", ["vmap", "vmap of grad", "grad of vmap"])
+@pytest.mark.parametrize("name", ["vmap", "vmap of grad", pytest.param("grad of vmap", marks=needs_whole_graphs)])
 def test_compiled_programs_may_contain_chunks(name: str) -> None:
     transform, case = DEEP_TRANSFORMS[name], deep_case(5, 3, 2)
     program = torch.compile(transform(chunked(400)), fullgraph=True, backend="aot_eager")
