@@ -79,8 +79,8 @@ METHODS: Mapping[str, Method] = {
 """Every way to a small network by its name."""
 
 PRETRAINED_METHODS: Mapping[str, Method] = {
-    "genome": GenomeOf("bilinear", (3e-2, 6e-2)),
-    "genome_int7": GenomeOf("bilinear", (3e-2, 6e-2), "int7"),
+    "genome": GenomeOf("bilinear"),
+    "genome_int7": GenomeOf("bilinear", codes="int7"),
     **ADAPTERS,
 }
 """Every way to change a pretrained network in few bytes by its name."""

@@ -60,12 +60,14 @@ class GenomeOf:
     """A genome of one type of g-net."""
 
     hypernet: str  # the type, a key of `HYPERNETS`
-    rates: tuple[float, ...]  # learning rates to choose from
+    rates: tuple[float, ...] = ()  # learning rates to choose from; none: the recipe's for that size, and twice that
     codes: str | None = None  # what it is stored as in place of the problem's dtype: "int2" to "int8"
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Learning rates."""
-        return grid(params=(self._plan(problem).genome_params,), lr=self.rates)
+        params = self._plan(problem).genome_params
+        usual = problem.task.recipe(params).lr
+        return grid(params=(params,), lr=self.rates or (usual, 2 * usual))
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam with the recipe's moments on the genome; of codes, the last steps with the genome rounded."""
