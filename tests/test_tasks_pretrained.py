@@ -46,6 +46,12 @@ def test_the_encoder_is_the_same_for_every_seed_and_the_classifier_is_not(networ
     assert not any("pooler" in name for name in first)
 
 
+def test_larger_genomes_learn_at_lower_rates(network: Path, data: Path) -> None:
+    recipe = find_task("texts", data, {"pretrained": str(network)}).recipe
+    assert recipe(100).lr == recipe(5_000).lr == 2 * recipe(10_800).lr == 10 * recipe(54_000).lr
+    assert recipe(100).direct_lr == recipe(54_000).direct_lr
+
+
 def test_training_one_leaves_the_next_as_it_was(network: Path, data: Path) -> None:
     task = find_task("texts", data, {"pretrained": str(network)})
     net = task.build(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,9 @@ _FINE_TUNING = Recipe(
     clip_norm=1.0,
     schedule=linear_decay,
 )
+
+_FULL_RATE = 5_400
+"""Parameters up to which a genome of a pretrained network learns at the full rate."""
 
 _POOL = 16
 """Batches whose texts are sorted by length together."""
@@ -200,7 +203,10 @@ def _read_folder(name: str, data_dir: Path | None) -> tuple[Labelled, Labelled, 
 
 
 def _recipe(pnet: PNet, genome_params: float) -> Recipe:
-    return _FINE_TUNING if "pretrained" in pnet.config else _FROM_SCRATCH
+    if "pretrained" not in pnet.config:
+        return _FROM_SCRATCH
+    # Adam moves every coefficient alike, and the sum of more features further.
+    return replace(_FINE_TUNING, lr=_FINE_TUNING.lr * _FULL_RATE / max(_FULL_RATE, genome_params))
 
 
 def _metrics(net: Net, split: PaddedTexts) -> dict[str, float]:
