@@ -299,7 +299,7 @@ for label, net in (("half the delta", halved), ("mean of two", mean), ("the last
 # that a method needs beside the base.
 
 # %%
-# Files of genomes in codes of 7 bits or float16, of the others in float32; std over seeds 0 to 2, None for a single run.
+# Files of genomes in codes of 7 bits or float16, of the others in float32; std over seeds 0 to 2, None for one run.
 PUBLISHED = {
     "columns": ("method", "bytes", "test mean", "test std"),
     "rows": [
