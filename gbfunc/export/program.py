@@ -137,7 +137,7 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     import torch.export
 
     if torch.__version__ < "2.6":
-        raise ImportError(f"exporting a genome needs torch >= 2.6, whose Dynamo traces it; this is {torch.__version__}")
+        raise ImportError(f"exports are traced by torch >= 2.6, this is {torch.__version__}")
     batched = isinstance(dynamic_shapes, str) and dynamic_shapes == BATCH
     given = inputs.longer() if batched else inputs
     shapes: Any = given.shapes() if batched else dynamic_shapes

@@ -6,7 +6,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -157,7 +157,7 @@ class Stack:
         spans = _spans([n * dims.rows * dims.cols * run.row.itemsize for n in self._counts])
         parts = run.split([sum(self._counts[span]) for span in spans])
         # Not `zip(strict=True)`, at which torch.compile of torch 2.5 fails.
-        return list(chain.from_iterable(map(lambda part, span: part.matrices(self.grids[span]), parts, spans)))
+        return [m for i, part in enumerate(parts) for m in part.matrices(self.grids[spans[i]])]
 
     def parts(self, tiles: Tensor | Factors) -> list[Part]:
         """The matrix or the factors of each slot, from all tiles."""

@@ -160,13 +160,14 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
     ranks, compiling = mesh.axis(axis), torch.compiler.is_compiling()
     if ranks.size == 1:
         return xs
-    transport: Transport = "nccl" if ranks.nccl else "all_to_all" if compiling else "p2p"
+    nccl = dist.get_backend(ranks.group) == "nccl"
+    transport: Transport = "nccl" if nccl else "all_to_all" if compiling else "p2p"
     return list(_apply(_Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh), xs))
 
 
 def exchange_rows(mesh: Mesh, axis: Axis, kind: Kind, rows: Tensor, sizes: Sizes) -> Tensor:
     """A gather or reduce-scatter of one tensor's rows along an axis of more than one rank, without a graph."""
-    transport: Transport = "nccl" if axis.nccl else "p2p"
+    transport: Transport = "nccl" if dist.get_backend(axis.group) == "nccl" else "p2p"
     return _run(_Exchange(kind, (sizes,), axis, transport, mesh), [rows])[0]
 
 

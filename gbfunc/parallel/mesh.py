@@ -7,10 +7,9 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,7 @@ AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
 """An axis; `"replicas"` are the ranks that hold the same tiles, which is all axes but `"gnets"`."""
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """Ranks that talk to each other.
 
     Attributes:
@@ -35,14 +33,12 @@ class Axis:
         ranks: their global ranks.
         rank: where among them this one is, its local rank.
         group: their process group, None for a single rank.
-        nccl: whether that group sends from GPU to GPU.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     group: Any
-    nccl: bool
 
     @property
     def size(self) -> int:
@@ -118,9 +114,7 @@ class Mesh:
             elif len(ranks) > 1:
                 limit = timedelta(seconds=self.timeout)
                 groups[key] = dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
-        group = groups[key]
-        nccl = group is not None and dist.get_backend(group) == "nccl"
-        return Axis(name, ranks, ranks.index(self.rank), group, nccl)
+        return Axis(name, ranks, ranks.index(self.rank), groups[key])
 
     @property
     def data(self) -> int:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 TRACES_WHOLE_NETS = torch.__version__ >= "2.6"
 """Whether one graph can hold forms of layers, and exchanges between ranks: not with Dynamo of torch 2.5."""
 
-HAS_PIPELINES = "scale_grads" in inspect.signature(ScheduleGPipe).parameters
+HAS_PIPELINES = "scale_grads" in inspect.signature(ScheduleInterleaved1F1B).parameters
 
 needs_whole_graphs = pytest.mark.skipif(
     not TRACES_WHOLE_NETS, reason=f"Dynamo of torch {torch.__version__}: 2.6 is needed"
