@@ -28,6 +28,7 @@ from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Ensemble, Plan
 from gbfunc.pnet import buffers_of, parameter_infos
 from gbfunc.tiling import split_tiles
+from gbfunc.trees import flat_genome
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 _SOLVES = 32
@@ -196,7 +197,7 @@ def fit_genome(
             gnets[e.name] = _fitted(_Tiles(plan, e, targets, like.dtype, like.device), leaves, steps, lr, count)
     genome = genome._replace(gnets=gnets)
     with torch.no_grad():
-        made = Generator(plan, base=base)(genome.gnets, genome.direct)
+        made = Generator(plan, base=base)(flat_genome(genome))
     return Fit(genome, {name: _error(made[name], given[name], target) for name, target in targets.items()})
 
 

@@ -15,7 +15,7 @@ from gbfunc.hypernets.ensemble import Run, dense_tiles, is_exporting
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid, join_tiles
-from gbfunc.trees import TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
+from gbfunc.trees import DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
 
 Noise = Mapping[str, Params]
@@ -58,7 +58,7 @@ def check_genome(
     if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
         raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {type(genome).__name__}")
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
-    flat = flat_genome(genome.gnets, genome.direct)
+    flat = flat_genome(genome)
     if buffers:
         expected |= {f"buffers/{b.name}": b.shape for b in plan.buffers}
         flat |= flatten_tree(genome.buffers, "buffers/")
@@ -178,6 +178,12 @@ def check_noise(plan: Plan, noise: Noise | None) -> None:
         compare_trees(specs, flatten_tree(noise), "the noise does not fit the plan")
 
 
+def unflat_genome(plan: Plan, leaves: Params, buffers: Params) -> Genome:
+    """The genome of a plan from its leaves by their flat names (`flat_genome`), and the p-net's buffers."""
+    gnets = {e.name: {k: leaves[f"{GNET}{e.name}/{k}"] for k in e.leaves} for e in plan.ensembles if e.leaves}
+    return Genome(gnets, {t.name: leaves[f"{DIRECT}{t.name}"] for t in plan.direct}, buffers)
+
+
 def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
     """The genome as one vector [P], and the function that makes a genome of such a vector again.
 
@@ -193,7 +199,7 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
     >>> len(vector) == plan.genome_params, gb.generate(plan, unflatten(0 * vector))["weight"].abs().max()
     (True, tensor(0.))
     """
-    named = flat_genome(genome.gnets, genome.direct)
+    named = flat_genome(genome)
     leaves = {k: named[k] for k in sorted(named) if named[k].is_floating_point()}
     dtype = reduce(torch.promote_types, (x.dtype for x in leaves.values()), torch.float16)
     sizes = [x.numel() for x in leaves.values()]
@@ -203,7 +209,7 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
             raise ValueError(f"expected a vector of {sum(sizes)} numbers, got shape {tuple(vector.shape)}")
         parts = zip(leaves.items(), vector.split(sizes), strict=True)
         made = {k: part.reshape(x.shape).to(x.dtype) for (k, x), part in parts}
-        return Genome(*like_genome(named | made, genome.gnets, genome.direct), dict(genome.buffers))
+        return like_genome(named | made, Genome(genome.gnets, genome.direct, dict(genome.buffers)))
 
     return torch.cat([x.detach().reshape(-1).to(dtype) for x in leaves.values()]), unflatten
 

@@ -10,6 +10,7 @@ from gbfunc.genome import Noise, check_genome, check_noise, check_plan
 from gbfunc.layers.forms import FactoredWeight, install
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, with_weights
+from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike
 
 
@@ -38,7 +39,7 @@ def materialize(
     base = plan.base_tensors(pnet)
     generator = Generator(plan, pnet=pnet if factored else None, lazy=factored, base=base)
     with torch.no_grad():
-        tensors = generator(genome.gnets, genome.direct, noise)
+        tensors = generator(flat_genome(genome), noise)
     forms, weights = {}, {k: tensors[k] for k in generator.unchanged}
     for tensor in plan.tensors:
         name, dtype, form = tensor.name, DTYPES[tensor.dtype], generator.forms.get(tensor.name)

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
 from gbfunc.generate import Generator
-from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise
+from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet, keep_statistics, parameter_infos, skeleton_of
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.train.options import Lazy
-from gbfunc.types import Genome, GenomeLike, GNets, Params
+from gbfunc.trees import DIRECT, GNET
+from gbfunc.types import Genome, GenomeLike, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
 
@@ -133,8 +134,9 @@ class GenomeModule(nn.Module):
         def leaf(root: nn.Module, path: str, x: Tensor, trained: bool = True) -> _Place:
             return _Place(root, path, x.detach().clone().requires_grad_(trained))
 
-        self._gnets = {e: {k: leaf(gnets, f"{e}.{k}", x) for k, x in xs.items()} for e, xs in genome.gnets.items()}
-        self._direct = {k: leaf(direct, k, x, k not in frozen) for k, x in genome.direct.items()}
+        ensembles = genome.gnets.items()
+        self._leaves = {f"{GNET}{e}/{k}": leaf(gnets, f"{e}.{k}", x) for e, xs in ensembles for k, x in xs.items()}
+        self._leaves |= {f"{DIRECT}{k}": leaf(direct, k, x, k not in frozen) for k, x in genome.direct.items()}
         self.add_module("gnets", gnets)
         self.add_module("direct", direct)
         self.add_module("buffer", nn.Module())
@@ -150,9 +152,8 @@ class GenomeModule(nn.Module):
 
     def to_genome(self) -> Genome:
         """The genome as it is now: copies without a graph, for `gb.save`, `gb.generate` and `gb.materialize`."""
-        gnets, direct, buffers = self._tensors()
-        flat = ({k: x.detach().clone() for k, x in part.items()} for part in (*gnets.values(), direct, buffers))
-        return Genome({name: next(flat) for name in gnets}, next(flat), next(flat))
+        leaves, buffers = ({k: x.detach().clone() for k, x in part.items()} for part in self._tensors())
+        return unflat_genome(self.plan, leaves, buffers)
 
     @property
     def plan(self) -> Plan:
@@ -182,8 +183,8 @@ class GenomeModule(nn.Module):
 
     def _on_weights(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the p-net on the weights that the genome generates now; buffers are those after it."""
-        gnets, direct, buffers = self._tensors()
-        weights = self._generator(gnets, direct, self._noise(gnets))
+        leaves, buffers = self._tensors()
+        weights = self._generator(leaves, self._noise(leaves))
         after = dict(buffers)
         out = call(weights, after, *args, **kwargs)
         for name, x in after.items():
@@ -269,17 +270,16 @@ class GenomeModule(nn.Module):
         sizes = f"{self.plan.genome_params:,} parameters of the genome, {self.plan.pnet_params:,} of the p-net"
         return f"{type(self._frame.pnet).__name__}: {sizes}"
 
-    def _tensors(self) -> tuple[GNets, Params, Params]:
-        """Leaves, direct parameters and buffers as they are now."""
-        gnets = {e: {k: place.tensor for k, place in places.items()} for e, places in self._gnets.items()}
-        direct, buffers = ({k: place.tensor for k, place in x.items()} for x in (self._direct, self._kept))
-        return gnets, direct, buffers
+    def _tensors(self) -> tuple[Params, Params]:
+        """The genome's leaves, flat by name, and buffers as they are now."""
+        leaves, buffers = ({k: place.tensor for k, place in x.items()} for x in (self._leaves, self._kept))
+        return leaves, buffers
 
-    def _noise(self, gnets: GNets) -> Noise | None:
+    def _noise(self, leaves: Params) -> Noise | None:
         """Noise for stochastic g-nets in training mode."""
         if not self.training or not self.plan.stochastic:
             return None
-        return _drawn(self.plan, next(x for leaves in gnets.values() for x in leaves.values()))
+        return _drawn(self.plan, next(iter(leaves.values())))
 
     def _build(self) -> None:
         """Make what is not kept in a copy or a pickle."""
@@ -291,8 +291,7 @@ class GenomeModule(nn.Module):
 
     def _prepare(self) -> None:
         """Constants for the device of the leaves; a compiled forward cannot make them."""
-        gnets, direct, _ = self._tensors()
-        self._generator.prepare(gnets, direct)
+        self._generator.prepare(self._tensors()[0])
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from gbfunc.types import GNets, Params
+from gbfunc.types import GenomeLike, Params
 
 GNET, DIRECT = "gnets/", "direct/"
 
@@ -80,14 +80,15 @@ def unflatten_tree(flat: Mapping[str, Any], like: Any, prefix: str = "") -> Any:
     return _mapping_like(like, values)
 
 
-def flat_genome(gnets: GNets, direct: Params) -> Params:
+def flat_genome(genome: GenomeLike) -> Params:
     """All trained leaves in one flat dict: `gnets/<ensemble>/<leaf>` and `direct/<parameter>`."""
-    return flatten_tree({"gnets": gnets, "direct": direct})
+    return flatten_tree({"gnets": genome.gnets, "direct": genome.direct})
 
 
-def like_genome(flat: Params, gnets: GNets, direct: Params) -> tuple[GNets, Params]:
-    """Undo `flat_genome`: the values of `flat` in the structure of `gnets` and `direct`."""
-    return unflatten_tree(flat, gnets, GNET), unflatten_tree(flat, direct, DIRECT)
+def like_genome(flat: Params, genome: GenomeLike) -> Any:
+    """Undo `flat_genome`: a `Genome` or `TrainState` with the values of `flat` in place of its leaves."""
+    gnets, direct = unflatten_tree(flat, genome.gnets, GNET), unflatten_tree(flat, genome.direct, DIRECT)
+    return genome._replace(gnets=gnets, direct=direct)
 
 
 def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:

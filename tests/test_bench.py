@@ -28,6 +28,7 @@ from gbfunc.lab.bench.report import growth_curves, log_slope, run_bench, time_to
 from gbfunc.lab.bench.variants import Setting, build
 from gbfunc.plots import cost_curves
 from gbfunc.tasks.pnets.mlp import mlp
+from gbfunc.trees import flat_genome
 
 CPU = Setting(torch.device("cpu"), None, 1)
 KEYS = {"case", "variant", "step_ms", "ratio_to_dense", "ratio_to_naive", "peak_mb", "counted_mb", "weights"}
@@ -65,7 +66,7 @@ def test_naive_generates_what_the_library_does(include: tuple[str, ...]) -> None
     plan = gb.make_plan(pnet, gb.gnet((4,)), max_tile=3, include=include)
     genome = gb.init_genome(plan, pnet, 1)
     expected = gb.generate(plan, genome)
-    actual = NaiveGenerator(plan, torch.float64, torch.device("cpu"))(genome.gnets, genome.direct)
+    actual = NaiveGenerator(plan, torch.float64, torch.device("cpu"))(flat_genome(genome))
     assert actual.keys() == expected.keys() and len(plan.generated) == (4 if include else 2)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
@@ -81,8 +82,8 @@ def test_naive_gradients_are_the_library_s() -> None:
         assert isinstance(total, Tensor)
         return torch.autograd.grad(total, leaves)
 
-    naive = NaiveGenerator(plan, torch.float64, torch.device("cpu"))(genome.gnets, genome.direct)
-    expected = gradients(Generator(plan)(genome.gnets, genome.direct))
+    naive = NaiveGenerator(plan, torch.float64, torch.device("cpu"))(flat_genome(genome))
+    expected = gradients(Generator(plan)(flat_genome(genome)))
     torch.testing.assert_close(gradients(naive), expected, rtol=1e-10, atol=1e-12)
 
 

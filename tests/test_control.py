@@ -127,7 +127,7 @@ def test_a_seed_decides_everything(cartpole: Environment, dense: bool) -> None:
     rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in run.history] for run in (first, again, other)]
     assert rows[0] == rows[1] != rows[2]
     assert [row["env_steps"] for row in rows[0]] == [256, 512] and first.steps == 4
-    one, two = (flat_genome(run.state.gnets, run.state.direct) for run in (first, again))
+    one, two = (flat_genome(run.state) for run in (first, again))
     assert all(torch.equal(one[name], two[name]) for name in one) and one.keys() == two.keys()
 
 

@@ -60,7 +60,7 @@ def test_gradients_are_those_of_generate_and_a_functional_call(name: str) -> Non
     module = gb.GenomeModule(plan, pnet, genome, lazy=True)
     batch = ZOO[name].batch(torch.float64)
     loss_fn(module, batch).backward()
-    leaves = {k: v.requires_grad_() for k, v in flat_genome(genome.gnets, genome.direct).items()}
+    leaves = {k: v.requires_grad_() for k, v in flat_genome(genome).items()}
     weights = gb.generate(plan, genome)
 
     def net(x: Tensor) -> Any:

@@ -96,7 +96,7 @@ def test_a_step_with_rounding_is_one_at_the_rounded_genome(name: str, options: A
     plain, batch = step_of(ZOO[name], **options)
     rounding, _ = step_of(ZOO[name], **options, rounding="int4")
     state = plain.init(seed=3)
-    near = rounded(flat_genome(state.gnets, state.direct), "int4")
+    near = rounded(flat_genome(state), "int4")
     at = state._replace(
         gnets={e: {k: near[f"gnets/{e}/{k}"] for k in leaves} for e, leaves in state.gnets.items()},
         direct={k: near[f"direct/{k}"] for k in state.direct},
@@ -104,8 +104,8 @@ def test_a_step_with_rounding_is_one_at_the_rounded_genome(name: str, options: A
     expected, info = plain(at, batch)
     got, told = rounding(state, batch)
     assert same_bits(told.loss, info.loss) and same_bits(got.buffers, expected.buffers)
-    before, after = flat_genome(state.gnets, state.direct), flat_genome(got.gnets, got.direct)
-    moved = flat_genome(expected.gnets, expected.direct)
+    before, after = flat_genome(state), flat_genome(got)
+    moved = flat_genome(expected)
     for k, x in before.items():
         torch.testing.assert_close(after[k] - x, moved[k] - near[k], rtol=1e-2, atol=1e-2 if x.itemsize < 4 else 1e-6)
 

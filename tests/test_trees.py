@@ -28,6 +28,7 @@ from gbfunc.trees import (
     tree_map,
     unflatten_tree,
 )
+from gbfunc.types import Genome
 from tests.support.trees_equal import copy_tree, same_bits
 
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters="._"), min_size=1, max_size=8)
@@ -40,8 +41,8 @@ def params(draw: st.DrawFn) -> dict[str, Tensor]:
 
 
 @st.composite
-def genomes(draw: st.DrawFn) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    return draw(st.dictionaries(NAMES, params(), max_size=3)), draw(params())
+def genomes(draw: st.DrawFn) -> Genome:
+    return Genome(draw(st.dictionaries(NAMES, params(), max_size=3)), draw(params()), {})
 
 
 class Batch(NamedTuple):
@@ -50,24 +51,23 @@ class Batch(NamedTuple):
 
 
 @given(genomes())
-def test_a_flat_genome_has_every_leaf_once_and_goes_back(genome: Any) -> None:
-    gnets, direct = genome
-    flat = flat_genome(gnets, direct)
-    assert len(flat) == sum(map(len, gnets.values())) + len(direct)
-    back = like_genome(flat, gnets, direct)
-    assert same_bits(back, (gnets, direct))
+def test_a_flat_genome_has_every_leaf_once_and_goes_back(genome: Genome) -> None:
+    flat = flat_genome(genome)
+    assert len(flat) == sum(map(len, genome.gnets.values())) + len(genome.direct)
+    assert same_bits(like_genome(flat, genome), genome)
     # By name, whatever the order.
     turned = dict(reversed(flat.items()))
-    assert same_bits(like_genome(turned, gnets, direct), (gnets, direct))
+    assert same_bits(like_genome(turned, genome), genome)
 
 
 def test_a_genome_keeps_the_order_of_its_names() -> None:
     gnets = {"b": {"z": torch.ones(1), "a": torch.ones(2)}, "a": {"m": torch.ones(3)}}
     direct = {"y": torch.ones(4), "x": torch.ones(5)}
-    assert list(flat_genome(gnets, direct)) == ["gnets/b/z", "gnets/b/a", "gnets/a/m", "direct/y", "direct/x"]
-    back, own = like_genome(tree_map(lambda t: 2 * t, flat_genome(gnets, direct)), gnets, direct)
-    assert list(back) == ["b", "a"] and list(back["b"]) == ["z", "a"] and list(own) == ["y", "x"]
-    assert torch.equal(back["b"]["a"], torch.full((2,), 2.0))
+    genome = Genome(gnets, direct, {})
+    assert list(flat_genome(genome)) == ["gnets/b/z", "gnets/b/a", "gnets/a/m", "direct/y", "direct/x"]
+    back = like_genome(tree_map(lambda t: 2 * t, flat_genome(genome)), genome)
+    assert list(back.gnets) == ["b", "a"] and list(back.gnets["b"]) == ["z", "a"] and list(back.direct) == ["y", "x"]
+    assert torch.equal(back.gnets["b"]["a"], torch.full((2,), 2.0))
 
 
 @given(st.integers(1, 5), st.integers(0, 3), SHAPES)
@@ -172,8 +172,8 @@ def test_a_name_is_the_path_to_a_tensor() -> None:
 
 
 @given(genomes(), genomes())
-def test_two_trees_differ_unless_names_and_shapes_are_equal(one: Any, other: Any) -> None:
-    a, b = flat_genome(*one), flat_genome(*other)
+def test_two_trees_differ_unless_names_and_shapes_are_equal(one: Genome, other: Genome) -> None:
+    a, b = flat_genome(one), flat_genome(other)
     same = {k: (x.shape, x.dtype) for k, x in a.items()} == {k: (x.shape, x.dtype) for k, x in b.items()}
     with nullcontext() if same else pytest.raises(ValueError, match="missing|wrong"):
         compare_trees(a, b, "they differ")

@@ -33,11 +33,12 @@ from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.parallel import Gather, Layout
 from gbfunc.plan import DTYPES, Plan, TensorPlan
 from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece
-from gbfunc.types import GenomeLike, GNets, Kernel, Params
+from gbfunc.trees import DIRECT, GNET, flat_genome
+from gbfunc.types import GenomeLike, Kernel, Params
 
 
 class Generator:
-    """A plan with its constants (codes, groups, scales) at hand: `generator(gnets, direct) -> {name: tensor}`.
+    """A plan with its constants (codes, groups, scales) at hand: `generator(leaves) -> {name: tensor}`.
 
     Constants are built once for each dtype and device. `generate` is the one-off form.
 
@@ -165,23 +166,22 @@ class Generator:
         piece = tensor.name in self._pieces
         return RecomputedWeight(tensor.name, inputs, maker, tensor.kind == "transposed_linear", piece)
 
-    def __call__(self, gnets: GNets, direct: Params, noise: Noise | None = None) -> Params:
+    def __call__(self, leaves: Params, noise: Noise | None = None) -> Params:
         """What the p-net's skeleton takes: all its parameters by name, those with a form as the inputs of the form.
 
         Args:
-            gnets: leaves of the ensembles, this rank's rows of them where they are split.
-            direct: direct parameters, which are returned as they are.
+            leaves: those of the genome, flat by name (`flat_genome`): of ensembles, this rank's rows of them where they
+                are split, and direct parameters, which are returned as they are.
             noise: noise of all tiles of the stochastic ensembles, None for the mean.
 
         Raises:
             CollectiveError: if a rank is missing.
         """
-        dtype, device = self._kind(gnets, direct)
+        dtype, device = self._kind(leaves)
         noise = noise or {}
         # A caller's autocast is for the p-net; an exported graph has none, and should not hold that it is off.
         with nullcontext() if is_exporting() else torch.autocast(device.type, enabled=False):
-            named = [(stack, stack.ensemble.name) for stack in self._stacks]
-            runs = [stack.run(gnets.get(name, {}), noise.get(name), dtype, device) for stack, name in named]
+            runs = [stack.run(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self._stacks]
             parts = self._gather(runs)
             parts |= {i: make(runs[i]) for i, make in enumerate(self._made) if make is not None}
             tensors: Params = {}
@@ -192,20 +192,20 @@ class Generator:
                 if places:
                     tensors |= write(tensor, [(parts[number][i], self._stacks[number].cuts[i]) for number, i in places])
                 else:
-                    tensors[tensor.name] = self._direct(tensor, direct[tensor.name])
+                    tensors[tensor.name] = self._direct(tensor, leaves[f"{DIRECT}{tensor.name}"])
             return tensors
 
-    def prepare(self, gnets: GNets, direct: Params) -> None:
+    def prepare(self, leaves: Params) -> None:
         """Build the constants for these leaves, which a compiled call cannot do itself."""
+        dtype, device = self._kind(leaves)
         if self._base is not None:
-            self._base.on(self._kind(gnets, direct)[1])
+            self._base.on(device)
         for stack in self._stacks:
-            stack.constants(*self._kind(gnets, direct))
+            stack.constants(dtype, device)
 
-    def _kind(self, gnets: GNets, direct: Params) -> tuple[torch.dtype, torch.device]:
-        """Dtype and device of generation: those of the leaves."""
-        like = next((leaf for leaves in gnets.values() for leaf in leaves.values()), None)
-        like = next(iter(direct.values()), None) if like is None else like
+    def _kind(self, leaves: Params) -> tuple[torch.dtype, torch.device]:
+        """Dtype and device of generation: those of the g-nets' leaves, where there are any."""
+        like = next((x for k, x in leaves.items() if k.startswith(GNET)), next(iter(leaves.values()), None))
         dtype = self._dtype if like is None or not like.is_floating_point() else like.dtype
         return dtype, torch.device("cpu") if like is None else like.device
 
@@ -305,4 +305,4 @@ def generate(
     if base is not None and plan.base is None:
         raise ValueError("the plan has no base: the genome holds all of the p-net")
     tensors = plan.base_tensors(base) if isinstance(base, nn.Module) else base
-    return Generator(plan, kernel=kernel, base=tensors)(genome.gnets, genome.direct, noise)
+    return Generator(plan, kernel=kernel, base=tensors)(flat_genome(genome), noise)

@@ -10,6 +10,7 @@ from gbfunc.genome import Noise, check_genome
 from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Plan, TensorPlan
 from gbfunc.tiling import Piece, TileGrid, cut_piece
+from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Kernel
 
 
@@ -76,9 +77,8 @@ def _block(
     slot, narrow = tensor.slots[part], DTYPES[tensor.dtype]
     e, number = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is slot)
     stack = Stack(e, kernel, None, lambda: None, {number: cut_piece(slot.grid, piece)})
-    leaves = genome.gnets.get(e.name, {})
-    like = next(iter(leaves.values()), torch.zeros((), dtype=plan.dtype, device="cpu"))
-    run = stack.run(leaves, noise.get(e.name), like.dtype, like.device)
+    like = next(iter(genome.gnets.get(e.name, {}).values()), torch.zeros((), dtype=plan.dtype, device="cpu"))
+    run = stack.run(flat_genome(genome), noise.get(e.name), like.dtype, like.device)
     block = stack.cuts[0].crop(stack.matrices(run)[0])
     block = block + slot.offset if slot.offset else block
     return block.to(narrow) if narrow.itemsize < plan.dtype.itemsize else block

@@ -18,6 +18,7 @@ from gbfunc.hypernets.ensemble import Run, dense_tiles, is_exporting
 from gbfunc.parallel import Gather, Layout, Sizes, no_tiles
 from gbfunc.plan import Ensemble
 from gbfunc.tiling import Cut, join_all, join_tiles
+from gbfunc.trees import GNET
 from gbfunc.types import Factors, Kernel, Params
 
 _RUN_BYTES = 2**22
@@ -78,6 +79,7 @@ class Stack:
         self._sizes = [layout.sizes_of(ensemble, i) for i in range(len(self.grids))] if layout else None
         self._held = [s[layout.mesh.gnets_index] for s in self._sizes] if layout and self._sizes else self._counts
         hypernet, specs = ensemble.hypernet, ensemble.leaves
+        self._names = {k: f"{GNET}{ensemble.name}/{k}" for k in specs}
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
         linear = hypernet.standardised and not hypernet.stochastic
         self._linear = tuple(k for k, leaf in specs.items() if linear and leaf.role == "linear")
@@ -120,8 +122,9 @@ class Stack:
         )
 
     def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
-        """This rank's tiles, from its leaves and the noise of all tiles."""
+        """This rank's tiles, from its leaves, among others flat by name, and the noise of all tiles."""
         bare, scale, groups = self.constants(dtype, device)
+        leaves = {k: leaves[name] for k, name in self._names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._span] for k, v in leaves.items()}
         leaves = {k: v[groups] if k in self._shared else v for k, v in leaves.items()}

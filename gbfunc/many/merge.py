@@ -12,6 +12,7 @@ from gbfunc.generate import Generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, buffers_of, parameter_infos, with_weights
+from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Params
 
 
@@ -54,7 +55,7 @@ def merge_genomes(
     base = plan.base_tensors(pnet)
     generator = Generator(plan, base=base)
     with torch.no_grad():
-        made = [generator(genome.gnets, genome.direct) for genome in genomes]
+        made = [generator(flat_genome(genome)) for genome in genomes]
     present: Params = {} if base is None else {info.name: info.tensor.detach() for info in parameter_infos(pnet)}
     present |= {} if base is None else {name: buffer for name, (buffer, _) in buffers_of(pnet).items()}
     first = max(range(len(shares)), key=lambda i: shares[i])

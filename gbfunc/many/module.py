@@ -23,7 +23,7 @@ from gbfunc.many.merge import check_genomes
 from gbfunc.many.row_wise import NoRowsError, RowWise, without_fused
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, parameter_infos
-from gbfunc.trees import tree_leaves, tree_map
+from gbfunc.trees import flat_genome, tree_leaves, tree_map
 from gbfunc.types import GenomeLike, Params
 
 
@@ -161,7 +161,7 @@ def _all_tensors(
 ) -> tuple[dict[str, list[Tensor]], set[str], dict[str, list[Tensor]]]:
     """What the p-net takes, of every genome by name; names of the parameters that are factors; and buffers."""
     with torch.no_grad():
-        made = [generator(genome.gnets, genome.direct) for genome in genomes]
+        made = [generator(flat_genome(genome)) for genome in genomes]
     tensors = {name: [x[name] for x in made] for name in generator.unchanged}
     forms: set[str] = set()
     for tensor in plan.tensors:

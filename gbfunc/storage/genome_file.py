@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gbfunc.files import replace_file
-from gbfunc.genome import check_genome
+from gbfunc.genome import check_genome, unflat_genome
 from gbfunc.plan import DTYPES, STORED_DTYPES, Plan, StoredDtype, stored_name
 from gbfunc.plan.file_layout import (
     COMPACT,
@@ -114,9 +114,7 @@ def load(
         return plan, flat
 
     plan, flat = _read(path, read)
-    gnets = {e.name: {k: flat[f"gnets/{e.name}/{k}"] for k in e.leaves} for e in plan.ensembles if e.leaves}
-    direct = {t.name: flat[f"direct/{t.name}"] for t in plan.direct}
-    return plan, Genome(gnets, direct, {b.name: flat[f"buffers/{b.name}"] for b in plan.buffers})
+    return plan, unflat_genome(plan, flat, {b.name: flat[f"buffers/{b.name}"] for b in plan.buffers})
 
 
 def load_metadata(path: str | os.PathLike[str]) -> Any:

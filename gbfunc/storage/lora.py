@@ -30,6 +30,7 @@ from gbfunc.genome import check_genome, check_plan
 from gbfunc.layers.forms import FactoredWeight
 from gbfunc.plan import DTYPES, Plan, TensorPlan
 from gbfunc.tiling import TileGrid
+from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Params
 
 _PREFIX = "base_model.model."
@@ -93,8 +94,8 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> LoRA:
     deltas, heads = [t for t in plan.tensors if t.base], [t for t in plan.tensors if not t.base]
     generator = Generator(plan, pnet=pnet, lazy=True, base=base, names={t.name for t in deltas})
     with torch.no_grad():
-        weights = generator(genome.gnets, genome.direct)
-        dense = Generator(plan, base=base, names={t.name for t in heads})(genome.gnets, genome.direct)
+        weights = generator(flat_genome(genome))
+        dense = Generator(plan, base=base, names={t.name for t in heads})(flat_genome(genome))
     ranks, tensors = {}, {}
     for tensor in deltas:
         form = generator.forms.get(tensor.name)

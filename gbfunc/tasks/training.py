@@ -136,9 +136,7 @@ def genome_trainer(
     def net(state: gb.TrainState) -> nn.Module:
         genome = train_step.gather(state)
         if rounding is not None:
-            leaves = rounded(flat_genome(genome.gnets, genome.direct), rounding)
-            gnets, direct = like_genome(leaves, genome.gnets, genome.direct)
-            genome = genome._replace(gnets=gnets, direct=direct)
+            genome = like_genome(rounded(flat_genome(genome), rounding), genome)
         return gb.materialize(plan, genome, pnet).eval()
 
     return Trainer(train_step.init(seed=seed), step, net, train_step)

@@ -59,7 +59,7 @@ def update_alignment(
         raise TypeError(f"before must be a TrainState, whose seed its step used, got a {type(before).__name__}")
     check_plan(plan, pnet)
     base, seed = plan.base_tensors(pnet), step_seed(before.seed, before.step)
-    leaf = next(iter(flat_genome(before.gnets, before.direct).values()))
+    leaf = next(iter(flat_genome(before).values()))
     noise = noise_of(plan, seed, leaf)
     with torch.no_grad():
         old, new = (generate(plan, genome, noise=noise, base=base) for genome in (before, after))

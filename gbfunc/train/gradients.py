@@ -24,8 +24,8 @@ from gbfunc.parallel import Gather, Layout, gather_objects
 from gbfunc.plan import Plan
 from gbfunc.pnet import GrownNet, PureNet
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import flat_genome, like_genome, mean_tree, n_rows, split_batch, split_rows, tree_map
-from gbfunc.types import GNets, Params
+from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows, tree_map
+from gbfunc.types import Params
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
@@ -95,8 +95,7 @@ class LossAndGrads(NamedTuple):
 class _Given(NamedTuple):
     """What the loss is a function of."""
 
-    gnets: GNets
-    direct: Params
+    leaves: Params
     noise: Noise | None
     buffers: Params
     batch: Any
@@ -164,15 +163,12 @@ class Objective:
             "" if pipeline is None else pipeline.whole,
         )
 
-    def __call__(
-        self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seed: int
-    ) -> LossAndGrads:
+    def __call__(self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int) -> LossAndGrads:
         """Loss, aux and gradients by name.
 
         Args:
-            gnets: leaves of the ensembles.
-            direct: direct parameters.
-            leaves: those of both that gradients are wanted for, flat by name; they require grad.
+            leaves: the genome's, flat by name, as the loss sees them.
+            trained: those that gradients are wanted for, which require grad; `leaves` are them, or made of them.
             buffers: clones of the p-net's buffers, which are updated.
             batch: the batch, with a mesh this rank's share of it.
             seed: of dropout and of stochastic g-nets.
@@ -181,7 +177,7 @@ class Objective:
             ValueError: for a loss that is no scalar or does not depend on what is trained, or a batch that microbatches
                 cannot split.
         """
-        wanted = list(leaves.values())
+        wanted = list(trained.values())
         noise = noise_of(self._plan, seed, wanted[0])
         rows, counts, scale = 1, True, self._scale
         if self._ranks > 1:
@@ -199,10 +195,10 @@ class Objective:
         if self._generator.gather is not None:
             self._generator.gather = Gather(self._layout, counts)
         with seeded(seed, wanted[0].device), torch.enable_grad(), self.net.held():
-            loss, aux, gradients, counted = self._way(_Given(gnets, direct, noise, buffers, batch, rows), wanted)
+            loss, aux, gradients, counted = self._way(_Given(leaves, noise, buffers, batch, rows), wanted)
         if all(g is None for g in gradients) and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)
-        named = zip(leaves.items(), gradients, strict=True)
+        named = zip(trained.items(), gradients, strict=True)
         filled = {k: torch.zeros_like(v) if g is None else g if scale == 1.0 else g / scale for (k, v), g in named}
         if self._tensor is not None:
             self._tensor.compare(loss)
@@ -210,37 +206,36 @@ class Objective:
         return LossAndGrads(loss, aux, filled, counted if rows else 0, counts)
 
     def of_many(
-        self, gnets: GNets, direct: Params, leaves: Params, buffers: Params, batch: Any, seeds: list[int], same: bool
+        self, frozen: Params, trained: Params, buffers: Params, batch: Any, seeds: list[int], same: bool
     ) -> tuple[Tensor, Any, Params, Params]:
         """Losses [n], aux, gradients by name and buffers of n genomes at once, stacked as their leaves are.
 
-        Arguments are those of a call, with the members as the first dimension, in the batch unless all have the `same`.
+        Arguments are as for a call, with the members as the first dimension, in the batch unless all have the `same`;
+        `frozen` are the leaves that are not trained.
         """
-        like = next(iter(leaves.values()))
+        like = next(iter(trained.values()))
         drawn = [noise_of(self._plan, seed, like) for seed in seeds]
         noise = None if drawn[0] is None else tree_map(lambda *tensors: torch.stack(tensors), *drawn)
-        self._generator.prepare(gnets, direct)
+        self._generator.prepare(frozen | trained)
 
-        def one(gnets: GNets, direct: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
-            def loss_of(flat: Params, buffers: Params) -> Any:
-                weights = self._generator(*like_genome(frozen | flat, gnets, direct), noise)
+        def one(frozen: Params, trained: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
+            def loss_of(trained: Params, buffers: Params) -> Any:
+                weights = self._generator(frozen | trained, noise)
                 loss, aux = self._loss(weights, buffers, batch if same else small)
                 return loss * self._scale, (loss, tree_map(torch.as_tensor, aux), buffers)
 
-            flat = flat_genome(gnets, direct)
-            frozen = {k: x for k, x in flat.items() if k not in leaves}
-            return grad(loss_of, has_aux=True)({k: flat[k] for k in leaves}, buffers)
+            return grad(loss_of, has_aux=True)(trained, buffers)
 
         dims = (0, 0, None if noise is None else 0, 0, None if same else 0)
         with seeded(seeds[0], like.device):
             # Not a gradient around vmap: inside of it no tensor would be seen to require one.
             many = vmap(one, dims, randomness="different")
-            gradients, (loss_n, aux, buffers) = many(gnets, direct, noise, buffers, None if same else batch)
+            gradients, (loss_n, aux, buffers) = many(frozen, trained, noise, buffers, None if same else batch)
         return loss_n, aux, {k: g / self._scale for k, g in gradients.items()}, buffers
 
     def _forward(self, given: _Given) -> tuple[Tensor, Any]:
         """Loss and aux in one graph: what `compile` compiles."""
-        return self._loss(self._generator(given.gnets, given.direct, given.noise), given.buffers, given.batch)
+        return self._loss(self._generator(given.leaves, given.noise), given.buffers, given.batch)
 
     def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
@@ -260,7 +255,7 @@ class Objective:
     def _at_once(self, given: _Given, wanted: list[Tensor]) -> tuple[Tensor, Any, Gradients, float]:
         """Loss, aux, gradients of the scaled sum of the rows' losses, and rows, in one graph."""
         if self._options.compile:
-            self._generator.prepare(given.gnets, given.direct)
+            self._generator.prepare(given.leaves)
             if not self.net.compiled:
                 self._rehearse(given, wanted[0].device)
         with self._counted(wanted):
@@ -314,7 +309,7 @@ class Objective:
         """The weights, the same without their graph, and the names of those that take gradients."""
         again = self._options.remat == "generate"
         with torch.no_grad() if again else nullcontext():
-            weights = self._generator(given.gnets, given.direct, given.noise)
+            weights = self._generator(given.leaves, given.noise)
         trained = weights.keys() - self._generator.frozen
         live = [
             k for k in weights if k in trained and (weights[k].requires_grad or (again and _differentiable(weights[k])))
@@ -325,7 +320,7 @@ class Objective:
     def _through_gnets(self, given: _Given, weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:
         """Gradients of the genome from those of the weights."""
         if self._options.remat == "generate":
-            weights = self._generator(given.gnets, given.direct, given.noise)
+            weights = self._generator(given.leaves, given.noise)
         used = [k for k in sums if weights[k].requires_grad]
         if not used and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)

@@ -79,15 +79,14 @@ class Population:
                 loss that is no scalar or does not depend on what is trained.
         """
         state, step = checked_state(states), self.train_step
-        named = flat_genome(state.gnets, state.direct)
+        named = flat_genome(state)
         self._check(state, named)
         flat = {k: v.detach() for k, v in named.items() if k not in step._frozen}
         frozen = {k: named[k] for k in step._frozen}
-        gnets, direct = like_genome(flat | frozen, state.gnets, state.direct)
         buffers = {k: v.clone() for k, v in state.buffers.items()}
         seeds = [step_seed(*both) for both in zip(state.seed, state.step, strict=True)]
         of_many = step._objective.of_many
-        loss_n, aux, gradients, buffers = of_many(gnets, direct, flat, buffers, batch, seeds, self._same_batch)
+        loss_n, aux, gradients, buffers = of_many(frozen, flat, buffers, batch, seeds, self._same_batch)
         norms = [torch.linalg.vector_norm(g.reshape(self.n, -1), dim=1) for g in gradients.values()]
         norm_n = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         info = StepInfo(loss_n, norm_n, torch.isfinite(loss_n) & torch.isfinite(norm_n), aux)
@@ -135,15 +134,8 @@ class Population:
             if int(opt.step) > 1:
                 kept = {k: {e: x for e, x in of.items() if (k, e) not in shared} for k, of in leaves.items()}
                 leaves = {k: of | _chosen(finite_n, kept[k], state.opt.leaves[k]) for k, of in leaves.items()}
-        gnets, direct = like_genome(new | frozen, state.gnets, state.direct)
-        return TrainState(
-            gnets,
-            direct,
-            buffers,
-            state.opt._replace(step=state.opt.step + 1, leaves=leaves),
-            state.step + 1,
-            state.seed,
-        )
+        opt = state.opt._replace(step=state.opt.step + 1, leaves=leaves)
+        return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
     def _shared(self, params: Params) -> frozenset[tuple[str, str]]:
         """Entries of the optimizer's state that all members have together, such as counts of steps."""

@@ -125,7 +125,7 @@ class TrainStep:
             named = flatten_tree(genome)
             equal = from_rank_0(self.mesh, list(named.values()))
             genome = unflatten_tree(dict(zip(named, equal, strict=True)), genome)
-        named = flat_genome(genome.gnets, genome.direct)
+        named = flat_genome(genome)
         opt = self._optimizer.init({k: v for k, v in named.items() if k not in self._frozen}, self._roles)
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
         return self.shard(TrainState(*genome, opt, step, number))
@@ -184,7 +184,7 @@ class TrainStep:
                 is no scalar or does not depend on what is trained.
         """
         state = checked_state(gnet_params)
-        named = flat_genome(state.gnets, state.direct)
+        named = flat_genome(state)
         both = named | {f"buffers/{k}": v for k, v in state.buffers.items()}
         if {k: tuple(v.shape) for k, v in both.items()} != self._expected:
             check_genome(self.plan, state, self._shapes)
@@ -196,9 +196,8 @@ class TrainStep:
             self._check_ranks(state, flat)
         buffers = {k: v.clone() for k, v in state.buffers.items()}
         frozen = {k: named[k] for k in self._frozen}
-        gnets, direct = like_genome(self._rounded(flat | frozen), state.gnets, state.direct)
-        seed = step_seed(state.seed, state.step)
-        loss, aux, gradients, rows, counts = self._objective(gnets, direct, flat, buffers, batch, seed)
+        leaves, seed = self._rounded(flat | frozen), step_seed(state.seed, state.step)
+        loss, aux, gradients, rows, counts = self._objective(leaves, flat, buffers, batch, seed)
         # A module may change a buffer with a graph attached, which must not live from step to step.
         buffers = {k: v.detach() for k, v in buffers.items()}
         if self._ranks > 1:
@@ -242,8 +241,7 @@ class TrainStep:
 
             new, leaves, buffers = tree_map(choose, (new, opt.leaves, buffers), old)
             opt = opt._replace(leaves=leaves)
-        gnets, direct = like_genome(new | frozen, state.gnets, state.direct)
-        return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed)
+        return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
     @staticmethod
     def _reads(device: str) -> bool:
@@ -285,7 +283,7 @@ def checked_state(state: Any) -> TrainState:
         )
     if torch.is_inference_mode_enabled():
         raise ValueError("a training step needs gradients: call it outside of torch.inference_mode")
-    if any(leaf.is_inference() for leaf in flat_genome(state.gnets, state.direct).values()):
+    if any(leaf.is_inference() for leaf in flat_genome(state).values()):
         raise ValueError("the state was made in torch.inference_mode, where there are no gradients: make it outside")
     return state
 

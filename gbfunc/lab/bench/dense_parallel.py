@@ -29,6 +29,7 @@ from gbfunc.lab.bench.cases import Genes
 from gbfunc.lab.bench.variants import Batch, Step, loss_fn, plain_step, plan_of
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.parallel.tensor import PackedColwiseParallel, Styles, resolve
+from gbfunc.trees import GNET, flat_genome
 from gbfunc.types import Params
 
 try:
@@ -283,10 +284,10 @@ def torchgb_step(net: nn.Module, genes: Genes, batch: Batch, lr: float) -> Step:
     generate: Callable[[], Params] = dict
     if mine:
         plan = plan_of(net, genes, exclude=[rf"^{re.escape(name)}$" for name in owners if name not in mine])
-        gnets = gb.init_genome(plan, net, 0).gnets
-        direct = dict[str, Tensor]((t.name, parameters[t.name]) for t in plan.direct)
-        leaves = [leaf.requires_grad_() for stacked in gnets.values() for leaf in stacked.values()]
-        generate = partial(Generator(plan), gnets, direct)
+        genome = gb.init_genome(plan, net, 0)
+        flat = flat_genome(genome._replace(direct={t.name: parameters[t.name] for t in plan.direct}))
+        leaves = [x.requires_grad_() for k, x in flat.items() if k.startswith(GNET)]
+        generate = partial(Generator(plan), flat)
     trained = leaves + [p for name, p in parameters.items() if name not in owners]
     optimizer = torch.optim.AdamW(trained, lr=lr, fused=True)
 

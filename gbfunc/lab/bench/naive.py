@@ -16,11 +16,12 @@ from gbfunc.hypernets.mlp import GNet
 from gbfunc.layers import KINDS
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.tiling import join_tiles
-from gbfunc.types import GNets, Params
+from gbfunc.trees import DIRECT, GNET
+from gbfunc.types import Params
 
 
 class NaiveGenerator:
-    """`generator(gnets, direct) -> {name: weight}` for a plan of ReLU g-nets of one hidden layer.
+    """`generator(leaves) -> {name: weight}` for a plan of ReLU g-nets of one hidden layer.
 
     Raises:
         ValueError: if the plan has other g-nets.
@@ -33,12 +34,13 @@ class NaiveGenerator:
         self._plan = plan
         self._codes = {e.name: _codes(e, dtype, device) for e in plan.ensembles}
 
-    def __call__(self, gnets: GNets, direct: Params) -> Params:
-        """All parameters of the p-net by name, as `gbfunc.generate` gives them."""
+    def __call__(self, leaves: Params) -> Params:
+        """All parameters of the p-net by name, as `Generator` gives them from the same leaves."""
         parts: dict[tuple[int, int], Tensor] = {}
         for e in self._plan.ensembles:
             codes_Tnb, scale_T = self._codes[e.name]
-            tiles_Tn = vmap(_weights)(gnets[e.name], codes_Tnb) * scale_T[:, None]
+            of = {k: leaves[f"{GNET}{e.name}/{k}"] for k in e.leaves}
+            tiles_Tn = vmap(_weights)(of, codes_Tnb) * scale_T[:, None]
             tiles_Trc = tiles_Tn.unflatten(1, (e.dims.rows, e.dims.cols))
             for p in e.spans:
                 grid = p.slot.grid
@@ -46,7 +48,8 @@ class NaiveGenerator:
         weights: Params = {}
         for i, tensor in enumerate(self._plan.tensors):
             matrices = [parts[i, part] for part in range(len(tensor.slots))]
-            weights[tensor.name] = KINDS[tensor.kind].fold(matrices, tensor.shape) if matrices else direct[tensor.name]
+            direct = leaves.get(f"{DIRECT}{tensor.name}")
+            weights[tensor.name] = KINDS[tensor.kind].fold(matrices, tensor.shape) if direct is None else direct
         return weights
 
 

@@ -20,6 +20,7 @@ from gbfunc.lab.bench.naive import NaiveGenerator
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
 from gbfunc.tasks.pnets.base import seeded
+from gbfunc.trees import flat_genome
 
 
 class Setting(NamedTuple):
@@ -157,26 +158,26 @@ def _population(plan: Plan, pnet: nn.Module, batch: Batch, setting: Setting, *, 
 def _naive(plan: Plan, pnet: nn.Module, loss: Callable[..., Tensor], setting: Setting) -> Step:
     """The same with the code of every single weight, without the library's step."""
     net, generator = PureNet(pnet), NaiveGenerator(plan, plan.dtype, setting.device)
-    gnets, direct, buffers = gb.init_genome(plan, pnet, 0)
-    leaves = [leaf.requires_grad_() for part in (*gnets.values(), direct) for leaf in part.values()]
+    genome = gb.init_genome(plan, pnet, 0)
+    leaves = {k: x.requires_grad_() for k, x in flat_genome(genome).items()}
 
     def naive_loss() -> Tensor:
-        weights = generator(gnets, direct)
-        return loss(lambda x: net(weights, buffers, x))
+        weights = generator(leaves)
+        return loss(lambda x: net(weights, genome.buffers, x))
 
-    return plain_step(naive_loss, leaves, setting.lr)
+    return plain_step(naive_loss, [*leaves.values()], setting.lr)
 
 
 def _generation(plan: Plan, pnet: nn.Module, variant: str, device: torch.device) -> Step:
     """All weights from the leaves, and the leaves' gradients from a fixed cotangent of the weights."""
-    gnets = gb.init_genome(plan, pnet, 0).gnets
-    leaves = [leaf.requires_grad_() for leaves in gnets.values() for leaf in leaves.values()]
+    leaves = flat_genome(gb.init_genome(plan, pnet, 0)._replace(direct={}))
+    trained = [x.requires_grad_() for x in leaves.values()]
     naive, kernel = variant == "naive", VARIANTS[variant].options.get("kernel", "auto")
     make = NaiveGenerator(plan, plan.dtype, device) if naive else Generator(plan, kernel=kernel)
     cotangents = [torch.ones(t.shape, dtype=plan.dtype, device=device) for t in plan.generated]
 
     def step() -> object:
-        weights = make(gnets, {})
-        return torch.autograd.grad([weights[t.name] for t in plan.generated], leaves, cotangents)
+        weights = make(leaves)
+        return torch.autograd.grad([weights[t.name] for t in plan.generated], trained, cotangents)
 
     return step
