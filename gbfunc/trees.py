@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gbfunc.types import GenomeLike, Params
 
-GNET, DIRECT = "gnets/", "direct/"
+GNET, DIRECT, BUFFERS = "gnets/", "direct/", "buffers/"
 
 
 class TensorSpec(NamedTuple):

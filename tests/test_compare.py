@@ -144,6 +144,25 @@ def test_every_method_takes_every_kind_of_pnet(name: str, other: Problem, tmp_pa
 # The budget
 
 
+def test_a_genome_may_be_of_a_narrower_net_where_statistics_fill_the_budget() -> None:
+    task = TASKS["digits"]()
+    task = task.with_pnet(find_pnet("resnet20", task.interface, {"width": 8}))
+    few = replace(task, train=type(task.train)(task.train.x[:64], task.train.y[:64]))
+    problem = Problem(few, 1_000, 6_500, torch.float32, replace(task.recipe(1_000), epochs=1))
+    for name in ("periodic", "periodic_int7"):
+        method = METHODS[name]
+        candidates = method.candidates(problem)
+        widths = {settings.get("pnet", {}).get("width", 8) for settings in candidates}
+        assert {8, 4} <= widths <= {8, 4, 2}
+        made = method.train(problem, candidates[-1], 0)
+        assert len(made.data) <= problem.budget
+        net = method.load(made.data, task)
+        assert isinstance(net, torch.nn.Module) and made.params < n_params(net) < n_params(task.build(0)) / 3
+    # Where much of it is left for g-nets, the p-net's own width is the only one.
+    (wide,) = {json.dumps(s.get("pnet")) for s in METHODS["periodic_int7"].candidates(problem._replace(budget=30_000))}
+    assert wide == "null"
+
+
 def test_the_budget_is_the_file_of_the_reference(problem: Problem) -> None:
     method = METHODS["periodic"]
     trained = method.train(problem, method.candidates(problem)[0], 0)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gbfunc as gb
+from gbfunc.plan import genome_file_bytes
 from gbfunc.plan.file_layout import deflate
 from gbfunc.plan.rounding import rounded
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
@@ -92,6 +93,25 @@ def test_a_file_of_this_version_is_read_for_ever(tmp_path: Path) -> None:
     assert same_bits(genome.direct["bias"], torch.tensor([1.0, -2.0, 0.3]).half().float())
     values = [float(x) for leaves in genome.gnets.values() for leaf in leaves.values() for x in leaf.flatten()]
     assert values == FORMER_VALUES
+
+
+def test_running_statistics_are_narrow_where_float16_has_their_range(tmp_path: Path) -> None:
+    _, plan, genome = genome_of(ZOO["conv_bn"])
+    genome = copy_tree(genome)
+    mean, var = genome.buffers["1.running_mean"], genome.buffers["1.running_var"]
+    var.copy_(torch.tensor([3.3, 1e-12, 0.0, 6e4, 1.0]))
+    size = gb.save(tmp_path / "g", plan, genome, "int4")
+    assert size <= genome_file_bytes(plan, "int4")
+    read = gb.load(tmp_path / "g")[1]
+    assert same_bits(read.buffers["1.running_var"], var.half().float())
+    assert same_bits(read.buffers["1.num_batches_tracked"], genome.buffers["1.num_batches_tracked"])
+    # One number out of range, or infinite: all of them are as they are, as in files before there were narrow ones.
+    for large in (7e4, float("inf")):
+        mean[0], mean[1] = large, 0.1
+        assert gb.save(tmp_path / "wide", plan, genome, "int4") == size + 2 * 10
+        read = gb.load(tmp_path / "wide")[1]
+        assert same_bits(read.buffers, genome.buffers)
+        assert same_bits(leaves_of(read), rounded(leaves_of(genome), "int4"))
 
 
 @pytest.mark.parametrize("dtype", [None, "float16", "int4"])
@@ -180,23 +200,25 @@ def test_bodies_that_are_none(genuine: Genuine, body: bytes, tmp_path: Path) -> 
         b"": "it has codes of 0 bits",
         b"\x01" + body[1:]: "it has codes of 1 bits, known here are 2 to 8",
         b"\x09" + body[1:]: "it has codes of 9 bits",
-        b"\x05" + body[1:]: "bytes of codes are not those of",
+        b"\x26" + body[1:]: "it has codes of 38 bits",
+        b"\x06" + body[1:]: "bytes of codes are not those of",
+        b"\x15" + body[1:]: "bytes of codes are not those of",
         body[:50]: "its plan cannot be unpacked: it is cut short",
         b"\x06" + bomb: "longer than 4,194,304 bytes as JSON",
         b"\x06" + b"\x01\x02\x00\xfd\xff{}" + rest: "not a plan",
-        b"\x06" + plan: "declares g-nets of more parameters than the 0 ",
-        b"\x06" + plan + rest[:20]: "it holds 20 bytes of numbers, expected",
-        b"\x06" + plan + rest[:-1]: "bytes of codes are not those of",
-        b"\x06" + plan + rest + b"\0": "bytes of codes are not those of",
+        b"\x16" + plan: "declares g-nets of more parameters than the 0 ",
+        b"\x16" + plan + rest[:20]: "it holds 20 bytes of numbers, expected",
+        b"\x16" + plan + rest[:-1]: "bytes of codes are not those of",
+        b"\x16" + plan + rest + b"\0": "bytes of codes are not those of",
     }.items():
         refused_cheaply(forged(data), tmp_path, words)
 
 
 def test_numbers_that_are_not_finite(genuine: Genuine, body: bytes, tmp_path: Path) -> None:
     plan, rest = deflate(genuine.plan.to_json()), numbers(body, genuine.plan)
-    plain = 4 * 10 + 8 + 2 * 18  # Running mean and variance, a count, and direct vectors in float16
+    plain = 8 + 2 * 10 + 2 * 18  # A count; running mean and variance, and direct vectors in float16
     for scale in (b"\xc0\x7f", b"\x80\x7f"):
-        data = b"\x06" + plan + rest[:plain] + scale + rest[plain + 2 :]
+        data = b"\x16" + plan + rest[:plain] + scale + rest[plain + 2 :]
         refused_cheaply(forged(data), tmp_path, "not finite in 'gnets/")
 
 

@@ -36,14 +36,14 @@ _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I1
 """What safetensors calls the dtypes."""
 
 
-def stored_leaves(leaves: TensorMap, dtype: str | None) -> Params:
+def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
     """The leaves as they are stored, but for those in codes: trained ones of a wider floating-point dtype in `dtype`.
 
-    Raises `ValueError` for more leaves than are read.
+    `narrow` is whether running statistics, where others are codes, are in float16. Raises `ValueError` for more leaves than are read.
     """
     if len(leaves) > MAX_LEAVES:
         raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
-    dtypes = {name: stored_dtype(name, x, dtype) for name, x in leaves.items()}
+    dtypes = {name: stored_dtype(name, x, dtype, narrow) for name, x in leaves.items()}
     return {name: x.to(dtypes[name]) for name, x in leaves.items() if dtypes[name] is not None}
 
 
@@ -84,7 +84,7 @@ def compact_header(size: int) -> bytes:
 
 
 def compact_bytes(document: str, leaves: TensorMap, bits: int) -> int:
-    """The most bytes that a compact file of a document and of leaves of these shapes has."""
+    """The most bytes that a compact file of a document and of leaves of these shapes has, running statistics narrow."""
     plain = stored_leaves(leaves, f"int{bits}")
     coded = [x for name, x in leaves.items() if name not in plain]
     blocks = sum(x.numel() // max(1, block_size(tuple(x.shape))) for x in coded)

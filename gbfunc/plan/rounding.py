@@ -4,7 +4,8 @@
 
 Affine quantisation (B. Jacob et al., 2018), in blocks that have a scale and a zero point each: the fewest last
 dimensions of a leaf with `BLOCK` numbers or more, else all of it. Zero is a number of every block, and what is rounded
-once is not rounded again. Direct vectors (biases, norms), few but sensitive, are float16 beside codes.
+once is not rounded again. Direct vectors (biases, norms), few but sensitive, are float16 beside codes, and so are
+running statistics of norms, unless one of them is beyond its range.
 
 Suffixes: N blocks, K numbers of a block.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.plan.slots import DTYPES, dtype_name
-from gbfunc.trees import DIRECT
+from gbfunc.trees import BUFFERS, DIRECT
 from gbfunc.types import Params, TensorMap
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
@@ -55,13 +56,27 @@ def bytes_each(dtype: StoredDtype) -> float:
     return BITS[name] / 8 if name in BITS else STORED_DTYPES[name].itemsize
 
 
-def stored_dtype(name: str, leaf: Tensor, dtype: str | None) -> torch.dtype | None:
-    """What a leaf, called `name`, is stored in where `dtype` is asked for; None for codes."""
-    if dtype is None or name.startswith("buffers/") or not leaf.is_floating_point():
+def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
+    """What a leaf or buffer, called `name`, is stored in where `dtype` is asked for; None for codes.
+
+    `narrow` is whether running statistics are within float16's range.
+    """
+    buffer = name.startswith(BUFFERS)
+    if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype
-    if dtype in BITS and not (name.startswith(DIRECT) and leaf.ndim < 2):
+    if dtype in BITS and not buffer and not (name.startswith(DIRECT) and leaf.ndim < 2):
         return None
     return min(leaf.dtype, STORED_DTYPES.get(dtype, torch.float16), key=lambda d: d.itemsize)
+
+
+def is_stat(name: str) -> bool:
+    """Whether a buffer is a running statistic of a norm, by torch's names for them."""
+    return name.startswith(BUFFERS) and name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def narrow_stats(leaves: TensorMap) -> bool:
+    """Whether float16 has the range of all running statistics."""
+    return all(bool(torch.isfinite(x.half()).all()) for name, x in leaves.items() if is_stat(name))
 
 
 def block_size(shape: tuple[int, ...]) -> int:
@@ -91,13 +106,13 @@ def decode(coded: Codes, like: Tensor) -> Tensor:
 
 
 def rounded(leaves: TensorMap, dtype: StoredDtype) -> Params:
-    """The leaves, by name, as they come back from a file of a dtype; gradients go straight through."""
-    stored = stored_name(dtype)
-    return {name: _as_stored(name, leaf, stored) for name, leaf in leaves.items()}
+    """Leaves and buffers, by name, as they come back from a file of a dtype; gradients go straight through."""
+    stored, narrow = stored_name(dtype), narrow_stats(leaves)
+    return {name: _as_stored(name, leaf, stored, narrow) for name, leaf in leaves.items()}
 
 
-def _as_stored(name: str, leaf: Tensor, dtype: str) -> Tensor:
-    stored, x = stored_dtype(name, leaf, dtype), leaf.detach()
+def _as_stored(name: str, leaf: Tensor, dtype: str, narrow: bool) -> Tensor:
+    stored, x = stored_dtype(name, leaf, dtype, narrow), leaf.detach()
     if stored == leaf.dtype:
         return leaf
     value = decode(encode(x, BITS[dtype]), x) if stored is None else x.to(stored).to(x.dtype)

@@ -3,7 +3,7 @@
 It holds, one after the other:
 
     16 bytes   the beginning of the SHA-256 of all that follows
-    1 byte     bits of a code
+    1 byte     bits of a code; plus 16 where running statistics of norms are in float16
     document   the plan as JSON, and the metadata: one stream of raw deflate
     plain      leaves that are not in codes, wider dtypes first, as `file_parts` joins them
     scales     bfloat16, of the leaves in codes in the order of their names
@@ -27,15 +27,18 @@ from torch import Tensor
 
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.plan.file_layout import COMPACT, DIGEST_BYTES, compact_header, deflate, file_parts, inflate, stored_leaves
-from gbfunc.plan.rounding import BITS, Codes, block_size, decode, encode
+from gbfunc.plan.rounding import BITS, Codes, block_size, decode, encode, narrow_stats
 from gbfunc.plan.slots import dtype_name
 from gbfunc.types import Params, TensorMap
+
+_NARROW = 16
 
 
 def pack(document: str, leaves: TensorMap, bits: int) -> bytes:
     """The file of a document and of all leaves of its plan; `ValueError` for numbers that are too large."""
     dtype = f"int{bits}"
-    plain = stored_leaves(leaves, dtype)
+    narrow = narrow_stats(leaves)
+    plain = stored_leaves(leaves, dtype, narrow)
     coded = []
     for name in sorted(leaves.keys() - plain.keys()):
         coded.append(encode(leaves[name], bits))
@@ -43,7 +46,7 @@ def pack(document: str, leaves: TensorMap, bits: int) -> bytes:
             raise ValueError(f"{name!r} holds {float(leaves[name].abs().max()):g}, too large a number for {dtype}")
     symbols = [x.numpy().reshape(-1) for code in coded for x in (code.zeros, code.codes)]
     numbers = [x for parts in file_parts(plain).values() for x in parts] + [code.scales for code in coded]
-    body = bytes([bits]) + deflate(document) + b"".join(map(_bytes, numbers))
+    body = bytes([bits + _NARROW * narrow]) + deflate(document) + b"".join(map(_bytes, numbers))
     body += _pack_symbols(np.concatenate([np.empty(0, np.uint8), *symbols]), bits)
     data = hashlib.sha256(body).digest()[:DIGEST_BYTES] + body
     return compact_header(len(data)) + data
@@ -54,6 +57,7 @@ class Compact(NamedTuple):
 
     document: str
     bits: int
+    narrow: bool
     numbers: bytes
 
     @staticmethod
@@ -66,10 +70,11 @@ class Compact(NamedTuple):
         body = whole[DIGEST_BYTES:]
         if whole[:DIGEST_BYTES] != hashlib.sha256(body).digest()[:DIGEST_BYTES]:
             raise ValueError("its digest does not fit its content: the file is damaged")
-        if not body or body[0] not in BITS.values():
-            raise ValueError(f"it has codes of {body[0] if body else 0} bits, known here are 2 to 8")
+        first = body[0] if body else 0
+        if (bits := first & ~_NARROW) not in BITS.values():
+            raise ValueError(f"it has codes of {bits} bits, known here are 2 to 8")
         document, rest = inflate(body[1:])
-        return Compact(document, body[0], body[len(body) - rest :])
+        return Compact(document, bits, first != bits, body[len(body) - rest :])
 
     def held(self, plan: Plan) -> int:
         """The most parameters of g-nets that it can hold: each takes at least a bit."""
@@ -77,7 +82,7 @@ class Compact(NamedTuple):
 
     def leaves(self, plan: Plan) -> Params:
         """The leaves of its plan; `ValueError` if it holds others."""
-        plain = stored_leaves(plan.leaves, f"int{self.bits}")
+        plain = stored_leaves(plan.leaves, f"int{self.bits}", self.narrow)
         coded = {name: plan.leaves[name] for name in sorted(plan.leaves.keys() - plain.keys())}
         blocks = {name: max(1, block_size(tuple(x.shape))) for name, x in coded.items()}
         counts = {name: x.numel() // blocks[name] for name, x in coded.items()}

@@ -30,7 +30,7 @@ from gbfunc.plan.file_layout import (
     stored_leaves,
     unpack_plan,
 )
-from gbfunc.plan.rounding import BITS
+from gbfunc.plan.rounding import BITS, narrow_stats
 from gbfunc.plan.slots import dtype_name
 from gbfunc.storage import compact
 from gbfunc.storage.compact import Compact
@@ -55,8 +55,8 @@ def save(
         genome: a `Genome` or `TrainState`.
         dtype: `"float16"` or `"bfloat16"` (or torch's dtypes) stores g-nets and direct parameters of a wider dtype in
             this one, each rounded to the nearest; `"int2"` to `"int8"` in codes of so many bits, with a scale and a
-            zero point for each row, tile or leaf, and direct vectors in float16. Buffers stay as they are. `load`
-            gives the plan's dtypes back. `make_train_step(rounding=)` trains what such a file will hold.
+            zero point for each row, tile or leaf, and direct vectors in float16, as are running statistics of norms
+            within its range. Other buffers stay as they are. `load` gives the plan's dtypes back. `make_train_step(rounding=)` trains what such a file will hold.
         metadata: anything that is JSON, such as names of classes; `load_metadata` reads it back.
 
     Returns:
@@ -72,7 +72,7 @@ def save(
     flat = {k: x.detach().cpu() for k, x in flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers)).items()}
     compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")
-    stored = stored_leaves(flat, name)
+    stored = stored_leaves(flat, name, narrow_stats(flat))
     for key, leaf in stored.items():
         if leaf.dtype != flat[key].dtype and not bool(torch.isfinite(leaf).all()):
             raise ValueError(f"{key!r} holds {float(flat[key].abs().max()):g}, too large a number for {leaf.dtype}")

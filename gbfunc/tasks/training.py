@@ -18,7 +18,7 @@ from gbfunc.plan import StoredDtype, rounded
 from gbfunc.tasks.base import Net, Recipe, Task
 from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.tasks.logs import OnLog
-from gbfunc.trees import flat_genome, like_genome
+from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, unflatten_tree
 
 _SECONDS_BETWEEN_REPORTS, _STEPS_BETWEEN_LOGS = 0.2, 10
 
@@ -136,7 +136,8 @@ def genome_trainer(
     def net(state: gb.TrainState) -> nn.Module:
         genome = train_step.gather(state)
         if rounding is not None:
-            genome = like_genome(rounded(flat_genome(genome), rounding), genome)
+            near = rounded(flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS), rounding)
+            genome = like_genome(near, genome)._replace(buffers=unflatten_tree(near, genome.buffers, BUFFERS))
         return gb.materialize(plan, genome, pnet).eval()
 
     return Trainer(train_step.init(seed=seed), step, net, train_step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +13,22 @@ from typing import Any
 import torch
 
 import gbfunc as gb
+from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
-from gbfunc.plan import StoredDtype, genome_file_bytes
+from gbfunc.plan import StoredDtype, genome_file_bytes, stored_name
+from gbfunc.plan.file_layout import stored_leaves
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.rounding import going_on, slowed
 from gbfunc.tasks.training import fit, genome_trainer
+from gbfunc.trees import GNET
 
 _FILE = "genome.safetensors"
+
+_WIDTHS, _MUCH = (1, 1 / 2, 1 / 4), 1 / 3
+"""Widths in parts of the p-net's; the part of a budget that what no g-net makes (vectors, statistics) may fill."""
+
+_METADATA = 48
+"""Bytes that a file with metadata has more than those of their JSON, at most."""
 
 _ROUNDED = 6
 """One step in so many, the last ones, is with the genome rounded to the codes that are stored."""
@@ -55,6 +66,12 @@ def size_within(task: Task, budget: int) -> int:
     return plan_for(task, "periodic", genome_bytes=budget).genome_params
 
 
+def _fixed_bytes(plan: gb.Plan, dtype: StoredDtype) -> int:
+    """What direct parameters and buffers take in a file of the plan."""
+    stored = stored_leaves(plan.leaves, stored_name(dtype))
+    return sum(x.nbytes for name, x in stored.items() if not name.startswith(GNET))
+
+
 @dataclass(frozen=True)
 class GenomeOf:
     """A genome of one type of g-net."""
@@ -64,27 +81,38 @@ class GenomeOf:
     codes: str | None = None  # what it is stored as in place of the problem's dtype: "int2" to "int8"
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Learning rates."""
-        params = self._plan(problem).genome_params
-        usual = problem.task.recipe(params).lr
-        return grid(params=(params,), lr=self.rates or (usual, 2 * usual))
+        """Learning rates; of the p-net, and of narrower ones while what no g-net makes fills much of the budget."""
+        found: list[Settings] = []
+        pnets = [pnet for part in _WIDTHS if (pnet := base.smaller(problem.task, part)) is not None]
+        for about in (base.about_pnet(pnet, problem.task) for pnet in pnets):
+            with suppress(BudgetTooSmall):
+                task, plan = self._plan(problem, about)
+                usual = task.recipe(plan.genome_params).lr
+                found += [about | of for of in grid(params=(plan.genome_params,), lr=self.rates or (usual, 2 * usual))]
+                if _fixed_bytes(plan, self._dtype(problem)) <= _MUCH * problem.budget:
+                    break
+        if not found:
+            # Raises, saying why.
+            self._plan(problem, {})
+        return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam with the recipe's moments on the genome; of codes, the last steps with the genome rounded."""
-        plan, pnet = self._plan(problem), problem.task.build(seed)
-        known, lr = problem.task.recipe(plan.genome_params), settings["lr"]
+        about = {key: settings[key] for key in settings.keys() & {"pnet"}}
+        task, plan = self._plan(problem, about)
+        pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]
         direct_lr = None if known.direct_lr is None else known.direct_lr / known.lr * lr
         recipe = replace(problem.recipe, lr=lr, direct_lr=direct_lr, betas=known.betas)
         last = 0 if self.codes is None else max(1, problem.steps // _ROUNDED)
         before = recipe if not last else replace(recipe, steps=max(1, problem.steps - last))
-        trainer = genome_trainer(plan, pnet, problem.task, before, seed)
-        state = fit(trainer, problem.task, before, seed, validate=False).state
+        trainer = genome_trainer(plan, pnet, task, before, seed)
+        state = fit(trainer, task, before, seed, validate=False).state
         if last:
             recipe = slowed(recipe, last)
-            trainer = genome_trainer(plan, pnet, problem.task, recipe, seed, rounding=self.codes)
-            state = fit(going_on(trainer, state), problem.task, recipe, seed, validate=False).state
+            trainer = genome_trainer(plan, pnet, task, recipe, seed, rounding=self.codes)
+            state = fit(going_on(trainer, state), task, recipe, seed, validate=False).state
         with TemporaryDirectory(prefix="gbfunc-") as folder:
-            gb.save(path := Path(folder) / _FILE, plan, state, self._dtype(problem))
+            gb.save(path := Path(folder) / _FILE, plan, state, self._dtype(problem), about or None)
             return Trained(path.read_bytes(), plan.genome_params)
 
     def load(self, data: bytes, task: Task) -> Net:
@@ -92,17 +120,20 @@ class GenomeOf:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
             (path := Path(folder) / _FILE).write_bytes(data)
             plan, genome = gb.load(path)
-        return gb.materialize(plan, genome, task.build(0)).eval()
+            pnet = base.pnet_about(gb.load_metadata(path) or {}, task)
+        return gb.materialize(plan, genome, pnet.build(0)).eval()
 
     def _dtype(self, problem: Problem) -> StoredDtype:
         return problem.dtype if self.codes is None else self.codes
 
-    def _plan(self, problem: Problem) -> gb.Plan:
-        dtype = self._dtype(problem)
-        if self.hypernet == "periodic" and dtype == torch.float32 and not is_pretrained(problem.task):
+    def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
+        """The task with the net that its file is `about`, and the genome that fills the budget."""
+        dtype, task = self._dtype(problem), problem.task.with_pnet(base.pnet_about(about, problem.task))
+        if self.hypernet == "periodic" and dtype == torch.float32 and not about and not is_pretrained(task):
             # The very genome whose file the budget is, where it was not given in bytes.
             with suppress(BudgetTooSmall):
-                plan = plan_for(problem.task, self.hypernet, genome_params=problem.size)
+                plan = plan_for(task, self.hypernet, genome_params=problem.size)
                 if genome_file_bytes(plan) == problem.budget:
-                    return plan
-        return plan_for(problem.task, self.hypernet, genome_bytes=problem.budget, stored=dtype)
+                    return task, plan
+        left = problem.budget - (_METADATA + len(json.dumps(about)) if about else 0)
+        return task, plan_for(task, self.hypernet, genome_bytes=left, stored=dtype)
