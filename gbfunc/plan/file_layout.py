@@ -39,7 +39,8 @@ _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I1
 def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
     """The leaves as they are stored, but for those in codes: trained ones of a wider floating-point dtype in `dtype`.
 
-    `narrow` is whether running statistics, where others are codes, are in float16. Raises `ValueError` for more leaves than are read.
+    `narrow` is whether running statistics, where others are codes, are in float16. Raises `ValueError` for more leaves
+    than are read.
     """
     if len(leaves) > MAX_LEAVES:
         raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
