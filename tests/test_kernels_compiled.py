@@ -65,6 +65,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     native.is_available.cache_clear()
 
 
+_WIDTHS = ("DEFAULT", "AVX2", "AVX512")
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("width", _WIDTHS)
+def test_every_width_of_vectors_makes_the_matrix(width: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.backends.cpu.get_cpu_capability()
+    if width not in _WIDTHS[: 1 + (_WIDTHS.index(here) if here in _WIDTHS else 0)]:
+        pytest.skip(f"this machine has {here}")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: width)
+    # Odd edges, and a matrix for which large pages are asked.
+    for grid, hidden in ((TileGrid(45, 61, 13, 37), 19), (TileGrid(1030, 1030, 100, 100), 3)):
+        for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
+            _, *leaves = draw((grid.n_tiles, grid.tile_rows, grid.tile_cols, hidden), dtype=dtype)
+            leaves, g = [x.requires_grad_() for x in leaves], torch.randn(grid.rows, grid.cols, dtype=dtype)
+            one, other = (relu_tiles(*leaves, kernel=kernel, grid=grid) for kernel in ("compiled", "reference"))
+            found, expected = ([W, *torch.autograd.grad(W, leaves, g)] for W in (one, other))
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * float(y.detach().abs().max()))
+
+
 @NEEDS_COMPILER
 def test_processes_that_compile_at_once_leave_one_kernel(cache: Path) -> None:
     program = "from gbfunc.hypernets.kernels.native import library; library()"

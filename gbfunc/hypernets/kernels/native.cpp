@@ -14,9 +14,16 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 using Size = std::int64_t;
 
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+#include <immintrin.h>
+constexpr Size kBytes = 64;
+#elif defined(__AVX2__)
 #include <immintrin.h>
 constexpr Size kBytes = 32;
 #else
@@ -61,13 +68,39 @@ Vec<S> spread(S x) {
 // NaN stays NaN, as in torch.
 template <class S>
 Vec<S> relu(Vec<S> x) {
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  if constexpr (sizeof(S) == 4)
+    return _mm512_max_ps(Vec<S>{}, x);
+  else
+    return _mm512_max_pd(Vec<S>{}, x);
+#elif defined(__AVX2__)
   if constexpr (sizeof(S) == 4)
     return _mm256_max_ps(Vec<S>{}, x);
   else
     return _mm256_max_pd(Vec<S>{}, x);
 #else
   return x < Vec<S>{} ? Vec<S>{} : x;
+#endif
+}
+
+// Adds a value to a sum where x > y, and returns it there, and zero elsewhere.
+template <class S>
+Vec<S> add_where_greater(Vec<S>& sum, Vec<S> x, Vec<S> y, Vec<S> value) {
+#if defined(__AVX512F__)
+  // By a mask that is used twice: a compiler may load a value that is used once under it, which takes twice the time.
+  if constexpr (sizeof(S) == 4) {
+    const __mmask16 active = _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ);
+    sum = _mm512_mask_add_ps(sum, active, sum, value);
+    return _mm512_maskz_mov_ps(active, value);
+  } else {
+    const __mmask8 active = _mm512_cmp_pd_mask(x, y, _CMP_GT_OQ);
+    sum = _mm512_mask_add_pd(sum, active, sum, value);
+    return _mm512_maskz_mov_pd(active, value);
+  }
+#else
+  const Vec<S> active = x > y ? value : Vec<S>{};
+  sum += active;
+  return active;
 #endif
 }
 
@@ -121,10 +154,22 @@ void weights(const S* a, const S* Bt, const S* v, S b, S* out, Size hidden, Size
     for (int k = 0; k < K; k++) store(out + r * width + k * kLanes<S>, sums[r][k]);
 }
 
+// Asks for large pages under memory that is written for the first time: small ones take longer to get than to fill.
+void prefer_large_pages(void* memory, std::size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr std::uintptr_t page = 4096;  // Others are refused, and that is all.
+  constexpr std::size_t repays = 4 << 20;
+  const auto start = (reinterpret_cast<std::uintptr_t>(memory) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<std::uintptr_t>(memory) + bytes) / page * page;
+  if (bytes >= repays) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#endif
+}
+
 // A [T, r, H], B [T, c, H], v [T, H], b [T] -> W [rows, cols].
 template <class S>
 void forward(const S* A, const S* B, const S* v, const S* b, S* W, Grid g, int threads) {
   const Size H = g.hidden, lanes = kLanes<S>, width = round_up(std::min(g.tile_cols, kColumns), lanes);
+  prefer_large_pages(W, g.rows * g.cols * sizeof(S));
 #pragma omp parallel num_threads(threads)
   {
     std::vector<S> Bt(H * width), out(kRows * width);
@@ -158,10 +203,8 @@ void active_sums(const S* a, const S* minus_b, const S* g, Size stride, S* row_s
   for (Size j = 0; j < cols; j++) {
     const Vec<S> threshold = load(minus_b + j * kLanes<S>);
     Vec<S> active[R];
-    for (int r = 0; r < R; r++) {
-      active[r] = rows[r] > threshold ? spread(g[r * stride + j]) : Vec<S>{};
-      sums[r] += active[r];
-    }
+    for (int r = 0; r < R; r++)
+      active[r] = add_where_greater<S>(sums[r], rows[r], threshold, spread(g[r * stride + j]));
     Vec<S> sum = load(col_sums + j * kLanes<S>);
     if constexpr (R == 4)
       sum += (active[0] + active[1]) + (active[2] + active[3]);

@@ -25,7 +25,8 @@ from gbfunc.hypernets.kernels.eager import compute_dtype, warn_of_use
 from gbfunc.tiling import TileGrid
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
+_AVX2 = ("-mavx2", "-mfma")
+_FLAGS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")}
 """By what this machine has. Never -march=native: a home folder may be shared by machines of many kinds."""
 
 
