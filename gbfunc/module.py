@@ -8,7 +8,6 @@ and gradients are the same, bit for bit on the same path.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from gbfunc.base import BaseTensors
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet, keep_statistics, parameter_infos, skeleton_of
+from gbfunc.pnet import PureNet, copy_of, keep_statistics, parameter_infos, skeleton_of
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.train.options import Lazy
 from gbfunc.trees import DIRECT, GNET
@@ -52,7 +51,7 @@ class _Frame:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
         # Nothing writes to a base: copies share it.
-        return _Frame(self.plan, copy.deepcopy(self.pnet, memo), self.base, self.lazy)
+        return _Frame(self.plan, copy_of(self.pnet, memo), self.base, self.lazy)
 
 
 class _Place:

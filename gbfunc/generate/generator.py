@@ -28,7 +28,7 @@ from gbfunc.genome import Noise, check_genome, check_noise
 from gbfunc.hypernets.ensemble import Run, is_exporting
 from gbfunc.layers import KINDS
 from gbfunc.layers.delta import DeltaWeight, added
-from gbfunc.layers.forms import FactoredWeight, WeightForm, formable
+from gbfunc.layers.forms import FactoredWeight, WeightForm, formable, transposed
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.parallel import Gather, Layout
 from gbfunc.plan import DTYPES, Plan, TensorPlan
@@ -87,7 +87,7 @@ class Generator:
         made = [t for t in plan.tensors if names is None or t.name in names]
         for tensor in made:
             named = (tensor.name, *tensor.aliases)
-            if tensor.slots and pnet is not None and all(_formable(pnet, name) for name in named):
+            if tensor.slots and pnet is not None and all(_formable(pnet, name, tensor.kind) for name in named):
                 form = self._form(tensor, lazy, remat)
                 self.forms |= {} if form is None else dict.fromkeys(named, form)
         deltas = {name for name, form in self.forms.items() if isinstance(form, DeltaWeight)}
@@ -150,7 +150,8 @@ class Generator:
         for part, e in enumerate(ensembles):
             names += [(part, "leaf", k) for k in e.leaves]
             names += [(part, "noise", k) for k in e.hypernet.noise_shapes(e.dims)]
-        inputs = tuple(f"{what}_{part}_{k.replace('.', '_')}" for part, what, k in names)
+        # By number: the names of two leaves may be equal but for what no attribute's name has.
+        inputs = tuple(f"{what}_{number}" for number, (_, what, _) in enumerate(names))
 
         def maker(*given: Tensor) -> Tensor:
             values: list[dict[str, Params]] = [{"leaf": {}, "noise": {}} for _ in ensembles]
@@ -266,9 +267,11 @@ class Generator:
         return {f"{tensor.name}_form.{k}": v for k, v in zip(self.forms[tensor.name].inputs, given, strict=True)}
 
 
-def _formable(pnet: nn.Module, name: str) -> bool:
+def _formable(pnet: nn.Module, name: str, kind: str) -> bool:
+    """Whether the layer that has a tensor by this name can have it in another form, and reads it as its kind says."""
     prefix, _, attribute = name.rpartition(".")
-    return formable(pnet.get_submodule(prefix), attribute)
+    layer = pnet.get_submodule(prefix)
+    return formable(layer, attribute) and transposed(layer) == (kind == "transposed_linear")
 
 
 def generate(

@@ -26,8 +26,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """`nn.MultiheadAttention.forward` on projections in another form than dense; the same arguments and results."""
     options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-    nested = query.is_nested or key.is_nested or value.is_nested
-    if nested or query.ndim != 3 or query.shape[-1] != layer.embed_dim or (is_causal and attn_mask is None):
+    if not _is_usual(layer, query, key, value, key_padding_mask, attn_mask) or (is_causal and attn_mask is None):
         return nn.MultiheadAttention.forward(layer, query, key, value, *options)
     packed = layer._qkv_same_embed_dim
     itself = query is key and key is value
@@ -51,6 +50,23 @@ def attention_forward(
         weights = weights.mean(dim=1)
     out = project(layer.out_proj, "weight", mixed, layer.out_proj.bias)
     return (out.transpose(0, 1) if layer.batch_first else out), weights
+
+
+def _is_usual(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+) -> bool:
+    """Whether it is a batch, with masks, that torch's forward takes; for all else that one answers, or refuses it."""
+    if any(x.is_nested or x.ndim != 3 for x in (query, key, value)) or query.shape[-1] != layer.embed_dim:
+        return False
+    (targets, rows), (sources, others) = ((x.shape[:2][:: -1 if layer.batch_first else 1]) for x in (query, key))
+    masks = [x for x in (key_padding_mask, attn_mask) if x is not None]
+    return (
+        rows == others
+        and key.shape[:2] == value.shape[:2]
+        and all(x.dtype == torch.bool or x.is_floating_point() for x in masks)
+        and (key_padding_mask is None or key_padding_mask.shape == (rows, sources))
+        and (attn_mask is None or attn_mask.shape in ((targets, sources), (rows * layer.num_heads, targets, sources)))
+    )
 
 
 def project(layer: Any, attribute: str, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:

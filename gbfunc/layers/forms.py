@@ -14,11 +14,13 @@ Suffixes: i tile rows (nr of them), j tile columns (nc), r and c rows and column
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partialmethod
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -53,6 +55,12 @@ def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: 
     return batch_rows * k * thin < dense
 
 
+_LATE = (
+    "the weight {!r} is read after its layer has computed without it in this call: its values and their gradients are "
+    "right, but hooks on it, and gradients with respect to it, do not see that use (read it before, or lazy=False)"
+)
+
+
 class _Inputs(dict[str, Any]):
     """Parameters that `functional_call` sets, and that whoever goes through the p-net's parameters does not see."""
 
@@ -64,9 +72,14 @@ class _Inputs(dict[str, Any]):
 
 
 class Call:
-    """What the forms of a p-net share: its dense weights by name, None outside of a call."""
+    """What the forms of a p-net share: its dense weights by name, None outside of a call.
+
+    `used` are names of weights that layers have used in this call without their being dense.
+    """
 
     cache: dict[str, Tensor] | None = None
+    used: set[str] = set()  # noqa: RUF012 (replaced for each call)
+    warned = False
 
 
 class WeightForm(nn.Module):
@@ -133,9 +146,17 @@ class WeightForm(nn.Module):
                 self.call.cache[self.name] = weight
         return weight
 
+    def use(self) -> None:
+        """Note that the layer computes without the dense weight."""
+        if not torch.compiler.is_compiling():
+            self.call.used.add(self.name)
+
     def read(self) -> Tensor:
         """The dense weight for someone else than the layer."""
         self.reads += 1
+        if self.name in self.call.used and self.held is None and not self.call.warned:
+            self.call.warned = True
+            warnings.warn(_LATE.format(self.name), UserWarning, stacklevel=3)
         return self.dense()
 
 
@@ -168,7 +189,10 @@ class FactoredWeight(WeightForm):
         if self.held is not None:
             return False
         grid, (nr, nc, _, k) = self.grid, self.left.shape
-        return not self.auto or lazy_pays(grid.rows, grid.cols, k, (nr, nc), batch_rows, "base" in self.more)
+        thin = not self.auto or lazy_pays(grid.rows, grid.cols, k, (nr, nc), batch_rows, "base" in self.more)
+        if thin:
+            self.use()
+        return thin
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias` as two thin products, where these pay."""
@@ -207,11 +231,12 @@ class FactoredWeight(WeightForm):
             return None
         if x.ndim == len(self.shape) - 1:
             y = self.thin_conv(conv, x.unsqueeze(0), bias, options)
-            return None if y is None else y.squeeze(0)
+            return None if y is None else y.squeeze(0).contiguous()
         channels, kernel = self.shape[1], self.shape[2:]
         if x.shape[1] != channels:
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
-        last = x.ndim > 3 and x.stride(1) == 1 and x.stride(-1) >= channels
+        # Torch's own convolutions of images have them so on a CPU, those of volumes do not.
+        last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
         nr, nc, r, k = self.left.shape
         width = self.grid.tile_cols // positions
         if nc * width != channels:
@@ -348,13 +373,24 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
     """The form that can take the place of a layer; None where its forward is not the stock one."""
-    forward: Any = getattr(type(layer), "forward", None)
+    forward: Any = nn.Linear.forward if transposed(layer) else getattr(type(layer), "forward", None)
+    form = FORMS.get(forward)
+    return form if form is not None and form.plain(layer) and not _patched(layer) else None
+
+
+def _patched(layer: nn.Module) -> bool:
+    """Whether a method was replaced on the layer itself."""
+    return any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
+
+
+def transposed(layer: nn.Module) -> bool:
+    """Whether a layer multiplies by the transpose of what a linear layer does: Hugging Face's `Conv1D`."""
+    return type(layer).forward is getattr(_hugging_face_conv1d(), "forward", None)
+
+
+def _hugging_face_conv1d() -> Any:
     # The class belongs to a library that need not be installed.
-    hugging_face = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    if hugging_face is not None and forward is hugging_face.forward:
-        forward = nn.Linear.forward
-    form = FORMS.get(forward) if "forward" not in vars(layer) else None
-    return form if form is not None and form.plain(layer) else None
+    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
 
 
 def formable(layer: nn.Module, attribute: str) -> bool:
@@ -383,6 +419,16 @@ class _Parameters(dict[str, Any]):
             # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
             form.call.cache[form.name] = value
 
+    def __iter__(self) -> Any:
+        # As it is; but with a method of this name `dict(parameters)` reads each entry as `parameters[name]` does.
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def copy(self) -> Any:
+        return dict(self)
+
     def values(self) -> Any:
         return [self[name] for name in self]
 
@@ -391,10 +437,18 @@ class _Parameters(dict[str, Any]):
 
 
 @lru_cache(maxsize=256)
-def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, ...]) -> type[nn.Module]:
+def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, ...], shown: bool) -> type[nn.Module]:
     """A subclass of a layer's class that computes on the forms of these weights."""
-    weights = {a: property(lambda self, a=a: self._modules[f"{a}_form"].read()) for a in attributes}
-    return type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": form.forward, **weights})
+    own: dict[str, Any] = {a: property(lambda self, a=a: self._modules[f"{a}_form"].read()) for a in attributes}
+    if shown:
+        # Who looks for layers without children, or counts modules, finds those of the p-net.
+        for name in ("named_children", "named_modules"):
+            own[name] = partialmethod(_without_forms, getattr(stock, name))
+    return type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": form.forward, **own})
+
+
+def _without_forms(layer: nn.Module, named: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return ((name, m) for name, m in named(layer, *args, **kwargs) if not isinstance(m, WeightForm))
 
 
 def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> None:
@@ -418,7 +472,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> 
     for layer, attributes in layers.items():
         form = layer_form(layer)
         assert form is not None
-        layer.__class__ = _form_class(type(layer), form, tuple(attributes))
+        layer.__class__ = _form_class(type(layer), form, tuple(attributes), shown)
         if shown:
             layer.__dict__["_parameters"] = _Parameters(layer._parameters, attributes)
         else:

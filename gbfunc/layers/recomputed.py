@@ -73,6 +73,7 @@ class RecomputedWeight(WeightForm):
         others = (x,) if bias is None else (x, bias)
         if self.held is not None:
             return forward(self.held, *others)
+        self.use()
         inputs = tuple(self.given[k] for k in self.inputs)
         device = inputs[0].device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -50,6 +50,8 @@ class ManyGenomes(nn.Module):
             self.register_buffer(f"tensor_{i}", values[0] if shared else torch.stack(values), persistent=False)
         self.row_wise = _outermost(_module_of(pnet, name) for key in self._rows for name in self._names(key))
         self._net = self._build()
+        # Which inputs had rows in the last call: the first one of its kind tells where inside of the p-net they are.
+        self._ways: list[Any] | None = None
 
     def _names(self, key: str) -> list[str]:
         """All names of a tensor of a tie."""
@@ -100,14 +102,15 @@ class ManyGenomes(nn.Module):
             ValueError: if it is not [B], names a genome that there is not, no input has B rows, or some output has not.
         """
         n_rows = self._check(index, (args, kwargs))
-        index, args, kwargs = _padded(index, args, kwargs)
-        keys = [*self._keys["weights"], *self._keys["buffers"]]
-        stored = {key: self.get_buffer(f"tensor_{i}") for i, key in enumerate(keys)}
-        given = {key: x[index.to(x.device)] if key in self._rows else x for key, x in stored.items()}
-        weights = {key: given[key] for key in self._keys["weights"]}
+        call = _padded(index, args, kwargs)
+        ways = [(path, isinstance(x, Tensor) and (x.ndim, len(x) == n_rows)) for path, x in tree_leaves(call[1:])]
         while True:
             try:
-                out = self._net(weights, {key: given[key] for key in self._keys["buffers"]}, *args, **kwargs)
+                if ways != self._ways:
+                    # A dimension inside that has as many entries by chance has not one more when the batch has.
+                    with torch.no_grad():
+                        self._run(*_padded(*call, more=1))
+                out = self._run(*call)
                 break
             except NoRowsError as error:
                 if not error.path:
@@ -115,7 +118,16 @@ class ManyGenomes(nn.Module):
                 # Rows are seen further out: positions of a transformer, or [time, batch] inside of one.
                 self.row_wise = _outermost([*self.row_wise, error.path.rpartition(".")[0]])
                 self._net = self._build()
-        return tree_map(lambda x: self._cut(x, len(index), n_rows), out)
+        self._ways = ways
+        return tree_map(lambda x: self._cut(x, len(call[0]), n_rows), out)
+
+    def _run(self, index: Tensor, args: Any, kwargs: Any) -> Any:
+        """The p-net's outputs for these rows."""
+        keys = [*self._keys["weights"], *self._keys["buffers"]]
+        stored = {key: self.get_buffer(f"tensor_{i}") for i, key in enumerate(keys)}
+        given = {key: x[index.to(x.device)] if key in self._rows else x for key, x in stored.items()}
+        weights, buffers = ({key: given[key] for key in self._keys[kind]} for kind in ("weights", "buffers"))
+        return self._net(weights, buffers, *args, **kwargs)
 
     def _check(self, index: Tensor, inputs: Any) -> int:
         """The number of rows of a call; raises as `forward`."""
@@ -142,12 +154,12 @@ class ManyGenomes(nn.Module):
         return x[:n_rows]
 
 
-def _padded(index: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
-    """The call with the last row repeated until no other dimension of the inputs equals the number of rows."""
+def _padded(index: Tensor, args: Any, kwargs: Any, more: int = 0) -> tuple[Tensor, Any, Any]:
+    """The call with the last row repeated, `more` times or until no other dimension of the inputs has as many rows."""
     tensors = [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     n_rows = len(index)
     taken = {size for x in tensors for size in x.shape[1:]} | {len(x) for x in tensors if x.ndim and len(x) != n_rows}
-    more = next(n for n in count(n_rows) if n not in taken) - n_rows
+    more = next(n for n in count(n_rows + more) if n not in taken) - n_rows
 
     def pad(x: Any) -> Any:
         rows = isinstance(x, Tensor) and x.ndim > 0 and len(x) == n_rows
@@ -216,8 +228,10 @@ def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module)
     may do what `vmap` cannot. It must keep the batch in the first dimension between them. Where it does not (learned
     positions of all rows at once), the module around runs under `vmap`, in the end the whole p-net.
 
-    Rows are computed as for batches of one in eval mode. Batches whose size is also that of another dimension of the
-    inputs get some rows more, so that the two cannot be mistaken for each other. Buffers may differ between genomes.
+    Rows are computed as for batches of one in eval mode; a p-net that mixes rows, by a mean over the batch, mixes them
+    here too. The first call of its kind runs twice, once with a row more, to see where rows are inside of the p-net.
+    Batches whose size is also that of another dimension of the inputs get some rows more, so that the two cannot be
+    mistaken for each other. Buffers may differ between genomes.
 
     Args:
         plan: the plan.

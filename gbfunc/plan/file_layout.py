@@ -39,7 +39,7 @@ _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I1
 def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
     """The leaves as they are stored, but for those in codes: trained ones of a wider floating-point dtype in `dtype`.
 
-    `narrow` is whether running statistics, where others are codes, are in float16. Raises `ValueError` for more leaves
+    `narrow` is whether running statistics, where others are codes, are in 16 bits. Raises `ValueError` for more leaves
     than are read.
     """
     if len(leaves) > MAX_LEAVES:

@@ -5,7 +5,7 @@
 Affine quantisation (B. Jacob et al., 2018), in blocks that have a scale and a zero point each: the fewest last
 dimensions of a leaf with `BLOCK` numbers or more, else all of it. Zero is a number of every block, and what is rounded
 once is not rounded again. Direct vectors (biases, norms), few but sensitive, are float16 beside codes, and so are
-running statistics of norms, unless one of them is beyond its range.
+running means of norms, unless one is too far from zero for its deviation; running variances are bfloat16.
 
 Suffixes: N blocks, K numbers of a block.
 """
@@ -33,6 +33,9 @@ StoredDtype = str | torch.dtype
 
 BLOCK = 64
 
+_STATS = {"running_mean": torch.float16, "running_var": torch.bfloat16}
+"""Running statistics of norms by torch's names for them: variances need range, means precision."""
+
 
 class Codes(NamedTuple):
     """A leaf in codes [N, K], with scales [N] in bfloat16 (which has float32's range) and zero points [N]."""
@@ -59,24 +62,36 @@ def bytes_each(dtype: StoredDtype) -> float:
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
     """What a leaf or buffer, called `name`, is stored in where `dtype` is asked for; None for codes.
 
-    `narrow` is whether running statistics are within float16's range.
+    `narrow` is whether running statistics are stored in 16 bits beside codes (`narrow_stats`).
     """
     buffer = name.startswith(BUFFERS)
     if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype
-    if dtype in BITS and not buffer and not (name.startswith(DIRECT) and leaf.ndim < 2):
+    if buffer:
+        return min(leaf.dtype, _STATS[name.rpartition(".")[2]], key=lambda d: d.itemsize)
+    if dtype in BITS and not (name.startswith(DIRECT) and leaf.ndim < 2):
         return None
     return min(leaf.dtype, STORED_DTYPES.get(dtype, torch.float16), key=lambda d: d.itemsize)
 
 
 def is_stat(name: str) -> bool:
     """Whether a buffer is a running statistic of a norm, by torch's names for them."""
-    return name.startswith(BUFFERS) and name.rpartition(".")[2] in ("running_mean", "running_var")
+    return name.startswith(BUFFERS) and name.rpartition(".")[2] in _STATS
 
 
 def narrow_stats(leaves: TensorMap) -> bool:
-    """Whether float16 has the range of all running statistics."""
-    return all(bool(torch.isfinite(x.half()).all()) for name, x in leaves.items() if is_stat(name))
+    """Whether 16 bits are enough for running statistics: no mean is off by more than 1/64 of the deviation."""
+    for name, x in leaves.items():
+        if is_stat(name) and not name.endswith("running_mean"):
+            if not bool(torch.isfinite(x.bfloat16()).all()):
+                return False
+        elif is_stat(name):
+            variance = leaves.get(name.removesuffix("mean") + "var")
+            deviation = torch.zeros_like(x) if variance is None else variance.to(x.dtype).sqrt()
+            # Not `>`, which is False for NaN.
+            if not bool(((x - x.half().to(x.dtype)).abs() <= deviation / 64).all()):
+                return False
+    return True
 
 
 def block_size(shape: tuple[int, ...]) -> int:

@@ -49,6 +49,10 @@ class Run(Protocol):
         """Watch the parameters in a value, which the loss function must not change."""
         ...
 
+    def view(self, module: nn.Module) -> GrownNet:
+        """The view of a part, the same as long as somebody holds it."""
+        ...
+
 
 class GrownNet:
     """The p-net on generated weights, or a part of it: what a loss function gets as `net`.
@@ -168,7 +172,7 @@ def _viewed(value: Any, run: Run, note: Callable[[Any], None] | None = None) -> 
     if type(value) is GrownNet:
         return value
     if isinstance(value, nn.Module):
-        return GrownNet(value, run)
+        return run.view(value)
     if isinstance(value, GeneratorType) or type(value) in (type({}.keys()), type({}.values()), type({}.items())):
         return _each(iter(value), run, note)
     if note is not None:

@@ -133,7 +133,9 @@ class PureNet:
             form.call = self._shared
         self._body, self._modules = _Body(self.skeleton), list(self.skeleton.modules())
         self.lock = threading.RLock()
-        self._watched, self.broken = False, ""
+        # Training modes in which it was called.
+        self._watched: set[bool] = set()
+        self.broken = ""
         self.runs: list[NetRun] = []
         self._held: weakref.WeakSet[NetRun] | None = None
 
@@ -190,19 +192,19 @@ class PureNet:
 
     @contextmanager
     def _turn(self, weights: TensorMap, buffers: TensorMap) -> Iterator[bool]:
-        """One thread at a time. Gives whether this is the first call, whose tensors are checked; it is watched."""
+        """One thread at a time. Gives whether this is the first call in its training mode: checked, and watched."""
         with self.lock:
             if self.broken:
                 raise RuntimeError(self.broken)
-            first = not self._watched
+            first, training = self.skeleton.training not in self._watched, self.skeleton.training
             if first:
                 self.check(weights, buffers)
             try:
                 yield first
             except StopForward:
-                self._watched = True
+                self._watched.add(training)
                 raise
-            self._watched = True
+            self._watched.add(training)
 
     def swap(
         self,
@@ -223,12 +225,13 @@ class PureNet:
         tensors = {at + name: x for name, x in given.items()}
         if function is not None:
             args, kwargs = (function, args, kwargs), {}
-        modes, cache = [m.training for m in self._modules], self._shared.cache
-        self._shared.cache = {}
+        modes, shared = [m.training for m in self._modules], self._shared
+        cache, used = shared.cache, shared.used
+        shared.cache, shared.used = {}, set()
         try:
             out = functional_call(module, tensors, args, kwargs, tie_weights=False)
         finally:
-            self._shared.cache = cache
+            shared.cache, shared.used = cache, used
             for m, training in zip(self._modules, modes, strict=True):
                 if m.training != training:
                     m.training = training
@@ -255,6 +258,7 @@ class NetRun:
         self._before = dict(buffers)
         self._switched, self._structure = False, ("", [])
         self._noted: dict[int, tuple[Tensor, Any, Tensor | None]] = {}
+        self._views: weakref.WeakValueDictionary[int, GrownNet] = weakref.WeakValueDictionary()
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function; RuntimeError if it changed the p-net."""
@@ -276,7 +280,7 @@ class NetRun:
     def _checked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         pure, (method, structure) = self._pure, self._structure
         try:
-            out = function(GrownNet(pure.skeleton, self), *args, **kwargs)
+            out = function(self.view(pure.skeleton), *args, **kwargs)
         finally:
             method, structure = self._structure
             if method and structure != _structure(pure.skeleton):
@@ -336,6 +340,13 @@ class NetRun:
             mark = _mark(value)
             copied = value.detach().clone() if self._first and mark[1] else None
             self._noted[id(value)] = value, mark, copied
+
+    def view(self, module: nn.Module) -> GrownNet:
+        """The view of a part, the same as long as somebody holds it: `m is not net.head` means what it says."""
+        view = self._views.get(id(module))
+        if view is None:
+            view = self._views[id(module)] = GrownNet(module, self)
+        return view
 
 
 def _mark(x: Tensor) -> tuple[int, int, bool]:

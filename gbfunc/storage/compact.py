@@ -3,7 +3,7 @@
 It holds, one after the other:
 
     16 bytes   the beginning of the SHA-256 of all that follows
-    1 byte     bits of a code; plus 16 where running statistics of norms are in float16
+    1 byte     bits of a code; plus 16 where running means are float16, and variances bfloat16
     document   the plan as JSON, and the metadata: one stream of raw deflate
     plain      leaves that are not in codes, wider dtypes first, as `file_parts` joins them
     scales     bfloat16, of the leaves in codes in the order of their names

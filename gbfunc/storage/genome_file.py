@@ -55,8 +55,8 @@ def save(
         genome: a `Genome` or `TrainState`.
         dtype: `"float16"` or `"bfloat16"` (or torch's dtypes) stores g-nets and direct parameters of a wider dtype in
             this one, each rounded to the nearest; `"int2"` to `"int8"` in codes of so many bits, with a scale and a
-            zero point for each row, tile or leaf, and direct vectors in float16, as are running statistics of norms
-            within its range. Other buffers stay as they are. `load` gives the plan's dtypes back.
+            zero point for each row, tile or leaf, and direct vectors in float16, and running statistics of norms in
+            16 bits where these are enough. Other buffers stay as they are. `load` gives the plan's dtypes back.
             `make_train_step(rounding=)` trains what such a file will hold.
         metadata: anything that is JSON, such as names of classes; `load_metadata` reads it back.
 

@@ -24,7 +24,7 @@ from gbfunc.parallel import Gather, Layout, gather_objects
 from gbfunc.plan import Plan
 from gbfunc.pnet import GrownNet, PureNet
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows, tree_map
+from gbfunc.trees import DIRECT, mean_tree, n_rows, split_batch, split_rows, tree_map
 from gbfunc.types import Params
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class Objective:
         if all(g is None for g in gradients) and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)
         named = zip(trained.items(), gradients, strict=True)
-        filled = {k: torch.zeros_like(v) if g is None else g if scale == 1.0 else g / scale for (k, v), g in named}
+        filled = {k: _filled(v, g, scale) for (k, v), g in named}
         if self._tensor is not None:
             self._tensor.compare(loss)
             counted /= self._tensor.ranks if self._tensor.spread is None else 1
@@ -263,7 +263,7 @@ class Objective:
             rows = self._rows(given.rows)
             with self._backward():
                 gradients = torch.autograd.grad(loss * (self._scale * rows), wanted, allow_unused=True)
-        return loss.detach(), _detached(aux), gradients, rows
+        return loss.detach(), _detached(aux, given), gradients, rows
 
     def _rehearse(self, given: _Given, device: torch.device) -> None:
         """Run the loss function once as it is: in compiled code nothing would refuse what changes the p-net."""
@@ -291,7 +291,7 @@ class Objective:
             counts.append(self._rows(n))
             buffers.update({k: v.detach() for k, v in buffers.items()})
             losses.append(loss.detach())
-            auxes.append(_detached(aux))
+            auxes.append(_detached(aux, given))
             weighted = loss * (self._scale * counts[-1])
             with self._backward():
                 gradients = torch.autograd.grad(weighted, [cut[k] for k in live], allow_unused=True)
@@ -340,7 +340,7 @@ class Objective:
             if self._tensor is not None and self._tensor.by_class:
                 raise ValueError("classes split over ranks (loss_parallel) and pipeline= do not go together")
             n = self._rows(n)
-            ends.append((loss.detach(), _detached(aux), n))
+            ends.append((loss.detach(), _detached(aux, given), n))
             return loss * (self._scale * n)
 
         sums = pipeline.run(call, {k: cut[k] for k in live})
@@ -385,6 +385,14 @@ class Objective:
         return [(small, n_rows(small) or 0) for small in split_rows(batch, n)]
 
 
+def _filled(leaf: Tensor, gradient: Tensor | None, scale: float) -> Tensor:
+    """The gradient of a leaf, dense (`nn.Embedding(sparse=True)` has a sparse one), of the loss without its scale."""
+    if gradient is None:
+        return torch.zeros_like(leaf)
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    return gradient if scale == 1.0 else gradient / scale
+
+
 def _differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
@@ -404,8 +412,21 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.nan_to_num(), y.nan_to_num()) if x.is_floating_point() else torch.equal(x, y)
 
 
-def _detached(aux: Any) -> Any:
-    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
+def _detached(aux: Any, given: _Given) -> Any:
+    """Aux without its graph, and with copies of what the step changes later: buffers and direct parameters."""
+    changing: set[int] | None = None
+
+    def detached(x: Any) -> Any:
+        nonlocal changing
+        if not isinstance(x, Tensor):
+            return x
+        if changing is None:
+            tensors = (*given.buffers.values(), *(v for k, v in given.leaves.items() if k.startswith(DIRECT)))
+            changing = {t.untyped_storage().data_ptr() for t in tensors}
+        x = x.detach()
+        return x.clone() if x.layout == torch.strided and x.untyped_storage().data_ptr() in changing else x
+
+    return tree_map(detached, aux)
 
 
 def _zeros(batch: Any, rows: int) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.train.optimizers import OptState
-from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state, step_seed
+from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state, own_direct, step_seed
 from gbfunc.trees import TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome, tree_map
 from gbfunc.types import Params
 
@@ -81,6 +81,7 @@ class Population:
         state, step = checked_state(states), self.train_step
         named = flat_genome(state)
         self._check(state, named)
+        named = named if step._options.donate else own_direct(named)
         flat = {k: v.detach() for k, v in named.items() if k not in step._frozen}
         frozen = {k: named[k] for k in step._frozen}
         buffers = {k: v.clone() for k, v in state.buffers.items()}

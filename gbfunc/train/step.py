@@ -33,7 +33,7 @@ from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import Lazy, Remat, StepOptions
-from gbfunc.trees import flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
+from gbfunc.trees import DIRECT, flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
 from gbfunc.types import Genome, GNets, Kernel, Params
 
 _MIX = 0x9E3779B97F4A7C15
@@ -188,6 +188,7 @@ class TrainStep:
         both = named | {f"buffers/{k}": v for k, v in state.buffers.items()}
         if {k: tuple(v.shape) for k, v in both.items()} != self._expected:
             check_genome(self.plan, state, self._shapes)
+        named = named if self._options.donate else own_direct(named)
         flat = {k: v.detach().requires_grad_() for k, v in named.items() if k not in self._frozen}
         if not flat:
             words = "no parameter is generated, and no direct one requires grad"
@@ -268,6 +269,11 @@ class TrainStep:
         what = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
         check_equal(self.mesh, {**same, "step": state.step, "seed": state.seed}, what)
         check_equal(self.mesh, {k: flat[k] for k in self._layout.split}, what, "replicas")
+
+
+def own_direct(leaves: Params) -> Params:
+    """The leaves, with copies of direct ones: a forward may change those in place (`nn.Embedding(max_norm=)`)."""
+    return {k: v.detach().clone() if k.startswith(DIRECT) else v for k, v in leaves.items()}
 
 
 def step_seed(seed: Tensor, step: Tensor) -> int:
