@@ -17,10 +17,9 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import lru_cache, partialmethod
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -55,10 +54,11 @@ def lazy_pays(rows: int, cols: int, k: int, tiles: tuple[int, int], batch_rows: 
     return batch_rows * k * thin < dense
 
 
-_LATE = (
-    "the weight {!r} is read after its layer has computed without it in this call: its values and their gradients are "
-    "right, but hooks on it, and gradients with respect to it, do not see that use (read it before, or lazy=False)"
-)
+def _refuse_hook(name: str, *args: Any) -> Any:
+    raise RuntimeError(
+        f"a hook on the weight {name!r} would not see that its layer used it in this call before it was read: read "
+        "it before the layer runs, or pass lazy=False"
+    )
 
 
 class _Inputs(dict[str, Any]):
@@ -79,7 +79,6 @@ class Call:
 
     cache: dict[str, Tensor] | None = None
     used: set[str] = set()  # noqa: RUF012 (replaced for each call)
-    warned = False
 
 
 class WeightForm(nn.Module):
@@ -154,10 +153,11 @@ class WeightForm(nn.Module):
     def read(self) -> Tensor:
         """The dense weight for someone else than the layer."""
         self.reads += 1
-        if self.name in self.call.used and self.held is None and not self.call.warned:
-            self.call.warned = True
-            warnings.warn(_LATE.format(self.name), UserWarning, stacklevel=3)
-        return self.dense()
+        late = self.name in self.call.used and self.held is None
+        weight = self.dense()
+        if late:
+            weight.register_hook = weight.retain_grad = partial(_refuse_hook, self.name)
+        return weight
 
 
 class FactoredWeight(WeightForm):
@@ -441,14 +441,20 @@ def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, 
     """A subclass of a layer's class that computes on the forms of these weights."""
     own: dict[str, Any] = {a: property(lambda self, a=a: self._modules[f"{a}_form"].read()) for a in attributes}
     if shown:
+
+        def named_children(self: nn.Module) -> Any:
+            return _without_forms(stock.named_children(self))
+
+        def named_modules(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _without_forms(stock.named_modules(self, *args, **kwargs))
+
         # Who looks for layers without children, or counts modules, finds those of the p-net.
-        for name in ("named_children", "named_modules"):
-            own[name] = partialmethod(_without_forms, getattr(stock, name))
+        own |= {"named_children": named_children, "named_modules": named_modules}
     return type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": form.forward, **own})
 
 
-def _without_forms(layer: nn.Module, named: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return ((name, m) for name, m in named(layer, *args, **kwargs) if not isinstance(m, WeightForm))
+def _without_forms(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, m) for name, m in named if not isinstance(m, WeightForm))
 
 
 def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> None:

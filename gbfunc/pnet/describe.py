@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -62,7 +63,7 @@ def check_pnet(pnet: nn.Module) -> None:
             raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
     parts = {id(x): _Part() for x in (*pnet.modules(), *pnet.parameters(), *pnet.buffers())}
     for cls in {type(module) for module in pnet.modules()}:
-        method = cls.forward
+        method = inspect.getattr_static(cls, "forward", None)
         # Of imported files none names what a script has made.
         told = isinstance(method, FunctionType) and (method.__closure__ or method.__module__ == "__main__")
         if told and _moved(method, parts) is not method:
