@@ -7,7 +7,8 @@ from torch import nn
 
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, check_genome, check_noise, check_plan
-from gbfunc.layers.forms import FactoredWeight, install
+from gbfunc.layers.forms import FactoredWeight
+from gbfunc.layers.install import install
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, with_weights
 from gbfunc.trees import flat_genome

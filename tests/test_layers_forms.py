@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from gbfunc.lab.bench.live import LiveBytes
-from gbfunc.layers.forms import FactoredWeight, formable, install, lazy_pays
+from gbfunc.layers.forms import FactoredWeight, lazy_pays
+from gbfunc.layers.install import formable, install
 from gbfunc.pnet import PureNet
 from gbfunc.tiling import TileGrid
 from tests.support.forms import (

@@ -95,19 +95,21 @@ def test_a_file_of_this_version_is_read_for_ever(tmp_path: Path) -> None:
     assert values == FORMER_VALUES
 
 
-def test_running_statistics_are_narrow_where_float16_has_their_range(tmp_path: Path) -> None:
+def test_running_statistics_take_16_bits_where_these_are_enough(tmp_path: Path) -> None:
     _, plan, genome = genome_of(ZOO["conv_bn"])
     genome = copy_tree(genome)
     mean, var = genome.buffers["1.running_mean"], genome.buffers["1.running_var"]
-    var.copy_(torch.tensor([3.3, 1e-12, 0.0, 6e4, 1.0]))
+    mean.copy_(torch.tensor([0.3, -1e-7, 0.0, 500.0, 1.0]))
+    var.copy_(torch.tensor([3.3, 1e-11, 0.0, 3e7, 1.0]))
     size = gb.save(tmp_path / "g", plan, genome, "int4")
     assert size <= genome_file_bytes(plan, "int4")
     read = gb.load(tmp_path / "g")[1]
-    assert same_bits(read.buffers["1.running_var"], var.half().float())
+    assert same_bits(read.buffers["1.running_var"], var.bfloat16().float())
+    assert same_bits(read.buffers["1.running_mean"], mean.half().float())
     assert same_bits(read.buffers["1.num_batches_tracked"], genome.buffers["1.num_batches_tracked"])
-    # One number out of range, or infinite: all of them are as they are, as in files before there were narrow ones.
-    for large in (7e4, float("inf")):
-        mean[0], mean[1] = large, 0.1
+    # A mean far from zero for its deviation, out of range or infinite: all are as they are, as in older files.
+    for large in (5003.0, 7e4, float("inf")):
+        mean[4], mean[0] = large, 0.1
         assert gb.save(tmp_path / "wide", plan, genome, "int4") == size + 2 * 10
         read = gb.load(tmp_path / "wide")[1]
         assert same_bits(read.buffers, genome.buffers)

@@ -45,6 +45,8 @@ class Export(ConfigOption, GenomeFileOptions):
 
     def run(self) -> None:
         """Write the file; tell its size and how exact it is."""
+        if self.out.exists() and self.genome.exists() and self.out.samefile(self.genome):
+            raise ValueError(f"--out {self.out} is the genome's own file, which would be lost: choose another name")
         said = gb.load_metadata(self.genome) if self.genome.is_file() else None
         said = said if isinstance(said, Mapping) and self.data_dir is None else {}
         load = (lambda options: task_of(options, said)) if "interface" in said else load_task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -213,9 +213,22 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
         if config or name != options.hypernet.type:
             options = options.with_hypernet(_hypernet("--hypernet-config", name, config))
         include, exclude = (*options.include, *genome.include), (*options.exclude, *genome.exclude)
-        return options._replace(**given, rules=(*rules, *options.rules), include=include, exclude=exclude)
+        # Codes of the p-net's own are for what is generated.
+        codes = {k: x for k, x in options.encodings.items() if not _is_direct(k, genome.exclude, rules)}
+        rest = {"rules": (*rules, *options.rules), "include": include, "exclude": exclude, "encodings": codes}
+        return options._replace(**given, **rest)
 
     return change
+
+
+def _is_direct(name: str, exclude: Sequence[str], rules: Sequence[tuple[str, Hypernet | None]]) -> bool:
+    """Whether the user's options keep a parameter direct."""
+    try:
+        ruled = [hypernet for pattern, hypernet in rules if re.search(pattern, name)]
+        return ruled[:1] == [None] or any(re.search(pattern, name) for pattern in exclude)
+    except re.error:
+        # The plan says what is wrong with it.
+        return False
 
 
 def _rule(text: str) -> tuple[str, Hypernet | None]:

@@ -46,8 +46,19 @@ def read_genome(
         data = described(path, data)
         task = load(data)
         task = task.with_pnet(_fitted(task, plan, path, read_json("--pnet-config", data.pnet_config)))
+        _check_words(path, task)
     # A base may be the weights of a seed.
     return plan, task, _network(path, plan, genome, task.build(getattr(data, "seed", 0)))
+
+
+def _check_words(path: Path, task: Task) -> None:
+    """Raise `ValueError` where numbers of classes or characters mean others in the data than in a genome's file."""
+    said = gb.load_metadata(path)
+    for key in ("classes", "alphabet") if isinstance(said, Mapping) else ():
+        held, here = said.get(key), task.about.get(key)
+        if held is not None and here is not None and held != here:
+            names = f"{key} {held}, the data {here}" if key == "classes" else f"another text's {key} than the data's"
+            raise ValueError(f"{path} holds {names}: --data-dir must name data with the same ones")
 
 
 def _network(path: Path, plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> nn.Module:

@@ -220,7 +220,8 @@ class CheckpointOptions(OutputOptions):
     """What is written, and where; when to save a training that may be cut short, and where to go on."""
 
     checkpoint_every: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: never)")] = None
-    """Save a checkpoint into OUT/checkpoints every so many steps, at the end, and when stopped by SIGINT or SIGTERM."""
+    """Save a checkpoint into OUT/checkpoints every so many steps, at the end, and when stopped by SIGINT or SIGTERM;
+    none of the steps of --finetune, which are taken again."""
 
     keep: int = 3
     """Checkpoints to keep."""

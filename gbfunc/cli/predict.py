@@ -121,7 +121,11 @@ def read_inputs(path: Path, task: Task, said: Mapping[str, Any]) -> Inputs:
 
 def _texts(path: Path, encode: Callable[[str], Tensor]) -> Inputs:
     """The lines of a text that are not empty."""
-    for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be a text in UTF-8, a line each: {error}") from error
+    for i, line in enumerate(text.splitlines(), 1):
         if line.strip():
             yield f"{path}:{i}", encode(line.strip())
 
@@ -133,8 +137,11 @@ def _images(path: Path, shape: tuple[int, ...], white: float) -> Iterator[tuple[
         return
     for name, array in _arrays(path).items():
         images = _shaped(array, shape)
-        if images is None or array.dtype.kind not in "uif" or not np.isfinite(array).all():
-            raise ValueError(f"{path} must hold images of shape {shape}, got {array.dtype} {array.shape} in {name}")
+        numbers = array.dtype.kind in "uif"
+        if images is None or not numbers or not np.isfinite(array).all():
+            what = " with numbers that are not finite" if numbers and images is not None else ""
+            got = f"{array.dtype} {array.shape} in {name}{what}"
+            raise ValueError(f"{path} must hold finite numbers, images of shape {shape}, got {got}")
         for i, image in enumerate(images):
             yield f"{path}[{i}]" if name == "array" else f"{path}[{name}, {i}]", image
 

@@ -81,11 +81,12 @@ def train_genome(
         keep = {} if output.out is None else {"on_validation": lambda state, rows: best(step.gather(state), rows)}
         return {"on_log": on_log, "log_every": output.log_every, **keep}
 
-    write_config(folder / "config.toml", settings)
     logs = output.log if step.mesh.rank == 0 else ()
     with open_logs(logs, output.out, settings, recipe.schedule(recipe, recipe.lr, steps)) as on_log:
         best = Best(best_path, task.metric, write)
         with checkpoints(options, task, recipe, step) as kept, meter.profiling(step.mesh, steps):
+            # Not before what is in the folder may be replaced.
+            write_config(folder / "config.toml", settings)
             result = run_fit(trainer, job, seed, label, checkpoints=kept, **hooks(on_log, best, step))
             best_step = best.step(result.history)
         if output.finetune is not None:

@@ -28,7 +28,8 @@ from gbfunc.genome import Noise, check_genome, check_noise
 from gbfunc.hypernets.ensemble import Run, is_exporting
 from gbfunc.layers import KINDS
 from gbfunc.layers.delta import DeltaWeight, added
-from gbfunc.layers.forms import FactoredWeight, WeightForm, formable, transposed
+from gbfunc.layers.forms import FactoredWeight, WeightForm
+from gbfunc.layers.install import formable, transposed
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.parallel import Gather, Layout
 from gbfunc.plan import DTYPES, Plan, TensorPlan

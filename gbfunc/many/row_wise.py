@@ -12,7 +12,8 @@ from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gbfunc.layers.attention import attention_forward
-from gbfunc.layers.forms import WeightForm, layer_form
+from gbfunc.layers.forms import WeightForm
+from gbfunc.layers.install import layer_form
 from gbfunc.pnet import PureNet, buffers_of, parameter_infos
 from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params

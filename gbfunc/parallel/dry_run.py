@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from gbfunc.layers.forms import FactoredWeight, formable
+from gbfunc.layers.forms import FactoredWeight
+from gbfunc.layers.install import formable
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.plan import DTYPES, Plan, TensorPlan

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from gbfunc.layers.forms import layer_form
+from gbfunc.layers.install import layer_form
 from gbfunc.parallel.activations import Wire, chunk_sizes
 from gbfunc.parallel.collectives import Sizes, gather_objects
 from gbfunc.parallel.mesh import Mesh

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from gbfunc.layers.forms import Call, WeightForm, install
+from gbfunc.layers.forms import Call, WeightForm
+from gbfunc.layers.install import install
 from gbfunc.pnet.describe import buffers_of, check_pnet, keep_statistics, parameter_infos, skeleton_of
 from gbfunc.pnet.grown import GrownNet
 from gbfunc.trees import TensorSpec, compare_trees

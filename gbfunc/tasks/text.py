@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,11 +35,13 @@ class Tokens(NamedTuple):
         size: tokens.
         encode: text to tokens [N]; `ValueError` for what it has no tokens for.
         decode: tokens to text.
+        digest: what another vocabulary of that size has another one of.
     """
 
     size: int
     encode: Callable[[str], Tensor]
     decode: Callable[[list[int]], str]
+    digest: str
 
 
 def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None) -> Task:
@@ -81,6 +84,7 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
         metrics=LOSS,
         encode=tokens.encode,
         decode=tokens.decode,
+        about={"alphabet": tokens.digest},
     )
 
 
@@ -143,7 +147,10 @@ def characters(source: str) -> Tokens:
             raise ValueError(f"no {names} among the {len(alphabet)} characters of the text")
         return torch.tensor([number[char] for char in part])
 
-    return Tokens(len(alphabet), encode, lambda tokens: "".join(alphabet[t] for t in tokens))
+    def decode(tokens: list[int]) -> str:
+        return "".join(alphabet[t] for t in tokens)
+
+    return Tokens(len(alphabet), encode, decode, _digest("".join(alphabet)))
 
 
 def byte_pairs(source: str, vocabulary: int) -> Tokens:
@@ -164,7 +171,12 @@ def byte_pairs(source: str, vocabulary: int) -> Tokens:
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([source], trainer)
 
-    return Tokens(tokenizer.get_vocab_size(), lambda part: torch.tensor(tokenizer.encode(part).ids), tokenizer.decode)
+    size, digest = tokenizer.get_vocab_size(), _digest(tokenizer.to_str())
+    return Tokens(size, lambda part: torch.tensor(tokenizer.encode(part).ids), tokenizer.decode, digest)
+
+
+def _digest(words: str) -> str:
+    return hashlib.sha256(words.encode()).hexdigest()[:8]
 
 
 @torch.no_grad()

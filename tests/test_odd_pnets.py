@@ -1,0 +1,388 @@
+"""P-nets that reach their weights in odd ways: every mode gives what dense weights give, or refuses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import gbfunc as gb
+
+SGD = gb.torch_optimizer(torch.optim.SGD, lr=1.0)
+MODES: dict[str, dict[str, Any]] = {
+    "dense": {"lazy": False},
+    "lazy": {"lazy": True},
+    "auto": {},
+    "layer": {"remat": "layer"},
+    "microbatches": {"microbatches": 2},
+}
+
+
+def loss_of(net: Any, x: Tensor) -> Tensor:
+    return net(x).square().mean()
+
+
+class Pair(nn.Module):
+    """Two layers that a function or a reference, kept in some odd place, joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.a(x))
+
+
+def over_self() -> nn.Module:
+    net = Pair()
+    net.head = lambda h: net.b(h.tanh())
+    net.forward = lambda x: net.head(net.a(x))
+    return net
+
+
+def over_a_layer() -> nn.Module:
+    net = Pair()
+    a = net.a
+    a.forward = lambda x, scale=2.0: scale * F.linear(x, a.weight, a.bias)
+    return net
+
+
+def default_of_an_argument() -> nn.Module:
+    net = Pair()
+    net.head = lambda h, layers=[net.b]: layers[0](h)
+    net.forward = lambda x: net.head(net.a(x))
+    return net
+
+
+def hooked() -> nn.Module:
+    net = Pair()
+    a = net.a
+    net.b.register_forward_hook(lambda module, inputs, output: output * a.weight.sum())
+    return net
+
+
+class Child(nn.Module):
+    def __init__(self, parent: Any) -> None:
+        super().__init__()
+        self.layer, self.parent = nn.Linear(5, 3), weakref.ref(parent)
+
+    def forward(self, x: Tensor) -> Any:
+        parent: Any = self.parent()
+        return self.layer(x) * parent.a.weight.sum()
+
+
+def weak() -> nn.Module:
+    net = Pair()
+    net.b = Child(net)
+    return net
+
+
+GLOBAL = Pair()
+GLOBAL.a.forward = lambda x: 3 * F.linear(x, GLOBAL.a.weight, GLOBAL.a.bias)
+
+
+def patched_convolution() -> nn.Module:
+    conv = nn.Conv1d(2, 3, 3)
+    stock = conv._conv_forward
+    conv._conv_forward = lambda x, weight, bias: stock(x, weight - weight.mean(), bias)
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), conv, nn.Flatten())
+
+
+class Leaves(nn.Module):
+    """Goes through its layers as a regulariser does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        leaves = [m for m in self.modules() if not list(m.children())]
+        y = self.b(self.a(x))
+        return y * sum(m.weight.square().sum() for m in leaves if isinstance(m, nn.Linear)) * len(list(self.modules()))
+
+
+class OwnWeights(nn.Module):
+    """Reads what its layers hold by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        held, again = dict(self.a._parameters), {**self.a._parameters}
+        return F.linear(x, held["weight"] + again["weight"], self.a._parameters.get("bias"))
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "a function over the p-net": over_self,
+    "a forward that is a closure": over_a_layer,
+    "an argument's default": default_of_an_argument,
+    "a hook that is a closure": hooked,
+    "a weak reference": weak,
+    "a global name": lambda: GLOBAL,
+    "a method replaced on a layer": patched_convolution,
+    "layers without children": Leaves,
+    "parameters by name": OwnWeights,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_reached_in_an_odd_way_has_the_generated_weights(name: str, mode: str) -> None:
+    torch.manual_seed(0)
+    pnet, x = ODD[name]().double(), torch.randn(4, 6, dtype=torch.float64)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    step = gb.make_train_step(plan, pnet, loss_of, SGD, **MODES[mode])
+    state = step.init(1)
+    leaves = {f"{e}/{k}": v.requires_grad_() for e, of in state.gnets.items() for k, v in of.items()}
+    weights = gb.generate(plan, state)
+    # The copy whose functions are in question stands aside: torch swaps the weights of the p-net itself.
+    loss = functional_call(pnet, weights, (x,)).square().mean()
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    found, info = step(state, x)
+    torch.testing.assert_close(info.loss, loss.detach(), rtol=1e-9, atol=1e-9)
+    for (path, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        e, k = path.split("/")
+        torch.testing.assert_close(leaf.detach() - found.gnets[e][k], gradient, rtol=1e-7, atol=1e-9)
+    out = functional_call(pnet, weights, (x,)).detach()
+    torch.testing.assert_close(gb.materialize(plan, state, pnet)(x).detach(), out, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gb.GenomeModule(plan, pnet, state)(x).detach(), out, rtol=1e-9, atol=1e-9)
+
+
+def test_a_forward_around_which_its_parts_are_is_refused() -> None:
+    layer = nn.Linear(3, 3)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Any:
+            return layer(x)
+
+    with pytest.raises(ValueError, match=r"Around\.forward uses a part of the p-net that is a variable around it"):
+        gb.make_plan(Around(), gb.periodic(2))
+
+
+def test_a_layer_and_its_transpose_may_share_a_square_weight() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    pnet = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), conv1d(6, 6)).double()
+    pnet[2].weight = pnet[0].weight
+    plan, x = gb.make_plan(pnet, gb.periodic(2)), torch.randn(4, 6, dtype=torch.float64)
+    genome = gb.init_genome(plan, pnet, 1)
+    out = functional_call(pnet, gb.generate(plan, genome), (x,))
+    for net in (gb.materialize(plan, genome, pnet, factored=True), gb.GenomeModule(plan, pnet, genome, lazy=True)):
+        torch.testing.assert_close(net(x), out, rtol=1e-9, atol=1e-9)
+
+
+class Clamped(nn.Module):
+    """Keeps a bias within bounds, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.layer.bias.clamp_(-0.01, 0.01)
+        return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    ("make", "batch", "many"),
+    [
+        (lambda: nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 3)), torch.arange(5), False),
+        (Clamped, torch.ones(2, 4), False),
+        (Clamped, torch.ones(2, 4), True),
+    ],
+)
+def test_the_state_that_was_given_stays_as_it_is(make: Callable[[], nn.Module], batch: Tensor, many: bool) -> None:
+    torch.manual_seed(0)
+    pnet = make()
+    step = gb.make_train_step(
+        gb.make_plan(pnet, gb.periodic(2)), pnet, loss_of, gb.torch_optimizer(torch.optim.SGD, lr=1e-6)
+    )
+    train: Any = gb.population(step, 2) if many else step
+    state = train.init()
+    before = {k: v.clone() for k, v in state.direct.items()}
+    new, _ = train(state, batch)
+    for name, value in before.items():
+        assert torch.equal(state.direct[name], value), name
+    # What the forward did is in the new one, as in torch.
+    assert max(float((new.direct[k] - v).abs().max()) for k, v in before.items()) > 0.1
+
+
+def test_sparse_gradients_of_direct_parameters_are_as_good_as_dense_ones() -> None:
+    answers = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        pnet = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 3))
+        step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2)), pnet, loss_of, SGD)
+        answers.append(step(step.init(), torch.tensor([1, 3, 3]))[0].direct["0.weight"])
+    torch.testing.assert_close(*answers)
+
+
+def test_views_of_a_part_are_one() -> None:
+    pnet = Pair()
+    plan = gb.make_plan(pnet, gb.periodic(2))
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        assert net.a is net.a and net.a is not net.b
+        assert [m for m in (net.a, net.b) if m is not net.a] == [net.b]
+        return loss_of(net, x)
+
+    step = gb.make_train_step(plan, pnet, loss, SGD)
+    step(step.init(), torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "retain_grad"])
+@pytest.mark.parametrize("options", [{"lazy": True}, {"remat": "layer"}], ids=str)
+def test_a_hook_that_comes_too_late_is_refused(hook: str, options: dict[str, Any]) -> None:
+    pnet, seen = Pair(), list[Tensor]()
+    plan = gb.make_plan(pnet, gb.periodic(2))
+
+    def loss(net: Any, x: Tensor, early: bool) -> Tensor:
+        weight = net.a.weight if early else None
+        y = net(x)
+        # A penalty may read it when it likes.
+        weight = net.a.weight if weight is None else weight
+        getattr(weight, hook)(*([seen.append] if hook == "register_hook" else []))
+        return y.square().mean() + weight.square().sum()
+
+    for early in (True, False):
+        step = gb.make_train_step(plan, pnet, lambda net, x, early=early: loss(net, x, early), SGD, **options)
+        if early:
+            step(step.init(), torch.ones(2, 6))
+            continue
+        with pytest.raises(RuntimeError, match="a hook on the weight 'a.weight' would not see"):
+            step(step.init(), torch.ones(2, 6))
+    assert len(seen) == (hook == "register_hook")
+
+
+def test_aux_is_what_it_was_when_it_was_returned() -> None:
+    pnet = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    plan = gb.make_plan(pnet, gb.periodic(1))
+
+    def loss(net: Any, x: Tensor) -> tuple[Tensor, Any]:
+        out = net(x).square().mean()
+        return out, {"seen": net[0].num_batches_tracked, "bias": net[0].bias}
+
+    step = gb.make_train_step(plan, pnet, loss, SGD, microbatches=2, donate=True)
+    state = step.init()
+    before = state.direct["0.bias"].clone()
+    _, info = step(state, torch.randn(4, 3))
+    assert float(info.aux["seen"]) == 1.5 and torch.equal(info.aux["bias"], before)
+
+
+class Own(nn.Module):
+    """A g-net with two leaves of nearly one name."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.l = nn.Linear(width, 1, bias=False)
+        self.l_weight = nn.Parameter(torch.full((width, 1), 5.0))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        return self.l(codes) + codes.tanh() @ self.l_weight
+
+
+def test_leaves_whose_names_differ_by_a_dot_alone() -> None:
+    pnet = nn.Linear(6, 4)
+    plan = gb.make_plan(pnet, gb.from_module(Own))
+    losses = []
+    for options in ({}, {"remat": "layer"}):
+        step = gb.make_train_step(plan, pnet, loss_of, SGD, **options)
+        losses.append(step(step.init(), torch.ones(2, 6))[1].loss)
+    torch.testing.assert_close(*losses)
+
+
+MASKS = {
+    "whole numbers": {"key_padding_mask": torch.ones(4, 5, dtype=torch.int64)},
+    "one row of keys": {"key_padding_mask": torch.zeros(1, 5, dtype=torch.bool)},
+    "one row of targets": {"attn_mask": torch.zeros(1, 5)},
+    "a mask for each head": {"attn_mask": torch.zeros(2, 5, 5)},
+}
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+def test_masks_that_torch_refuses_are_refused(masks: dict[str, Tensor]) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.attention(x, x, x, **masks)[0]
+
+    pnet = Attending()
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    for lazy in (False, True):
+        step = gb.make_train_step(plan, pnet, loss_of, SGD, lazy=lazy)
+        with pytest.raises((AssertionError, RuntimeError), match="mask|Mask"):
+            step(step.init(), torch.randn(4, 5, 8))
+
+
+class Patches(nn.Module):
+    """Patches come first where the layer is, as in torch's transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.layer = nn.Conv2d(3, 4, 3, stride=3), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(self.conv(x).flatten(2).permute(2, 0, 1)).permute(1, 0, 2)
+
+
+class Positions(nn.Module):
+    """Positions of one token more than there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.layer = nn.Embedding(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = F.pad(x, (0, 0, 1, 0))
+        return self.layer(h + self.positions(torch.arange(h.shape[1])))
+
+
+@pytest.mark.parametrize("rows", range(2, 7))
+@pytest.mark.parametrize(("make", "shape"), [(Patches, (3, 6, 6)), (Positions, (4, 6))])
+def test_a_dimension_that_equals_the_rows_by_chance_is_none_of_them(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], rows: int
+) -> None:
+    torch.manual_seed(0)
+    pnet = make().double().eval()
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    genomes = [gb.init_genome(plan, pnet, seed) for seed in range(3)]
+    genomes = [g._replace(direct={k: v + i for k, v in g.direct.items()}) for i, g in enumerate(genomes)]
+    x, index = torch.randn(rows, *shape, dtype=torch.float64), torch.arange(rows) % 3
+    one_by_one = [gb.materialize(plan, genomes[int(g)], pnet)(x[i : i + 1]) for i, g in enumerate(index)]
+    found = gb.materialize_many(plan, genomes, pnet)(index, x)
+    torch.testing.assert_close(found, torch.cat(one_by_one), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_checkpoint_that_only_training_reaches_is_refused(lazy: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.layer, x, use_reentrant=False) if self.training else self.layer(x)
+
+    pnet = Saving()
+    module = gb.GenomeModule(gb.make_plan(pnet, gb.periodic(2)), pnet, lazy=lazy)
+    module.eval()(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"calls torch\.utils\.checkpoint inside its forward"):
+        module.train()(torch.ones(2, 3))
