@@ -239,6 +239,54 @@ def test_out_that_is_a_file_is_refused_before_training(tmp_path: Path, capsys: p
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_genome_is_not_exported_onto_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *BRIEF, "--out", str(tmp_path)]) == 0
+    genome = tmp_path / "genome.safetensors"
+    before = genome.read_bytes()
+    assert main(["export", "--genome", str(genome), "--out", str(tmp_path / "." / genome.name)]) == 2
+    assert "is the genome's own file, which would be lost" in capsys.readouterr().err
+    assert genome.read_bytes() == before
+
+
+@pytest.mark.parametrize("options", [["--exclude", "2.weight"], ["--rule", "2.weight=none"], ["--exclude", "0.weight"]])
+def test_any_layer_of_the_usual_p_net_may_stay_direct(options: list[str], tmp_path: Path) -> None:
+    sized = ["--sizes", "64", "24", "10", "--genome-params", "1700", "--steps", "1", "--out", str(tmp_path)]
+    assert main(["train", *sized, *options]) == 0
+    plan, genome = gb.load(tmp_path / "genome.safetensors")
+    assert [t.name for t in plan.direct if len(t.shape) > 1] == [options[1].removesuffix("=none")]
+    assert genome.direct
+
+
+def labelled(folder: Path, names: tuple[str, str]) -> list[str]:
+    """A folder of texts in two classes, as options."""
+    folder.mkdir()
+    lines = [f"{names[i % 2]} {'warm bright' if i % 2 else 'cold dark'} {i}" for i in range(60)]
+    for part in ("train", "test"):
+        (folder / f"{part}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return ["--task", "texts", "--data-dir", str(folder)]
+
+
+def test_labels_and_characters_mean_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    small = ["--pnet-config", json.dumps(config), "--steps", "2"]
+    one, other = labelled(tmp_path / "a", ("cool", "hot")), labelled(tmp_path / "b", ("hot", "apt"))
+    out = tmp_path / "texts"
+    assert main(["train", *one, *small, "--compression", "1.5", "--out", str(out)]) == 0
+    assert main(["eval", "--genome", str(out / "genome.safetensors"), *one]) == 0
+    assert main(["eval", "--genome", str(out / "genome.safetensors"), *other]) == 2
+    assert "holds classes ['cool', 'hot'], the data ['apt', 'hot']" in capsys.readouterr().err
+    (tmp_path / "low.txt").write_text("a small text of lower case\n" * 300)
+    (tmp_path / "high.txt").write_text("A SMALL TEXT OF LOWER CASE\n" * 300)
+    small = ["--pnet-config", json.dumps({"layers": 1, "width": 16, "heads": 2, "hidden": 16}), "--steps", "2"]
+    low, high = (["--task", "text", "--data-dir", str(tmp_path / f"{name}.txt")] for name in ("low", "high"))
+    assert main(["train", *low, *small, "--compression", "2", "--out", str(out)]) == 0
+    for command in ("eval", "sample"):
+        assert main([command, "--genome", str(out / "genome.safetensors"), *low[2:]]) == 0
+        assert main([command, "--genome", str(out / "genome.safetensors"), *high[2:]]) == 2
+        assert "another text's alphabet than the data's" in capsys.readouterr().err
+
+
 def test_eval_refuses_what_is_no_genome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "genome.safetensors"
     path.write_bytes(b"not a genome")

@@ -134,6 +134,7 @@ def test_damaged_ones_are_passed_over_and_told(
 def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(keeping(tmp_path, 100)) == 0
     whole = (tmp_path / "checkpoints" / "step-00000015.safetensors").read_bytes()
+    config = (tmp_path / "config.toml").read_bytes()
     for more, words in (
         (["--epochs", "4"], "trained with other settings: epochs 3, now 4, steps 15, now 20"),
         (["--batch-size", "100", "--lr", "0.5"], "batch_size 200, now 100, lr 0."),
@@ -146,6 +147,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.Captu
         told = capsys.readouterr().err
         assert words in told and told.count("\n") == 1
     assert (tmp_path / "checkpoints" / "step-00000015.safetensors").read_bytes() == whole
+    assert (tmp_path / "config.toml").read_bytes() == config
     # A new training does not mix with an old one.
     assert main(keeping(tmp_path, 100)) == 2
     assert "holds checkpoints: go on from them with --resume auto" in capsys.readouterr().err

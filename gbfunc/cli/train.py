@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,6 +71,8 @@ def train_genome(
     trainer = meter.metered(genome_trainer(job.plan, job.pnet, task, recipe, seed, **split), split)
     step = trainer.train_step
     assert step is not None
+    # Not before a step is taken: what is refused leaves the folder of another training as it was.
+    trainer = trainer._replace(step=_then(trainer.step, lambda: write_config(folder / "config.toml", settings)))
     steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
 
     def write(genome: gb.TrainState, path: Path) -> None:
@@ -85,8 +87,6 @@ def train_genome(
     with open_logs(logs, output.out, settings, recipe.schedule(recipe, recipe.lr, steps)) as on_log:
         best = Best(best_path, task.metric, write)
         with checkpoints(options, task, recipe, step) as kept, meter.profiling(step.mesh, steps):
-            # Not before what is in the folder may be replaced.
-            write_config(folder / "config.toml", settings)
             result = run_fit(trainer, job, seed, label, checkpoints=kept, **hooks(on_log, best, step))
             best_step = best.step(result.history)
         if output.finetune is not None:
@@ -114,6 +114,19 @@ def train_genome(
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
     metrics |= meter.metrics(step, task, job.pnet, recipe.batch_size, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | provenance(task, plan, step.mesh.device)
+
+
+def _then(step: Callable[[Any, Any], Any], act: Callable[[], None]) -> Callable[[Any, Any], Any]:
+    """The step, which acts once, after its first call."""
+    left = [act]
+
+    def acting(state: Any, batch: Any) -> Any:
+        result = step(state, batch)
+        while left:
+            left.pop()()
+        return result
+
+    return acting
 
 
 def _check_finetune(steps: int | None, dtype: str | None, resumable: bool) -> None:
