@@ -40,30 +40,30 @@ class Pair(nn.Module):
 
 
 def over_self() -> nn.Module:
-    net = Pair()
+    net: Any = Pair()
     net.head = lambda h: net.b(h.tanh())
     net.forward = lambda x: net.head(net.a(x))
     return net
 
 
 def over_a_layer() -> nn.Module:
-    net = Pair()
+    net: Any = Pair()
     a = net.a
     a.forward = lambda x, scale=2.0: scale * F.linear(x, a.weight, a.bias)
     return net
 
 
 def default_of_an_argument() -> nn.Module:
-    net = Pair()
+    net: Any = Pair()
     net.head = lambda h, layers=[net.b]: layers[0](h)
     net.forward = lambda x: net.head(net.a(x))
     return net
 
 
 def hooked() -> nn.Module:
-    net = Pair()
+    net: Any = Pair()
     a = net.a
-    net.b.register_forward_hook(lambda module, inputs, output: output * a.weight.sum())
+    net.b.register_forward_hook(lambda module, inputs, output: a.weight.sum() * torch.as_tensor(output))
     return net
 
 
@@ -78,17 +78,17 @@ class Child(nn.Module):
 
 
 def weak() -> nn.Module:
-    net = Pair()
+    net: Any = Pair()
     net.b = Child(net)
     return net
 
 
-GLOBAL = Pair()
+GLOBAL: Any = Pair()
 GLOBAL.a.forward = lambda x: 3 * F.linear(x, GLOBAL.a.weight, GLOBAL.a.bias)
 
 
 def patched_convolution() -> nn.Module:
-    conv = nn.Conv1d(2, 3, 3)
+    conv: Any = nn.Conv1d(2, 3, 3)
     stock = conv._conv_forward
     conv._conv_forward = lambda x, weight, bias: stock(x, weight - weight.mean(), bias)
     return nn.Sequential(nn.Unflatten(1, (2, 3)), conv, nn.Flatten())
@@ -115,7 +115,8 @@ class OwnWeights(nn.Module):
         self.a = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Any:
-        held, again = dict(self.a._parameters), {**self.a._parameters}
+        held: dict[str, Any] = dict(self.a._parameters)
+        again: dict[str, Any] = {**self.a._parameters}
         return F.linear(x, held["weight"] + again["weight"], self.a._parameters.get("bias"))
 
 
@@ -297,8 +298,8 @@ class Own(nn.Module):
 def test_leaves_whose_names_differ_by_a_dot_alone() -> None:
     pnet = nn.Linear(6, 4)
     plan = gb.make_plan(pnet, gb.from_module(Own))
-    losses = []
-    for options in ({}, {"remat": "layer"}):
+    losses, modes = [], list[dict[str, Any]](({}, {"remat": "layer"}))
+    for options in modes:
         step = gb.make_train_step(plan, pnet, loss_of, SGD, **options)
         losses.append(step(step.init(), torch.ones(2, 6))[1].loss)
     torch.testing.assert_close(*losses)
