@@ -99,7 +99,7 @@ def _taught(
 
     best = max(rates, key=all_along) if len(rates) > 1 else rates[0]
     born = {"step": 0, "epoch": 0.0, **task.evaluate(start.eval(), tested.val)}
-    net, history = trained(best, tested, f"{name}, rate {best * recipe.dense_lr:.1e}")
+    net, history = trained(best, tested, f"{name}, measured on the test split, rate {best * recipe.dense_lr:.1e}")
     rows = [{k.removeprefix("val_"): v for k, v in row.items() if k != "seconds"} for row in history]
     return Taught([born, *rows], best * recipe.dense_lr, net)
 
