@@ -129,21 +129,14 @@ class Compare(DataOptions):
 
     def _budgets(self, task: Task) -> list[tuple[int, int]]:
         """Parameters and bytes."""
-        from gbfunc.lab.compare import BudgetTooSmall, is_pretrained, reference_bytes, size_within
-
-        def size_of(budget: int) -> int:
-            try:
-                return size_within(task, budget)
-            except BudgetTooSmall:
-                # Other methods may fit all the same.
-                return max(1, budget // 4)
+        from gbfunc.lab.compare import is_pretrained, reference_bytes, size_within
 
         pretrained = is_pretrained(task)
         given = self.bytes or (_BYTES if pretrained and self.sizes is None else None)
         if given is None:
             return [(size, reference_bytes(task, size)) for size in sorted(set(self.sizes or _SIZES))]
         # The numbers that a budget could hold are the same whatever is the best genome of the day.
-        return [(b // 4 if pretrained else size_of(b), b) for b in sorted(set(given))]
+        return [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(given))]
 
 
 def shown_values(results: Results, metric: Metric) -> list[float]:

@@ -58,11 +58,16 @@ def reference_bytes(task: Task, size: int) -> int:
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Parameters of the periodic genome of the task that fills so many bytes.
+    """Parameters of the periodic genome of the task, or else of a narrower net, that fills so many bytes.
 
     Raises:
         BudgetTooSmall: if no genome of the task is as small as that.
     """
+    for pnet in (base.smaller(task, part) for part in _WIDTHS):
+        with suppress(BudgetTooSmall):
+            if pnet is not None:
+                return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget).genome_params
+    # Raises, saying why.
     return plan_for(task, "periodic", genome_bytes=budget).genome_params
 
 
