@@ -139,9 +139,9 @@ def _images(path: Path, shape: tuple[int, ...], white: float) -> Iterator[tuple[
         images = _shaped(array, shape)
         numbers = array.dtype.kind in "uif"
         if images is None or not numbers or not np.isfinite(array).all():
-            what = " with numbers that are not finite" if numbers and images is not None else ""
+            what = "" if images is None else ", with some that are not finite" if numbers else ", which are no numbers"
             got = f"{array.dtype} {array.shape} in {name}{what}"
-            raise ValueError(f"{path} must hold finite numbers, images of shape {shape}, got {got}")
+            raise ValueError(f"{path} must hold images of shape {shape}, got {got}")
         for i, image in enumerate(images):
             yield f"{path}[{i}]" if name == "array" else f"{path}[{name}, {i}]", image
 
