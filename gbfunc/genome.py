@@ -15,7 +15,7 @@ from gbfunc.hypernets.ensemble import Run, dense_tiles, is_exporting
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid, join_tiles
-from gbfunc.trees import DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
+from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
 
 Noise = Mapping[str, Params]
@@ -60,8 +60,8 @@ def check_genome(
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
     flat = flat_genome(genome)
     if buffers:
-        expected |= {f"buffers/{b.name}": b.shape for b in plan.buffers}
-        flat |= flatten_tree(genome.buffers, "buffers/")
+        expected |= {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
+        flat |= flatten_tree(genome.buffers, BUFFERS)
     given = {k: tuple(x.shape) for k, x in flat.items()}
     hint = ""
     if given.keys() == expected.keys():

@@ -387,3 +387,39 @@ def test_a_checkpoint_that_only_training_reaches_is_refused(lazy: bool) -> None:
     module.eval()(torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"calls torch\.utils\.checkpoint inside its forward"):
         module.train()(torch.ones(2, 3))
+
+
+def test_inputs_without_dimensions_are_for_all_rows() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, scale: Tensor, shift: Tensor | None = None) -> Any:
+            return self.layer(x) * scale + (0 if shift is None else shift)
+
+    pnet = Scaled()
+    plan = gb.make_plan(pnet, gb.periodic(1))
+    genomes = [gb.init_genome(plan, pnet, seed) for seed in range(2)]
+    many: Any = gb.materialize_many(plan, genomes, pnet)
+    x, scale, runs, run = torch.randn(2, 3), torch.tensor(2.0), list[int](), many._run
+    many._run = lambda *call: (runs.append(len(call[0])), run(*call))[1]
+    expected = torch.cat([gb.materialize(plan, g, pnet)(x[i : i + 1], scale) for i, g in enumerate(genomes)])
+    for more in ((), (torch.ones(2, 1),), (), (torch.ones(2, 1),)):
+        torch.testing.assert_close(many(torch.arange(2), x, scale, *more), expected + len(more))
+    # Each of the two kinds of calls was tried out once.
+    assert len(runs) == 4 + 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_layer_has_the_generated_weights() -> None:
+    pnet: Any = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 2))
+    plan, x = gb.make_plan(pnet, gb.periodic(1), include=["weight"]), torch.ones(3, 4)
+    genome = gb.init_genome(plan, pnet)
+    assert any(t.name == "0.weight" for t in plan.generated)
+    out = functional_call(pnet, gb.generate(plan, genome), (x,))
+    before = pnet(x)
+    for factored in (False, True):
+        torch.testing.assert_close(gb.materialize(plan, genome, pnet, factored=factored)(x), out)
+    torch.testing.assert_close(gb.GenomeModule(plan, pnet, genome, lazy=True)(x), out)
+    assert torch.equal(pnet(x), before)

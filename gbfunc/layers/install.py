@@ -49,8 +49,7 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
     """The form that can take the place of a layer; None where its forward is not the stock one."""
-    forward: Any = nn.Linear.forward if transposed(layer) else getattr(type(layer), "forward", None)
-    form = FORMS.get(forward)
+    form = FORMS.get(nn.Linear.forward if transposed(layer) else _forward(layer))
     return form if form is not None and form.plain(layer) and not _patched(layer) else None
 
 
@@ -61,12 +60,14 @@ def _patched(layer: nn.Module) -> bool:
 
 def transposed(layer: nn.Module) -> bool:
     """Whether a layer multiplies by the transpose of what a linear layer does: Hugging Face's `Conv1D`."""
-    return type(layer).forward is getattr(_hugging_face_conv1d(), "forward", None)
-
-
-def _hugging_face_conv1d() -> Any:
     # The class belongs to a library that need not be installed.
-    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    hugging_face = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return hugging_face is not None and _forward(layer) is hugging_face.forward
+
+
+def _forward(layer: nn.Module) -> Any:
+    """The forward of a layer's class; None for a scripted one, which has none."""
+    return getattr(type(layer), "forward", None)
 
 
 def formable(layer: nn.Module, attribute: str) -> bool:

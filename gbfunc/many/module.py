@@ -50,8 +50,8 @@ class ManyGenomes(nn.Module):
             self.register_buffer(f"tensor_{i}", values[0] if shared else torch.stack(values), persistent=False)
         self.row_wise = _outermost(_module_of(pnet, name) for key in self._rows for name in self._names(key))
         self._net = self._build()
-        # Which inputs had rows in the last call: the first one of its kind tells where inside of the p-net they are.
-        self._ways: list[Any] | None = None
+        # Kinds of calls, by which inputs had rows: the first one of a kind tells where inside of the p-net they are.
+        self._kinds: set[Any] = set()
 
     def _names(self, key: str) -> list[str]:
         """All names of a tensor of a tie."""
@@ -103,10 +103,11 @@ class ManyGenomes(nn.Module):
         """
         n_rows = self._check(index, (args, kwargs))
         call = _padded(index, args, kwargs)
-        ways = [(path, isinstance(x, Tensor) and (x.ndim, len(x) == n_rows)) for path, x in tree_leaves(call[1:])]
+        inputs = tree_leaves(call[1:])
+        kind = tuple((path, isinstance(x, Tensor) and (x.ndim, x.shape[:1] == call[0].shape)) for path, x in inputs)
         while True:
             try:
-                if ways != self._ways:
+                if kind not in self._kinds:
                     # A dimension inside that has as many entries by chance has not one more when the batch has.
                     with torch.no_grad():
                         self._run(*_padded(*call, more=1))
@@ -117,8 +118,8 @@ class ManyGenomes(nn.Module):
                     raise
                 # Rows are seen further out: positions of a transformer, or [time, batch] inside of one.
                 self.row_wise = _outermost([*self.row_wise, error.path.rpartition(".")[0]])
-                self._net = self._build()
-        self._ways = ways
+                self._net, self._kinds = self._build(), set()
+        self._kinds.add(kind)
         return tree_map(lambda x: self._cut(x, len(call[0]), n_rows), out)
 
     def _run(self, index: Tensor, args: Any, kwargs: Any) -> Any:

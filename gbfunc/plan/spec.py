@@ -17,7 +17,7 @@ from gbfunc.plan.file_layout import compact_bytes, file_header, stored_leaves
 from gbfunc.plan.rounding import BITS, StoredDtype, stored_name
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
-from gbfunc.trees import DIRECT, GNET
+from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import Params
 
 
@@ -134,7 +134,7 @@ class Plan:
         """All tensors of a genome, on the meta device: `gnets/<ensemble>/<leaf>`, `direct/<name>`, `buffers/<name>`."""
         dtypes = {f"{DIRECT}{t.name}": DTYPES[t.dtype] for t in self.direct}
         specs = {k: (shape, dtypes.get(k, self.dtype)) for k, shape in self.leaf_shapes.items()}
-        specs |= {f"buffers/{b.name}": (b.shape, DTYPES[b.dtype]) for b in self.buffers}
+        specs |= {f"{BUFFERS}{b.name}": (b.shape, DTYPES[b.dtype]) for b in self.buffers}
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()}
 
     def to_json(self) -> str:

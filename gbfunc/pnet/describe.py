@@ -242,4 +242,13 @@ def _moved_cell(cell: CellType, copies: Mapping[int, Any], seen: frozenset[int])
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
     """A copy of the module with copies of these weights and buffers, those in `bare` as they are; ties are kept."""
     both = {**weights, **buffers}
-    return _copy_with(pnet, lambda name, _: both[name].detach() if name in bare else both[name].detach().clone())
+    net = _copy_with(pnet, lambda name, _: both[name].detach() if name in bare else both[name].detach().clone())
+    first = {alias: info.name for info in parameter_infos(pnet) for alias in info.aliases}
+    # The copy of a scripted part is C++'s own, which knows of no other tensors.
+    for path, part in net.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            with torch.no_grad():
+                for name, x in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+                    here = f"{path}.{name}" if path else name
+                    x.copy_(both[first.get(here, here)])
+    return net

@@ -34,7 +34,7 @@ from gbfunc.plan.rounding import BITS, narrow_stats
 from gbfunc.plan.slots import dtype_name
 from gbfunc.storage import compact
 from gbfunc.storage.compact import Compact
-from gbfunc.trees import TensorSpec, compare_trees, flatten_tree
+from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 
@@ -115,7 +115,7 @@ def load(
         return plan, flat
 
     plan, flat = _read(path, read)
-    return plan, unflat_genome(plan, flat, {b.name: flat[f"buffers/{b.name}"] for b in plan.buffers})
+    return plan, unflat_genome(plan, flat, {b.name: flat[f"{BUFFERS}{b.name}"] for b in plan.buffers})
 
 
 def load_metadata(path: str | os.PathLike[str]) -> Any:
@@ -248,7 +248,7 @@ def _check_sizes(plan: Plan, limit: int, numbers: int) -> None:
 
 def _check_values(flat: TensorMap, what: str) -> None:
     for name, tensor in flat.items():
-        buffer = name.startswith("buffers/")
+        buffer = name.startswith(BUFFERS)
         # Buffers may hold infinities on purpose (attention masks); trained leaves may not.
         if bool(torch.isnan(tensor).any()) if buffer else not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{what} holds {'NaN' if buffer else 'values that are not finite'} in {name!r}")

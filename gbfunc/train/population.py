@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state, own_direct, step_seed
-from gbfunc.trees import TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome, tree_map
+from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome, tree_map
 from gbfunc.types import Params
 
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
@@ -98,7 +98,7 @@ class Population:
 
     def _check(self, state: TrainState, named: Params) -> None:
         """Compare names and shapes with those of n members, and the members' steps with each other."""
-        given = named | flatten_tree(state.buffers, "buffers/")
+        given = named | flatten_tree(state.buffers, BUFFERS)
         expected = {k: (self.n, *shape) for k, shape in self.train_step._expected.items()}
         if {k: tuple(x.shape) for k, x in given.items()} != expected:
             specs = {k: TensorSpec(shape) for k, shape in expected.items()}

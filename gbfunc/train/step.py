@@ -33,7 +33,7 @@ from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import Lazy, Remat, StepOptions
-from gbfunc.trees import DIRECT, flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
+from gbfunc.trees import BUFFERS, DIRECT, flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
 from gbfunc.types import Genome, GNets, Kernel, Params
 
 _MIX = 0x9E3779B97F4A7C15
@@ -99,7 +99,7 @@ class TrainStep:
         self._averaged = [b.name for b in plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
         still = {f"direct/{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
         self._frozen = still & self._roles.keys()
-        self._expected = layout.shapes | {f"buffers/{b.name}": b.shape for b in plan.buffers}
+        self._expected = layout.shapes | {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
 
     @torch.inference_mode(False)
     def init(self, seed: int = 0, *, device: torch.device | str | None = None) -> TrainState:
@@ -185,7 +185,7 @@ class TrainStep:
         """
         state = checked_state(gnet_params)
         named = flat_genome(state)
-        both = named | {f"buffers/{k}": v for k, v in state.buffers.items()}
+        both = named | {f"{BUFFERS}{k}": v for k, v in state.buffers.items()}
         if {k: tuple(v.shape) for k, v in both.items()} != self._expected:
             check_genome(self.plan, state, self._shapes)
         named = named if self._options.donate else own_direct(named)
