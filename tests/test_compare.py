@@ -116,6 +116,9 @@ RIVALS = [name for name, method in METHODS.items() if not isinstance(method, Gen
 
 SLOW = ("vit", "actor_critic")
 
+WIDENED = ("smaller_dense", "int8", "int4", "pruned", "periodic")
+"""Methods that may take a wider net than the p-net."""
+
 
 @pytest.fixture(scope="module", params=[pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in OTHERS])
 def other(request: pytest.FixtureRequest) -> Problem:
@@ -138,7 +141,7 @@ def test_every_method_takes_every_kind_of_pnet(name: str, other: Problem, tmp_pa
     assert isinstance(one, torch.nn.Module) and isinstance(two, torch.nn.Module)
     weights = [torch.cat([p.detach().flatten() for p in net.parameters()]) for net in (one, two)]
     assert torch.equal(*weights) and bool(torch.isfinite(weights[0]).all())
-    assert n_params(one) <= n_params(other.task.build(0)) or name in ("smaller_dense", "int8", "int4")
+    assert n_params(one) <= n_params(other.task.build(0)) or name in WIDENED
 
 
 # The budget
@@ -158,9 +161,21 @@ def test_a_genome_may_be_of_a_narrower_net_where_statistics_fill_the_budget() ->
         assert len(made.data) <= problem.budget
         net = method.load(made.data, task)
         assert isinstance(net, torch.nn.Module) and made.params < n_params(net) < n_params(task.build(0)) / 3
-    # Where much of it is left for g-nets, the p-net's own width is the only one.
-    (wide,) = {json.dumps(s.get("pnet")) for s in METHODS["periodic_int7"].candidates(problem._replace(budget=30_000))}
-    assert wide == "null"
+
+
+@pytest.mark.parametrize("name", ["periodic_int7", "pruned"])
+def test_a_wider_net_is_a_candidate_where_the_budget_is_large(name: str) -> None:
+    task = TASKS["digits"]().with_pnet(find_pnet("mlp", TASKS["digits"]().interface, {"hidden": [256, 256]}))
+    n_weights = n_params(task.build(0))
+    least, recipe = -(-n_weights // 8), replace(task.recipe(500), steps=3)
+    for budget, expected in ((least - 1, {256}), (least, {256, 512})):
+        problem = Problem(task, 500, budget, torch.float32, recipe)
+        candidates = METHODS[name].candidates(problem)
+        widths = [s.get("pnet", {}).get("hidden", [256])[0] for s in candidates]
+        assert {w for w in widths if w >= 256} == expected
+    made = METHODS[name].train(problem, candidates[widths.index(512)], 0)
+    net = METHODS[name].load(made.data, task)
+    assert isinstance(net, torch.nn.Module) and n_params(net) > 3 * n_weights and len(made.data) <= least
 
 
 def test_the_budget_is_the_file_of_the_reference(problem: Problem) -> None:

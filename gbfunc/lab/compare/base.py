@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gbfunc.pnet import buffers_of, parameter_infos, with_weights
 from gbfunc.tasks import Net, Recipe, Task
-from gbfunc.tasks.pnets import PNet, find_pnet
+from gbfunc.tasks.pnets import PNet, find_pnet, n_params
 from gbfunc.tasks.training import fit, leaf_trainer, total_steps
 from gbfunc.types import Params, TensorMap
 
@@ -226,11 +226,20 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
     return low
 
 
-def smaller(task: Task, part: float) -> PNet | None:
+def scaled(task: Task, part: float) -> PNet | None:
     """The task's p-net with its widths times `part`; None for a family that has no widths to change."""
     if part == 1:
         return task.pnet
     return None if task.pnet.scaled is None else task.pnet.scaled(part)
+
+
+_WIDER, _HELD = 2.0, 1 / 8
+"""Parts of the p-net's widths; bytes for a parameter of the p-net from which on a wider net may do more with them."""
+
+
+def wider(problem: Problem) -> tuple[float, ...]:
+    """Parts of the p-net's widths above 1 that methods which compress a net try: none for budgets that are small."""
+    return (_WIDER,) if problem.budget >= _HELD * n_params(problem.task.build(0)) else ()
 
 
 def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet | None:
@@ -238,7 +247,7 @@ def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet 
     if task.pnet.scaled is None:
         return task.pnet if fits(task.pnet) else None
     part = largest(lambda n: fits(task.pnet.scaled(n / _PARTS)), round(most * _PARTS))  # pyright: ignore[reportOptionalCall]
-    return smaller(task, part / _PARTS) if part else None
+    return scaled(task, part / _PARTS) if part else None
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:

@@ -25,7 +25,7 @@ from gbfunc.trees import GNET
 _FILE = "genome.safetensors"
 
 _WIDTHS, _MUCH = (1, 1 / 2, 1 / 4), 1 / 3
-"""Widths in parts of the p-net's; the part of a budget that what no g-net makes (vectors, statistics) may fill."""
+"""Widths in parts of the p-net's, down; the part of a budget that what no g-net makes (norms' figures) may fill."""
 
 _METADATA = 48
 """Bytes that a file with metadata has more than those of their JSON, at most."""
@@ -63,7 +63,7 @@ def size_within(task: Task, budget: int) -> int:
     Raises:
         BudgetTooSmall: if no genome of the task is as small as that.
     """
-    for pnet in (base.smaller(task, part) for part in _WIDTHS):
+    for pnet in (base.scaled(task, part) for part in _WIDTHS):
         with suppress(BudgetTooSmall):
             if pnet is not None:
                 return plan_for(task.with_pnet(pnet), "periodic", genome_bytes=budget).genome_params
@@ -86,16 +86,22 @@ class GenomeOf:
     codes: str | None = None  # what it is stored as in place of the problem's dtype: "int2" to "int8"
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Learning rates; of the p-net, and of narrower ones while what no g-net makes fills much of the budget."""
+        """Learning rates; of the p-net, of a wider one where the budget is large, of narrower ones where it is full.
+
+        Full: while what no g-net makes fills much of it.
+        """
         found: list[Settings] = []
-        pnets = [pnet for part in _WIDTHS if (pnet := base.smaller(problem.task, part)) is not None]
-        for about in (base.about_pnet(pnet, problem.task) for pnet in pnets):
+        full = False
+        for part in (*_WIDTHS, *base.wider(problem)):
+            pnet = base.scaled(problem.task, part)
+            if pnet is None or (part < 1 and not full):
+                continue
+            full, about = True, base.about_pnet(pnet, problem.task)
             with suppress(BudgetTooSmall):
                 task, plan = self._plan(problem, about)
+                full = _fixed_bytes(plan, self._dtype(problem)) > _MUCH * problem.budget
                 usual = task.recipe(plan.genome_params).lr
                 found += [about | of for of in grid(params=(plan.genome_params,), lr=self.rates or (usual, 2 * usual))]
-                if _fixed_bytes(plan, self._dtype(problem)) <= _MUCH * problem.budget:
-                    break
         if not found:
             # Raises, saying why.
             self._plan(problem, {})

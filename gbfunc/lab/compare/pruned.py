@@ -152,8 +152,8 @@ class Pruned:
     def candidates(self, problem: Problem) -> list[Settings]:
         """Widths of the net that is pruned, in parts of the p-net's, and learning rates."""
         task, found = problem.task, []
-        for part in WIDTHS:
-            pnet = base.smaller(task, part)
+        for part in (*WIDTHS, *base.wider(problem)):
+            pnet = base.scaled(task, part)
             if pnet is None or dict(pnet.config) in found:
                 continue
             if len(encode_sparse(base.blank(pnet), BITS, base.about_pnet(pnet, task))) < 0.9 * problem.budget:
