@@ -239,7 +239,9 @@ _WIDER, _HELD = 2.0, 1 / 8
 
 def wider(problem: Problem) -> tuple[float, ...]:
     """Parts of the p-net's widths above 1 that methods which compress a net try: none for budgets that are small."""
-    return (_WIDER,) if problem.budget >= _HELD * n_params(problem.task.build(0)) else ()
+    if problem.task.pnet.scaled is None or problem.budget < _HELD * n_params(problem.task.build(0)):
+        return ()
+    return (_WIDER,)
 
 
 def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet | None:

@@ -18,6 +18,7 @@ from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, 
 from gbfunc.plan import StoredDtype, genome_file_bytes, stored_name
 from gbfunc.plan.file_layout import stored_leaves
 from gbfunc.tasks import Net, Task
+from gbfunc.tasks.pnets import n_params
 from gbfunc.tasks.rounding import going_on, slowed
 from gbfunc.tasks.training import fit, genome_trainer
 from gbfunc.trees import GNET
@@ -26,6 +27,9 @@ _FILE = "genome.safetensors"
 
 _WIDTHS, _MUCH = (1, 1 / 2, 1 / 4), 1 / 3
 """Widths in parts of the p-net's, down; the part of a budget that what no g-net makes (norms' figures) may fill."""
+
+_MOST = 1 / 2
+"""Trained parameters for a parameter of the p-net up to which its genome is a candidate beside that of a wider net."""
 
 _METADATA = 48
 """Bytes that a file with metadata has more than those of their JSON, at most."""
@@ -86,13 +90,14 @@ class GenomeOf:
     codes: str | None = None  # what it is stored as in place of the problem's dtype: "int2" to "int8"
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Learning rates; of the p-net, of a wider one where the budget is large, of narrower ones where it is full.
+        """Learning rates; of the p-net, of narrower ones while what no g-net makes fills much of the budget.
 
-        Full: while what no g-net makes fills much of it.
+        Of a wider one too where the budget is large, and of that one alone where a genome of the p-net would hardly
+        compress it.
         """
         found: list[Settings] = []
-        full = False
-        for part in (*_WIDTHS, *base.wider(problem)):
+        full, wider, most = False, base.wider(problem), _MOST * n_params(problem.task.build(0))
+        for part in (*_WIDTHS, *wider):
             pnet = base.scaled(problem.task, part)
             if pnet is None or (part < 1 and not full):
                 continue
@@ -100,6 +105,8 @@ class GenomeOf:
             with suppress(BudgetTooSmall):
                 task, plan = self._plan(problem, about)
                 full = _fixed_bytes(plan, self._dtype(problem)) > _MUCH * problem.budget
+                if wider and part == 1 and plan.genome_params > most:
+                    continue
                 usual = task.recipe(plan.genome_params).lr
                 found += [about | of for of in grid(params=(plan.genome_params,), lr=self.rates or (usual, 2 * usual))]
         if not found:
