@@ -195,6 +195,7 @@ def test_mnist_from_the_command_line(shared_data: Path, tmp_path: Path, capsys: 
         (["train", "--pnet", "gpt"], "the p-net gpt reads text"),
         (["train", "--pnet", "gpt", "--sizes", "3", "4"], "the p-net gpt has no option sizes"),
         (["train", "--pnet-config", "{"], "--pnet-config must be a JSON object such as"),
+        (["plan", "--sizes", "64", "9", "10", "--pnet-config", '{"hidden": [8]}'], "(hidden) both say the sizes"),
         (["train", "--task-config", "[1]"], "--task-config must be a JSON object such as"),
         (["train", "--task", "text", "--data-dir", "/no/such/file"], "no such text file or folder: /no/such/file"),
         (["train", "--epochs", "1", "--steps", "3"], "at most one of --epochs and --steps, got 1 and 3"),

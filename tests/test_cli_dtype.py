@@ -39,3 +39,15 @@ def test_dtype_rounds_the_genome_that_is_measured(tmp_path: Path, capsys: pytest
         size = (tmp_path / name / "genome.safetensors").stat().st_size
         assert metrics["genome_bytes"] == size < own["genome_bytes"] - 500
         assert f"{size:,}" in told
+
+
+def test_plan_tells_the_size_as_it_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *BRIEF, "--dtype", "int5", "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--config", str(tmp_path / "config.toml")]) == 0
+    told = capsys.readouterr().out
+    plan, _ = gb.load(tmp_path / "genome.safetensors")
+    assert f"{gb.plan.genome_file_bytes(plan, 'int5'):,} bytes on disk as int5" in told
+    assert told == plan.report("int5") + "\n" != plan.report() + "\n"
+    with pytest.raises(ValueError, match="int9"):
+        plan.report("int9")  # pyright: ignore[reportArgumentType]

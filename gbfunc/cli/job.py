@@ -56,7 +56,10 @@ def load_task(options: DataOptions) -> Task:
     if options.task in set(TASKS) - {"trec", "texts"} and "pretrained" in given:
         raise ValueError(f"--pretrained is for the tasks trec and texts, got --task {options.task}")
     task = find_task(options.task, options.data_dir, read_json("--task-config", options.task_config) | given)
-    config = read_json("--pnet-config", options.pnet_config) | _given(options, "sizes")
+    config, sizes = read_json("--pnet-config", options.pnet_config), _given(options, "sizes")
+    if sizes and (twice := config.keys() & {"sizes", "hidden"}):
+        raise ValueError(f"--sizes and --pnet-config ({sorted(twice)[0]}) both say the sizes of the layers: give one")
+    config |= sizes
     if options.pnet is None and not config:
         return task
     if options.pretrained is not None and options.pnet not in (None, task.pnet.name):

@@ -192,18 +192,23 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class OutputOptions:
-    """What is written, and where."""
-
-    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
-    """Folder for metrics.json, config.toml, history.csv, figures, genome.safetensors (the last genome) and
-    best.safetensors (the best one by validation); such files are replaced."""
+class StoredOptions:
+    """How the genome is stored."""
 
     dtype: Annotated[
         DtypeName | None, arg(metavar="|".join(get_args(DtypeName)), help_behavior_hint="(default: as in training)")
     ] = None
     """dtype of the genome in its file, rounded after training: intN are codes of N bits with scales. What is measured
     is what the file holds."""
+
+
+@dataclass(frozen=True)
+class OutputOptions(StoredOptions):
+    """What is written, and where."""
+
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
+    """Folder for metrics.json, config.toml, history.csv, figures, genome.safetensors (the last genome) and
+    best.safetensors (the best one by validation); such files are replaced."""
 
     finetune: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: none)")] = None
     """So many steps more, in which the network is the one of the rounded genome: mends most of what --dtype costs."""

@@ -12,7 +12,7 @@ from tyro.conf import arg
 
 import gbfunc as gb
 from gbfunc.cli.job import Job, make_job
-from gbfunc.cli.options import RECIPE, ConfigOption, GenomeOptions, PNetOptions
+from gbfunc.cli.options import RECIPE, ConfigOption, GenomeOptions, PNetOptions, StoredOptions
 from gbfunc.tasks.base import example_batches
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -26,6 +26,7 @@ class Plan(ConfigOption):
 
     data: PNetOptions = PNetOptions()
     genome: GenomeOptions = GenomeOptions()
+    output: StoredOptions = StoredOptions()
 
     ranks: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None
     """Plan its training on so many ranks too: memory, bytes and seconds of every layout, the fastest first."""
@@ -54,7 +55,7 @@ class Plan(ConfigOption):
         if self.ranks is not None and self.ranks < 1:
             raise ValueError(f"--ranks must be at least 1, got {self.ranks}")
         job = make_job(self.data, self.genome)
-        print(job.plan.report())
+        print(job.plan.report(self.output.dtype))
         if self.ranks is not None:
             print()
             print(self.layouts(job, device).report())

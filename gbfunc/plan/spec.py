@@ -175,11 +175,19 @@ class Plan:
         """
         return Plan(*plan_from_json(text, factories))
 
-    def report(self) -> str:
-        """Every tensor with its role, tiles, parameters and bytes, and the whole model's sizes, as a text table."""
+    def report(self, dtype: StoredDtype | None = None) -> str:
+        """Every tensor with its role, tiles, parameters and bytes, and the whole model's sizes, as a text table.
+
+        Args:
+            dtype: what the file stores, of which its size is then; None is the p-net's own.
+
+        Raises:
+            ValueError: for another dtype.
+        """
+        stored = "" if dtype is None else f" as {stored_name(dtype)}"
         try:
-            size = genome_file_bytes(self)
-            on_disk = f"{size:,} bytes on disk (header and buffers included)"
+            size = genome_file_bytes(self, dtype)
+            on_disk = f"{size:,} bytes on disk{stored} (header and buffers included)"
             in_bytes = f", {self.dense_bytes / size:.1f}x in bytes"
         except (ValueError, RuntimeError) as error:
             # A g-net from a function that has no import path trains, but has no file; nor has a size beyond torch's.
