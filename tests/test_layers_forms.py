@@ -441,23 +441,3 @@ def test_lazy_pays_where_it_was_measured() -> None:
     assert not lazy_pays(96, 864, 36, (2, 2), 2**17, conv=True)
     # One image against a large layer: forming the weight costs more than both applications.
     assert lazy_pays(1024, 1024, 64, (8, 8), 1)
-
-
-@pytest.mark.parametrize(
-    ("tiles", "k", "expected"), [((1, 2), 5, 2 * 16), ((2, 2), 9, 2 * 2 * 16), ((3, 2), 16, 2 * 3 * 16)]
-)
-def test_groups_of_a_thin_convolution_are_multiples_of_16(
-    tiles: tuple[int, int], k: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (nr, nc), seen = tiles, []
-    plain = torch.conv2d
-    monkeypatch.setattr(torch, "conv2d", lambda x, w, *a, **o: seen.append(w.shape) or plain(x, w, *a, **o))
-    left = torch.randn(nr, nc, 4, k, dtype=torch.float64)
-    right = torch.randn(nr, nc, 3 * 9, k, dtype=torch.float64)
-    form = FactoredWeight("w", (4 * nr, 3 * nc, 3, 3), TileGrid(4 * nr, 27 * nc, 4, 27), False, auto=False)
-    form.given.update(left=left, right=right)
-    x = torch.randn(2, 3 * nc, 5, 5, dtype=torch.float64)
-    options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
-    y = form.thin_conv(torch.conv2d, x, None, options)
-    assert y is not None and seen[0][0] == expected
-    torch.testing.assert_close(y, plain(x, form.make(), None, **options))

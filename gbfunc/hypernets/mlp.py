@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf, check_size, project, uniform
-from gbfunc.hypernets.kernels import chunked_apply, relu_tiles
+from gbfunc.hypernets.kernels import chunked_apply, relu_matrix, relu_tiles
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims
 
@@ -115,14 +115,12 @@ class GNet(Hypernet):
     def _is_fused(self) -> bool:
         return self.activation == "relu" and len(self.hidden or ()) == 1
 
-    def _mean(
-        self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out", grid: TileGrid | None = None
-    ) -> Tensor:
-        """The tile [r, c] of one head; or, where the g-net is fused, the matrix of many."""
+    def _mean(self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out") -> Tensor:
+        """The tile [r, c] of one head."""
         a_rH = project(row, leaves["row_weight"]) + leaves["bias"].unsqueeze(-2)
         b_cH = project(col, leaves["col_weight"])
         if self._is_fused:
-            return relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], leaves[f"{head}_bias"], kernel=kernel, grid=grid)
+            return relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], leaves[f"{head}_bias"], kernel=kernel)
         depth = len(self.hidden or ())
         names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")] + [f"{head}_weight"]
         rest = {name: leaves[name] for name in names}
@@ -138,7 +136,10 @@ class GNet(Hypernet):
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
         """A ReLU layer's matrix, written without its tiles."""
-        return self._mean(leaves, row_Urp, col_Ucq, kernel, grid=grid) if self._is_fused else None
+        if not self._is_fused:
+            return None
+        names = ("row_weight", "col_weight", "bias", "out_weight", "out_bias")
+        return relu_matrix(row_Urp, col_Ucq, *(leaves[name] for name in names), grid=grid, kernel=kernel)
 
     def apply(
         self, leaves: Params, row_rp: Tensor, col_cq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"

@@ -135,6 +135,70 @@ void by_rows(Size first, Size end, F f) {
   for (; first < end; first++) f(first, std::integral_constant<int, 1>{});
 }
 
+// What comes before the ReLU: A [T, r, H] and B [T, c, H], or what they are made of where those are null: codes
+// X [1 or T, r, p] and Y [1 or T, c, q], their weights U [T, p, H] and V [T, q, H], the bias u [T, H]: A = X U + u, B = Y V.
+template <class S>
+struct Sides {
+  const S *A, *B, *X, *Y, *U, *V, *u;
+  Size p, q, X_step, Y_step;  // widths of codes; from the codes of a tile to those of the next
+};
+
+// codes [n, width] times weights [width, H] and a bias (or null) -> out [n, H]
+template <class S>
+void project(const S* codes, const S* weights, const S* bias, S* out, Size n, Size width, Size H) {
+  for (Size h = 0; h < H; h += kLanes<S>) {
+    const Size some = H - h;
+    by_rows(0, n, [&](Size i, auto count) {
+      constexpr int R = decltype(count)::value;
+      Vec<S> sums[R];
+      for (auto& sum : sums) sum = bias ? load(bias + h, some) : Vec<S>{};
+      for (Size k = 0; k < width; k++) {
+        const Vec<S> weight = load(weights + k * H + h, some);
+        for (int r = 0; r < R; r++) sums[r] += spread(codes[(i + r) * width + k]) * weight;
+      }
+      for (int r = 0; r < R; r++) store(out + (i + r) * H + h, sums[r], some);
+    });
+  }
+}
+
+// Adds the gradient of weights [width, H] (and of a bias) from that of `codes weights` [n, H].
+template <class S>
+void project_back(const S* codes, const S* d, S* d_weights, S* d_bias, Size n, Size width, Size H) {
+  for (Size h = 0; h < H; h += kLanes<S>) {
+    const Size some = H - h;
+    by_rows(0, width, [&](Size k, auto count) {
+      constexpr int R = decltype(count)::value;
+      Vec<S> sums[R];
+      for (int r = 0; r < R; r++) sums[r] = load(d_weights + (k + r) * H + h, some);
+      for (Size i = 0; i < n; i++) {
+        const Vec<S> row = load(d + i * H + h, some);
+        for (int r = 0; r < R; r++) sums[r] += spread(codes[i * width + k + r]) * row;
+      }
+      for (int r = 0; r < R; r++) store(d_weights + (k + r) * H + h, sums[r], some);
+    });
+    if (d_bias) {
+      Vec<S> sum = load(d_bias + h, some);
+      for (Size i = 0; i < n; i++) sum += load(d + i * H + h, some);
+      store(d_bias + h, sum, some);
+    }
+  }
+}
+
+// Rows [first, first + n) of A in a tile, or of B: those in memory, or made in `buffer`.
+template <class S>
+const S* rows_of_A(const Sides<S>& s, const Grid& g, Size tile, Size first, Size n, S* buffer) {
+  if (s.A) return s.A + (tile * g.tile_rows + first) * g.hidden;
+  project(s.X + tile * s.X_step + first * s.p, s.U + tile * s.p * g.hidden, s.u + tile * g.hidden, buffer, n, s.p, g.hidden);
+  return buffer;
+}
+
+template <class S>
+const S* rows_of_B(const Sides<S>& s, const Grid& g, Size tile, Size first, Size n, S* buffer) {
+  if (s.B) return s.B + (tile * g.tile_cols + first) * g.hidden;
+  project(s.Y + tile * s.Y_step + first * s.q, s.V + tile * s.q * g.hidden, (const S*)nullptr, buffer, n, s.q, g.hidden);
+  return buffer;
+}
+
 // Sums of R rows and K vectors of columns: a [R, H], Bt [H, width] -> out [R, width].
 template <class S, int R, int K>
 void weights(const S* a, const S* Bt, const S* v, S b, S* out, Size hidden, Size width) {
@@ -165,25 +229,27 @@ void prefer_large_pages(void* memory, std::size_t bytes) {
 #endif
 }
 
-// A [T, r, H], B [T, c, H], v [T, H], b [T] -> W [rows, cols].
+// Sides, v [T, H], b [T] -> W [rows, cols].
 template <class S>
-void forward(const S* A, const S* B, const S* v, const S* b, S* W, Grid g, int threads) {
+void forward(Sides<S> s, const S* v, const S* b, S* W, Grid g, int threads) {
   const Size H = g.hidden, lanes = kLanes<S>, width = round_up(std::min(g.tile_cols, kColumns), lanes);
   prefer_large_pages(W, g.rows * g.cols * sizeof(S));
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<S> Bt(H * width), out(kRows * width);
+    std::vector<S> Bt(H * width), out(kRows * width), A_made(s.A ? 0 : g.tile_rows * H), B_made(s.B ? 0 : width * H);
 #pragma omp for schedule(dynamic)
     for (Size index = 0; index < g.tiles() * g.parts; index++) {
       const Item it = item_of(g, index);
       const S* vt = v + it.tile * H;
+      const S* At = rows_of_A(s, g, it.tile, it.first, it.end - it.first, A_made.data());
       for (Size left = 0; left < it.cols; left += kColumns) {
         const Size cols = std::min(kColumns, it.cols - left), padded = round_up(cols, lanes);
+        const S* rows = rows_of_B(s, g, it.tile, left, cols, B_made.data());
         for (Size h = 0; h < H; h++)
-          for (Size j = 0; j < cols; j++) Bt[h * width + j] = B[(it.tile * g.tile_cols + left + j) * H + h];
+          for (Size j = 0; j < cols; j++) Bt[h * width + j] = rows[j * H + h];
         by_rows(it.first, it.end, [&](Size i, auto count) {
           constexpr int R = decltype(count)::value;
-          const S* a = A + (it.tile * g.tile_rows + i) * H;
+          const S* a = At + (i - it.first) * H;
           Size j = 0;
           for (; j + 2 * lanes <= padded; j += 2 * lanes)
             weights<S, R, 2>(a, &Bt[j], vt, b[it.tile], &out[j], H, width);
@@ -237,26 +303,33 @@ void finish(const S* sums, const S* A, const S* v, S* dA, S* dv, Size rows, Size
   }
 }
 
-// Gradient of W [rows, cols] -> those of A [T, r, H], B [P, T, c, H], v [P, T, H], b [P, T]; all start at zero.
+// Gradients of what is there of `Sides`, but for codes: A [T, r, H], of which each item has rows, and [P, T, ...].
 template <class S>
-void backward(const S* dW, const S* A, const S* B, const S* v, S* dA, S* dB, S* dv, S* db, Grid g, int threads) {
+struct Gradients {
+  S *A, *B, *X, *Y, *U, *V, *u, *v, *b;
+};
+
+// Gradient of W [rows, cols] -> those of the sides, of v and of b; all start at zero.
+template <class S>
+void backward(const S* dW, Sides<S> s, const S* v, Gradients<S> d, Grid g, int threads) {
   const Size H = g.hidden, lanes = kLanes<S>, padded = round_up(H, lanes), vectors = padded / lanes;
   const Size tile_columns = std::min(g.tile_cols, kColumns);
 #pragma omp parallel num_threads(threads)
   {
     std::vector<S> a(g.tile_rows * padded), SA(a.size()), minus_b(tile_columns * padded), SB(minus_b.size());
+    std::vector<S> A_made(s.A ? 0 : g.tile_rows * H), dA_made(A_made), B_made(s.B ? 0 : tile_columns * H), dB_made(B_made);
 #pragma omp for schedule(dynamic)
     for (Size index = 0; index < g.tiles() * g.parts; index++) {
       const Item it = item_of(g, index);
       const Size rows = it.end - it.first, offset = it.part * g.tiles() + it.tile;
-      const S *At = A + (it.tile * g.tile_rows + it.first) * H, *vt = v + it.tile * H;
-      S* dvt = dv + offset * H;
+      const S *At = rows_of_A(s, g, it.tile, it.first, rows, A_made.data()), *vt = v + it.tile * H;
+      S* dvt = d.v + offset * H;
       by_vectors(At, S(1), a.data(), rows, H);
       std::fill(SA.begin(), SA.end(), S(0));
       for (Size left = 0; left < it.cols; left += kColumns) {
         const Size cols = std::min(kColumns, it.cols - left);
         const S* gt = dW + it.corner + it.first * g.cols + left;
-        const S* Bt = B + (it.tile * g.tile_cols + left) * H;
+        const S* Bt = rows_of_B(s, g, it.tile, left, cols, B_made.data());
         by_vectors(Bt, S(-1), minus_b.data(), cols, H);
         std::fill(SB.begin(), SB.end(), S(0));
         for (Size k = 0; k < vectors; k++) {
@@ -267,7 +340,9 @@ void backward(const S* dW, const S* A, const S* B, const S* v, S* dA, S* dB, S* 
                                                    cols);
           });
         }
-        finish(SB.data(), Bt, vt, dB + (offset * g.tile_cols + left) * H, dvt, cols, H);
+        S* dBt = s.B ? d.B + (offset * g.tile_cols + left) * H : dB_made.data();
+        finish(SB.data(), Bt, vt, dBt, dvt, cols, H);
+        if (!s.B) project_back(s.Y + it.tile * s.Y_step + left * s.q, dBt, d.V + offset * s.q * H, (S*)nullptr, cols, s.q, H);
         for (Size i = 0; i < rows; i++) {
           Vec<S> sum = {};
           Size j = 0;
@@ -275,23 +350,26 @@ void backward(const S* dW, const S* A, const S* B, const S* v, S* dA, S* dB, S* 
           S total = 0;
           for (; j < cols; j++) total += gt[i * g.cols + j];
           for (Size l = 0; l < lanes; l++) total += sum[l];
-          db[offset] += total;
+          d.b[offset] += total;
         }
       }
-      finish(SA.data(), At, vt, dA + (it.tile * g.tile_rows + it.first) * H, dvt, rows, H);
+      S* dAt = s.A ? d.A + (it.tile * g.tile_rows + it.first) * H : dA_made.data();
+      finish(SA.data(), At, vt, dAt, dvt, rows, H);
+      if (!s.A)
+        project_back(s.X + it.tile * s.X_step + it.first * s.p, dAt, d.U + offset * s.p * H, d.u + offset * H, rows, s.p, H);
     }
   }
 }
 
 }  // namespace
 
-#define GBFUNC_EXPORT(S, NAME)                                                                                  \
-  extern "C" void relu_forward_##NAME(const S* A, const S* B, const S* v, const S* b, S* W, const Grid* g, int n) { \
-    forward<S>(A, B, v, b, W, *g, n);                                                                           \
-  }                                                                                                             \
-  extern "C" void relu_backward_##NAME(const S* dW, const S* A, const S* B, const S* v, S* dA, S* dB, S* dv, S* db, \
-                                       const Grid* g, int n) {                                                  \
-    backward<S>(dW, A, B, v, dA, dB, dv, db, *g, n);                                                            \
+#define GBFUNC_EXPORT(S, NAME)                                                                                         \
+  extern "C" void relu_forward_##NAME(const Sides<S>* s, const S* v, const S* b, S* W, const Grid* g, int n) {         \
+    forward<S>(*s, v, b, W, *g, n);                                                                                    \
+  }                                                                                                                    \
+  extern "C" void relu_backward_##NAME(const S* dW, const Sides<S>* s, const S* v, const Gradients<S>* d, const Grid* g, \
+                                       int n) {                                                                        \
+    backward<S>(dW, *s, v, *d, *g, n);                                                                                 \
   }
 
 GBFUNC_EXPORT(float, f32)

@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,11 +81,38 @@ def is_available() -> bool:
 _THREAD_WORK = 2**16  # Hidden activations that repay one more thread: about 10 us
 
 
-def _call(direction: str, grid: TileGrid, hidden: int, parts: int, *arrays: Tensor) -> None:
-    kind = {torch.float32: "f32", torch.float64: "f64"}[arrays[0].dtype]
+class Sides(NamedTuple):
+    """What comes before the ReLU: A and B, or the codes and leaves that make them, `A = X U + u` and `B = Y V`."""
+
+    A: Tensor | None = None  # [T, r, H]
+    B: Tensor | None = None  # [T, c, H]
+    X: Tensor | None = None  # [1 or T, r, p]
+    Y: Tensor | None = None  # [1 or T, c, q]
+    U: Tensor | None = None  # [T, p, H]
+    V: Tensor | None = None  # [T, q, H]
+    u: Tensor | None = None  # [T, H]
+
+
+def _pointers(arrays: Iterable[Tensor | None]) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in arrays]
+
+
+class _CSides(ctypes.Structure):
+    """`Sides` in `native.cpp`: the arrays, widths of the codes, and steps from the codes of a tile to the next."""
+
+    _fields_ = (("arrays", ctypes.c_void_p * 7), ("sizes", ctypes.c_int64 * 4))
+
+    def __init__(self, sides: Sides) -> None:
+        codes = [x for x in (sides.X, sides.Y) if x is not None]
+        sizes = [x.shape[2] for x in codes] + [0 if len(x) == 1 else x[0].numel() for x in codes]
+        super().__init__((ctypes.c_void_p * 7)(*_pointers(sides)), (ctypes.c_int64 * 4)(*sizes))
+
+
+def _call(direction: str, grid: TileGrid, hidden: int, parts: int, dtype: torch.dtype, *arguments: Any) -> None:
+    kind = {torch.float32: "f32", torch.float64: "f64"}[dtype]
     sizes = (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden, parts)
     getattr(library(), f"relu_{direction}_{kind}")(
-        *(ctypes.c_void_p(x.data_ptr()) for x in arrays),
+        *(x if isinstance(x, ctypes.c_void_p) else ctypes.byref(x) for x in arguments),
         (ctypes.c_int64 * 6)(*sizes),
         min(torch.get_num_threads(), 1 + grid.numel * hidden // _THREAD_WORK),
     )
@@ -94,19 +123,39 @@ def _parts(grid: TileGrid) -> int:
     return max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
 
+def _ready(x: Tensor) -> Tensor:
+    """An input as the program reads it."""
+    return x.detach().to(compute_dtype(x.dtype)).contiguous()
+
+
+def matrix(sides: Sides, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
+    """Generate the matrix [R, C] of some tiles from their sides, v [T, H] and b [T]."""
+    sides, v, b = Sides(*(x if x is None else _ready(x) for x in sides)), _ready(v), _ready(b)
+    W_RC = v.new_empty(grid.rows, grid.cols)
+    _call("forward", grid, v.shape[1], _parts(grid), v.dtype, _CSides(sides), *_pointers((v, b, W_RC)))
+    return W_RC
+
+
+def matrix_gradients(g: Tensor, sides: Sides, v: Tensor, grid: TileGrid) -> dict[str, Tensor]:
+    """Gradients of what there is of A, B, U, V, u, v and b, by name, from that of the matrix [R, C]."""
+    g, sides, v, parts = _ready(g), Sides(*(x if x is None else _ready(x) for x in sides)), _ready(v), _parts(grid)
+    learnt = sides._replace(X=None, Y=None)._asdict() | {"v": v, "b": v[:, 0]}
+    # Parts of a tile have rows of A of their own, and sums of their own of all else.
+    d = {
+        name: x if x is None else torch.zeros_like(x) if name == "A" else x.new_zeros(parts, *x.shape)
+        for name, x in learnt.items()
+    }
+    pointers = (ctypes.c_void_p * len(d))(*_pointers(d.values()))
+    _call("backward", grid, v.shape[1], parts, v.dtype, *_pointers((g,)), _CSides(sides), *_pointers((v,)), pointers)
+    sums = {name: x for name, x in d.items() if x is not None}
+    return {name: x if name == "A" else x.sum(0) if parts > 1 else x[0] for name, x in sums.items()}
+
+
 def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
     """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
-    inputs = [x.detach().to(compute_dtype(x.dtype)).contiguous() for x in (A, B, v, b)]
-    W_RC = inputs[0].new_empty(grid.rows, grid.cols)
-    _call("forward", grid, A.shape[2], _parts(grid), *inputs, W_RC)
-    return W_RC.to(A.dtype)
+    return matrix(Sides(A, B), v, b, grid).to(A.dtype)
 
 
 def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
     """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
-    inputs = [x.detach().to(compute_dtype(x.dtype)).contiguous() for x in (g, A, B, v)]
-    parts, hidden = _parts(grid), A.shape[2]
-    dA = torch.zeros_like(inputs[1])
-    shared = [dA.new_zeros(parts, *shape) for shape in (B.shape, v.shape, v.shape[:1])]
-    _call("backward", grid, hidden, parts, *inputs, dA, *shared)
-    return tuple(x.to(A.dtype) for x in (dA, *(x.sum(0) if parts > 1 else x[0] for x in shared)))
+    return tuple(x.to(A.dtype) for x in matrix_gradients(g, Sides(A, B), v, grid).values())

@@ -13,12 +13,14 @@ Suffixes: T tiles; R, C rows and columns of a matrix; r, c of a tile; H hidden u
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from gbfunc.hypernets.base import project
 from gbfunc.hypernets.kernels import eager, native
 from gbfunc.hypernets.kernels.chunked import InputsOnly, RowMap, Tensors, batch_tiles, filled_tangents
 from gbfunc.hypernets.kernels.eager import compute_dtype, reference_tiles, traced_tiles
@@ -58,13 +60,12 @@ def _accelerator_form(device_type: str) -> ModuleType:
         return eager
 
 
-def _form(kernel: Kernel, A: Tensor, B: Tensor, *others: Tensor) -> ModuleType:
-    """The module that generates tiles of A [T, r, H] and B [T, c, H], or computes their gradients."""
-    work = A.numel() * B.shape[1]
-    if kernel == "eager" or (kernel == "auto" and work < COMPILE_WORK) or not all(map(_has_memory, (A, B, *others))):
+def _form(kernel: Kernel, work: int, *tensors: Tensor) -> ModuleType:
+    """The module that makes tiles of so many hidden activations from such tensors, or computes their gradients."""
+    if kernel == "eager" or (kernel == "auto" and work < COMPILE_WORK) or not all(map(_has_memory, tensors)):
         return eager
-    if A.device.type != "cpu":
-        return _accelerator_form(A.device.type)
+    if tensors[0].device.type != "cpu":
+        return _accelerator_form(tensors[0].device.type)
     return native if kernel == "compiled" or native.is_available() else eager
 
 
@@ -94,7 +95,7 @@ class _ReluGradients(InputsOnly):
 
     @staticmethod
     def forward(how: _How, g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensors:
-        return _form(how.kernel, A, B, v, g).gradients(g, A, B, v, how.grid)
+        return _form(how.kernel, A.numel() * B.shape[1], A, B, v, g).gradients(g, A, B, v, how.grid)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,7 +126,7 @@ class _ReluTiles(InputsOnly):
 
     @staticmethod
     def forward(how: _How, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
-        return _form(how.kernel, A, B, v, b).tiles(A, B, v, b, how.grid)
+        return _form(how.kernel, A.numel() * B.shape[1], A, B, v, b).tiles(A, B, v, b, how.grid)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -199,3 +200,81 @@ def relu_tiles(
     stack = A.shape[:-2]
     flat = (A.reshape(-1, *A.shape[-2:]), B.reshape(-1, *B.shape[-2:]), v.reshape(-1, v.shape[-1]), b.reshape(-1))
     return _stacked_tiles(kernel, *flat).reshape(*stack, A.shape[-2], B.shape[-2])
+
+
+class _ReluMatrix(InputsOnly):
+    """`relu_matrix` in one pass on a CPU; its further derivatives are those of its parts."""
+
+    @staticmethod
+    def forward(grid: TileGrid, *inputs: Tensor) -> Tensor:
+        *sides, v, b = inputs
+        return native.matrix(native.Sides(None, None, *sides), v, b, grid)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        *sides, v, _ = ctx.saved_tensors
+        if torch.is_grad_enabled() or not _has_memory(g):
+            return None, *_pull(ctx)[1](g)
+        d = native.matrix_gradients(g, native.Sides(None, None, *sides), v, ctx.what)
+        return None, None, None, *(d[name] for name in ("U", "V", "u", "v", "b"))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], grid: TileGrid, *inputs: Tensor) -> tuple[Tensor, int]:
+        return torch.vmap(functools.partial(_in_parts, "auto", grid), in_dims[1:])(*inputs), 0
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
+        # The gradient is linear in the cotangent, as in `RowMap.jvp`.
+        W_RC, pull = _pull(ctx)
+        return torch.func.vjp(pull, torch.zeros_like(W_RC))[1](filled_tangents(ctx.saved_tensors, tangents))[0]
+
+
+def _pull(ctx: Any) -> tuple[Tensor, Callable[[Tensor], Tensors]]:
+    """The matrix in parts, and its gradient of all inputs."""
+    made: Any = torch.func.vjp(functools.partial(_in_parts, "auto", ctx.what), *ctx.saved_tensors)
+    return made
+
+
+def _in_parts(
+    kernel: Kernel, grid: TileGrid, X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor, v: Tensor, b: Tensor
+) -> Tensor:
+    """`relu_matrix` by what comes before the ReLU."""
+    return relu_tiles(project(X, U) + u.unsqueeze(-2), project(Y, V), v, b, kernel=kernel, grid=grid)
+
+
+def relu_matrix(
+    X: Tensor,
+    Y: Tensor,
+    U: Tensor,
+    V: Tensor,
+    u: Tensor,
+    v: Tensor,
+    b: Tensor,
+    *,
+    grid: TileGrid,
+    kernel: Kernel = "auto",
+) -> Tensor:
+    """Generate the matrix [R, C] of ReLU g-nets from codes: `relu_tiles` of A = X U + u and B = Y V.
+
+    The compiled form for a CPU makes A and B tile by tile and keeps neither, which spares half of its traffic.
+
+    Args:
+        X: codes of the rows [1 or T, r, p].
+        Y: codes of the columns [1 or T, c, q].
+        U: weights of the rows' codes [T, p, H].
+        V: weights of the columns' codes [T, q, H].
+        u: biases of the hidden units [T, H].
+        v: weights of the last layer [T, H].
+        b: its bias [T].
+        grid: of the matrix.
+        kernel: as in `relu_tiles`.
+
+    Raises:
+        RuntimeError: as `relu_tiles`.
+    """
+    inputs = (X, Y, U, V, u, v, b)
+    plain = {x.dtype for x in inputs} in ({torch.float32}, {torch.float64}) and not torch.compiler.is_compiling()
+    work = grid.n_tiles * grid.tile_rows * grid.tile_cols * v.shape[-1]
+    if plain and work and kernel != "reference" and _form(kernel, work, *inputs) is native:
+        return _ReluMatrix.apply(grid, *inputs)
+    return _in_parts(kernel, grid, *inputs)
