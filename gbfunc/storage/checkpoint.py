@@ -349,7 +349,7 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
         intact = hashlib.sha256(data.replace(_entry(digest), _entry(_NO_DIGEST), 1)).hexdigest() == digest
         tensors = from_bytes(data) if intact else {}
     except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"it is damaged: no header can be read in its {len(data):,} bytes") from error
+        raise ValueError(f"it is damaged: no checkpoint's header can be read in its {len(data):,} bytes") from error
     if not intact:
         raise ValueError("it is damaged: its digest does not fit its content")
     return metadata, tensors
