@@ -18,7 +18,6 @@ from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, 
 from gbfunc.plan import StoredDtype, genome_file_bytes, stored_name
 from gbfunc.plan.file_layout import stored_leaves
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.pnets import n_params
 from gbfunc.tasks.rounding import going_on, slowed
 from gbfunc.tasks.training import fit, genome_trainer
 from gbfunc.trees import GNET
@@ -96,7 +95,7 @@ class GenomeOf:
         compress it.
         """
         found: list[Settings] = []
-        full, wider, most = False, base.wider(problem), _MOST * n_params(problem.task.build(0))
+        full, wider = False, base.wider(problem)
         for part in (*_WIDTHS, *wider):
             pnet = base.scaled(problem.task, part)
             if pnet is None or (part < 1 and not full):
@@ -105,7 +104,7 @@ class GenomeOf:
             with suppress(BudgetTooSmall):
                 task, plan = self._plan(problem, about)
                 full = _fixed_bytes(plan, self._dtype(problem)) > _MUCH * problem.budget
-                if wider and part == 1 and plan.genome_params > most:
+                if wider and part == 1 and plan.genome_params > _MOST * plan.pnet_params:
                     continue
                 usual = task.recipe(plan.genome_params).lr
                 found += [about | of for of in grid(params=(plan.genome_params,), lr=self.rates or (usual, 2 * usual))]
