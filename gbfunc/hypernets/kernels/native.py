@@ -92,6 +92,10 @@ class Sides(NamedTuple):
     V: Tensor | None = None  # [T, q, H]
     u: Tensor | None = None  # [T, H]
 
+    def ready(self) -> Sides:
+        """The same as the program reads them."""
+        return Sides(*(x if x is None else _ready(x) for x in self))
+
 
 def _pointers(arrays: Iterable[Tensor | None]) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in arrays]
@@ -130,7 +134,7 @@ def _ready(x: Tensor) -> Tensor:
 
 def matrix(sides: Sides, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
     """Generate the matrix [R, C] of some tiles from their sides, v [T, H] and b [T]."""
-    sides, v, b = Sides(*(x if x is None else _ready(x) for x in sides)), _ready(v), _ready(b)
+    sides, v, b = sides.ready(), _ready(v), _ready(b)
     W_RC = v.new_empty(grid.rows, grid.cols)
     _call("forward", grid, v.shape[1], _parts(grid), v.dtype, _CSides(sides), *_pointers((v, b, W_RC)))
     return W_RC
@@ -138,7 +142,7 @@ def matrix(sides: Sides, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
 
 def matrix_gradients(g: Tensor, sides: Sides, v: Tensor, grid: TileGrid) -> dict[str, Tensor]:
     """Gradients of what there is of A, B, U, V, u, v and b, by name, from that of the matrix [R, C]."""
-    g, sides, v, parts = _ready(g), Sides(*(x if x is None else _ready(x) for x in sides)), _ready(v), _parts(grid)
+    g, sides, v, parts = _ready(g), sides.ready(), _ready(v), _parts(grid)
     learnt = sides._replace(X=None, Y=None)._asdict() | {"v": v, "b": v[:, 0]}
     # Parts of a tile have rows of A of their own, and sums of their own of all else.
     d = {
