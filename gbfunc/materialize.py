@@ -7,7 +7,7 @@ from torch import nn
 
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, check_genome, check_noise, check_plan
-from gbfunc.layers.forms import FactoredWeight
+from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import install
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, with_weights
@@ -47,7 +47,7 @@ def materialize(
         if not isinstance(form, FactoredWeight):
             weights[name] = tensors[name].to(dtype)
             continue
-        inputs = {k: tensors[f"{name}_form.{k}"] for k in form.inputs}
+        inputs = form.taken(tensors)
         # Beside a base factors are as they were in training.
         form.hold(inputs if tensor.base else {k: x.to(dtype) for k, x in inputs.items()})
         if sum(x.numel() for k, x in inputs.items() if k != "base") < tensor.numel:

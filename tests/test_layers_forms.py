@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from gbfunc.lab.bench.live import LiveBytes
-from gbfunc.layers.forms import FactoredWeight, lazy_pays
+from gbfunc.layers.factored import FactoredWeight, lazy_pays
 from gbfunc.layers.install import formable, install
 from gbfunc.pnet import PureNet
 from gbfunc.tiling import TileGrid

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gbfunc.layers.forms import FactoredWeight
+from gbfunc.layers.factored import FactoredWeight
 from gbfunc.tiling import TileGrid
 from tests.support.forms import KINDS, Formed, assert_close, on_form, vectors
 

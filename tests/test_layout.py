@@ -16,7 +16,8 @@ PACKAGE = ROOT / "gbfunc"
 LEVELS = (
     {"startup", "types"},
     {"trees", "tiling", "encoding", "files"},
-    {"hypernets", "layers"},
+    {"hypernets"},
+    {"layers"},
     {"pnet"},
     {"base"},
     {"plan"},

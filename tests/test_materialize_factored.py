@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.layers.forms import FactoredWeight
+from gbfunc.layers.factored import FactoredWeight
 from tests.support.forms import assert_close, vectors
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.generate import Generator
-from gbfunc.layers.forms import FactoredWeight
+from gbfunc.layers.factored import FactoredWeight
 from gbfunc.parallel.dry_run import factored_forms
 from gbfunc.parallel.planner_costs import Model
 from gbfunc.parallel.planner_stages import Footprint, RankLayout

@@ -1,38 +1,31 @@
-"""From a genome to the p-net's weights, in one autograd graph, and in whatever form a layer takes them.
+"""From a genome to the p-net's weights, in one autograd graph.
 
-A *run* is what g-nets that are generated together are made of: leaves, codes, scales and noise.
+    leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k]     `Stack`, one an ensemble
+    slots ----form.of----> what the layer takes: the weight, its factors, or its leaves    `layers.forms`, one a tensor
 
-    leaves + codes --vmap(apply)--> tiles [T, r, c] --join--> matrices [R, C] --fold--> weights      dense
-                                    factors ([T, r, k], [T, c, k]) ------------------> layer         factored
-    leaves -------------------------------------------------------------------------> layer         recomputed
+Where ranks hold some tiles each, a gather comes in between. Which form a weight gets is chosen when the generator is
+made (`Chooser`); a call is two loops, over ensembles and over tensors.
 
-Evaluated now it gives dense weights; stopped before the product, factors that a layer applies; closed over, a weight
-that is made at each use and again in backward. Where ranks hold some tiles each, a gather comes in between. The forms
-of the layers settle which it is for each weight when the generator is made.
-
-Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
+Suffixes: T tiles, r rows and c columns of a tile, k rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
-from gbfunc.generate.stack import GatheredRun, Part, Stack, factors_of, matrix_of
+from gbfunc.generate.choose import Chooser, Form, Lazy
+from gbfunc.generate.stack import RankStack, Slot, Stack
 from gbfunc.genome import Noise, check_genome, check_noise
 from gbfunc.hypernets.ensemble import Run, is_exporting
-from gbfunc.layers import KINDS
-from gbfunc.layers.delta import DeltaWeight, added
-from gbfunc.layers.forms import FactoredWeight, WeightForm
-from gbfunc.layers.install import formable, transposed
-from gbfunc.layers.recomputed import RecomputedWeight
+from gbfunc.layers.factored import DeltaWeight, FactoredWeight
+from gbfunc.layers.forms import Needs, WeightForm
 from gbfunc.parallel import Gather, Layout
-from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.plan import Plan, TensorPlan
 from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece
 from gbfunc.trees import DIRECT, GNET, flat_genome
 from gbfunc.types import GenomeLike, Kernel, Params
@@ -58,7 +51,6 @@ class Generator:
         forms: the form of each weight that is not dense, by name of parameter, names of tied ones included.
         unchanged: names of the parameters of the base that have no delta.
         frozen: what it gives of the base, by name: those, and what deltas belong to.
-        gather: from each rank's outputs to everyone's, where the genome is split.
     """
 
     def __init__(
@@ -68,7 +60,7 @@ class Generator:
         kernel: Kernel = "auto",
         layout: Layout | None = None,
         pnet: nn.Module | None = None,
-        lazy: Any = False,
+        lazy: Lazy = False,
         remat: bool = False,
         names: Collection[str] | None = None,
         pieces: Mapping[str, Piece] | None = None,
@@ -76,132 +68,98 @@ class Generator:
     ) -> None:
         if plan.base is not None and base is None:
             raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
-        self._base = base
-        changed = {t.name for t in plan.tensors}
-        self.unchanged = [k for k in base.names if k not in changed] if base is not None else []
-        self._layout = layout if layout is not None and layout.sharded else None
-        self.gather = None if self._layout is None else Gather(self._layout)
-        self._plan, self._dtype, self._pieces = plan, plan.dtype, pieces or {}
         # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
-        self.forms: dict[str, WeightForm] = {}
+        self._plan, self._dtype, self._base, self._pieces = plan, plan.dtype, base, pieces or {}
+        layout = layout if layout is not None and layout.sharded else None
+        self._layout, self._gather = layout, None if layout is None else Gather(layout)
+        chooser = Chooser(plan, pnet, layout, lazy, remat, self._pieces, base, self._remade)
         made = [t for t in plan.tensors if names is None or t.name in names]
-        for tensor in made:
-            named = (tensor.name, *tensor.aliases)
-            if tensor.slots and pnet is not None and all(_formable(pnet, name, tensor.kind) for name in named):
-                form = self._form(tensor, lazy, remat)
-                self.forms |= {} if form is None else dict.fromkeys(named, form)
-        deltas = {name for name, form in self.forms.items() if isinstance(form, DeltaWeight)}
-        self.frozen = {*self.unchanged, *(f"{name}_form.base" for name in deltas)}
-        wanted = {t.name for t in made}
-        self._stacks = []
+        generated = [t for t in made if t.slots]
+        self._direct = {t.name: chooser.target(t) for t in made if not t.slots}
+        chosen = {t.name: chooser(t) for t in generated}
+        layer_forms = {k: form for k, form in chosen.items() if isinstance(form, WeightForm)}
+        self.forms: dict[str, WeightForm] = {
+            name: layer_forms[t.name] for t in generated if t.name in layer_forms for name in (t.name, *t.aliases)
+        }
+        changed = {t.name for t in plan.tensors}
+        self.unchanged = [k for k in (base.names if base is not None else ()) if k not in changed]
+        deltas = {form.keys[-1] for form in self.forms.values() if isinstance(form, DeltaWeight)}
+        self.frozen = {*self.unchanged, *deltas}
+        self._stacks: list[Stack] = []
         # Where each slot is: its stack, and its place there.
         self._place: dict[tuple[str, int], tuple[int, int]] = {}
         for e in plan.ensembles:
-            spread = self._layout is not None and bool(e.leaves)
-            cuts = {i: self._cut_of(plan.tensors[p.tensor], p.slot.grid, spread) for i, p in enumerate(e.spans)}
-            cuts = {i: cut for i, cut in cuts.items() if plan.tensors[e.spans[i].tensor].name in wanted}
-            if cuts:
-                stack = Stack(e, kernel, self._layout if e.leaves else None, lambda: self.gather, cuts)
-                spans = [(plan.tensors[e.spans[i].tensor].name, e.spans[i].part) for i in stack.slots]
-                self._place |= {span: (len(self._stacks), i) for i, span in enumerate(spans)}
-                self._stacks.append(stack)
-        self._tensors: list[tuple[TensorPlan, Callable[..., Params], list[tuple[int, int]]]] = []
-        write = {RecomputedWeight: self._recomputed, type(None): self._dense}
-        for tensor in made:
-            places = [self._place[tensor.name, part] for part in range(len(tensor.slots))]
-            self._tensors.append((tensor, write.get(type(self.forms.get(tensor.name)), self._factored), places))
-        # Gathered are the outputs of whole ensembles, or of each slot where they are not to be kept.
-        gathered = self._layout is not None and not remat
-        self._made: list[Callable[[Run], Sequence[Part]] | None] = []
-        for stack in self._stacks:
-            kinds = {type(self.forms.get(plan.tensors[p.tensor].name)) for p in stack.ensemble.spans}
-            if stack.layout is not None:
-                self._made.append(None if gathered else stack.runs)
-            elif RecomputedWeight in kinds:
-                self._made.append(stack.runs)
+            owners = [plan.tensors[p.tensor] for p in e.spans]
+            needed = {chosen[t.name].needs for t in owners if t.name in chosen}
+            needs: Needs = next(need for need in _NEEDS if need in {*needed, "matrix"})
+            over_ranks = layout is not None and bool(e.leaves)
+            cuts = {
+                i: self._cut(chosen[t.name], t, p.slot.grid, over_ranks)
+                for i, (t, p) in enumerate(zip(owners, e.spans, strict=True))
+                if t.name in chosen
+            }
+            if cuts and layout is not None and e.leaves:
+                stack = RankStack(layout, self._now, e, kernel, cuts, "leaves" if remat else needs)
+            elif cuts:
+                stack = Stack(e, kernel, cuts, needs)
             else:
-                thin = any(issubclass(kind, FactoredWeight) for kind in kinds)
-                self._made.append(stack.factors if thin else stack.matrices)
+                continue
+            for i, slot in enumerate(stack.slots):
+                self._place[owners[slot].name, e.spans[slot].part] = len(self._stacks), i
+            self._stacks.append(stack)
+        # Gathered are the outputs of whole ensembles, or of each slot where they are not to be kept.
+        self._at_once = [i for i, s in enumerate(self._stacks) if isinstance(s, RankStack) and not remat]
+        self._forms: list[tuple[Form, list[tuple[int, int]]]] = [
+            (chosen[t.name], [self._place[t.name, part] for part in range(len(t.slots))]) for t in generated
+        ]
 
-    def _cut_of(self, tensor: TensorPlan, grid: TileGrid, spread: bool) -> Cut:
-        """The tiles to make of a matrix: all where they are spread over ranks, and the block is cut out after."""
+        # The plan's order: that of the p-net's parameters.
+        keys = {t.name: chosen[t.name].keys if t.slots else (t.name,) for t in made}
+        self._order = [*self.unchanged, *(k for of in keys.values() for k in of)]
+
+    def _cut(self, form: Form, tensor: TensorPlan, grid: TileGrid, over_ranks: bool) -> Cut:
+        """The tiles to make of a matrix: all where they are those of many ranks, and the block is cut out after."""
         piece = self._pieces.get(tensor.name)
-        if piece is None or isinstance(self.forms.get(tensor.name), FactoredWeight):
+        if piece is None or isinstance(form, FactoredWeight):
             return Cut(grid)
-        return Cut(grid, None, piece) if spread else cut_piece(grid, piece)
+        return Cut(grid, None, piece) if over_ranks else cut_piece(grid, piece)
 
-    def _form(self, tensor: TensorPlan, lazy: Any, remat: bool) -> WeightForm | None:
-        """The form of a tensor whose layers can have one, None for dense."""
-        layout = self._layout
-        # With a gather for each use none stays factors, nor where it is tiles that are gathered.
-        thin = lazy and (layout is None or (layout.placement == "factors" and not remat))
-        if thin and tensor.can_factor(self._plan.dtype):
-            first = tensor.slots[0].grid
-            grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
-            form = DeltaWeight if tensor.base else FactoredWeight
-            return form(tensor.name, tensor.shape, grid, tensor.kind == "transposed_linear", auto=lazy == "auto")
-        index = next(i for i, t in enumerate(self._plan.tensors) if t is tensor)
-        spans = sorted((p.part, e.name) for e in self._plan.ensembles for p in e.spans if p.tensor == index)
-        by_name = {e.name: e for e in self._plan.ensembles}
-        ensembles = [by_name[name] for _, name in spans]
-        if not remat or not all(e.leaves for e in ensembles):
-            return None
-        names: list[tuple[int, str, str]] = []
-        for part, e in enumerate(ensembles):
-            names += [(part, "leaf", k) for k in e.leaves]
-            names += [(part, "noise", k) for k in e.hypernet.noise_shapes(e.dims)]
-        # By number: the names of two leaves may be equal but for what no attribute's name has.
-        inputs = tuple(f"{what}_{number}" for number, (_, what, _) in enumerate(names))
-
-        def maker(*given: Tensor) -> Tensor:
-            values: list[dict[str, Params]] = [{"leaf": {}, "noise": {}} for _ in ensembles]
-            for (part, what, k), x in zip(names, given, strict=True):
-                values[part][what][k] = x
-            found = [self._place[tensor.name, part] for part in range(len(ensembles))]
-            matrices = [
-                self._stacks[number].matrix(slot, of["leaf"], of["noise"] or None)
-                for (number, slot), of in zip(found, values, strict=True)
-            ]
-            return self._folded(tensor, matrices)
-
-        piece = tensor.name in self._pieces
-        return RecomputedWeight(tensor.name, inputs, maker, tensor.kind == "transposed_linear", piece)
-
-    def __call__(self, leaves: Params, noise: Noise | None = None) -> Params:
+    def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
         """What the p-net's skeleton takes: all its parameters by name, those with a form as the inputs of the form.
 
         Args:
             leaves: those of the genome, flat by name (`flat_genome`): of ensembles, this rank's rows of them where they
                 are split, and direct parameters, which are returned as they are.
             noise: noise of all tiles of the stochastic ensembles, None for the mean.
+            counts: whether gradients of this rank count, where the genome is split (see `Gather`).
 
         Raises:
             CollectiveError: if a rank is missing.
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}
+        if self._layout is not None:
+            self._gather = Gather(self._layout, counts)
         # A caller's autocast is for the p-net; an exported graph has none, and should not hold that it is off.
         with nullcontext() if is_exporting() else torch.autocast(device.type, enabled=False):
             runs = [stack.run(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self._stacks]
-            parts = self._gather(runs)
-            parts |= {i: make(runs[i]) for i, make in enumerate(self._made) if make is not None}
-            tensors: Params = {}
-            if self._base is not None:
-                params, _ = self._base.on(device)
-                tensors |= {k: params[k] for k in self.unchanged}
-            for tensor, write, places in self._tensors:
-                if places:
-                    tensors |= write(tensor, [(parts[number][i], self._stacks[number].cuts[i]) for number, i in places])
-                else:
-                    tensors[tensor.name] = self._direct(tensor, leaves[f"{DIRECT}{tensor.name}"])
-            return tensors
+            slots = self._gathered(runs) if self._at_once else {}
+            of = [slots[i] if i in slots else s.split(runs[i]) for i, s in enumerate(self._stacks)]
+            tensors = self._unchanged(device)
+            for form, places in self._forms:
+                tensors |= form.of([of[stack][slot] for stack, slot in places])
+            for name, target in self._direct.items():
+                x = leaves[f"{DIRECT}{name}"]
+                if target.piece is not None:
+                    x = target.kind.fold([target.piece.of(target.kind.unfold(x)[0])], target.shape)
+                tensors[name] = x
+            return {k: tensors[k] for k in self._order}
 
     def prepare(self, leaves: Params) -> None:
         """Build the constants for these leaves, which a compiled call cannot do itself."""
         dtype, device = self._kind(leaves)
-        if self._base is not None:
-            self._base.on(device)
+        self._unchanged(device)
         for stack in self._stacks:
             stack.constants(dtype, device)
 
@@ -211,68 +169,37 @@ class Generator:
         dtype = self._dtype if like is None or not like.is_floating_point() else like.dtype
         return dtype, torch.device("cpu") if like is None else like.device
 
-    def _gather(self, runs: list[Run]) -> dict[int, list[Part]]:
-        """Every slot of the ensembles that are gathered whole, from each rank's tiles."""
-        gathered = {i: self._stacks[i] for i, make in enumerate(self._made) if make is None}
-        if self.gather is None or not gathered:
+    def _unchanged(self, device: torch.device) -> Params:
+        """Parameters of the base that have no delta."""
+        if self._base is None:
             return {}
+        params, _ = self._base.on(device)
+        return {k: params[k] for k in self.unchanged}
+
+    def _now(self) -> Gather:
+        """The gather of the last call."""
+        assert self._gather is not None
+        return self._gather
+
+    def _gathered(self, runs: list[Run]) -> dict[int, Sequence[Slot]]:
+        """Every slot of the ensembles that are gathered as they are, from each rank's tiles."""
+        stacks = {i: s for i in self._at_once if isinstance(s := self._stacks[i], RankStack)}
         # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
-        whole = self.gather.outputs({stack.ensemble.name: stack.mine(runs[i]) for i, stack in gathered.items()})
-        return {i: stack.parts(whole[stack.ensemble.name]) for i, stack in gathered.items()}
+        tiles = self._now().outputs({s.ensemble.name: s.tiles(runs[i]) for i, s in stacks.items()})
+        return {i: s.of_all(tiles[s.ensemble.name]) for i, s in stacks.items()}
 
-    def _direct(self, tensor: TensorPlan, x: Tensor) -> Tensor:
-        """A direct parameter, or its block."""
-        piece = self._pieces.get(tensor.name)
-        if piece is None:
-            return x
-        kind = KINDS[tensor.kind]
-        return kind.fold([piece.of(kind.unfold(x)[0])], kind.block_shape(tensor.shape, piece.shape))
-
-    def _dense(self, tensor: TensorPlan, parts: list[tuple[Part, Cut]]) -> Params:
-        """The tensor itself."""
-        return {tensor.name: self._folded(tensor, [matrix_of(part, cut) for part, cut in parts])}
-
-    def _folded(self, tensor: TensorPlan, matrices: list[Tensor]) -> Tensor:
-        """The tensor, or its block, from the matrices of its slots."""
-        matrices = [m + slot.offset if slot.offset else m for m, slot in zip(matrices, tensor.slots, strict=True)]
-        kind, piece = KINDS[tensor.kind], self._pieces.get(tensor.name)
-        weight = kind.fold(matrices, tensor.shape if piece is None else kind.block_shape(tensor.shape, piece.shape))
-        if tensor.base:
-            return added(self._of_base(tensor.name, weight.device), weight)
-        # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
-        narrow = DTYPES[tensor.dtype]
-        return weight.to(narrow) if narrow.itemsize < self._plan.dtype.itemsize else weight
-
-    def _factored(self, tensor: TensorPlan, parts: list[tuple[Part, Cut]]) -> Params:
-        """Its factors: [nr, nc, r, k] and [nr, nc, c, k], the matrices of several slots below each other."""
-        grid = tensor.slots[0].grid
-        factors = [factors_of(part) for part, _ in parts]
-        left, right = (torch.cat(x) if len(factors) > 1 else x[0] for x in zip(*factors, strict=True))
-        cut = (len(parts) * grid.n_rows, grid.n_cols)
-        form = f"{tensor.name}_form"
-        factors = {f"{form}.left": left.unflatten(0, cut), f"{form}.right": right.unflatten(0, cut)}
-        return factors | ({f"{form}.base": self._of_base(tensor.name, left.device)} if tensor.base else {})
-
-    def _of_base(self, name: str, device: torch.device) -> Tensor:
-        """The base's tensor of a delta."""
-        assert self._base is not None
-        return self._base.on(device)[0][name]
-
-    def _recomputed(self, tensor: TensorPlan, parts: list[tuple[Part, Cut]]) -> Params:
-        """What its g-nets are made of."""
-        given: list[Tensor] = []
-        for part, _ in parts:
-            run = part.run if isinstance(part, GatheredRun) else part
-            assert isinstance(run, Run)
-            given += [*run.leaves.values(), *(run.noise or {}).values()]
-        return {f"{tensor.name}_form.{k}": v for k, v in zip(self.forms[tensor.name].inputs, given, strict=True)}
+    def _remade(self, tensor: TensorPlan, parts: list[tuple[Params, Params]]) -> list[Tensor]:
+        """The matrices of a tensor, from the leaves and the noise of each."""
+        places = [self._place[tensor.name, part] for part in range(len(parts))]
+        slots = [
+            self._stacks[stack].slot(slot, leaves, noise or None)
+            for (stack, slot), (leaves, noise) in zip(places, parts, strict=True)
+        ]
+        return [slot.matrix() for slot in slots]
 
 
-def _formable(pnet: nn.Module, name: str, kind: str) -> bool:
-    """Whether the layer that has a tensor by this name can have it in another form, and reads it as its kind says."""
-    prefix, _, attribute = name.rpartition(".")
-    layer = pnet.get_submodule(prefix)
-    return formable(layer, attribute) and transposed(layer) == (kind == "transposed_linear")
+_NEEDS: tuple[Needs, ...] = ("leaves", "factors", "matrix")
+"""What forms need, what serves most first: leaves give factors, and factors give matrices."""
 
 
 def generate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gbfunc.generate.generator import Stack
+from gbfunc.generate.stack import Stack
 from gbfunc.genome import Noise, check_genome
 from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Plan, TensorPlan
@@ -76,9 +76,9 @@ def _block(
         return piece.of(KINDS[tensor.kind].unfold(genome.direct[tensor.name])[part])
     slot, narrow = tensor.slots[part], DTYPES[tensor.dtype]
     e, number = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is slot)
-    stack = Stack(e, kernel, None, lambda: None, {number: cut_piece(slot.grid, piece)})
+    stack = Stack(e, kernel, {number: cut_piece(slot.grid, piece)})
     like = next(iter(genome.gnets.get(e.name, {}).values()), torch.zeros((), dtype=plan.dtype, device="cpu"))
     run = stack.run(flat_genome(genome), noise.get(e.name), like.dtype, like.device)
-    block = stack.cuts[0].crop(stack.matrices(run)[0])
+    block = stack.split(run)[0].matrix()
     block = block + slot.offset if slot.offset else block
     return block.to(narrow) if narrow.itemsize < plan.dtype.itemsize else block

@@ -1,11 +1,11 @@
-"""An ensemble with its constants at hand: from its leaves to what each of its slots is made of.
+"""An ensemble with its constants at hand: from its leaves to the matrices that it makes.
 
 Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gbfunc.genome import codes_of
 from gbfunc.hypernets.ensemble import Run, dense_tiles, is_exporting
-from gbfunc.parallel import Gather, Layout, Sizes, no_tiles
+from gbfunc.layers.forms import Needs
+from gbfunc.parallel import Gather, Layout, no_tiles
 from gbfunc.plan import Ensemble
 from gbfunc.tiling import Cut, join_all, join_tiles
 from gbfunc.trees import GNET
@@ -25,71 +26,113 @@ _RUN_BYTES = 2**22
 """Tiles from which on slots are generated apart: fewer cost calls, more cost fresh memory (2 x 17 MB: 15 ms)."""
 
 
-class GatheredRun(NamedTuple):
-    """A run of which each rank holds some tiles; all ranks evaluate it together, and gather.
+class Made(NamedTuple):
+    """The matrix of a slot, or the factors of its tiles (`gbfunc.layers.forms.Source`)."""
 
-    Attributes:
-        run: of this rank's tiles.
-        stack: the ensemble that it is of.
-        sizes: tiles of every rank.
-    """
+    value: Tensor | Factors
+    cut: Cut
+
+    def matrix(self) -> Tensor:
+        """The matrix [R, C], or the block of it that is cut out."""
+        value = self.value if isinstance(self.value, Tensor) else join_tiles(dense_tiles(self.value), self.cut.grid)
+        return self.cut.crop(value)
+
+    def factors(self) -> Factors:
+        """Factors [T, r, k] and [T, c, k] of its tiles."""
+        assert isinstance(self.value, Factors)
+        return self.value
+
+    def inputs(self) -> Sequence[Tensor]:
+        """Nothing: its g-nets were evaluated with others."""
+        return ()
+
+
+class Local(NamedTuple):
+    """The g-nets of a slot, which are evaluated when something is asked of them."""
 
     run: Run
-    stack: Stack
-    sizes: Sizes
+    cut: Cut
 
-    def tiles(self) -> Tensor | Factors:
-        """Scaled tiles [T, r, c] of all ranks, or their factors."""
-        gather = self.stack.gather()
-        assert gather is not None
-        return gather.slot(self.stack.ensemble, self.stack.mine(self.run), self.sizes)
+    def matrix(self) -> Tensor:
+        """The matrix [R, C], or the block of it that is cut out."""
+        return self.cut.crop(self.run.matrix(self.cut.grid))
+
+    def factors(self) -> Factors:
+        """Factors of its tiles."""
+        return Made(self.run.tiles(), self.cut).factors()
+
+    def inputs(self) -> Sequence[Tensor]:
+        """Leaves and noise."""
+        return *self.run.leaves.values(), *(self.run.noise or {}).values()
 
 
-Part = Tensor | Factors | Run | GatheredRun
-"""What one slot of a tensor is made of: its matrix, its factors, or what makes either."""
+class Remote(NamedTuple):
+    """The g-nets of a slot of which each rank holds some; all ranks evaluate them together, and gather."""
+
+    run: Run
+    cut: Cut
+    gathered: Callable[[Run], Tensor | Factors]
+
+    def matrix(self) -> Tensor:
+        """The matrix [R, C], or the block of it that is cut out."""
+        return self.cut.crop(join_tiles(dense_tiles(self.gathered(self.run)), self.cut.grid))
+
+    def factors(self) -> Factors:
+        """Factors of its tiles."""
+        return Made(self.gathered(self.run), self.cut).factors()
+
+    def inputs(self) -> Sequence[Tensor]:
+        """Leaves and noise of this rank's tiles."""
+        return Local(self.run, self.cut).inputs()
+
+
+Slot = Made | Local | Remote
 
 
 class Stack:
-    """An ensemble with its constants at hand: from its leaves to what each of its slots is made of.
+    """An ensemble with its constants at hand: from its leaves to each of its slots, all tiles on this rank.
+
+    Args:
+        ensemble: the ensemble.
+        kernel: implementation of ReLU g-nets.
+        cuts: the tiles to make, by number of slot.
+        needs: what is asked of the slots.
 
     Attributes:
         ensemble: the ensemble.
-        layout: whose tiles are whose; None where all are this rank's.
-        slots: numbers of those of its slots that are made: all, where they are spread over ranks.
+        slots: numbers of those of its slots that are made.
         cuts: the tiles of each of them that are made.
     """
 
-    def __init__(
-        self,
-        ensemble: Ensemble,
-        kernel: Kernel,
-        layout: Layout | None,
-        gather: Callable[[], Gather | None],
-        cuts: Mapping[int, Cut],
-    ) -> None:
-        self.ensemble, self.layout, self.gather = ensemble, layout, gather
+    def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
+        self.ensemble = ensemble
         self._kernel: Kernel = kernel
         grids = [p.slot.grid for p in ensemble.spans]
-        if layout is not None:
-            cuts = {i: cuts.get(i, Cut(grid)) for i, grid in enumerate(grids)}
         self.slots, self.cuts = [*cuts], [*cuts.values()]
-        self.grids = [cut.grid for cut in self.cuts]
-        self._counts = [grid.n_tiles for grid in self.grids]
-        # Tiles of each slot that every rank has, and that this one has.
-        self._sizes = [layout.sizes_of(ensemble, i) for i in range(len(self.grids))] if layout else None
-        self._held = [s[layout.mesh.gnets_index] for s in self._sizes] if layout and self._sizes else self._counts
+        self._grids = [cut.grid for cut in self.cuts]
+        self._counts = [grid.n_tiles for grid in self._grids]
         hypernet, specs = ensemble.hypernet, ensemble.leaves
         self._names = {k: f"{GNET}{ensemble.name}/{k}" for k in specs}
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
         linear = hypernet.standardised and not hypernet.stochastic
         self._linear = tuple(k for k, leaf in specs.items() if linear and leaf.role == "linear")
-        self._span: slice | Tensor = layout.span(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
+        self._tiles: slice | Tensor = self._mine()
         self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
         if self._some:
             numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
             tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
-            self._span = torch.tensor(tiles, dtype=torch.int64, device="cpu")
+            self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
         self._built: dict[tuple[torch.dtype, torch.device], tuple[Run, Tensor, Tensor | None]] = {}
+        self._split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
+
+    def _mine(self) -> slice:
+        """Numbers of the tiles that this rank holds."""
+        return slice(0, self.ensemble.n_tiles)
+
+    @property
+    def _held(self) -> Sequence[int]:
+        """Tiles of each slot that this rank holds."""
+        return self._counts
 
     def constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
         """The run of this rank's tiles without leaves, the scale [T] of each, and its group [T] or None."""
@@ -105,10 +148,10 @@ class Stack:
         row, col = codes_of(e, dtype, device)
         first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
         scale = _of_spans(first, scales, e.n_tiles, dtype, device)
-        groups = self._groups(device)[self._span] if self._shared else None
+        groups = self._groups(device)[self._tiles] if self._shared else None
         left = scale if e.hypernet.standardised and not self._linear else None
         whole = Run.bare(e.hypernet, e.dims, self._kernel, row, col, left)
-        return whole.of(self._span), scale[self._span], groups
+        return whole.of(self._tiles), scale[self._tiles], groups
 
     def _groups(self, device: torch.device) -> Tensor:
         """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
@@ -126,48 +169,101 @@ class Stack:
         bare, scale, groups = self.constants(dtype, device)
         leaves = {k: leaves[name] for k, name in self._names.items()}
         if self._some:
-            leaves = {k: v if k in self._shared else v[self._span] for k, v in leaves.items()}
-        leaves = {k: v[groups] if k in self._shared else v for k, v in leaves.items()}
+            leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
+        if groups is not None:
+            leaves = {k: v[groups] if k in self._shared else v for k, v in leaves.items()}
         # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
         leaves |= {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in self._linear}
-        return bare.filled(leaves, noise and {k: v[self._span] for k, v in noise.items()})
+        return bare.filled(leaves, noise and {k: v[self._tiles] for k, v in noise.items()})
 
-    def matrix(self, slot: int, leaves: Params, noise: Params | None) -> Tensor:
-        """The matrix of one slot, from what this rank's tiles of it are made of."""
-        like, first = next(iter(leaves.values())), sum(self._held[:slot])
-        bare = self.constants(like.dtype, like.device)[0].of(slice(first, first + self._held[slot]))
-        return matrix_of(self._of_all(bare.filled(leaves, noise), slot), self.cuts[slot])
+    def split(self, run: Run) -> Sequence[Slot]:
+        """Each slot, as its form needs it."""
+        return self._split(run)
 
-    def _of_all(self, run: Run, slot: int) -> Run | GatheredRun:
-        """What makes one slot on all ranks, of what makes this rank's tiles of it."""
-        return run if self._sizes is None else GatheredRun(run, self, self._sizes[slot])
+    def slot(self, number: int, leaves: Params, noise: Params | None) -> Slot:
+        """One slot, from the leaves and noise of this rank's tiles of it (`Slot.inputs`)."""
+        like, first = next(iter(leaves.values())), sum(self._held[:number])
+        bare = self.constants(like.dtype, like.device)[0].of(slice(first, first + self._held[number]))
+        return self._source(number, bare.filled(leaves, noise))
 
-    def runs(self, run: Run) -> list[Part]:
-        """What makes each slot."""
-        return [self._of_all(part, slot) for slot, part in enumerate(run.split(self._held))]
+    def _source(self, number: int, run: Run) -> Slot:
+        """A slot by what makes this rank's tiles of it."""
+        return Local(run, self.cuts[number])
 
-    def mine(self, run: Run) -> Tensor | Factors:
-        """This rank's tiles or factors, to be gathered; it may hold none."""
-        return run.tiles() if run.n_tiles or not self.layout else no_tiles(self.layout, self.ensemble, run.leaves)
+    def _apart(self, run: Run) -> list[Slot]:
+        """Each slot evaluated by itself."""
+        return [self._source(number, part) for number, part in enumerate(run.split(self._held))]
 
-    def factors(self, run: Run) -> list[Part]:
-        """The factors of each slot."""
-        return self.parts(run.tiles())
+    def _factors(self, run: Run) -> list[Made]:
+        """All slots evaluated at once, as factors where the type has some."""
+        return self._of_tiles(run.tiles())
 
-    def matrices(self, run: Run) -> list[Tensor]:
+    def _matrices(self, run: Run) -> list[Made]:
         """The matrix of each slot; large ones one after the other, which spares memory and the time to get it."""
         dims = self.ensemble.dims
         spans = _spans([n * dims.rows * dims.cols * run.row.itemsize for n in self._counts])
         parts = run.split([sum(self._counts[span]) for span in spans])
         # Not `zip(strict=True)`, at which torch.compile of torch 2.5 fails.
-        return [m for i, part in enumerate(parts) for m in part.matrices(self.grids[spans[i]])]
+        matrices = [m for i, part in enumerate(parts) for m in part.matrices(self._grids[spans[i]])]
+        return [Made(m, self.cuts[i]) for i, m in enumerate(matrices)]
 
-    def parts(self, tiles: Tensor | Factors) -> list[Part]:
-        """The matrix or the factors of each slot, from all tiles."""
+    def _of_tiles(self, tiles: Tensor | Factors) -> list[Made]:
+        """Each slot, from all tiles."""
         if isinstance(tiles, Tensor):
-            return list(join_all(tiles, self.grids))
-        left, right = (x.split(self._counts) if len(self._counts) > 1 else (x,) for x in tiles)
-        return [Factors(*both) for both in zip(left, right, strict=True)]
+            values: Sequence[Tensor | Factors] = list(join_all(tiles, self._grids))
+        else:
+            left, right = (x.split(self._counts) if len(self._counts) > 1 else (x,) for x in tiles)
+            values = [Factors(*both) for both in zip(left, right, strict=True)]
+        return [Made(value, cut) for value, cut in zip(values, self.cuts, strict=True)]
+
+
+class RankStack(Stack):
+    """An ensemble of which each rank holds some tiles: outputs of all ranks are gathered.
+
+    Args:
+        layout: whose tiles are whose.
+        gather: from this rank's outputs to those of all.
+        ensemble: as for `Stack`; all of its slots are made.
+        kernel: as for `Stack`.
+        cuts: the blocks to cut out, by number of slot.
+        needs: as for `Stack`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        gather: Callable[[], Gather],
+        ensemble: Ensemble,
+        kernel: Kernel,
+        cuts: Mapping[int, Cut],
+        needs: Needs = "matrix",
+    ) -> None:
+        self._layout, self._gather = layout, gather
+        every = {i: cuts.get(i, Cut(p.slot.grid)) for i, p in enumerate(ensemble.spans)}
+        # Tiles of each slot that every rank has.
+        self._sizes = [layout.sizes_of(ensemble, i) for i in every]
+        super().__init__(ensemble, kernel, every, needs)
+
+    def _mine(self) -> slice:
+        return self._layout.span(self.ensemble)
+
+    @property
+    def _held(self) -> Sequence[int]:
+        return [sizes[self._layout.mesh.gnets_index] for sizes in self._sizes]
+
+    def _source(self, number: int, run: Run) -> Slot:
+        def gathered(run: Run) -> Tensor | Factors:
+            return self._gather().slot(self.ensemble, self.tiles(run), self._sizes[number])
+
+        return Remote(run, self.cuts[number], gathered)
+
+    def tiles(self, run: Run) -> Tensor | Factors:
+        """This rank's tiles or factors, to be gathered; it may hold none."""
+        return run.tiles() if run.n_tiles else no_tiles(self._layout, self.ensemble, run.leaves)
+
+    def of_all(self, tiles: Tensor | Factors) -> Sequence[Slot]:
+        """Each slot, from the gathered tiles or factors of all ranks."""
+        return self._of_tiles(tiles)
 
 
 def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -190,19 +286,3 @@ def _spans(sizes: list[int]) -> list[slice]:
             ends.append(i)
             total = 0
     return [slice(a, b) for a, b in pairwise(ends)]
-
-
-def matrix_of(part: Part, cut: Cut) -> Tensor:
-    """The matrix [R, C] of a slot, or the block of it that is cut out."""
-    if isinstance(part, Run):
-        part = part.matrix(cut.grid)
-    elif not isinstance(part, Tensor):
-        part = join_tiles(dense_tiles(part if isinstance(part, Factors) else part.tiles()), cut.grid)
-    return cut.crop(part)
-
-
-def factors_of(part: Part) -> Factors:
-    """The factors of a slot, whose type has some."""
-    made = part if isinstance(part, Tensor | Factors) else part.tiles()
-    assert isinstance(made, Factors)
-    return made

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.layers.forms import WeightForm, dense_linear
+from gbfunc.layers.forms import Needs, Source, WeightForm, dense_linear
+from gbfunc.types import Params
 
 Make = Callable[..., Tensor]
 Pull = Callable[[Tensor, Sequence[Tensor], list[bool], Tensor], list[Tensor | None]]
@@ -25,17 +26,23 @@ Pull = Callable[[Tensor, Sequence[Tensor], list[bool], Tensor], list[Tensor | No
 class RecomputedWeight(WeightForm):
     """A weight `maker(*inputs)` that lives only while an operation uses it; the layer may store it `transposed`.
 
-    `maker` is pure and draws no random numbers. A `piece` of a weight may be read by nobody but the layer. Under
+    `maker` is pure and draws no random numbers. A weight that is `split` may be read by nobody but the layer. Under
     `torch.compile` the compiler chooses what to keep, and neither forward mode nor `torch.func.grad` works inside.
     """
 
-    def __init__(self, name: str, inputs: tuple[str, ...], maker: Make, transposed: bool, piece: bool = False) -> None:
+    needs: Needs = "leaves"
+
+    def __init__(self, name: str, inputs: tuple[str, ...], maker: Make, transposed: bool, split: bool = False) -> None:
         super().__init__(name, inputs)
-        self.maker, self.transposed, self.piece = maker, transposed, piece
+        self.maker, self.transposed, self.split = maker, transposed, split
+
+    def of(self, sources: Sequence[Source]) -> Params:
+        """What the weight is made of."""
+        return dict(zip(self.keys, (x for source in sources for x in source.inputs()), strict=True))
 
     def read(self) -> Tensor:
         """The dense weight for someone else than the layer; RuntimeError where this rank has but a piece."""
-        if self.piece:
+        if self.split:
             raise RuntimeError(f"{self.name!r} is split over ranks and made in pieces: read it with remat='none'")
         return super().read()
 

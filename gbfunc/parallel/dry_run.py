@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from gbfunc.layers.forms import FactoredWeight
+from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import formable
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.parallel.mesh import Mesh
@@ -287,8 +287,8 @@ def _weights(
     for t in plan.tensors:
         dtype = DTYPES[t.dtype]
         if t.name in forms:
-            both = zip(("left", "right"), factor_shapes(t), strict=True)
-            weights |= {f"{t.name}_form.{side}": _meta(shape, plan.dtype, True) for side, shape in both}
+            both = zip(forms[t.name].keys, factor_shapes(t), strict=False)
+            weights |= {key: _meta(shape, plan.dtype, True) for key, shape in both}
         else:
             grad = dtype.is_floating_point and (bool(t.slots) or trained[t.name])
             weights[t.name] = _meta(shapes.get(t.name, t.shape), dtype, grad)

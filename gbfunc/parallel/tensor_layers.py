@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from gbfunc.layers.forms import FactoredWeight
+from gbfunc.layers.factored import FactoredWeight
 from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.parallel.placement import OPERATIONS_PER_BYTE

@@ -94,7 +94,7 @@ class PureNet:
 
     Changes of buffers, in place (BatchNorm's running statistics) or by assignment, land in the `buffers` dict that is
     passed, so pass clones. It keeps the training mode the module has when it is made. Calls from threads take turns.
-    For weights with `forms` that are not dense, by name, `weights` has the inputs, as `NAME_form.INPUT`. `adapt`
+    For weights with `forms` that are not dense, by name, `weights` has the inputs, by the form's `keys`. `adapt`
     changes the skeleton further, and names the parameters that it takes in another shape or kind. The `frozen`
     buffers of a base are not passed, layers whose statistics they are stay in evaluation mode, and a call that changes
     one is refused. `whole` says why no part of the p-net can be called alone, "" where it can.
@@ -117,7 +117,7 @@ class PureNet:
         self._parameters: dict[str, TensorSpec] = {}
         for name, _, tensor, *_ in parameter_infos(pnet):
             if name in forms:
-                self._parameters |= {f"{name}_form.{k}": _ANY for k in forms[name].inputs}
+                self._parameters |= dict.fromkeys(forms[name].keys_at(name), _ANY)
             else:
                 self._parameters[name] = TensorSpec(tuple(tensor.shape))
         self._frozen = frozen if frozen is not None and frozen.buffer_names else None

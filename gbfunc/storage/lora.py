@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from gbfunc.files import replace_file
 from gbfunc.generate import Generator
 from gbfunc.genome import check_genome, check_plan
-from gbfunc.layers.forms import FactoredWeight
+from gbfunc.layers.factored import FactoredWeight
 from gbfunc.plan import DTYPES, Plan, TensorPlan
 from gbfunc.tiling import TileGrid
 from gbfunc.trees import flat_genome
@@ -101,8 +101,8 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> LoRA:
         form = generator.forms.get(tensor.name)
         if not isinstance(form, FactoredWeight):
             raise ValueError(_no_factors(tensor, plan))
-        inputs = f"{tensor.name}_form."
-        a, b = thin_product(weights[f"{inputs}left"], weights[f"{inputs}right"], form.grid)
+        taken = form.taken(weights)
+        a, b = thin_product(taken["left"], taken["right"], form.grid)
         # Tied weights are of several layers, each of which has the matrices.
         for name in (tensor.name, *tensor.aliases):
             layer, _, attribute = name.rpartition(".")

@@ -20,7 +20,7 @@ from torch.func import grad, vmap
 
 from gbfunc.generate import Generator
 from gbfunc.genome import Noise, sample_noise
-from gbfunc.parallel import Gather, Layout, gather_objects
+from gbfunc.parallel import Layout, gather_objects
 from gbfunc.plan import Plan
 from gbfunc.pnet import GrownNet, PureNet
 from gbfunc.train.options import StepOptions
@@ -100,6 +100,7 @@ class _Given(NamedTuple):
     buffers: Params
     batch: Any
     rows: int
+    counts: bool
 
 
 class Objective:
@@ -192,10 +193,8 @@ class Objective:
             if self.net is None:
                 self._build(self._pipeline.names)
         assert self.net is not None
-        if self._generator.gather is not None:
-            self._generator.gather = Gather(self._layout, counts)
         with seeded(seed, wanted[0].device), torch.enable_grad(), self.net.held():
-            loss, aux, gradients, counted = self._way(_Given(leaves, noise, buffers, batch, rows), wanted)
+            loss, aux, gradients, counted = self._way(_Given(leaves, noise, buffers, batch, rows, counts), wanted)
         if all(g is None for g in gradients) and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)
         named = zip(trained.items(), gradients, strict=True)
@@ -235,7 +234,7 @@ class Objective:
 
     def _forward(self, given: _Given) -> tuple[Tensor, Any]:
         """Loss and aux in one graph: what `compile` compiles."""
-        return self._loss(self._generator(given.leaves, given.noise), given.buffers, given.batch)
+        return self._loss(self._generator(given.leaves, given.noise, counts=given.counts), given.buffers, given.batch)
 
     def _loss(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
@@ -309,7 +308,7 @@ class Objective:
         """The weights, the same without their graph, and the names of those that take gradients."""
         again = self._options.remat == "generate"
         with torch.no_grad() if again else nullcontext():
-            weights = self._generator(given.leaves, given.noise)
+            weights = self._generator(given.leaves, given.noise, counts=given.counts)
         trained = weights.keys() - self._generator.frozen
         live = [
             k for k in weights if k in trained and (weights[k].requires_grad or (again and _differentiable(weights[k])))
@@ -320,7 +319,7 @@ class Objective:
     def _through_gnets(self, given: _Given, weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:
         """Gradients of the genome from those of the weights."""
         if self._options.remat == "generate":
-            weights = self._generator(given.leaves, given.noise)
+            weights = self._generator(given.leaves, given.noise, counts=given.counts)
         used = [k for k in sums if weights[k].requires_grad]
         if not used and self._pipeline is None:
             raise ValueError(_NO_GRADIENT)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.layers.forms import FactoredWeight, WeightForm
+from gbfunc.layers.factored import FactoredWeight
+from gbfunc.layers.forms import WeightForm
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.pnet import PureNet, parameter_infos
 from gbfunc.tiling import TileGrid
