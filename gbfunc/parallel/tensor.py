@@ -37,6 +37,7 @@ from gbfunc.parallel.activations import Wire, chunk_sizes
 from gbfunc.parallel.collectives import Sizes, gather_objects
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.tensor_layers import Split, install_layer, matrix_dims
+from gbfunc.parallel.undivided import Undivided
 from gbfunc.pnet import skeleton_of
 from gbfunc.tiling import Piece
 from gbfunc.types import Params
@@ -92,7 +93,7 @@ def _check_divides(ranks: int, n: int, what: str) -> None:
         raise ValueError(f"{what}: {n} cannot be split over {ranks} tensor ranks, {fits} would fit")
 
 
-class TensorParallel:
+class TensorParallel(Undivided):
     """The tensor axis of a mesh and the styles of a p-net's layers: what each rank's piece is, and how it is applied.
 
     Args:
@@ -104,7 +105,7 @@ class TensorParallel:
         pieces: which part of a parameter's matrix this rank has, by name; of all others it has the whole.
         shapes: shape of that part, as the layer stores it.
         by_class: whether the last layer's classes are spread over ranks.
-        spread: rows of this rank's part of the last layer's output, None where it is whole: whose loss it is.
+        local_rows: rows of this rank's part of the last layer's output, None where it is whole: whose loss it is.
         takes_parts: whether some layer takes a part of the rows or of the sequence.
 
     Raises:
@@ -119,7 +120,7 @@ class TensorParallel:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._splits: dict[str, Split] = {}
         self._placements: dict[str, tuple[Any, tuple[int, ...]]] = {}
-        self.spread: int | None = None
+        self.local_rows: int | None = None
         self.by_class = False
         self.takes_parts = any(map(_takes_parts, self._styles.values()))
         self._alike: dict[str, list[Tensor]] | None = {}
@@ -242,7 +243,7 @@ class TensorParallel:
     def note(self, placement: Any, local: Tensor) -> None:
         """Remember how the last layer's output is spread: whether the loss is that of this rank's part of it."""
         split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
-        self.spread = math.prod(local.shape[:-1]) if split else None
+        self.local_rows = math.prod(local.shape[:-1]) if split else None
         self.by_class = isinstance(placement, Shard) and not split
 
     def backward(self) -> AbstractContextManager[Any]:
@@ -252,8 +253,7 @@ class TensorParallel:
         active = torch.ops.aten._log_softmax.default in handlers
         return loss_parallel() if self.by_class and not active else nullcontext()
 
-    @staticmethod
-    def whole(loss: Tensor) -> Tensor:
+    def plain(self, loss: Tensor) -> Tensor:
         """A loss as a plain tensor, the same on every rank."""
         return cast(Any, loss).full_tensor() if isinstance(loss, DTensor) else loss
 
@@ -269,7 +269,7 @@ class TensorParallel:
         seen = {k: torch.cat([x.detach().reshape(-1) for x in xs]) for k, xs in self._alike.items() if xs}
         numbers = {k: (float(torch.linalg.vector_norm(x)), float(x.real.sum())) for k, x in seen.items()}
         self._alike = None
-        if self.spread is None:
+        if self.local_rows is None:
             numbers["the loss"] = float(loss.detach()), 0.0
         for rank, other in zip(self.wire.axis.ranks, gather_objects(self.wire.mesh, numbers, "tensor"), strict=True):
             for name, (norm, total) in numbers.items():

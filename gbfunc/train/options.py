@@ -64,6 +64,11 @@ class StepOptions:
         if self.compile and (self.microbatches > 1 or self.remat != "none"):
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
 
+    @property
+    def usable_lazy(self) -> Lazy:
+        """`lazy`, but for compiled steps of torch 2.5, whose Dynamo does not trace forms of layers."""
+        return self.lazy if not self.compile or torch.__version__ >= "2.6" else False
+
     def check_placement(self, sharded: bool, placement: Placement) -> None:
         """Raise ValueError for options that cannot be where the genome is placed so."""
         if sharded and self.remat == "layer" and self.microbatches > 1:

@@ -86,8 +86,8 @@ class Population:
         frozen = {k: named[k] for k in step._frozen}
         buffers = {k: v.clone() for k, v in state.buffers.items()}
         seeds = [step_seed(*both) for both in zip(state.seed, state.step, strict=True)]
-        of_many = step._objective.of_many
-        loss_n, aux, gradients, buffers = of_many(frozen, flat, buffers, batch, seeds, self._same_batch)
+        batched = step._objective.batched(self._same_batch)
+        loss_n, aux, gradients, buffers = batched(frozen, flat, buffers, batch, seeds)
         norms = [torch.linalg.vector_norm(g.reshape(self.n, -1), dim=1) for g in gradients.values()]
         norm_n = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         info = StepInfo(loss_n, norm_n, torch.isfinite(loss_n) & torch.isfinite(norm_n), aux)

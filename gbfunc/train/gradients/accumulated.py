@@ -1,0 +1,109 @@
+"""Microbatches: gradients add up on the weights, and go through the g-nets once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result
+from gbfunc.trees import mean_tree
+from gbfunc.types import Params
+
+Split = Callable[[Any, int], list[tuple[Any, float]]]
+"""`(batch, rows) -> microbatches`, each with its rows."""
+
+
+class Kept:
+    """Weights whose graph to the genome is kept from the forward pass to the backward pass."""
+
+    def __init__(self, loss: GenomeLoss) -> None:
+        self._loss = loss
+
+    def weights(self, given: Given) -> tuple[Params, list[str]]:
+        """The weights, and the names of those that take gradients."""
+        weights = self._loss.weights(given)
+        return weights, [k for k, w in weights.items() if w.requires_grad and k not in self._loss.generator.frozen]
+
+    def again(self, given: Given, weights: Params) -> Params:
+        """The weights with their graph, for backward."""
+        return weights
+
+
+class Regenerated(Kept):
+    """Weights that are generated again for the backward pass, so that their graph need not be kept."""
+
+    def weights(self, given: Given) -> tuple[Params, list[str]]:
+        """The weights without a graph, and the names of those that may take gradients."""
+        with torch.no_grad():
+            weights = self._loss.weights(given)
+        differentiable = (k for k, w in weights.items() if w.is_floating_point() or w.is_complex())
+        return weights, [k for k in differentiable if k not in self._loss.generator.frozen]
+
+    def again(self, given: Given, weights: Params) -> Params:
+        """The weights with their graph."""
+        return self._loss.weights(given)
+
+
+class Accumulated:
+    """Gradients of the weights, summed over microbatches, then of the genome.
+
+    Args:
+        loss: of the genome.
+        scale: of the loss, against underflow in half precision.
+        split: of the batch into microbatches.
+        source: of the weights.
+    """
+
+    seed_shift = 0
+    least_rows = 2
+
+    def __init__(self, loss: GenomeLoss, scale: float, split: Split, source: Kept) -> None:
+        self.loss, self._scale, self._split, self._source = loss, scale, split, source
+
+    def prepare(self, given: Given, device: torch.device) -> None:
+        """Nothing."""
+
+    def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
+        """Loss, aux and gradients, means over the microbatches."""
+        made, trained = self._source.weights(given)
+        weights = leaves_of(made, trained)
+        sums: Params = {}
+        ends: list[tuple[Tensor, Any, float]] = []
+        for small, n in self._split(given.batch, given.rows):
+            loss, aux = self.loss.on(weights, given.buffers, small)
+            rows = self.loss.rows(n)
+            given.buffers.update({k: v.detach() for k, v in given.buffers.items()})
+            ends.append((loss.detach(), given.detached(aux), rows))
+            gradients = self.loss.gradients(loss * (self._scale * rows), [weights[k] for k in trained])
+            for k, g in zip(trained, gradients, strict=True):
+                if g is not None:
+                    sums[k] = sums[k] + g if k in sums else g
+        gradients = through_gnets(self._source.again(given, made), sums, wanted)
+        if all(g is None for g in gradients):
+            raise ValueError(NO_GRADIENT)
+        return Result(*mean_of(ends), gradients, sum(rows for *_, rows in ends))
+
+
+def leaves_of(weights: Params, trained: list[str]) -> Params:
+    """The weights as leaves of a new graph, in which some take gradients."""
+    return {k: w.detach() for k, w in weights.items()} | {k: weights[k].detach().requires_grad_() for k in trained}
+
+
+def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:
+    """Gradients of the genome from those of the weights."""
+    used = [k for k in sums if weights[k].requires_grad]
+    if not used:
+        return (None,) * len(wanted)
+    return torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
+
+
+def mean_of(ends: list[tuple[Tensor, Any, float]]) -> tuple[Tensor, Any]:
+    """Mean loss and aux of microbatches, by their rows; empty ones are skipped."""
+    kept = [end for end in ends if end[2]] or ends[:1]
+    total = sum(rows for *_, rows in kept) or 1
+    fractions = [rows / total for *_, rows in kept]
+    aux = mean_tree([aux for _, aux, _ in kept], fractions) if len(kept) > 1 else kept[0][1]
+    return mean_tree([loss for loss, *_ in kept], fractions), aux

@@ -1,0 +1,54 @@
+"""Many genomes at once: the gradient of one, under `vmap`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from gbfunc.genome import Noise
+from gbfunc.plan import Plan
+from gbfunc.train.gradients.loss import GenomeLoss, noise_of, seeded
+from gbfunc.trees import tree_map
+from gbfunc.types import Params
+
+
+class Batched:
+    """Losses and gradients of n genomes, stacked as their leaves are.
+
+    Args:
+        plan: the plan.
+        loss: of one genome.
+        scale: of the loss, against underflow in half precision.
+        same: whether all genomes have the same batch, or each its part of the first dimension.
+    """
+
+    def __init__(self, plan: Plan, loss: GenomeLoss, scale: float, same: bool) -> None:
+        self._plan, self._loss, self._scale, self._same = plan, loss, scale, same
+
+    def __call__(
+        self, frozen: Params, trained: Params, buffers: Params, batch: Any, seeds: list[int]
+    ) -> tuple[Tensor, Any, Params, Params]:
+        """Losses [n], aux, gradients by name and buffers; `frozen` are the leaves that are not trained."""
+        like = next(iter(trained.values()))
+        drawn = [noise_of(self._plan, seed, like) for seed in seeds]
+        noise = None if drawn[0] is None else tree_map(lambda *tensors: torch.stack(tensors), *drawn)
+        generator = self._loss.generator
+        generator.prepare(frozen | trained)
+
+        def one(frozen: Params, trained: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
+            def loss_of(trained: Params, buffers: Params) -> Any:
+                weights = generator(frozen | trained, noise)
+                loss, aux = self._loss.on(weights, buffers, batch if self._same else small)
+                return loss * self._scale, (loss, tree_map(torch.as_tensor, aux), buffers)
+
+            return grad(loss_of, has_aux=True)(trained, buffers)
+
+        dims = (0, 0, None if noise is None else 0, 0, None if self._same else 0)
+        with seeded(seeds[0], like.device):
+            # Not a gradient around vmap: inside of it no tensor would be seen to require one.
+            many = vmap(one, dims, randomness="different")
+            gradients, (loss_n, aux, buffers) = many(frozen, trained, noise, buffers, None if self._same else batch)
+        return loss_n, aux, {k: g / self._scale for k, g in gradients.items()}, buffers

@@ -1,0 +1,102 @@
+"""Microbatches that go from rank to rank, each of which has some blocks of the p-net."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gbfunc.parallel import Layout, gather_objects
+from gbfunc.parallel.pipeline import Pipeline
+from gbfunc.parallel.undivided import Undivided
+from gbfunc.train.gradients.accumulated import Kept, Split, leaves_of, mean_of, through_gnets
+from gbfunc.train.gradients.loss import GenomeLoss, Given, LossFn, Result
+
+_STAGE_MIX = 0x94D049BB133111EB
+"""An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of a pipeline's stages."""
+
+
+class Pipelined:
+    """Gradients of this rank's weights by a schedule, then of the genome.
+
+    Which parameters a rank needs is known when the p-net has been traced with a first batch (`prepare`).
+
+    Args:
+        pipeline: stages and schedule.
+        build: makes the loss of the genome on this rank, from the pipeline.
+        loss_fn: the loss function.
+        scale: of the loss, against underflow in half precision.
+        split: of the batch into microbatches.
+        source: of the weights.
+        layout: where the genome lives.
+        divided: how layers are split over tensor ranks.
+        microbatches: how many.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        build: Callable[[Pipeline], GenomeLoss],
+        loss_fn: LossFn,
+        scale: float,
+        split: Split,
+        source: Callable[[GenomeLoss], Kept],
+        layout: Layout,
+        divided: Undivided,
+        microbatches: int,
+    ) -> None:
+        self._pipeline, self._build, self._loss_fn, self._scale = pipeline, build, loss_fn, scale
+        self._split, self._make_source, self._layout, self._divided = split, source, layout, divided
+        self.seed_shift = _STAGE_MIX * pipeline.rank
+        self.least_rows = max(2, microbatches)
+        self.loss: GenomeLoss | None = None
+        self._source: Kept | None = None
+
+    def prepare(self, given: Given, device: torch.device) -> None:
+        """Trace the stages, at the first batch of its kind."""
+        self._pipeline.prepare(self._loss_fn, self._split(given.batch, given.rows)[0][0])
+        if self.loss is None:
+            self.loss = self._build(self._pipeline)
+            self._source = self._make_source(self.loss)
+
+    def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
+        """Loss, aux and gradients: the same loss on all ranks of the pipeline."""
+        pipeline, before = self._pipeline, {k: x.clone() for k, x in given.buffers.items()}
+        loss_of, source = self.loss, self._source
+        assert loss_of is not None and source is not None
+        made, trained = source.weights(given)
+        weights = leaves_of(made, trained)
+        parts = self._split(given.batch, given.rows)
+        ends: list[tuple[Tensor, Any, float]] = []
+
+        def call(number: int) -> Tensor:
+            small, n = parts[number]
+            loss, aux = loss_of.on(weights, given.buffers, small)
+            if self._divided.by_class:
+                raise ValueError("classes split over ranks (loss_parallel) and pipeline= do not go together")
+            rows = loss_of.rows(n)
+            ends.append((loss.detach(), given.detached(aux), rows))
+            return loss * (self._scale * rows)
+
+        sums = pipeline.run(call, {k: weights[k] for k in trained})
+        gradients = through_gnets(source.again(given, made), sums, wanted)
+        changed = {k: x.detach() for k, x in given.buffers.items() if k in pipeline.buffers and not _same(x, before[k])}
+        given.buffers.update(before)
+        for other, moved in gather_objects(self._layout.mesh, (ends, changed), "pipeline"):
+            ends = other or ends
+            given.buffers.update({k: x.to(before[k].device) for k, x in moved.items()})
+        device = wanted[0].device
+        loss, aux = mean_of([(loss.to(device), aux, rows) for loss, aux, rows in ends])
+        if not torch.isfinite(loss) and not pipeline.ran:
+            raise ValueError(
+                f"the first loss of the pipeline is {float(loss)}: unless the p-net's own is, a parameter or tensor is "
+                "used in a stage that does not have it (name the stages' first blocks by stages=)"
+            )
+        pipeline.ran = True
+        return Result(loss, aux, gradients, sum(rows for *_, rows in ends) / pipeline.ranks)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(), y.nan_to_num()) if x.is_floating_point() else torch.equal(x, y)
