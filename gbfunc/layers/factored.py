@@ -258,21 +258,56 @@ def _sum(y: Tensor, delta: Tensor) -> Tensor:
 
 def _linear(x: Tensor, left: Tensor, right: Tensor, rows: int, bias: Tensor | None) -> Tensor:
     """`x @ W.T + bias` from factors [nr, nc, r, k] and [nr, nc, c, k]: [..., cols] -> [..., rows]."""
-    nr, nc, r, k = left.shape
-    c = right.shape[2]
+    nr, nc, _, k = left.shape
     if nr == nc == 1:
         return F.linear(F.linear(x, right.flatten(0, 2).t()), left.flatten(0, 2), bias)
-    lead, cols = x.shape[:-1], x.shape[-1]
-    batch = math.prod(lead)
-    x_jBc = F.pad(x.reshape(batch, cols), (0, nc * c - cols)).reshape(batch, nc, c).transpose(0, 1)
-    thin = x_jBc @ right.permute(1, 2, 0, 3).reshape(nc, c, nr * k)
-    # The sum over tile columns j is part of the second product, whose inner dimension is (j, k).
-    thin_iBJ = thin.reshape(nc, batch, nr, k).permute(2, 1, 0, 3).reshape(nr, batch, nc * k)
-    y_iBr = thin_iBJ @ left.transpose(2, 3).reshape(nr, nc * k, r)
+    thin_jBik = _thin_tiles(x, right, (0, x.shape[-1]))
+    batch = thin_jBik.shape[1]
     # Contiguous as F.linear's output is: dropout draws its mask in the order of memory.
-    y = y_iBr.transpose(0, 1).reshape(*lead, nr * r)[..., :rows].contiguous()
+    y = _rows_of(thin_jBik.permute(2, 1, 0, 3).reshape(nr, batch, nc * k), left)[:, :rows].contiguous()
+    y = y.reshape(*x.shape[:-1], rows)
     # Under autocast the products are narrow and the bias is not; F.linear returns the narrow dtype.
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
+    """What columns c..d of the input give to `x R`, for every tile: [..., d - c] -> [..., nr * nc * k]."""
+    nr, nc, c, k = right.shape
+    if nr == nc == 1:
+        return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
+    thin_Bijk = _thin_tiles(x, right, cols).permute(1, 2, 0, 3)
+    first = cols[0] // c
+    return F.pad(thin_Bijk, (0, 0, first, nc - first - thin_Bijk.shape[2])).reshape(*x.shape[:-1], nr * nc * k)
+
+
+def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
+    """Some ranges of rows of `thin @ L.T`: [..., nr * nc * k] -> [..., rows]."""
+    nr, nc, r, k = left.shape
+    lead, batch = thin.shape[:-1], math.prod(thin.shape[:-1])
+    thin_iBt = thin.reshape(batch, nr, nc * k).transpose(0, 1)
+    parts = []
+    for a, b in ranges:
+        i, n = a // r, max(-(-b // r) - a // r, 1)
+        parts.append(_rows_of(thin_iBt[i : i + n], left[i : i + n])[:, a - i * r : b - i * r])
+    y = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    return y.reshape(*lead, y.shape[-1])
+
+
+def _thin_tiles(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
+    """The input's columns c..d times the right factors of the tiles that they meet: -> [nc', batch, nr, k]."""
+    nr, _, c, k = right.shape
+    batch, first, last = math.prod(x.shape[:-1]), cols[0] // c, max(-(-cols[1] // c), cols[0] // c + 1)
+    n = last - first
+    padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
+    thin = padded.reshape(batch, n, c).transpose(0, 1) @ right[:, first:last].permute(1, 2, 0, 3).reshape(n, c, nr * k)
+    return thin.reshape(n, batch, nr, k)
+
+
+def _rows_of(thin_iBt: Tensor, left: Tensor) -> Tensor:
+    """The second product, whose inner dimension (j, k) holds the sum over tile columns: -> [batch, nr * r]."""
+    nr, nc, r, k = left.shape
+    y_iBr = thin_iBt @ left.transpose(2, 3).reshape(nr, nc * k, r)
+    return y_iBr.transpose(0, 1).reshape(thin_iBt.shape[1], nr * r)
 
 
 def _positions(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -> int:

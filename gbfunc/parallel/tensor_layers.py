@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from gbfunc.layers.factored import FactoredWeight
+from gbfunc.layers.factored import FactoredWeight, from_thin, thin_product
 from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.parallel.placement import OPERATIONS_PER_BYTE
@@ -120,33 +120,6 @@ def _block(left: Tensor, right: Tensor, grid: TileGrid, a: int, b: int, c: int, 
     return matrix[a - i * r : b - i * r, c - j * q : d - j * q]
 
 
-def thin_product(x: Tensor, right: Tensor, grid: TileGrid, cols: tuple[int, int]) -> Tensor:
-    """What columns c..d of the input give to `x R`, for every tile: [..., d - c] -> [..., nr * nc * k]."""
-    nr, nc, c, k = right.shape
-    lead, first, last = x.shape[:-1], cols[0] // c, max(-(-cols[1] // c), cols[0] // c + 1)
-    if nr == nc == 1:
-        return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
-    batch, n = math.prod(lead), last - first
-    padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
-    thin_jBik = padded.reshape(batch, n, c).transpose(0, 1) @ right[:, first:last].permute(1, 2, 0, 3).flatten(2)
-    thin = thin_jBik.reshape(n, batch, nr, k).permute(1, 2, 0, 3)
-    return F.pad(thin, (0, 0, first, nc - last)).reshape(*lead, nr * nc * k)
-
-
-def from_thin(thin: Tensor, left: Tensor, grid: TileGrid, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Some ranges of rows of the output: [..., nr * nc * k] -> [..., rows]."""
-    nr, nc, r, k = left.shape
-    lead, batch = thin.shape[:-1], math.prod(thin.shape[:-1])
-    thin_Bit = thin.reshape(batch, nr, nc * k)
-    parts = []
-    for a, b in ranges:
-        i, n = a // r, max(-(-b // r) - a // r, 1)
-        y_iBr = thin_Bit[:, i : i + n].transpose(0, 1) @ left[i : i + n].transpose(2, 3).reshape(n, nc * k, r)
-        parts.append(y_iBr.transpose(0, 1).reshape(batch, n * r)[:, a - i * r : b - i * r])
-    y = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-    return y.reshape(*lead, y.shape[-1])
-
-
 def _thin_pays(form: FactoredWeight, split: Split, batch: int, width: int, sent: bool) -> bool:
     """Whether the thin products cost less than the piece itself, bytes on the wire included (`lazy="auto"`)."""
     if not form.auto:
@@ -175,12 +148,12 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
         left = scale_gradient(form.left, wire.axis.size)
         alike = isinstance(at, Replicate) and x.requires_grad
         right = form.right if alike else scale_gradient(form.right, wire.axis.size)
-        thin = thin_product(x, right, form.grid, (0, width))
+        thin = thin_product(x, right, (0, width))
         if alike:
             thin = wire.whole_in_part(thin)
         elif isinstance(at, Shard):
             thin = wire.split_in_part(thin, at.dim, sizes)
-        y = from_thin(thin, left, form.grid, split.ranges)
+        y = from_thin(thin, left, split.ranges)
         y = y if bias is None else y + bias.to(y.dtype)
     else:
         x = wire.split_in_part(x, at.dim, sizes) if isinstance(at, Shard) else wire.whole_in_part(x)
@@ -203,7 +176,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
         form = None
     if form is not None:
         right = scale_gradient(form.right, wire.axis.size)
-        part = thin_product(x, right, form.grid, cols)
+        part = thin_product(x, right, cols)
     else:
         part = _dense(layer, x, None)
     out = split.out if isinstance(split.out, Shard) and split.out.dim % part.ndim != part.ndim - 1 else Replicate()
@@ -214,7 +187,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
         sizes, factor = (), 1.0
         y = wire.partial_to_whole(part)
     if form is not None:
-        y = from_thin(y, scale_gradient(form.left, factor), form.grid, ((0, rows),))
+        y = from_thin(y, scale_gradient(form.left, factor), ((0, rows),))
     if bias is not None:
         y = y + scale_gradient(bias, factor).to(y.dtype)
     return _outgoing(layer, y, out, sizes)
