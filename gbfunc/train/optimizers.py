@@ -204,7 +204,7 @@ class _Call(NamedTuple):
             for e, like in self.entries.items()
         ]
         of_leaf = zip(*rows, strict=True) if rows else ((),) * len(names)
-        named = [dict(zip(self.entries, row, strict=True)) for row in of_leaf]
+        named: list[Params] = [dict(zip(self.entries, row, strict=True)) for row in of_leaf]
         return dict(zip(names, parts, strict=True)), dict(zip(names, named, strict=True))
 
     def _advance(
