@@ -46,7 +46,7 @@ def flatten_tree(tree: Any, prefix: str = "") -> Params:
 
 
 def _flatten_into(flat: Params, tree: Any, prefix: str) -> None:
-    for key, child in _children(tree, prefix):
+    for key, child in tree.items() if type(tree) is dict else _children(tree, prefix):
         name = f"{prefix}{key}"
         if not isinstance(child, Tensor):
             _flatten_into(flat, child, f"{name}/")

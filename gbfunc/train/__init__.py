@@ -2,8 +2,9 @@
 
 from gbfunc.train.alignment import UpdateAlignment, update_alignment
 from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
-from gbfunc.train.optimizers import ROLES, Optimizer, OptState, torch_optimizer
+from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import Lazy, Remat, StepOptions
+from gbfunc.train.param_groups import ROLES
 from gbfunc.train.population import Population, population
 from gbfunc.train.schedules import torch_schedule
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, make_train_step

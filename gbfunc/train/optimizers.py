@@ -1,6 +1,8 @@
 """Optimizers as pairs of pure functions `(init, update)`, made of any class of `torch.optim`.
 
 Each update makes torch's optimizer on copies, hands it the state, lets it step once and takes the new state out.
+Classes that treat every number alone get the small leaves of a group as one: new leaves and their states are then
+consecutive views of one buffer, which the next update takes as it is.
 
 Leaves have roles, which say how a class takes them. Code weights and linear coefficients of g-nets are stacked,
 [T, ...], with T tiles (or groups of tiles); direct parameters are ordinary parameters of the p-net.
@@ -9,39 +11,29 @@ Leaves have roles, which say how a class takes them. Code weights and linear coe
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import isfinite
-from numbers import Real
-from typing import Any, NamedTuple, TypeAlias, cast
+from itertools import accumulate
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from gbfunc.train.param_groups import ROLES, LearningRate, ParamGroup, check_class, learning_rate, param_groups
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of
 from gbfunc.types import Params
 
 Roles: TypeAlias = Mapping[str, str]
 """Role by name of leaf: `"code"`, `"linear"` or `"direct"`."""
 
-LearningRate: TypeAlias = float | Callable[[int], float]
-"""A number, or a function of the step, which counts from 0."""
+JOINED_NUMEL = 2**14
+"""Largest leaf that is stepped as a part of a buffer: a longer one takes less time to step than to copy there."""
 
-ROLES: tuple[str, ...] = ("code", "linear", "direct")
-
-_FULL = frozenset({torch.float32, torch.float64})
-_FLOATS = _FULL | {torch.bfloat16, torch.float16}
-_FUSED: Mapping[Any, Mapping[str, frozenset[torch.dtype]]] = {
-    # On a CPU it skips all elements of a half type that fill a vector register (torch 2.5 to 2.13).
-    torch.optim.SGD: {"cpu": _FULL, "cuda": _FLOATS},
-    torch.optim.Adam: {"cpu": _FLOATS, "cuda": _FLOATS},
-    torch.optim.AdamW: {"cpu": _FLOATS, "cuda": _FLOATS},
-    # Its CUDA kernel is younger than the oldest torch that is supported: only where it is asked for.
-    torch.optim.Adagrad: {"cpu": _FLOATS},
-}
-"""Where tests hold a fused kernel equal to the plain step: dtypes by type of device."""
+# Functions in C: an update calls them for every tensor.
+_SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtype")
+_NBYTES, _BASE = attrgetter("nbytes"), attrgetter("_base")
 
 
 class OptState(NamedTuple):
@@ -64,10 +56,12 @@ class Optimizer(NamedTuple):
     Attributes:
         init: `(params, roles) -> state`; ValueError for leaves of no known role and classes that cannot be pure,
             TypeError for a class that keeps anything but tensors.
-        update: `(grads, state, params, roles, *, donate=False) -> (params, state)`. Nothing given is changed unless
-            donated; donated buffers may be updated in place and returned, and only the results may be used after.
-            Results need no grad and have no graph. TypeError if `state` is no `OptState`; ValueError if it, the leaves
-            or their roles do not fit, or the learning rate is negative.
+        update: `(grads, state, params, roles, *, donate=False, accept=None) -> (params, state)`. Nothing given is
+            changed unless donated; donated buffers may be updated in place and returned, and only the results may be
+            used after. Results need no grad, have no graph and may be views of buffers that they share. `accept`, a
+            bool tensor, is for steps after the first: where it is False, the results on its device are what was given,
+            but for the count of steps. TypeError if `state` is no `OptState`; ValueError if it, the leaves or their
+            roles do not fit, or the learning rate is negative.
         settings: class, learning rate and options, which all ranks must have alike.
     """
 
@@ -115,14 +109,14 @@ def torch_optimizer(
     >>> params
     {'w': tensor([0.5000, 0.5000]), 'b': tensor([0.7500])}
     """
-    _check_class(cls)
-    group_of = _param_groups(cls, {"lr": lr, **options}, {"code": code, "linear": linear, "direct": direct})
+    check_class(cls)
+    group_of = param_groups(cls, {"lr": lr, **options}, {"code": code, "linear": linear, "direct": direct})
     fingerprint = _fingerprint(cls.__name__)
 
     cached = lru_cache(maxsize=16)(partial(_prepare, group_of))
 
     def prepare(params: Params, roles: Roles) -> _Prepared:
-        return cached(tuple((k, roles.get(k), p.shape, p.dtype, p.device) for k, p in params.items()))
+        return cached(tuple(zip(params, map(roles.get, params), map(_SPEC, params.values()), strict=True)))
 
     def init(params: Params, roles: Roles) -> OptState:
         """A state with the structure that torch gives it in one step; errors for roles and classes that do not fit."""
@@ -132,78 +126,128 @@ def torch_optimizer(
         return OptState(torch.zeros((), dtype=torch.int64, device="cpu"), leaves, fingerprint.clone())
 
     def update(
-        grads: Params, state: OptState, params: Params, roles: Roles, *, donate: bool = False
+        grads: Params,
+        state: OptState,
+        params: Params,
+        roles: Roles,
+        *,
+        donate: bool = False,
+        accept: Tensor | None = None,
     ) -> tuple[Params, OptState]:
         """One step: the new parameters and the new state; errors for a state, leaves or a rate that do not fit."""
-        calls, leaves, specs = prepare(params, roles)
-        compare_trees(leaves, grads, "grads do not fit params")
-        _check_state(state, params, specs, cls.__name__, fingerprint)
+        prepared = prepare(params, roles)
+        if grads.keys() != params.keys() or [*map(_SPEC, map(grads.get, params))] != prepared.leaf_specs:
+            compare_trees(prepared.leaves, grads, "grads do not fit params")
+        _check_state(state, params, prepared, cls.__name__, fingerprint)
         step = int(state.step)
+        new: Params = {}
+        leaves: dict[str, Params] = {}
         with torch.no_grad():
-            new = {k: p.detach() if donate and p.is_contiguous() else p.clone() for k, p in params.items()}
-            # Torch fills an empty state at its first step. Zeros, or the state after a step with zero gradients, would
-            # be another algorithm: NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the
-            # first gradient, ASGD's average at the first iterate.
-            old = {k: _writable(state.leaves[k], p, donate) for k, p in new.items()} if step else {}
-            # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
-            copy = not donate and cls.__module__.partition(".")[0] != "torch"
-            fitted = {k: _aligned(grads[k].clone() if copy else grads[k], p) for k, p in new.items()}
-            stepped: dict[str, Params] = {}
-            for call in calls:
-                stepped |= call.step(step, new, fitted, old)
-        ordered = {k: stepped[k] for k in params}
-        return new, OptState(state.step + 1, ordered, state.fingerprint if donate else state.fingerprint.clone())
+            for call in prepared.calls:
+                stepped, after = call.update(step, grads, state.leaves, params, donate, accept)
+                new |= stepped
+                leaves |= after
+        if len(prepared.calls) > 1:
+            new, leaves = {k: new[k] for k in params}, {k: leaves[k] for k in params}
+        return new, OptState(state.step + 1, leaves, state.fingerprint if donate else state.fingerprint.clone())
 
     settings = {"cls": cls, "lr": lr, "code": code, "linear": linear, "direct": direct, "options": options}
     return Optimizer(init, update, settings)
 
 
-@dataclass(frozen=True, eq=False)
-class ParamGroup:
-    """A class with its options, for the leaves of one or more roles; `by_tile` steps each of their tiles by itself."""
-
-    cls: Callable[..., torch.optim.Optimizer]
-    lr: LearningRate
-    options: dict[str, Any]
-    by_tile: bool
-
-    def fuses(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the fused kernel steps such a leaf: where it is right; on other devices, where the options ask."""
-        asked = bool(self.options.get("fused"))
-        dtypes = _FUSED.get(self.cls, {}).get(device.type)
-        if dtypes is None:
-            return asked
-        return dtype in dtypes and (asked or not self.options.keys() & {"fused", "foreach"})
-
-    def make(self, tensors: list[Tensor], step: int, fused: bool) -> torch.optim.Optimizer:
-        """A fresh optimizer of torch for these tensors."""
-        asked = {"fused": fused or None} if fused or self.options.get("fused") else {}
-        return self.cls(tensors, lr=_learning_rate(self.lr, step), **self.options | asked)
-
-
-_Leaf: TypeAlias = tuple[str, str | None, tuple[int, ...], torch.dtype, torch.device]
-"""Name, role, shape, dtype and device: all that decides how a leaf is stepped."""
+_Leaf: TypeAlias = tuple[str, str | None, tuple[tuple[int, ...], torch.dtype, torch.device]]
+"""Name, role, and shape, dtype and device: all that decides how a leaf is stepped."""
 
 
 class _Call(NamedTuple):
-    """One optimizer of torch that an update makes, and the leaves that it steps."""
+    """One optimizer of torch that an update makes, and the leaves that it steps.
+
+    Attributes:
+        group: the class and its options.
+        options: its options, with or without the fused kernel.
+        names: of the leaves.
+        entries: where it steps the leaves as one, the entries of their state: whether each is a tensor like the leaf,
+            or one number, which all leaves have alike.
+    """
 
     group: ParamGroup
-    fused: bool
+    options: dict[str, Any]
     names: list[str]
+    entries: dict[str, bool] | None = None
+
+    def update(
+        self,
+        step: int,
+        grads: Params,
+        old: Mapping[str, Params],
+        params: Params,
+        donate: bool,
+        accept: Tensor | None,
+    ) -> tuple[Params, dict[str, Params]]:
+        """New leaves and their new state; `old` is not read at the first step."""
+        names, columns = self.names, {}
+        if self.entries is not None:
+            states = [old[k] for k in names] if step else []
+            columns = {e: [*map(itemgetter(e), states)] for e in self.entries if step}
+            counts = [column for e, column in columns.items() if not self.entries[e]]
+        if self.entries is None or not all(map(_known_equal, counts)):
+            given = {k: params[k] for k in names}
+            return self._advance(step, grads, {k: old[k] for k in names} if step else {}, given, donate, accept)
+        leaves = [params[k] for k in names]
+        state = {e: _join(x) if self.entries[e] else x[0].clone() for e, x in columns.items()}
+        grad = {"": _join([grads[k] for k in names])}
+        new, after = self._advance(step, grad, {"": state} if step else {}, {"": _join(leaves)}, donate, accept)
+        # Each has its own count of changes: a forward may change one in place that another's backward does not read.
+        parts = [x.data for x in _unflatten_dense_tensors(new[""], leaves)]
+        rows = [
+            _unflatten_dense_tensors(after[""][e], leaves) if like else _repeat(after[""][e], len(names))
+            for e, like in self.entries.items()
+        ]
+        of_leaf = zip(*rows, strict=True) if rows else ((),) * len(names)
+        named: list[Params] = [dict(zip(self.entries, row, strict=True)) for row in of_leaf]
+        return dict(zip(names, parts, strict=True)), dict(zip(names, named, strict=True))
+
+    def _advance(
+        self,
+        step: int,
+        grads: Params,
+        old: Mapping[str, Params],
+        params: Params,
+        donate: bool,
+        accept: Tensor | None,
+    ) -> tuple[Params, dict[str, Params]]:
+        """Step copies of `params` and of their state, or donated ones in place."""
+        new = {k: p.detach() if donate and p.is_contiguous() else p.clone() for k, p in params.items()}
+        # Torch fills an empty state at its first step. Zeros, or the state after a step with zero gradients, would
+        # be another algorithm: NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the
+        # first gradient, ASGD's average at the first iterate.
+        states = {k: _writable(old[k], p, donate) for k, p in new.items()} if step else {}
+        # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
+        copy = not donate and self.group.cls.__module__.partition(".")[0] != "torch"
+        fitted = {k: _aligned(grads[k].clone() if copy else grads[k], p) for k, p in new.items()}
+        after = self.step(step, new, fitted, states)
+        if accept is None:
+            return new, after
+
+        def choose(x: Tensor, y: Tensor) -> Tensor:
+            return torch.where(accept, x, y) if x.device.type == accept.device.type else x
+
+        chosen = {k: {e: choose(x, old[k][e]) for e, x in state.items()} for k, state in after.items()}
+        return {k: choose(x, params[k]) for k, x in new.items()}, chosen
 
     def step(self, step: int, params: Params, grads: Params, old: dict[str, Params]) -> dict[str, Params]:
-        """Step `params` in place; returns the new state of every leaf. `old` is {} at the first step."""
-        tensors = [tile for k in self.names for tile in self._tiles(params[k])]
-        tensor_grads = [tile for k in self.names for tile in self._tiles(grads[k])]
-        optimizer = self.group.make(tensors, step, self.fused)
+        """Step `params` in place; returns the new state of each. `old` is {} at the first step."""
+        tensors = [tile for p in params.values() for tile in self._tiles(p)]
+        tensor_grads = [tile for k in params for tile in self._tiles(grads[k])]
+        rate = self.group.lr if isinstance(self.group.lr, float) else learning_rate(self.group.lr, step)
+        optimizer = self.group.cls(tensors, lr=rate, **self.options)
         for p, g in zip(tensors, tensor_grads, strict=True):
             p.grad = g
         if old:
             states: list[Params] = []
-            for k in self.names:
+            for k, p in params.items():
                 views = {e: self._tiles(t) for e, t in old[k].items()}
-                states += [{e: v[i] for e, v in views.items()} for i in range(len(self._tiles(params[k])))]
+                states += [{e: v[i] for e, v in views.items()} for i in range(len(self._tiles(p)))]
             optimizer.state.update(zip(tensors, states, strict=True))
         before = {} if old else _memory(optimizer)
         optimizer.step()
@@ -213,8 +257,8 @@ class _Call(NamedTuple):
             _check_memory(optimizer, before, tensors)
         after = iter([optimizer.state[p] for p in tensors])
         if not self.group.by_tile:
-            return dict(zip(self.names, after, strict=True))
-        by_tile = {k: [next(after) for _ in params[k]] for k in self.names}
+            return dict(zip(params, after, strict=True))
+        by_tile = {k: [next(after) for _ in p] for k, p in params.items()}
         return {k: {e: torch.stack([s[e] for s in states]) for e in states[0]} for k, states in by_tile.items()}
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
@@ -222,93 +266,87 @@ class _Call(NamedTuple):
         return x.unbind() if self.group.by_tile else (x,)
 
 
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype as one, [n]: a view where they are consecutive in memory, otherwise a copy."""
+    first = tensors[0]
+    places = [*accumulate(map(_NBYTES, tensors), initial=first.data_ptr())]
+    end, storage = places.pop(), first.untyped_storage()
+    if (
+        places == [*map(Tensor.data_ptr, tensors)]
+        and all(map(Tensor.is_contiguous, tensors))
+        # Otherwise it is by chance: storages of their own, one after the other.
+        and end <= storage.data_ptr() + storage.nbytes()
+    ):
+        return first.as_strided(((end - places[0]) // first.element_size(),), (1,))
+    return _flatten_dense_tensors(tensors)
+
+
+def _repeat(count: Tensor, n: int) -> Sequence[Tensor]:
+    """A number as that of n leaves, which `_known_equal` recognises: each of its own memory, as files ask."""
+    counts = count.expand(n).clone()
+    vars(counts)["equal_at"] = counts._version
+    return counts.unbind()
+
+
+def _known_equal(counts: Sequence[Tensor]) -> bool:
+    """Whether numbers are equal: known without reading them, which stops an accelerator, unless changed since."""
+    base = counts[0]._base
+    if base is not None and getattr(base, "equal_at", None) == base._version:
+        if [*map(id, map(_BASE, counts))] == [id(base)] * len(counts):
+            return True
+    return len(set(map(Tensor.item, counts))) == 1
+
+
 class _Prepared(NamedTuple):
-    """What an update of such leaves calls, the leaves, and every tensor `(leaf, entry)` of its state."""
+    """What an update of such leaves calls, the leaves, and every tensor `(leaf, entry)` of its state.
+
+    The last three are the specs as lists, in the order of the leaves.
+    """
 
     calls: list[_Call]
     leaves: dict[str, TensorSpec]
     specs: dict[tuple[str, str], TensorSpec]
+    leaf_specs: list[Any]
+    entries: list[tuple[str, ...]]
+    forms: list[Any]
 
 
 def _prepare(group_of: Callable[[str, str, tuple[int, ...]], ParamGroup], leaves: tuple[_Leaf, ...]) -> _Prepared:
     """Which leaves are stepped together, and the structure of their state: that after a step on zeros."""
-    names: dict[tuple[ParamGroup, bool], list[str]] = {}
+    names: dict[tuple[Any, ...], list[str]] = {}
     zeros: Params = {}
-    for name, role, shape, dtype, device in leaves:
+    for name, role, (shape, dtype, device) in leaves:
         if role not in ROLES:
             raise ValueError(f"role of leaf {name!r} must be one of {ROLES}, got {role!r}")
         group = group_of(name, role, shape)
-        names.setdefault((group, group.fuses(dtype, device)), []).append(name)
         zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
-    calls = [_Call(group, fused, named) for (group, fused), named in names.items()]
-    grads = {k: torch.zeros_like(p) for k, p in zeros.items()}
-    states: dict[str, Params] = {}
+        joins = group.joins and dtype.is_floating_point and 0 < zeros[name].numel() <= JOINED_NUMEL
+        key = group, group.fuses(dtype, device), (dtype, device) if joins else None
+        names.setdefault(key, []).append(name)
+    for key in [key for key, named in names.items() if key[2] is not None and len(named) == 1]:
+        names.setdefault((*key[:2], None), []).extend(names.pop(key))
+    calls: list[_Call] = []
+    states: dict[str, dict[str, TensorSpec]] = {}
     with torch.no_grad():
-        for call in calls:
-            states |= call.step(0, zeros, grads, {})
-    specs = {(k, entry): spec_of(t) for k in zeros for entry, t in states[k].items()}
-    return _Prepared(calls, {k: spec_of(p) for k, p in zeros.items()}, specs)
-
-
-def _param_groups(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], by_role: Mapping[str, Mapping[str, Any] | None]
-) -> Callable[[str, str, tuple[int, ...]], ParamGroup]:
-    """A function `(name, role, shape) -> ParamGroup`; all options are checked here, before any step."""
-    muon = getattr(torch.optim, "Muon", None)  # Younger than the oldest torch that is supported.
-    matrices_only = muon is not None and issubclass(cls, muon)
-    mixes = matrices_only or issubclass(cls, torch.optim.Adafactor)
-    whole = _make_group(cls, options, "all leaves")
-    stacked = replace(whole, by_tile=True) if mixes else whole
-    groups: dict[str, ParamGroup] = {"code": stacked, "linear": stacked, "direct": whole}
-
-    def adamw(options: dict[str, Any]) -> ParamGroup:
-        kept = {k: v for k, v in options.items() if k in ("lr", "weight_decay")}
-        return _make_group(torch.optim.AdamW, kept, "leaves that fall back to AdamW")
-
-    fallbacks: dict[str, ParamGroup] = dict.fromkeys(ROLES, adamw(options)) if mixes else {}
-    for role, differing in by_role.items():
-        if differing is not None and not isinstance(differing, Mapping):
-            raise TypeError(f"{role} must be a dict of options or None, got {differing!r}")
-        if differing:
-            merged = options | dict(differing)
-            groups[role] = _make_group(cls, merged, f"{role} leaves", by_tile=groups[role].by_tile)
-            fallbacks |= {role: adamw(merged)} if mixes else {}
-
-    def group_of(name: str, role: str, shape: tuple[int, ...]) -> ParamGroup:
-        group = groups[role]
-        if group.by_tile and not shape:
-            raise ValueError(f"leaf {name!r} of role {role!r} must have a leading dimension of tiles, got a scalar")
-        refused = mixes and (0 in shape or (matrices_only and len(shape) - group.by_tile != 2))
-        return fallbacks[role] if refused else group
-
-    return group_of
-
-
-def _make_group(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], where: str, *, by_tile: bool = False
-) -> ParamGroup:
-    """Check the options of a class by making an optimizer."""
-    lr = cast(LearningRate, options["lr"])
-    options = {k: v for k, v in options.items() if k != "lr"}
-    if not (callable(lr) or isinstance(lr, Real)) or isinstance(lr, bool):
-        raise TypeError(f"lr of {where} must be a number or a function of the step, got {lr!r}")
-    if options.get("differentiable"):
-        raise ValueError("differentiable=True must be left out: the results of a pure update have no graph")
-    rate = _learning_rate(lr, 0)
-    try:
-        cls([torch.zeros(2, 2)], lr=rate, **options)  # pyright: ignore[reportCallIssue]
-    except (TypeError, ValueError, RuntimeError) as error:
-        known = [k for k in inspect.signature(cls).parameters if k != "params"]
-        raise ValueError(f"{cls.__name__} refuses the options of {where}: {error}; its options are {known}") from error
-    return ParamGroup(cast("Callable[..., torch.optim.Optimizer]", cls), lr, options, by_tile)
-
-
-def _learning_rate(lr: LearningRate, step: int) -> float:
-    """The rate at a step, checked: torch checks only what its constructor gets, never a schedule."""
-    rate = float(lr(step) if callable(lr) else lr)
-    if not 0 <= rate or not isfinite(rate):
-        raise ValueError(f"lr must be finite and >= 0, got {rate} at step {step}")
-    return rate
+        for (group, fused, kind), named in names.items():
+            call = _Call(group, group.kernel(fused), named)
+            joined = kind is not None
+            given = {"": torch.zeros(2, dtype=kind[0], device=kind[1])} if joined else {k: zeros[k] for k in named}
+            after = call.step(0, given, {k: torch.zeros_like(p) for k, p in given.items()}, {})
+            found = {k: {e: spec_of(x) for e, x in state.items()} for k, state in after.items()}
+            if joined:
+                entries = {e: len(spec.shape or ()) > 0 for e, spec in found[""].items()}
+                call = call._replace(entries=entries)
+                for k in named:
+                    like = tuple(zeros[k].shape)
+                    found[k] = {e: x._replace(shape=like) if entries[e] else x for e, x in found[""].items()}
+            states |= found
+            calls.append(call)
+    specs = {(k, entry): spec for k in zeros for entry, spec in states[k].items()}
+    leaf_specs = [spec for _, _, spec in leaves]
+    forms = [(spec.shape, spec.dtype) for spec in specs.values()]
+    of_leaves = [tuple(states[k]) for k in zeros]
+    return _Prepared(calls, {k: spec_of(p) for k, p in zeros.items()}, specs, leaf_specs, of_leaves, forms)
 
 
 def _writable(state: Params, p: Tensor, donate: bool) -> Params:
@@ -324,15 +362,6 @@ def _aligned(t: Tensor, p: Tensor) -> Tensor:
     if (t.is_contiguous() and p.is_contiguous()) or t.shape != p.shape or t.stride() == p.stride():
         return t
     return torch.empty_like(p, dtype=t.dtype, device=t.device).copy_(t)
-
-
-def _check_class(cls: Any) -> None:
-    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
-        raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {cls!r}")
-    if issubclass(cls, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates the loss many times a step (it needs a closure): take a first-order class")
-    if issubclass(cls, torch.optim.SparseAdam):
-        raise ValueError("SparseAdam needs sparse gradients, and those of a genome are dense: take Adam")
 
 
 def _memory(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -355,22 +384,20 @@ def _check_memory(optimizer: torch.optim.Optimizer, before: dict[str, str], tens
             raise TypeError(f"state of {name} must be tensors, got {entry} of type {type(value).__name__}")
 
 
-def _check_state(
-    state: OptState, params: Params, specs: dict[tuple[str, str], TensorSpec], cls: str, fingerprint: Tensor
-) -> None:
+def _check_state(state: OptState, params: Params, prepared: _Prepared, cls: str, fingerprint: Tensor) -> None:
     """Check that a state is what the class needs: some kernels write beyond a tensor that is too small."""
     if not isinstance(state, OptState):
         raise TypeError(f"state must be an OptState from init or update, got {type(state).__name__}")
     if (got := int(state.fingerprint)) != int(fingerprint):
         other = next((name for name in dir(torch.optim) if int(_fingerprint(name)) == got), "another class")
         raise ValueError(f"the state must be one of {cls}, got one of {other}: make a new one by init")
-    given = {(k, entry): t for k, of in state.leaves.items() for entry, t in of.items()}
-    if state.leaves.keys() == params.keys() and given.keys() == specs.keys():
-        if all([t.shape == specs[k].shape and t.dtype == specs[k].dtype for k, t in given.items()]):
+    if [*state.leaves] == [*params] and [*map(tuple, state.leaves.values())] == prepared.entries:
+        tensors = [t for of in state.leaves.values() for t in of.values()]
+        if [*map(_FORM, tensors)] == prepared.forms:
             return
     what = f"the state does not fit {cls} and the parameters"
     # On any device: torch reads numbers of steps wherever they are.
-    expected = {f"{k}/{entry}": spec._replace(device=None) for (k, entry), spec in specs.items()}
+    expected = {f"{k}/{entry}": spec._replace(device=None) for (k, entry), spec in prepared.specs.items()}
     compare_trees(expected, flatten_tree(state.leaves), what)
     if state.leaves.keys() != params.keys():  # Some classes keep nothing that could be compared.
         raise ValueError(f"{what}: expected the leaves {sorted(params)}, got {sorted(state.leaves)}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state, own_direct, step_seed
-from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome, tree_map
+from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, tree_map
 from gbfunc.types import Params
 
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
@@ -78,8 +78,7 @@ class Population:
             ValueError: for states that do not fit the population or that have taken different numbers of steps, or a
                 loss that is no scalar or does not depend on what is trained.
         """
-        state, step = checked_state(states), self.train_step
-        named = flat_genome(state)
+        (state, named), step = checked_state(states), self.train_step
         self._check(state, named)
         named = named if step._options.donate else own_direct(named)
         flat = {k: v.detach() for k, v in named.items() if k not in step._frozen}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import Lazy, Remat, StepOptions
-from gbfunc.trees import BUFFERS, DIRECT, flat_genome, flatten_tree, like_genome, tree_map, unflatten_tree
+from gbfunc.trees import BUFFERS, DIRECT, flat_genome, flatten_tree, like_genome, unflatten_tree
 from gbfunc.types import Genome, GNets, Kernel, Params
 
 _MIX = 0x9E3779B97F4A7C15
@@ -183,10 +185,9 @@ class TrainStep:
             ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, or a loss that
                 is no scalar or does not depend on what is trained.
         """
-        state = checked_state(gnet_params)
-        named = flat_genome(state)
+        state, named = checked_state(gnet_params)
         both = named | {f"{BUFFERS}{k}": v for k, v in state.buffers.items()}
-        if {k: tuple(v.shape) for k, v in both.items()} != self._expected:
+        if dict(zip(both, map(attrgetter("shape"), both.values()), strict=True)) != self._expected:
             check_genome(self.plan, state, self._shapes)
         named = named if self._options.donate else own_direct(named)
         flat = {k: v.detach().requires_grad_() for k, v in named.items() if k not in self._frozen}
@@ -233,15 +234,13 @@ class TrainStep:
                 numbers = f"loss {float(info.loss)}, gradient norm {float(info.grad_norm)}"
                 raise FloatingPointError(f"step {int(state.step)}: {numbers}; the state is as it was")
             return state._replace(step=state.step + 1)
-        new, opt = self._update(gradients, state.opt, params, donate=options.donate and read)
-        if not read:
-            old = (params, state.opt.leaves, state.buffers)
-
-            def choose(x: Tensor, y: Tensor) -> Tensor:
-                return torch.where(info.finite, x, y) if x.device.type == device else x
-
-            new, leaves, buffers = tree_map(choose, (new, opt.leaves, buffers), old)
-            opt = opt._replace(leaves=leaves)
+        accept = None if read else info.finite
+        new, opt = self._update(gradients, state.opt, params, options.donate and read, accept)
+        if accept is not None:
+            buffers = {
+                k: torch.where(accept, x, state.buffers[k]) if x.device.type == device else x
+                for k, x in buffers.items()
+            }
         return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
     @staticmethod
@@ -249,15 +248,17 @@ class TrainStep:
         """Whether reading a number of a device of this type costs nothing."""
         return device == "cpu"
 
-    def _update(self, gradients: Params, opt: OptState, params: Params, donate: bool) -> tuple[Params, OptState]:
+    def _update(
+        self, gradients: Params, opt: OptState, params: Params, donate: bool, accept: Tensor | None
+    ) -> tuple[Params, OptState]:
         """The optimizer's step on the leaves of which this rank has rows."""
         empty = {k for k in self._layout.split if not len(params[k])}
         if not empty:
-            return self._optimizer.update(gradients, opt, params, self._roles, donate=donate)
+            return self._optimizer.update(gradients, opt, params, self._roles, donate=donate, accept=accept)
         held = {k: v for k, v in params.items() if k not in empty}
         some = opt._replace(leaves={k: opt.leaves[k] for k in held})
         gradients = {k: gradients[k] for k in held}
-        new, made = self._optimizer.update(gradients, some, held, self._roles, donate=donate)
+        new, made = self._optimizer.update(gradients, some, held, self._roles, donate=donate, accept=accept)
         return params | new, made._replace(leaves=opt.leaves | made.leaves)
 
     def _check_ranks(self, state: TrainState, flat: Params) -> None:
@@ -281,17 +282,18 @@ def step_seed(seed: Tensor, step: Tensor) -> int:
     return (int(seed) + _MIX * (int(step) + 1)) % 2**63
 
 
-def checked_state(state: Any) -> TrainState:
-    """A state as it is; TypeError for anything else, ValueError where no gradient can be taken."""
-    if not all(hasattr(state, name) for name in TrainState._fields):
+def checked_state(state: Any) -> tuple[TrainState, Params]:
+    """A state and its leaves by name; TypeError for anything else, ValueError where no gradient can be taken."""
+    if not all(map(partial(hasattr, state), TrainState._fields)):
         raise TypeError(
             f"train_step takes (state, batch), the state from train_step.init(seed), got a {type(state).__name__} first"
         )
     if torch.is_inference_mode_enabled():
         raise ValueError("a training step needs gradients: call it outside of torch.inference_mode")
-    if any(leaf.is_inference() for leaf in flat_genome(state).values()):
+    named = flat_genome(state)
+    if any(map(Tensor.is_inference, named.values())):
         raise ValueError("the state was made in torch.inference_mode, where there are no gradients: make it outside")
-    return state
+    return state, named
 
 
 def make_train_step(

@@ -1,0 +1,133 @@
+"""Options of a class of `torch.optim`, checked, for the leaves of each role."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+from numbers import Real
+from typing import Any, TypeAlias, cast
+
+import torch
+
+LearningRate: TypeAlias = float | Callable[[int], float]
+"""A number, or a function of the step, which counts from 0."""
+
+ROLES: tuple[str, ...] = ("code", "linear", "direct")
+
+_FULL = frozenset({torch.float32, torch.float64})
+_FLOATS = _FULL | {torch.bfloat16, torch.float16}
+_FUSED: Mapping[Any, Mapping[str, frozenset[torch.dtype]]] = {
+    # On a CPU it skips all elements of a half type that fill a vector register (torch 2.5 to 2.13).
+    torch.optim.SGD: {"cpu": _FULL, "cuda": _FLOATS},
+    torch.optim.Adam: {"cpu": _FLOATS, "cuda": _FLOATS},
+    torch.optim.AdamW: {"cpu": _FLOATS, "cuda": _FLOATS},
+    # Its CUDA kernel is younger than the oldest torch that is supported: only where it is asked for.
+    torch.optim.Adagrad: {"cpu": _FLOATS},
+}
+"""Where tests hold a fused kernel equal to the plain step: dtypes by type of device."""
+
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()
+)
+"""Classes that step one tensor as they step its parts: their states are tensors like the parameter, and scalars."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParamGroup:
+    """A class with its options, for the leaves of one or more roles; `by_tile` steps each of their tiles by itself."""
+
+    cls: Callable[..., torch.optim.Optimizer]
+    lr: LearningRate
+    options: dict[str, Any]
+    by_tile: bool
+
+    @property
+    def joins(self) -> bool:
+        """Whether the class steps one tensor as it steps its parts."""
+        return self.cls in _ELEMENTWISE
+
+    def fuses(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the fused kernel steps such a leaf: where it is right; on other devices, where the options ask."""
+        asked = bool(self.options.get("fused"))
+        dtypes = _FUSED.get(self.cls, {}).get(device.type)
+        if dtypes is None:
+            return asked
+        return dtype in dtypes and (asked or not self.options.keys() & {"fused", "foreach"})
+
+    def kernel(self, fused: bool) -> dict[str, Any]:
+        """The options, with the fused kernel or without it."""
+        return self.options | ({"fused": fused or None} if fused or self.options.get("fused") else {})
+
+
+def param_groups(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], by_role: Mapping[str, Mapping[str, Any] | None]
+) -> Callable[[str, str, tuple[int, ...]], ParamGroup]:
+    """A function `(name, role, shape) -> ParamGroup`; all options are checked here, before any step."""
+    muon = getattr(torch.optim, "Muon", None)  # Younger than the oldest torch that is supported.
+    matrices_only = muon is not None and issubclass(cls, muon)
+    mixes = matrices_only or issubclass(cls, torch.optim.Adafactor)
+    whole = _make_group(cls, options, "all leaves")
+    stacked = replace(whole, by_tile=True) if mixes else whole
+    groups: dict[str, ParamGroup] = {"code": stacked, "linear": stacked, "direct": whole}
+
+    def adamw(options: dict[str, Any]) -> ParamGroup:
+        kept = {k: v for k, v in options.items() if k in ("lr", "weight_decay")}
+        return _make_group(torch.optim.AdamW, kept, "leaves that fall back to AdamW")
+
+    fallbacks: dict[str, ParamGroup] = dict.fromkeys(ROLES, adamw(options)) if mixes else {}
+    for role, differing in by_role.items():
+        if differing is not None and not isinstance(differing, Mapping):
+            raise TypeError(f"{role} must be a dict of options or None, got {differing!r}")
+        if differing:
+            merged = options | dict(differing)
+            groups[role] = _make_group(cls, merged, f"{role} leaves", by_tile=groups[role].by_tile)
+            fallbacks |= {role: adamw(merged)} if mixes else {}
+
+    def group_of(name: str, role: str, shape: tuple[int, ...]) -> ParamGroup:
+        group = groups[role]
+        if group.by_tile and not shape:
+            raise ValueError(f"leaf {name!r} of role {role!r} must have a leading dimension of tiles, got a scalar")
+        refused = mixes and (0 in shape or (matrices_only and len(shape) - group.by_tile != 2))
+        return fallbacks[role] if refused else group
+
+    return group_of
+
+
+def _make_group(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], where: str, *, by_tile: bool = False
+) -> ParamGroup:
+    """Check the options of a class by making an optimizer."""
+    lr = cast(LearningRate, options["lr"])
+    options = {k: v for k, v in options.items() if k != "lr"}
+    if not (callable(lr) or isinstance(lr, Real)) or isinstance(lr, bool):
+        raise TypeError(f"lr of {where} must be a number or a function of the step, got {lr!r}")
+    if options.get("differentiable"):
+        raise ValueError("differentiable=True must be left out: the results of a pure update have no graph")
+    rate = learning_rate(lr, 0)
+    try:
+        cls([torch.zeros(2, 2)], lr=rate, **options)  # pyright: ignore[reportCallIssue]
+    except (TypeError, ValueError, RuntimeError) as error:
+        known = [k for k in inspect.signature(cls).parameters if k != "params"]
+        raise ValueError(f"{cls.__name__} refuses the options of {where}: {error}; its options are {known}") from error
+    return ParamGroup(cast("Callable[..., torch.optim.Optimizer]", cls), lr if callable(lr) else rate, options, by_tile)
+
+
+def learning_rate(lr: LearningRate, step: int) -> float:
+    """The rate at a step, checked: torch checks only what its constructor gets, never a schedule."""
+    rate = float(lr(step) if callable(lr) else lr)
+    if not 0 <= rate or not isfinite(rate):
+        raise ValueError(f"lr must be finite and >= 0, got {rate} at step {step}")
+    return rate
+
+
+def check_class(cls: Any) -> None:
+    """Refuse what is no optimizer class, and classes that cannot be pure functions of dense gradients."""
+    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
+        raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {cls!r}")
+    if issubclass(cls, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss many times a step (it needs a closure): take a first-order class")
+    if issubclass(cls, torch.optim.SparseAdam):
+        raise ValueError("SparseAdam needs sparse gradients, and those of a genome are dense: take Adam")
