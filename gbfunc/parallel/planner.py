@@ -272,9 +272,8 @@ def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
 
 def _simulated(model: Model, device: DeviceSpec, planned: LayoutPlan) -> LayoutPlan:
     """The same with the pipeline simulated, unless it is too long."""
-    from gbfunc.parallel.rank_program import ScheduleCosts
     from gbfunc.parallel.schedule import simulate
-    from gbfunc.parallel.training_schedule import make_schedule
+    from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
 
     layout, schedule = planned.layout, planned.layout.schedule
     p, m = layout.sizes["pipeline"], layout.microbatches
