@@ -24,10 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gbfunc.costs import FLOPS_PER_ELEMENT
 from gbfunc.tiling import TileGrid, join_tiles
-
-_FLOPS_PER_ELEMENT = 40
-"""Floating-point operations in the time that writing or reading an element takes: 10 per byte, 4 bytes."""
 
 _CHANNELS, _SLOWER = 16, 1.25
 """Convolutions compute this many channels at once, those with few channels in this part more time for each FLOP."""
@@ -58,8 +56,8 @@ def lazy_pays(
     (True, False)
     """
     tile_rows, tile_cols = tiles
-    dense = rows * cols * ((2 if frozen_base else 6) * batch_rows + 6 * (k + _FLOPS_PER_ELEMENT))
-    thin = 6 * (tile_rows * cols + tile_cols * rows) + 15 * _FLOPS_PER_ELEMENT * tile_rows * tile_cols
+    dense = rows * cols * ((2 if frozen_base else 6) * batch_rows + 6 * (k + FLOPS_PER_ELEMENT))
+    thin = 6 * (tile_rows * cols + tile_cols * rows) + 15 * FLOPS_PER_ELEMENT * tile_rows * tile_cols
     if conv:
         k, dense = k + _missing_ranks(tile_rows, k), dense / _SLOWER
     return batch_rows * k * thin < dense

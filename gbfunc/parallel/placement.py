@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, cast
 
 import torch
 
+from gbfunc.costs import OPERATIONS_PER_BYTE, all_reduce_bytes, generation_flops, product_flops
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.plan import DTYPES, Ensemble, Plan
@@ -29,9 +30,6 @@ from gbfunc.trees import GNET
 
 Placement = Literal["replicated", "sharded", "factors"]
 PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
-
-OPERATIONS_PER_BYTE = {"cpu": 40.0, "cuda": 400.0}
-"""Operations in the time of a byte on the wire: 50 Gflop/s (some cores) at 10 Gbit/s, 20 Tflop/s (GPU) at 50 GB/s."""
 
 
 class Rows(NamedTuple):
@@ -107,7 +105,7 @@ class Layout:
         out = back = 0
         for e in self.plan.ensembles:
             if self.sharded and e.leaves:
-                tile = _tile_bytes(self.plan, e, self.as_factors(e), itemsize)
+                tile = tile_bytes(self.plan, e, self.as_factors(e), itemsize)
                 mine = self.sizes[e.name][self.mesh.gnets_index]
                 out, back = out + mine * tile * (self.mesh.gnets - 1), back + (e.n_tiles - mine) * tile
         return out, back
@@ -135,7 +133,7 @@ def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
     return narrow.pop()
 
 
-def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int:
+def tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int:
     """Bytes in which one tile of an ensemble is gathered."""
     rows, cols, *_ = e.dims
     dtype = sent_dtype(plan, e, as_factors)
@@ -152,23 +150,19 @@ class Cost(NamedTuple):
 
 def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
     """The cost of a placement on `data` x `gnets` ranks, where weights may or may not stay factors."""
-
-    def ring(ranks: int) -> float:
-        return 2 * (ranks - 1) / ranks
-
     item, total = plan.dtype.itemsize, plan.genome_params
     ensembles = [e for e in plan.ensembles if e.leaves]
-    operations = sum(_operations(e) for e in ensembles)
+    flops = sum(map(operations, ensembles))
     if lazy and placement != "sharded":
-        operations -= sum(_products(e) for e in ensembles if e.hypernet.factorised)
+        flops -= sum(map(products, ensembles))
     if placement == "replicated" or gnets == 1:
-        return Cost(ring(data * gnets) * total * item, operations)
+        return Cost(all_reduce_bytes(total * item, data * gnets), flops)
     factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
-    sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
-    products = sum(_products(e) for e in ensembles if e.name in factored and not lazy)
+    sent = sum(e.n_tiles * tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
+    here = sum(products(e) for e in ensembles if e.name in factored and not lazy)
     tiles = sum(math.prod(s) for e in ensembles for k, s in e.shapes.items() if e.leaves[k].scope == "tile")
-    genome = ring(data) * tiles / gnets * item + ring(data * gnets) * (total - tiles) * item
-    return Cost(ring(gnets) * sent + genome, (operations - products) / gnets + products)
+    genome = all_reduce_bytes(tiles / gnets * item, data) + all_reduce_bytes((total - tiles) * item, data * gnets)
+    return Cost(all_reduce_bytes(sent, gnets) + genome, (flops - here) / gnets + here)
 
 
 def choose_placement(
@@ -192,14 +186,15 @@ def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: boo
     return Layout(plan, mesh, cast(Placement, chosen))
 
 
-def _products(e: Ensemble) -> float:
-    """Operations that multiply an ensemble's factors to tiles: forward, and backward for both sides."""
-    return 3 * 2.0 * e.n_tiles * e.dims.rows * e.dims.cols * e.hypernet.factor_width
+def products(e: Ensemble) -> float:
+    """Operations that multiply an ensemble's factors to tiles."""
+    return (
+        e.n_tiles * product_flops(e.dims.rows, e.dims.cols, e.hypernet.factor_width) if e.hypernet.factorised else 0.0
+    )
 
 
-def _operations(e: Ensemble) -> float:
-    """Operations that generate an ensemble: a product of factors, or each g-net once for each of its weights."""
-    rows, cols, *_ = e.dims
+def operations(e: Ensemble) -> float:
+    """Operations that generate an ensemble."""
     params = sum(math.prod(leaf.shape) for leaf in e.leaves.values())
-    calls = rows + cols if e.hypernet.factorised else rows * cols
-    return 3 * 2.0 * e.n_tiles * calls * params + (_products(e) if e.hypernet.factorised else 0.0)
+    k = e.hypernet.factor_width if e.hypernet.factorised else 0
+    return e.n_tiles * generation_flops(e.dims.rows, e.dims.cols, params, k)

@@ -13,7 +13,7 @@ from gbfunc.parallel.dry_run import Cell, DryRun, RunLoss, factor_shapes, is_for
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Chain, find_blocks, spread, trace_chain
 from gbfunc.parallel.pipeline_order import stage_ranks
-from gbfunc.parallel.placement import _operations, _products, _tile_bytes, placement_cost, shares_of
+from gbfunc.parallel.placement import operations, placement_cost, products, shares_of, tile_bytes
 from gbfunc.parallel.planner_blocks import Reduced, reduce_blocks
 from gbfunc.parallel.planner_stages import Footprint, Made, RankLayout, between, cells_of, in_flight, together, total_of
 from gbfunc.plan import DTYPES, Plan
@@ -213,13 +213,13 @@ class Model:
         if key in self._made:
             return self._made[key]
         dry, plan, item = self.dry(tensor, factored), self.plan, self.plan.dtype.itemsize
-        operations: dict[int, float] = {}
+        work: dict[int, float] = {}
         for e in plan.ensembles:
-            dense, product = _operations(e), _products(e) if e.hypernet.factorised else 0.0
+            dense, product = operations(e), products(e)
             for span in e.spans:
                 thin = self._same(plan.tensors[span.tensor].name) in dry.forms
                 share = span.slot.grid.n_tiles / e.n_tiles
-                operations[span.tensor] = operations.get(span.tensor, 0.0) + share * (dense - product * thin)
+                work[span.tensor] = work.get(span.tensor, 0.0) + share * (dense - product * thin)
         made = []
         for i, t in enumerate(plan.tensors):
             if not t.slots:
@@ -228,18 +228,18 @@ class Model:
             if t.slots[0].hypernet.factorised and len({(s.hypernet, s.grid) for s in t.slots}) == 1:
                 factors = float(item * sum(map(math.prod, factor_shapes(t))))
             if self._same(t.name) in dry.forms:
-                made.append(Made(self._places[t.name], factors, factors / gnets, 0.0, operations[i]))
+                made.append(Made(self._places[t.name], factors, factors / gnets, 0.0, work[i]))
                 continue
             numel = math.prod(dry.shapes.get(self._same(t.name), t.shape))
             share = numel / max(1, t.numel)
             # Tiles of a split genome are gathered whole, from those that this rank makes of its factors.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * factors / gnets * (share if gnets == 1 else 1.0)
-            cells, work = self._places[t.name], operations[i] * share
+            cells, flops = self._places[t.name], work[i] * share
             if remat and is_formable(self.pnet, t):
-                made.append(Made(cells, 0.0, 0.0, kept + graph, work, kept + graph))
+                made.append(Made(cells, 0.0, 0.0, kept + graph, flops, kept + graph))
             else:
-                made.append(Made(cells, kept, graph, 0.0, work))
+                made.append(Made(cells, kept, graph, 0.0, flops))
         self._made[key] = made
         return made
 
@@ -413,7 +413,7 @@ class Model:
             turn = (turn + e.n_tiles) % gnets
             if e.name in touched:
                 factors = layout.placement == "factors" and e.hypernet.factorised
-                tile = _tile_bytes(self.plan, e, factors, self.plan.dtype.itemsize)
+                tile = tile_bytes(self.plan, e, factors, self.plan.dtype.itemsize)
                 mine = [a + tile * b for a, b in zip(mine, sizes, strict=True)]
                 total += tile * e.n_tiles
         return max(again * x * (gnets - 1) + total - x for x in mine)
