@@ -13,15 +13,12 @@ import torch
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.generate import Generator
-from gbfunc.layers.forms import FactoredWeight
-from gbfunc.parallel.dry_run import factored_forms
 from gbfunc.parallel.planner_costs import Model
 from gbfunc.parallel.planner_stages import Footprint, RankLayout
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.planner_cases import AXES, LAYOUTS, make_case
 from tests.support.ranks import run_ranks
-from tests.support.tensor_cases import language_model, next_token
+from tests.support.tensor_cases import next_token
 from tests.support.versions import with_pipelines
 
 CASES = with_pipelines(LAYOUTS, *(name for name, options in LAYOUTS.items() if "pipeline" in options))
@@ -73,17 +70,6 @@ def test_memory_is_what_ranks_keep(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_peak_memory_is_that_of_all_tensors_alive(name: str) -> None:
     assert sum(planned(name).memory.values()) == pytest.approx(busiest(name, "live"), rel=0.1)
-
-
-@pytest.mark.parametrize("name", ["gpt", "gpt2", "llama"])
-@pytest.mark.parametrize("hypernet", [gb.periodic(4), gb.gnet((8,)), gb.low_rank(2)])
-def test_factored_weights_are_those_of_the_generator(name: str, hypernet: Any) -> None:
-    if name != "gpt":
-        pytest.importorskip("transformers")
-    pnet = language_model(name)
-    plan = gb.make_plan(pnet, hypernet, max_tile=10, include=[r"(wte|tokens)\.weight$"])
-    expected = {n for n, f in Generator(plan, pnet=pnet, lazy=True).forms.items() if isinstance(f, FactoredWeight)}
-    assert factored_forms(plan, pnet, True).keys() == expected
 
 
 def test_ten_thousand_ranks_take_seconds() -> None:

@@ -29,10 +29,9 @@ from gbfunc.hypernets.ensemble import Run, is_exporting
 from gbfunc.layers import KINDS
 from gbfunc.layers.delta import DeltaWeight, added
 from gbfunc.layers.forms import FactoredWeight, WeightForm
-from gbfunc.layers.install import formable, transposed
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.parallel import Gather, Layout
-from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.plan import DTYPES, Plan, TensorPlan, factored_form, is_formable
 from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece
 from gbfunc.trees import DIRECT, GNET, flat_genome
 from gbfunc.types import GenomeLike, Kernel, Params
@@ -87,10 +86,9 @@ class Generator:
         self.forms: dict[str, WeightForm] = {}
         made = [t for t in plan.tensors if names is None or t.name in names]
         for tensor in made:
-            named = (tensor.name, *tensor.aliases)
-            if tensor.slots and pnet is not None and all(_formable(pnet, name, tensor.kind) for name in named):
+            if pnet is not None and is_formable(tensor, pnet):
                 form = self._form(tensor, lazy, remat)
-                self.forms |= {} if form is None else dict.fromkeys(named, form)
+                self.forms |= {} if form is None else dict.fromkeys((tensor.name, *tensor.aliases), form)
         deltas = {name for name, form in self.forms.items() if isinstance(form, DeltaWeight)}
         self.frozen = {*self.unchanged, *(f"{name}_form.base" for name in deltas)}
         wanted = {t.name for t in made}
@@ -136,11 +134,8 @@ class Generator:
         layout = self._layout
         # With a gather for each use none stays factors, nor where it is tiles that are gathered.
         thin = lazy and (layout is None or (layout.placement == "factors" and not remat))
-        if thin and tensor.can_factor(self._plan.dtype):
-            first = tensor.slots[0].grid
-            grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
-            form = DeltaWeight if tensor.base else FactoredWeight
-            return form(tensor.name, tensor.shape, grid, tensor.kind == "transposed_linear", auto=lazy == "auto")
+        if (form := factored_form(tensor, self._plan.dtype, thin and lazy)) is not None:
+            return form
         index = next(i for i, t in enumerate(self._plan.tensors) if t is tensor)
         spans = sorted((p.part, e.name) for e in self._plan.ensembles for p in e.spans if p.tensor == index)
         by_name = {e.name: e for e in self._plan.ensembles}
@@ -266,13 +261,6 @@ class Generator:
             assert isinstance(run, Run)
             given += [*run.leaves.values(), *(run.noise or {}).values()]
         return {f"{tensor.name}_form.{k}": v for k, v in zip(self.forms[tensor.name].inputs, given, strict=True)}
-
-
-def _formable(pnet: nn.Module, name: str, kind: str) -> bool:
-    """Whether the layer that has a tensor by this name can have it in another form, and reads it as its kind says."""
-    prefix, _, attribute = name.rpartition(".")
-    layer = pnet.get_submodule(prefix)
-    return formable(layer, attribute) and transposed(layer) == (kind == "transposed_linear")
 
 
 def generate(

@@ -153,7 +153,8 @@ class WeightForm(nn.Module):
             # Whoever reads it without gradients may use it with them later; autocast is for the p-net.
             inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
             mode = torch.inference_mode(False) if inference else nullcontext()
-            with mode, torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            autocast = nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+            with mode, torch.enable_grad(), autocast:
                 weight = self.make()
             if self.call.cache is not None:
                 self.call.cache[self.name] = weight
@@ -287,7 +288,7 @@ class FactoredWeight(WeightForm):
         table = self.left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
         # Rows of a weight are as wide as the weight, also under autocast.
-        with torch.autocast(index.device.type, enabled=False):
+        with nullcontext() if index.is_meta else torch.autocast(index.device.type, enabled=False):
             if nr == 1:
                 y_Bjc = (rows_Bjk.transpose(0, 1) @ self.right[0].mT).transpose(0, 1)
             else:

@@ -21,12 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gbfunc.layers.forms import FactoredWeight
-from gbfunc.layers.install import formable
+from gbfunc.parallel.activations import Move, Wire
 from gbfunc.parallel.collectives import Sizes
-from gbfunc.parallel.mesh import Mesh
-from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.plan import DTYPES, Plan, TensorPlan, factored_form, is_formable
 from gbfunc.pnet import PureNet
-from gbfunc.tiling import TileGrid
 from gbfunc.trees import tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -156,113 +154,31 @@ class _Attention(TorchFunctionMode):
         return out
 
 
-class DryWire:
-    """In the place of `gbfunc.parallel.activations.Wire`: the same moves, counted and not made."""
+class DryWire(Wire):
+    """Activations between ranks of the meta device: bytes are counted, and nothing is sent."""
 
-    def __init__(self, mesh: Mesh, run: DryRun) -> None:
-        self.mesh, self.axis, self._dry = mesh, mesh.axis("tensor"), run
-
-    def start(self, sizes: Sizes) -> int:
-        """First entry of this rank's part."""
-        return sum(sizes[: self.axis.rank])
+    count: Callable[[float, float], None]
 
     def sizes_of(self, n: int) -> Sizes:
-        """How long a tensor is on each rank."""
+        """How long a tensor is on each rank, all alike."""
         return (n,) * self.axis.size
 
-    def partial_to_whole(self, x: Tensor) -> Tensor:
-        """The sum over ranks."""
-        self._count(self._all_reduce(x), 0.0)
-        return self._moved(x, tuple(x.shape))
-
-    def whole_in_part(self, x: Tensor) -> Tensor:
-        """The gradient is summed."""
-        self._count(0.0, self._all_reduce(x) if x.requires_grad else 0.0)
-        return x.view_as(x)
-
-    def partial_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """A reduce-scatter, and a gather of the gradient."""
-        part = x.nbytes / max(1, x.shape[dim]) * sizes[self.axis.rank]
-        self._count(x.nbytes - part, part * (self.axis.size - 1))
-        return self._moved(x, self._shape(x, dim, sizes[self.axis.rank]))
-
-    def split_in_part(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """A gather, and a reduce-scatter of the gradient."""
-        whole = x.nbytes / max(1, x.shape[dim]) * sum(sizes)
-        self._count(x.nbytes * (self.axis.size - 1), whole - x.nbytes if x.requires_grad else 0.0)
-        return self._moved(x, self._shape(x, dim, sum(sizes)))
-
-    def split_to_whole(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """A gather."""
-        self._count(x.nbytes * (self.axis.size - 1), 0.0)
-        return self._moved(x, self._shape(x, dim, sum(sizes)))
-
-    def whole_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """A gather of the gradient."""
-        part = x.nbytes / max(1, x.shape[dim]) * sizes[self.axis.rank]
-        self._count(0.0, part * (self.axis.size - 1) if x.requires_grad else 0.0)
-        return self._moved(x, self._shape(x, dim, sizes[self.axis.rank]))
-
-    def _all_reduce(self, x: Tensor) -> float:
-        item = torch.promote_types(x.dtype, torch.float32).itemsize
-        return float(2 * x.numel() * item * (self.axis.size - 1) // self.axis.size)
-
-    def _count(self, forward: float, backward: float) -> None:
-        cell = self._dry._meter.cell
-        cell.sent, cell.sent_back = cell.sent + forward, cell.sent_back + backward
-        cell.messages += (forward > 0) + (backward > 0)
-
-    @staticmethod
-    def _shape(x: Tensor, dim: int, n: int) -> tuple[int, ...]:
-        return tuple(n if i == dim % x.ndim else m for i, m in enumerate(x.shape))
-
-    @staticmethod
-    def _moved(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        moved: Any = _Sent.apply(x, shape)
+    def move(self, x: Tensor, there: Move, back: Move, dim: int = 0, sizes: Sizes = ()) -> Tensor:
+        """A tensor as it is after a move."""
+        shape = list(x.shape)
+        if there not in ("keep", "all_reduce"):
+            shape[dim] = sum(sizes) if there == "gather" else sizes[self.axis.rank]
+        moved: Any = x.view_as(x) if there == "keep" else _Sent.apply(x, tuple(shape))
+        mine = sizes[self.axis.rank] / max(1, sum(sizes)) if sizes else 0.0
+        self.count(self._bytes(x, there, mine), self._bytes(moved, back, mine) if x.requires_grad else 0.0)
         return moved
 
-
-class _MetaWeight(FactoredWeight):
-    """The same on the meta device, which knows no autocast."""
-
-    def dense(self) -> Tensor:
-        """The dense weight."""
-        cache: Any = self.call.cache
-        weight = self.held
-        if weight is None:
-            weight = cache[self.name] = self.make()
-        return weight
-
-    def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
-        """Rows of the weight."""
-        nr, nc, r, k = self.left.shape
-        if not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
-            return F.embedding(index, self.dense())
-        table = self.left.transpose(1, 2).reshape(nr * r, nc * k)
-        rows_Bjk = F.embedding(index.reshape(-1), table).reshape(-1, nc, k)
-        right = self.right[0] if nr == 1 else self.right[index.reshape(-1) // r]
-        y_Bjc = (rows_Bjk.transpose(0, 1) @ right.mT).transpose(0, 1) if nr == 1 else rows_Bjk.unsqueeze(2) @ right.mT
-        return y_Bjc.reshape(*index.shape, -1)[..., : self.grid.cols].contiguous()
-
-
-def factored_forms(plan: Plan, pnet: nn.Module, lazy: Any) -> dict[str, FactoredWeight]:
-    """The forms of the weights that stay factors, by name, those of tied ones included (as `Generator` has them)."""
-    forms: dict[str, FactoredWeight] = {}
-    for tensor in plan.tensors:
-        names = (tensor.name, *tensor.aliases)
-        if lazy and tensor.slots and tensor.can_factor(plan.dtype) and is_formable(pnet, tensor):
-            first = tensor.slots[0].grid
-            grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
-            transposed = tensor.kind == "transposed_linear"
-            form: FactoredWeight = _MetaWeight(tensor.name, tensor.shape, grid, transposed, auto=lazy == "auto")
-            forms |= dict.fromkeys(names, form)
-    return forms
-
-
-def is_formable(pnet: nn.Module, tensor: TensorPlan) -> bool:
-    """Whether the layers of a parameter can have it in another form than dense."""
-    places = [name.rpartition(".") for name in (tensor.name, *tensor.aliases)]
-    return all(formable(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in places)
+    def _bytes(self, x: Tensor, move: Move, mine: float) -> float:
+        """Bytes that a rank sends, with this part of the tensor on it."""
+        if move == "all_reduce":
+            wide = torch.promote_types(x.dtype, torch.float32).itemsize
+            return float(2 * x.numel() * wide * (self.axis.size - 1) // self.axis.size)
+        return x.nbytes * {"gather": self.axis.size - 1.0, "reduce_scatter": 1 - mine}.get(move, 0.0)
 
 
 def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -320,7 +236,11 @@ class DryRun:
         lazy: Any = "auto",
         tensor: TensorParallel | None = None,
     ) -> None:
-        self.forms, self.shapes = factored_forms(plan, pnet, lazy), tensor.shapes if tensor is not None else {}
+        self.forms: dict[str, FactoredWeight] = {}
+        for t in plan.tensors:
+            form = factored_form(t, plan.dtype, lazy) if is_formable(t, pnet) else None
+            self.forms |= {} if form is None else dict.fromkeys((t.name, *t.aliases), form)
+        self.shapes = tensor.shapes if tensor is not None else {}
         self._blocks, self._pnet, self._tensor = blocks, pnet, tensor
         self._meter = _Meter(len(blocks))
         self.aux = 0
@@ -351,7 +271,8 @@ class DryRun:
     def _adapt(self, net: nn.Module) -> frozenset[str]:
         changed: frozenset[str] = frozenset()
         if self._tensor is not None:
-            wire: Any = DryWire(self._tensor.wire.mesh, self)
+            wire = DryWire(*self._tensor.wire)
+            wire.count = self._count
             splits = self._tensor._splits
             splits.update({name: split._replace(wire=wire, local=True) for name, split in splits.items()})
             changed = self._tensor.adapt(net)
@@ -359,6 +280,11 @@ class DryRun:
             block = net.get_submodule(name)
             block.__dict__["forward"] = self._staged(i, block.forward)
         return changed
+
+    def _count(self, forward: float, backward: float) -> None:
+        cell = self._meter.cell
+        cell.sent, cell.sent_back = cell.sent + forward, cell.sent_back + backward
+        cell.messages += (forward > 0) + (backward > 0)
 
     def _staged(self, i: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward, in its cell."""

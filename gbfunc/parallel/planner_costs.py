@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gbfunc.parallel.dry_run import Cell, DryRun, RunLoss, factor_shapes, is_formable
+from gbfunc.parallel.dry_run import Cell, DryRun, RunLoss, factor_shapes
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Chain, find_blocks, spread, trace_chain
 from gbfunc.parallel.pipeline_order import stage_ranks
 from gbfunc.parallel.placement import operations, placement_cost, products, shares_of, tile_bytes
 from gbfunc.parallel.planner_blocks import Reduced, reduce_blocks
 from gbfunc.parallel.planner_stages import Footprint, Made, RankLayout, between, cells_of, in_flight, together, total_of
-from gbfunc.plan import DTYPES, Plan
+from gbfunc.plan import DTYPES, Plan, is_formable
 from gbfunc.trees import tree_map
 
 _EXACT_ROWS = 32
@@ -236,7 +236,7 @@ class Model:
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * factors / gnets * (share if gnets == 1 else 1.0)
             cells, flops = self._places[t.name], work[i] * share
-            if remat and is_formable(self.pnet, t):
+            if remat and is_formable(t, self.pnet):
                 made.append(Made(cells, 0.0, 0.0, kept + graph, flops, kept + graph))
             else:
                 made.append(Made(cells, kept, graph, 0.0, flops))
