@@ -9,7 +9,7 @@ A *cell* is a block, or what comes before the first one (cell 0), or after the l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from gbfunc.parallel.activations import Move, Wire
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.plan import DTYPES, Plan, TensorPlan, factored_form, is_formable
 from gbfunc.pnet import PureNet
-from gbfunc.trees import tree_leaves, tree_map
+from gbfunc.trees import tree_leaves
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
@@ -89,7 +89,6 @@ class _Meter(TorchDispatchMode):
         super().__init__()
         self.cells = [Cell() for _ in range(n_blocks + 2)]
         self.at = 0
-        self.cache: Mapping[str, Tensor] = {}
         # Storages stay alive, so that no other gets their address.
         self.kept: dict[int, tuple[Any, int]] = {}
 
@@ -98,20 +97,13 @@ class _Meter(TorchDispatchMode):
         """Of what runs now."""
         return self.cells[self.at]
 
-    def know(self, tensors: Any) -> None:
-        """Tensors that do not count as saved: weights, buffers and the batch."""
-        for x in tensors:
-            self.kept[x.untyped_storage()._cdata] = x.untyped_storage(), -1
-
-    def pack(self, x: Tensor) -> Tensor:
-        """A tensor is kept for backward."""
+    def keep(self, x: Tensor, at: int) -> None:
+        """A tensor is kept for backward; in no cell (-1) are weights, buffers and the batch."""
         storage = x.untyped_storage()
-        self.kept.setdefault(storage._cdata, (storage, self.at))
-        return x
+        self.kept.setdefault(storage._cdata, (storage, at))
 
-    def finish(self) -> list[Cell]:
-        """The cells, saved storages counted."""
-        formed = {x.untyped_storage()._cdata for x in self.cache.values()}
+    def finish(self, formed: set[int]) -> list[Cell]:
+        """The cells, saved storages counted, those of `formed` weights apart."""
         for key, (storage, at) in self.kept.items():
             if at >= 0:
                 cell, n = self.cells[at], storage.nbytes()
@@ -194,25 +186,8 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype, trained: bool) -> Tensor:
     return x
 
 
-def _weights(
-    plan: Plan, pnet: nn.Module, forms: Mapping[str, FactoredWeight], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
-    """What the skeleton takes on this rank."""
-    trained = {name: p.requires_grad for name, p in pnet.named_parameters()}
-    weights: dict[str, Tensor] = {}
-    for t in plan.tensors:
-        dtype = DTYPES[t.dtype]
-        if t.name in forms:
-            both = zip(("left", "right"), factor_shapes(t), strict=True)
-            weights |= {f"{t.name}_form.{side}": _meta(shape, plan.dtype, True) for side, shape in both}
-        else:
-            grad = dtype.is_floating_point and (bool(t.slots) or trained[t.name])
-            weights[t.name] = _meta(shapes.get(t.name, t.shape), dtype, grad)
-    return weights
-
-
 class DryRun:
-    """A rank's share of a p-net's forward: called with a microbatch, it says what that costs, by cell.
+    """A rank's share of a p-net's forward: called with a microbatch, it gives what that costs, by cell.
 
     Args:
         plan: the plan.
@@ -237,36 +212,44 @@ class DryRun:
         tensor: TensorParallel | None = None,
     ) -> None:
         self.forms: dict[str, FactoredWeight] = {}
+        self.shapes = tensor.shapes if tensor is not None else {}
+        self.aux = 0
+        self._blocks, self._tensor, self._meter = blocks, tensor, _Meter(len(blocks))
+        self._weights: dict[str, Tensor] = {}
+        trained = {name: p.requires_grad for name, p in pnet.named_parameters()}
         for t in plan.tensors:
             form = factored_form(t, plan.dtype, lazy) if is_formable(t, pnet) else None
-            self.forms |= {} if form is None else dict.fromkeys((t.name, *t.aliases), form)
-        self.shapes = tensor.shapes if tensor is not None else {}
-        self._blocks, self._pnet, self._tensor = blocks, pnet, tensor
-        self._meter = _Meter(len(blocks))
-        self.aux = 0
+            if form is not None:
+                self.forms |= dict.fromkeys((t.name, *t.aliases), form)
+                sides = zip(("left", "right"), factor_shapes(t), strict=True)
+                self._weights |= {f"{t.name}_form.{side}": _meta(shape, plan.dtype, True) for side, shape in sides}
+            else:
+                dtype = DTYPES[t.dtype]
+                grad = dtype.is_floating_point and (bool(t.slots) or trained[t.name])
+                self._weights[t.name] = _meta(self.shapes.get(t.name, t.shape), dtype, grad)
         self._net = PureNet(pnet, self.forms, self._adapt)
-        self._weights = _weights(plan, pnet, self.forms, self.shapes)
         self._buffers = {n: torch.empty_like(b, device="meta") for n, b in pnet.named_buffers()}
 
     def __call__(self, run: RunLoss, batch: Any) -> list[Cell]:
-        """Costs of a microbatch; `run` calls the p-net as the loss function does, and only shapes of `batch` matter."""
+        """Costs of a microbatch on the meta device; `run` calls the p-net as the loss function does."""
         meter = self._meter = _Meter(len(self._blocks))
-        batch = tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
-        inputs: list[Tensor] = []
-        tree_map(lambda x: inputs.append(x) if isinstance(x, Tensor) else None, batch)
-        meter.know((*self._weights.values(), *self._buffers.values(), *inputs))
+        inputs = [x for _, x in tree_leaves(batch) if isinstance(x, Tensor)]
+        for x in (*self._weights.values(), *self._buffers.values(), *inputs):
+            meter.keep(x, -1)
         call = next(iter(self.forms.values())).call if self.forms else None
+        formed: dict[str, Tensor] = {}
 
         def pack(x: Tensor) -> Tensor:
-            meter.cache = (call.cache if call is not None else None) or meter.cache
-            return meter.pack(x)
+            formed.update(call.cache or {} if call is not None else {})
+            meter.keep(x, meter.at)
+            return x
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
         with torch.enable_grad(), _Attention(meter), hooks, meter:
             out = self._net.run(self._weights, dict(self._buffers), run, batch)
         pair = isinstance(out, tuple) and len(out) == 2
         self.aux = sum(isinstance(x, Tensor | int | float) for _, x in tree_leaves(out[1])) if pair else 0
-        return meter.finish()
+        return meter.finish({x.untyped_storage()._cdata for x in formed.values()})
 
     def _adapt(self, net: nn.Module) -> frozenset[str]:
         changed: frozenset[str] = frozenset()

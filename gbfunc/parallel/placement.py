@@ -15,7 +15,7 @@ Where weights may stay factors (`lazy`), nobody multiplies these, but for tiles 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, cast
@@ -51,13 +51,7 @@ class Layout:
         self.plan, self.mesh = plan, mesh
         self.placement: Placement = placement
         self.sharded = placement != "replicated" and mesh.gnets > 1
-        self.sizes: dict[str, Sizes] = {}
-        turn = 0
-        for e in plan.ensembles:
-            if e.leaves:
-                self.sizes[e.name] = shares_of(e.n_tiles, mesh.gnets, turn)
-                # Who has one tile more in this ensemble has none in the next ones.
-                turn = (turn + e.n_tiles) % mesh.gnets
+        self.sizes = tile_shares(plan, mesh.gnets)
 
     def span(self, e: Ensemble) -> slice:
         """This rank's tiles of an ensemble."""
@@ -102,13 +96,35 @@ class Layout:
 
     def wire_bytes(self, itemsize: int) -> tuple[int, int]:
         """Bytes that this rank sends to gather all outputs once, and for their gradients; `itemsize` is the leaves'."""
-        out = back = 0
-        for e in self.plan.ensembles:
-            if self.sharded and e.leaves:
-                tile = tile_bytes(self.plan, e, self.as_factors(e), itemsize)
-                mine = self.sizes[e.name][self.mesh.gnets_index]
-                out, back = out + mine * tile * (self.mesh.gnets - 1), back + (e.n_tiles - mine) * tile
-        return out, back
+        if not self.sharded:
+            return 0, 0
+        return gather_bytes(self.plan, self.mesh.gnets, self.placement, itemsize)[self.mesh.gnets_index]
+
+
+def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
+    """Tiles of every rank along the g-net axis, by ensemble with leaves."""
+    sizes, turn = {}, 0
+    for e in plan.ensembles:
+        if e.leaves:
+            sizes[e.name] = shares_of(e.n_tiles, gnets, turn)
+            # Who has one tile more in this ensemble has none in the next ones.
+            turn = (turn + e.n_tiles) % gnets
+    return sizes
+
+
+def gather_bytes(
+    plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
+) -> list[tuple[int, int]]:
+    """Bytes that each rank sends to gather the outputs of ensembles (None: all) once, and for their gradients."""
+    out, back = [0] * gnets, [0] * gnets
+    shares = tile_shares(plan, gnets)
+    for e in plan.ensembles:
+        if e.leaves and (names is None or e.name in names):
+            tile = _tile_bytes(plan, e, placement == "factors" and e.hypernet.factorised, itemsize)
+            for rank, mine in enumerate(shares[e.name]):
+                out[rank] += mine * tile * (gnets - 1)
+                back[rank] += (e.n_tiles - mine) * tile
+    return [*zip(out, back, strict=True)]
 
 
 def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
@@ -133,7 +149,7 @@ def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
     return narrow.pop()
 
 
-def tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int:
+def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int:
     """Bytes in which one tile of an ensemble is gathered."""
     rows, cols, *_ = e.dims
     dtype = sent_dtype(plan, e, as_factors)
@@ -158,7 +174,7 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
     if placement == "replicated" or gnets == 1:
         return Cost(all_reduce_bytes(total * item, data * gnets), flops)
     factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
-    sent = sum(e.n_tiles * tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
+    sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
     here = sum(products(e) for e in ensembles if e.name in factored and not lazy)
     tiles = sum(math.prod(s) for e in ensembles for k, s in e.shapes.items() if e.leaves[k].scope == "tile")
     genome = all_reduce_bytes(tiles / gnets * item, data) + all_reduce_bytes((total - tiles) * item, data * gnets)
