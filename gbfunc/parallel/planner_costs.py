@@ -17,7 +17,6 @@ from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import SCHEDULES, Chain, find_blocks, spread, trace_chain
 from gbfunc.parallel.pipeline_order import stage_ranks
 from gbfunc.parallel.placement import gather_bytes, operations, placement_cost, products, shares_of
-from gbfunc.parallel.planner_blocks import Reduced, reduce_blocks
 from gbfunc.parallel.planner_stages import Footprint, Made, RankLayout, between, in_flight, together, total_of
 from gbfunc.plan import DTYPES, Plan, is_formable
 from gbfunc.trees import tree_map
@@ -26,6 +25,9 @@ _EXACT_ROWS = 32
 """Rows of a microbatch up to which each number is run; beyond, powers of two."""
 
 _KEPT = ("saved", "formed")
+
+_NUMBERS = ("idx", "index", "id", "number")
+"""Ends of the names of attributes that number a module among others."""
 
 _TRACED_ROWS = 2
 """Rows of the batch by which blocks are found and balanced; batch norms refuse a single one."""
@@ -73,8 +75,8 @@ class Model:
         self.lazy, self.states = lazy, states
         self.memo: dict[Any, Any] = {}
         self.blocks, self._chain = self._find_chain()
-        self._styles, self._no_styles = _styles_of(pnet, styles)
-        self._small = self._reduce()
+        self._styles, self._no_styles = self._known_styles(styles)
+        self._kinds = self._find_kinds()
         self.cells(1, lazy is not False, rows)  # An error of the p-net shows here.
         self._places = self._find_places()
         self._used = [
@@ -92,16 +94,34 @@ class Model:
         except (RuntimeError, ValueError):  # Also where the loss function calls parts of the p-net.
             return (), None
 
-    def _reduce(self) -> Reduced:
-        """One of each kind of block, where the p-net runs so."""
-        inputs = self._chain.inputs if self._chain is not None else ()
-        reduced = reduce_blocks(self.plan, self.pnet, self.blocks, inputs, self._styles)
-        if len(reduced.blocks) < len(self.blocks):
-            try:
-                DryRun(reduced.plan, reduced.pnet, reduced.blocks)(self.run, self._rows(_TRACED_ROWS))
-            except Exception:  # Of any kind, from a p-net that counts its blocks.
-                return reduce_blocks(self.plan, self.pnet, self.blocks, range(len(self.blocks)), self._styles)
-        return reduced
+    def _known_styles(self, styles: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str]:
+        """Styles of the p-net's layers, and the reason where there are none."""
+        from gbfunc.parallel.styles import tensor_styles
+
+        try:
+            return tensor_styles(self.pnet) if styles is None else styles, ""
+        except ValueError as error:
+            return {}, str(error)
+
+    def _find_kinds(self) -> dict[str, str]:
+        """What is equal for equal blocks: modules, their attributes but numbers, styles, and tensors of the plan."""
+        from gbfunc.parallel.tensor import resolve
+
+        styles = resolve(self.pnet, self._styles)
+        tensors = {name: t for t in self.plan.tensors for name in (t.name, *t.aliases)}
+        kinds = {}
+        for name in self.blocks:
+            block, found = self.pnet.get_submodule(name), list[Any]()
+            for key, module in block.named_modules():
+                plain = [(k, x) for k, x in vars(module).items() if isinstance(x, int | float | str | tuple)]
+                plain = sorted((k, x) for k, x in plain if not k.endswith(_NUMBERS))
+                found.append((key, type(module), plain, id(styles.get(f"{name}.{key}" if key else name))))
+            for key, p in block.named_parameters(remove_duplicate=False):
+                t = tensors[f"{name}.{key}"]
+                slots = [(s.hypernet, s.grid) for s in t.slots]
+                found.append((key, tuple(p.shape), p.dtype, p.requires_grad, t.kind, slots, len(t.aliases)))
+            kinds[name] = repr(found)
+        return kinds
 
     def _rows(self, rows: int) -> Any:
         """So many rows of the batch, on the meta device."""
@@ -166,18 +186,16 @@ class Model:
     @_remembered
     def dry(self, tensor: int, factored: bool) -> DryRun:
         """The p-net as a tensor rank runs it; ValueError where it cannot be split so."""
-        parallel, small = None, self._small
+        parallel = None
         if tensor > 1:
             from gbfunc.parallel.tensor import TensorParallel
 
             if self._no_styles:
                 raise ValueError(self._no_styles)
             mesh = Mesh({"tensor": tensor}, 0, torch.device("cpu"), 0.0, None, False)
-            there = {name for name, _ in small.pnet.named_modules()}
-            styles = {name: style for name, style in self._styles.items() if name in there}
-            parallel = TensorParallel(small.pnet, styles, mesh)
+            parallel = TensorParallel(self.pnet, self._styles, mesh)
         lazy = self.lazy if factored else False
-        return DryRun(small.plan, small.pnet, small.blocks, lazy=lazy, tensor=parallel)
+        return DryRun(self.plan, self.pnet, self._kinds, lazy=lazy, tensor=parallel)
 
     @_remembered
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
@@ -187,12 +205,7 @@ class Model:
             below = 1 << (rows.bit_length() - 1)
             both = (self.cells(tensor, factored, n) for n in (below, 2 * below))
             return [between(a, b, rows / below - 1) for a, b in zip(*both, strict=True)]
-        first, *blocks, last = self.dry(tensor, factored)(self.run, self._rows(rows))
-        return [first, *(blocks[i] for i in self._small.places), last]
-
-    def _same(self, name: str) -> str:
-        """The parameter of the reduced p-net that is as this one."""
-        return self._small.names.get(name, name)
+        return self.dry(tensor, factored)(self.run, self._rows(rows))
 
     @_remembered
     def made(self, tensor: int, factored: bool, remat: bool, gnets: int) -> list[Made]:
@@ -200,10 +213,10 @@ class Model:
         dry, plan, item = self.dry(tensor, factored), self.plan, self.plan.dtype.itemsize
         flops = dict.fromkeys(range(len(plan.tensors)), 0.0)
         for e in plan.ensembles:
+            dense, product = operations(e), products(e)
             for span in e.spans:
-                thin = self._same(plan.tensors[span.tensor].name) in dry.forms
-                share = span.slot.grid.n_tiles / e.n_tiles
-                flops[span.tensor] += share * (operations(e) - products(e) * thin)
+                thin = plan.tensors[span.tensor].name in dry.forms
+                flops[span.tensor] += span.slot.grid.n_tiles / e.n_tiles * (dense - product * thin)
         made = []
         for i, t in enumerate(plan.tensors):
             if not t.slots:
@@ -211,10 +224,10 @@ class Model:
             factors = 0.0
             if t.slots[0].hypernet.factorised and len({(s.hypernet, s.grid) for s in t.slots}) == 1:
                 factors = float(item * sum(map(math.prod, factor_shapes(t))))
-            if self._same(t.name) in dry.forms:
+            if t.name in dry.forms:
                 made.append(Made(self._places[t.name], factors, factors / gnets, 0.0, flops[i]))
                 continue
-            numel = math.prod(dry.shapes.get(self._same(t.name), t.shape))
+            numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
             # Tiles of a split genome are gathered whole, from those that this rank makes of its factors.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
@@ -383,15 +396,3 @@ class Model:
             "activations": sum(cell.saved for cell in cells),
         }
         return parts, 3 * total * (ranks - 1) / ranks
-
-
-def _styles_of(pnet: nn.Module, styles: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str]:
-    """The style of every module, and the reason where there are none."""
-    from gbfunc.parallel.styles import tensor_styles
-    from gbfunc.parallel.tensor import resolve
-
-    try:
-        styles = tensor_styles(pnet) if styles is None else styles
-    except ValueError as error:
-        return {}, str(error)
-    return resolve(pnet, styles), ""
