@@ -73,7 +73,7 @@ def test_peak_memory_is_that_of_all_tensors_alive(name: str) -> None:
 
 def test_ten_thousand_ranks_are_planned() -> None:
     with torch.device("meta"):
-        pnet = GPT(50304, 1024, 40, 14720, 80, 58880)
+        pnet = GPT(50304, 1024, 24, 19200, 80, 76800)
     plan = gb.make_plan(pnet, gb.periodic(64), include=["tokens"])
     assert plan.pnet_params > 1e11
     device = gb.DeviceSpec(flops=4e14, bandwidth=2e12, link=5e10, memory=80e9, latency=1e-5)

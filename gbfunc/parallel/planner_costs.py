@@ -79,10 +79,8 @@ class Model:
         self._kinds = self._find_kinds()
         self.cells(1, lazy is not False, rows)  # An error of the p-net shows here.
         self._places = self._find_places()
-        self._used = [
-            (e, frozenset().union(*(self._places[plan.tensors[span.tensor].name] for span in e.spans)))
-            for e in plan.ensembles
-        ]
+        tensors = {e.name: [plan.tensors[span.tensor].name for span in e.spans] for e in plan.ensembles}
+        self._used = {e: frozenset().union(*(self._places[t] for t in of)) for e, of in tensors.items()}
         frozen = {name for name, p in pnet.named_parameters() if not p.requires_grad}
         self._trained = sum(t.numel for t in plan.direct if t.name not in frozen)
 
@@ -138,17 +136,15 @@ class Model:
         """In which cells each parameter is used, those after the last block in its cell."""
         if self._chain is None:
             return {t.name: frozenset({0}) for t in self.plan.tensors}
-        places: dict[str, frozenset[int]] = {}
+        places, depth = self._chain.places, self.blocks[0].count(".") + 1
         index = {name: i for i, name in enumerate(self.blocks)}
-        parent = self.blocks[0].rpartition(".")[0]
-        depth = parent.count(".") + 2 if parent else 1
-        for t in self.plan.tensors:
-            cells: set[int] = set()
-            for name in (t.name, *t.aliases):
-                block = ".".join(name.split(".")[:depth])
-                cells |= {i + 1 for i in self._chain.places.get(name, {index[block]} if block in index else {-1})}
-            places[t.name] = frozenset(cells)
-        return places
+
+        def cells(name: str) -> set[int]:
+            block = ".".join(name.split(".")[:depth])
+            return {i + 1 for i in places.get(name, {index.get(block, -1)})}
+
+        names = {t.name: (t.name, *t.aliases) for t in self.plan.tensors}
+        return {name: frozenset().union(*map(cells, same)) for name, same in names.items()}
 
     @_remembered
     def why_not_split(self, tensor: int) -> str:
@@ -362,7 +358,7 @@ class Model:
         replicas = world // sizes["gnets"]
         if sizes["gnets"] > 1:
             used = [set().union(*(of_stage[s] for s in own)) for own in mine]
-            names = [frozenset(e.name for e, cells in self._used if cells & own) for own in used]
+            names = [frozenset(e for e, cells in self._used.items() if cells & own) for own in used]
             sent["gnets"] = max(self._gathered(sizes["gnets"], layout.placement, layout.remat, n) for n in names)
             sent["replicas"] = all_reduce_bytes(split * item, replicas)
         if world > 1:

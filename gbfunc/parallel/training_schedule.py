@@ -17,19 +17,7 @@ from gbfunc.parallel.schedule import Event, Kind, Schedule
 
 WeightSource = Literal["stored", "generated", "remat"]
 PerLayer = float | Sequence[float]
-ScheduleKind = Literal[
-    "basic",
-    "accumulation",
-    "ddp",
-    "sharded",
-    "fsdp",
-    "pipeline",
-    "gpipe",
-    "pipeline_fsdp",
-    "1f1b",
-    "interleaved",
-    "zbv",
-]
+ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded", "fsdp", "pipeline", "pipeline_fsdp"]
 
 
 class ScheduleCosts(NamedTuple):

@@ -139,14 +139,9 @@ def simulated_bubble(
     schedule: Literal["gpipe", "1f1b"], ranks: int, microbatches: int, forward: float, backward: float
 ) -> float:
     """What the simulator says where nothing but blocks takes time."""
-    costs = ScheduleCosts(
-        forward=forward, backward=backward, generate=0.0, generate_backward=0.0, update=0.0, send=0.0, receive=0.0
-    )
-    costs = costs._replace(all_reduce=0.0, all_gather=0.0, reduce_scatter=0.0)
-    made = make_schedule(
-        schedule, layers=ranks, ranks=ranks, microbatches=microbatches, weights="generated", costs=costs
-    )
-    return simulate(made).bubble
+    nothing = ScheduleCosts._make([0.0] * len(ScheduleCosts._fields))
+    costs = nothing._replace(forward=forward, backward=backward)
+    return simulate(make_schedule(schedule, layers=ranks, ranks=ranks, microbatches=microbatches, costs=costs)).bubble
 
 
 def run_rank(order: Mapping[str, Any]) -> None:
