@@ -21,8 +21,8 @@ A, W = 131_072, 262_144
 SIZES = st.integers(1, 5)
 # No time for messages and updates; forward takes as long as each half of backward.
 COMPUTE = ScheduleCosts(backward=2.0, backward_input=1.0, backward_weight=1.0, send=0.0, receive=0.0, update=0.0)
-PIPELINES: tuple[PipelineOrder, ...] = ("gpipe", "1f1b", "interleaved", *(("zbv",) if HAS_PIPELINES else ()))  # type: ignore[assignment]
-KINDS = [kind for kind in sorted(RECIPES) if kind != "zbv" or HAS_PIPELINES]
+PIPELINES: tuple[PipelineOrder, ...] = ("gpipe", "1f1b", "interleaved", "zbv") if HAS_PIPELINES else ("gpipe", "1f1b")
+KINDS = [kind for kind in sorted(RECIPES) if kind not in ("interleaved", "zbv") or HAS_PIPELINES]
 
 
 def run(kind: ScheduleKind, **sizes: Any) -> Timeline:
@@ -91,6 +91,7 @@ def test_pipeline_with_fsdp_equals_its_closed_form(L: int, copies: int) -> None:
     assert cost(run("pipeline_fsdp", layers=L, ranks=R)) == closed_form(steps, memory)
 
 
+@needs_pipelines
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
 def test_bubbles_follow_their_laws(S: int, rounds: int, v: int) -> None:
     """(S - 1) / (S - 1 + M), and with v stages per rank the wait is divided by v (Narayanan et al. 2021, section 2)."""
@@ -153,7 +154,9 @@ def test_generated_weights_are_never_sent(kind: ScheduleKind, weights: Any) -> N
     assert generated == [n * (2 if weights == "remat" else 1) for n in layers]
 
 
-@pytest.mark.parametrize("kind", with_pipelines(["basic", "ddp", "gpipe", "1f1b", "interleaved", "zbv"], "zbv"))
+@pytest.mark.parametrize(
+    "kind", with_pipelines(["basic", "ddp", "gpipe", "1f1b", "interleaved", "zbv"], "interleaved", "zbv")
+)
 def test_remat_stores_least(kind: ScheduleKind) -> None:
     sizes: dict[str, Any] = {
         "layers": 16,
@@ -273,7 +276,7 @@ def test_nothing_takes_no_time() -> None:
         ("basic", {"ranks": 2}, "'basic' expects 1 rank, got 2"),
         ("ddp", {"ranks": 2, "microbatches": 2}, "'ddp' expects one microbatch per rank"),
         ("pipeline_fsdp", {"ranks": 6}, "'pipeline_fsdp' expects ranks in multiples of its 4 layers, got 6"),
-        ("interleaved", {"ranks": 2, "microbatches": 5}, r"multiple of the number of rounds \(2\)"),
+        ("interleaved", {"ranks": 2, "microbatches": 5}, "multiple of the number of rounds|2.7 has"),
     ],
 )
 def test_schedules_that_cannot_be_made(kind: Any, sizes: dict[str, Any], message: str) -> None:

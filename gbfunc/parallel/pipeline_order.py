@@ -6,6 +6,7 @@ Stages are numbered along the p-net. A rank has one of them, or several: in a lo
 
 from __future__ import annotations
 
+import inspect
 import re
 from functools import lru_cache
 from types import SimpleNamespace
@@ -22,6 +23,16 @@ class Action(NamedTuple):
     op: Literal["F", "B", "I", "W"]
     stage: int
     microbatch: int
+
+
+def schedule_class(name: str) -> Any:
+    """A schedule of torch's; ValueError where this torch has none that leaves gradients unscaled."""
+    from torch.distributed import pipelining
+
+    kind = getattr(pipelining, name, None)
+    if kind is None or "scale_grads" not in inspect.signature(kind).parameters:
+        raise ValueError(f"torch {torch.__version__} has no {name} that this pipeline can use: 2.7 has")
+    return kind
 
 
 def stage_ranks(order: PipelineOrder, ranks: int, virtual: int = 1) -> tuple[int, ...]:
@@ -64,12 +75,7 @@ def pipeline_order(
 @lru_cache(maxsize=64)
 def _torch_orders(order: PipelineOrder, ranks: int, microbatches: int, virtual: int) -> list[tuple[Action, ...]]:
     """The order of every rank, as the schedule of torch reports it."""
-    from torch.distributed.pipelining import schedules
-
-    name = "ScheduleZBVZeroBubble" if order == "zbv" else "ScheduleInterleaved1F1B"
-    if not hasattr(schedules, name):
-        raise ValueError(f"torch {torch.__version__} has no {name}")
-    kind: Any = getattr(schedules, name)
+    kind = schedule_class("ScheduleZBVZeroBubble" if order == "zbv" else "ScheduleInterleaved1F1B")
 
     class Order(kind):
         def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:

@@ -15,7 +15,7 @@ from gbfunc.costs import all_reduce_bytes
 from gbfunc.parallel.dry_run import Cell, DryRun, RunLoss, factor_shapes
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import SCHEDULES, Chain, find_blocks, spread, trace_chain
-from gbfunc.parallel.pipeline_order import stage_ranks
+from gbfunc.parallel.pipeline_order import schedule_class, stage_ranks
 from gbfunc.parallel.placement import gather_bytes, operations, placement_cost, products, shares_of
 from gbfunc.parallel.planner_stages import Footprint, Made, RankLayout, between, in_flight, together, total_of
 from gbfunc.plan import DTYPES, Plan, is_formable
@@ -159,10 +159,10 @@ class Model:
         """Why the p-net cannot be cut so; empty where it can."""
         if self._chain is None:
             return "the p-net has no list of layers to cut"
-        from torch.distributed import pipelining
-
-        if not hasattr(pipelining, SCHEDULES[schedule][0]):
-            return f"torch {torch.__version__} has no {SCHEDULES[schedule][0]}"
+        try:
+            schedule_class(SCHEDULES[schedule][0])
+        except ValueError as error:
+            return str(error)
         return "" if stages <= len(self.blocks) else f"{stages} stages of {len(self.blocks)} blocks"
 
     def can_remat(self, placement: str) -> bool:

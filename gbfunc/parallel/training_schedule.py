@@ -234,7 +234,7 @@ class _Program:
         """Forward through a stage, with the messages before and after it; another rank's is just gathered."""
         mine, layers = self.stages[stage] == self.place, self.of(stage)
         if mine:
-            self.receive(stage - 1, self.activation(layers[0], i), i)
+            self.message("receive", stage - 1, self.activation(layers[0], i), i)
         for layer in layers:
             self.acquire(layer, i, mine)
             if mine:
@@ -242,7 +242,7 @@ class _Program:
                 stores = self.activation(layer + 1, i)
                 self.emit("forward", layer, i, loads=loads, stores=stores, frees=self.passing(layer))
         if mine:
-            self.send(stage + 1, self.activation(layers[-1] + 1, i), i)
+            self.message("send", stage + 1, self.activation(layers[-1] + 1, i), i)
 
     def backward(self, stage: int, i: int, op: str) -> None:
         """Backward or a half of it through a stage, with the messages before and after it."""
@@ -250,7 +250,7 @@ class _Program:
         if mine and op != "W":
             gradient = self.activation(layers[-1] + 1, i, "d")
             if layers[-1] + 1 < self.layers:
-                self.receive(stage + 1, gradient, i)
+                self.message("receive", stage + 1, gradient, i)
             else:
                 frees = () if self.recipe.keeps_ends else tuple(self.activation(self.layers, i))
                 self.emit("loss", None, i, stores=gradient, frees=frees)
@@ -262,7 +262,7 @@ class _Program:
             else:
                 self.reduce_scatter(layer, i)
         if mine and op != "W":
-            self.send(stage - 1, self.activation(layers[0], i, "d"), i)
+            self.message("send", stage - 1, self.activation(layers[0], i, "d"), i)
 
     def layer_backward(self, layer: int, i: int, op: str) -> None:
         """Backward of a layer, or a half of it, and what is done with the gradient of its weight."""
@@ -318,22 +318,12 @@ class _Program:
         """A layer's input, or its gradient."""
         return {f"{gradient}activation[{layer}, {i}]": _at(self.costs.activation, layer) * self.together}
 
-    def receive(self, stage: int, entry: Mapping[str, float], i: int) -> None:
-        """Receive an entry from a stage, unless it is here."""
-        if (peer := self.peer(stage)) is not None:
-            self.emit("receive", None, i, stores=entry, peer=peer, tag=next(iter(entry)))
-
-    def send(self, stage: int, entry: Mapping[str, float], i: int) -> None:
-        """Send an entry to a stage, unless it stays here."""
-        if (peer := self.peer(stage)) is not None:
-            frees = () if self.recipe.keeps_ends else tuple(entry)
-            self.emit("send", None, i, frees=frees, peer=peer, tag=next(iter(entry)))
-
-    def peer(self, stage: int) -> int | None:
-        """The rank of another stage in this pipeline; none where it is this rank, or there is no such stage."""
-        if not 0 <= stage < len(self.stages) or self.stages[stage] == self.place:
-            return None
-        return self.rank - self.place + self.stages[stage]
+    def message(self, kind: Literal["send", "receive"], stage: int, entry: Mapping[str, float], i: int) -> None:
+        """Send an entry to another rank's stage or receive it from there, unless it stays here."""
+        if 0 <= stage < len(self.stages) and self.stages[stage] != self.place:
+            peer, frees = self.rank - self.place + self.stages[stage], () if self.recipe.keeps_ends else tuple(entry)
+            rest: Any = {"stores": entry} if kind == "receive" else {"frees": frees}
+            self.emit(kind, None, i, peer=peer, tag=next(iter(entry)), **rest)
 
     def emit(self, kind: Kind, layer: int | None = None, i: int | None = None, **rest: Any) -> None:
         """Add an event."""
