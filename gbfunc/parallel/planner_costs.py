@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -33,23 +34,26 @@ _TRACED_ROWS = 2
 """Rows of the batch by which blocks are found and balanced; batch norms refuse a single one."""
 
 
-def _remembered(method: Callable[..., Any]) -> Any:
-    """Keep what a method returns by its arguments."""
+_REMEMBERED = (
+    "why_not_split",
+    "dry",
+    "cells",
+    "made",
+    "_by_stage",
+    "_of_stage",
+    "_starts",
+    "_stages",
+    "genome",
+    "_gathered",
+)
+"""Methods whose results are kept, by their arguments."""
 
-    @wraps(method)
-    def call(self: Any, *args: Any) -> Any:
-        key = (method.__name__, *args)
-        if key not in self.memo:
-            self.memo[key] = method(self, *args)
-        return self.memo[key]
 
-    return call
-
-
+@dataclass(eq=False)
 class Model:
     """A plan, its p-net and a batch, with what is known of them so far.
 
-    Args:
+    Attributes:
         plan: the plan.
         pnet: the p-net.
         batch: a global batch.
@@ -60,28 +64,27 @@ class Model:
         states: numbers that the optimizer keeps for each of the genome.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        pnet: nn.Module,
-        batch: Any,
-        rows: int,
-        run: RunLoss,
-        styles: Mapping[str, Any] | None,
-        lazy: Any,
-        states: int,
-    ) -> None:
-        self.plan, self.pnet, self.batch, self.rows, self.run = plan, pnet, batch, rows, run
-        self.lazy, self.states = lazy, states
-        self.memo: dict[Any, Any] = {}
+    plan: Plan
+    pnet: nn.Module
+    batch: Any
+    rows: int
+    run: RunLoss
+    styles: Mapping[str, Any] | None
+    lazy: Any
+    states: int
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        for name in _REMEMBERED:
+            setattr(self, name, cache(getattr(self, name)))
         self.blocks, self._chain = self._find_chain()
-        self._styles, self._no_styles = self._known_styles(styles)
+        self._styles, self._no_styles = self._known_styles(self.styles)
         self._kinds = self._find_kinds()
-        self.cells(1, lazy is not False, rows)  # An error of the p-net shows here.
+        self.cells(1, self.lazy is not False, self.rows)  # An error of the p-net shows here.
         self._places = self._find_places()
         tensors = {e.name: [plan.tensors[span.tensor].name for span in e.spans] for e in plan.ensembles}
         self._used = {e: frozenset().union(*(self._places[t] for t in of)) for e, of in tensors.items()}
-        frozen = {name for name, p in pnet.named_parameters() if not p.requires_grad}
+        frozen = {name for name, p in self.pnet.named_parameters() if not p.requires_grad}
         self._trained = sum(t.numel for t in plan.direct if t.name not in frozen)
 
     def _find_chain(self) -> tuple[tuple[str, ...], Chain | None]:
@@ -146,7 +149,6 @@ class Model:
         names = {t.name: (t.name, *t.aliases) for t in self.plan.tensors}
         return {name: frozenset().union(*map(cells, same)) for name, same in names.items()}
 
-    @_remembered
     def why_not_split(self, tensor: int) -> str:
         """Why layers cannot be split over so many tensor ranks; empty where they can."""
         try:
@@ -179,7 +181,6 @@ class Model:
         )
         return [("replicated", 1), (split, shards)]
 
-    @_remembered
     def dry(self, tensor: int, factored: bool) -> DryRun:
         """The p-net as a tensor rank runs it; ValueError where it cannot be split so."""
         parallel = None
@@ -193,7 +194,6 @@ class Model:
         lazy = self.lazy if factored else False
         return DryRun(self.plan, self.pnet, self._kinds, lazy=lazy, tensor=parallel)
 
-    @_remembered
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
         """Costs of a microbatch of so many rows."""
         if rows > _EXACT_ROWS and rows & (rows - 1):
@@ -203,7 +203,6 @@ class Model:
             return [between(a, b, rows / below - 1) for a, b in zip(*both, strict=True)]
         return self.dry(tensor, factored)(self.run, self._rows(rows))
 
-    @_remembered
     def made(self, tensor: int, factored: bool, remat: bool, gnets: int) -> list[Made]:
         """Every generated parameter as a tensor rank keeps it."""
         dry, plan, item = self.dry(tensor, factored), self.plan, self.plan.dtype.itemsize
@@ -232,7 +231,6 @@ class Model:
             made.append(Made(self._places[t.name], *again, flops[i] * share, again[2]))
         return made
 
-    @_remembered
     def _by_stage(self, key: Any, of_stage: tuple[frozenset[int], ...]) -> tuple[list[Made], list[Made]]:
         """What each stage alone has, taken together; and, one by one, what several have (tied tensors)."""
         of_cell = {c: s for s, cells in enumerate(of_stage) for c in cells}
@@ -243,19 +241,16 @@ class Model:
             (parts[stages.pop()] if len(stages) == 1 else shared).append(w)
         return [together(part) for part in parts], shared
 
-    @_remembered
     def _of_stage(self, stages: int) -> tuple[frozenset[int], ...]:
         """Cells of each stage: those before the first block are the first stage's, those after the last the last's."""
         last = len(self.blocks) + 1
         ends = [0, *self._starts(stages)[1:-1], last]
         return tuple(frozenset(range(a + (a > 0), b + 1)) for a, b in pairwise(ends))
 
-    @_remembered
     def _starts(self, stages: int) -> tuple[int, ...]:
         """First block of each stage, and the number of blocks."""
         return (0, len(self.blocks)) if self._chain is None else spread(self._chain.flops, stages)
 
-    @_remembered
     def _stages(self, tensor: int, factored: bool, rows: int, stages: int) -> list[Cell]:
         """Costs of every stage for a microbatch."""
         cells = self.cells(tensor, factored, rows)
@@ -303,7 +298,6 @@ class Model:
         inputs = [self._chain.inputs[start] for start in self._starts(stages)[1:-1]] if self._chain is not None else []
         return max((math.prod(s) * dtype.itemsize * rows / _TRACED_ROWS for s, dtype in inputs), default=0.0)
 
-    @_remembered
     def genome(self, gnets: int) -> tuple[float, float, float]:
         """Numbers of the genome on a rank: of split leaves, of other trained ones, and of frozen ones."""
         split = whole = 0.0
@@ -369,7 +363,6 @@ class Model:
             sent["world"] = all_reduce_bytes(numbers * item, world)
         return {axis: n for axis, n in sent.items() if n}
 
-    @_remembered
     def _gathered(self, gnets: int, placement: Any, remat: str, names: frozenset[str]) -> float:
         """Most bytes that a rank sends to gather tiles or factors, and for their gradients."""
         sent = gather_bytes(self.plan, gnets, placement, self.plan.dtype.itemsize, names)

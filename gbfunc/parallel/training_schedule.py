@@ -10,6 +10,7 @@ Entries are named `activation[layer, microbatch]` (the input of a layer), `dacti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order, stage_ranks
@@ -165,35 +166,34 @@ def make_schedule(
             actions = (Action("F", rank % depth, 0), Action("B", rank % depth, 0))
         else:
             actions = pipeline_order(order, rank % depth, depth, microbatches, virtual)
-        programs.append(_Program(recipe, weights, costs, layers, microbatches, stages, range(ranks), rank))
+        programs.append(_Program(recipe, weights, costs, layers, microbatches, stages, tuple(range(ranks)), rank))
         programs[-1].run(actions)
     return Schedule([program.events for program in programs], [program.stored for program in programs])
 
 
+@dataclass
 class _Program:
     """The events of one rank, and what it stores from the beginning."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        weights: WeightSource,
-        costs: ScheduleCosts,
-        layers: int,
-        microbatches: int,
-        stages: tuple[int, ...],
-        world: range,
-        rank: int,
-    ) -> None:
-        self.recipe, self.weights, self.costs, self.layers, self.stages = recipe, weights, costs, layers, stages
-        depth = max(stages) + 1
-        self.place, self.rank, self.world = rank % depth, rank, tuple(world)
+    recipe: Recipe
+    weights: WeightSource
+    costs: ScheduleCosts
+    layers: int
+    microbatches: int
+    stages: tuple[int, ...]
+    world: tuple[int, ...]
+    rank: int
+
+    def __post_init__(self) -> None:
+        recipe, weights, costs, depth = self.recipe, self.weights, self.costs, max(self.stages) + 1
+        self.place = self.rank % depth
         self.generated, self.sharded = weights != "stored", recipe.gathers is not None and weights == "stored"
-        self.together = microbatches if recipe.order == "once" else 1
+        self.together = self.microbatches if recipe.order == "once" else 1
         self.all = self.sharded and recipe.gathers == "all"
         # Those that have the same layers, or, where every rank stores a part of every layer, all.
         self.group = self.world if self.all else self.world[self.place :: depth]
         self.made: set[int] = set()
-        mine = [layer for stage, place in enumerate(stages) if place == self.place for layer in self.of(stage)]
+        mine = [layer for stage, place in enumerate(self.stages) if place == self.place for layer in self.of(stage)]
         # Names of each layer's gradients.
         self.gradients: dict[int, dict[str, None]] = {layer: {} for layer in mine}
         self.events: list[Event] = []
@@ -202,7 +202,7 @@ class _Program:
         else:
             kinds = {"shard" if self.sharded else "weight": costs.weight, "optimizer": costs.optimizer}
             parts = len(self.group) if self.sharded else 1
-            kept = range(layers) if self.all else mine
+            kept = range(self.layers) if self.all else mine
             self.stored = {f"{kind}[{n}]": _at(size, n) / parts for n in kept for kind, size in kinds.items()}
 
     def of(self, stage: int) -> range:
