@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.parallel.dry_run import DryRun
 from gbfunc.parallel.planner_costs import Model
 from gbfunc.parallel.planner_stages import Footprint, RankLayout
 from gbfunc.tasks.pnets.gpt import GPT
@@ -118,6 +119,30 @@ def test_a_device_is_read_as_it_is_written() -> None:
             gb.DeviceSpec.from_json(text)
 
 
-def test_importing_the_library_leaves_dtensor_alone() -> None:
-    code = "import sys, gbfunc; sys.exit('torch.distributed.tensor' in sys.modules)"
+class Backwards(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed([*self.children()]):
+            x = layer(x)
+        return x
+
+
+def test_layers_that_run_in_another_order_are_planned_without_a_pipeline() -> None:
+    pnet = Backwards(nn.Linear(8, 8), nn.Linear(8, 8))
+    found = gb.plan_parallel(gb.make_plan(pnet, gb.periodic(2)), pnet, torch.zeros(4, 8), ranks=2)
+    assert {p.layout.sizes["pipeline"] for p in found.fits} == {1}
+    assert "no list of layers that run in their order" in dict(found.refused)["data 1 x pipeline 2 x tensor 1, gpipe"]
+
+
+def test_equal_blocks_run_once_and_cost_as_much_as_if_each_ran() -> None:
+    pnet, plan, batch = make_case()
+    kinds = Model(plan, pnet, batch, len(batch), next_token, None, "auto", 2)._kinds
+    assert len(set(kinds.values())) == 1 and len(kinds) == 4
+    each = {name: name for name in kinds}
+    given = batch.to("meta")
+    assert DryRun(plan, pnet, kinds)(next_token, given) == DryRun(plan, pnet, each)(next_token, given)
+
+
+def test_importing_the_library_leaves_dtensor_and_the_counter_of_operations_alone() -> None:
+    code = "import sys, torch; before = set(sys.modules); import gbfunc; new = set(sys.modules) - before;"
+    code += "sys.exit(bool(new & {'torch.distributed.tensor', 'torch.utils.flop_counter', 'torch.export'}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

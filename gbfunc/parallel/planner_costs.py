@@ -160,7 +160,7 @@ class Model:
     def why_not_staged(self, stages: int, schedule: str) -> str:
         """Why the p-net cannot be cut so; empty where it can."""
         if self._chain is None:
-            return "the p-net has no list of layers to cut"
+            return "the p-net has no list of layers that run in their order"
         try:
             schedule_class(SCHEDULES[schedule][0])
         except ValueError as error:

@@ -13,7 +13,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.lab.bench.dense_parallel import Group
-from gbfunc.lab.bench.links import open_loopback, run_ranks
+from gbfunc.lab.bench.links import run_module
 from gbfunc.lab.bench.variants import genome_step
 from gbfunc.parallel import ScheduleCosts, make_schedule, simulate
 
@@ -116,13 +115,8 @@ def measure_bubble(
     Raises:
         OSError: if a rank fails or takes too long.
     """
-    with tempfile.TemporaryDirectory(prefix="gbfunc-bubble-") as name, open_loopback(ranks) as ports:
-        order = {"schedule": schedule, "ranks": ranks, "microbatches": microbatches, "folder": name}
-        order |= {"seconds": [forward, backward], "steps": steps}
-        module = [sys.executable, "-m", "gbfunc.lab.bench.bubble"]
-        commands = [[*p.prefix, *module, json.dumps(order | {"rank": rank})] for rank, p in enumerate(ports)]
-        run_ranks(commands, timeout=_TIMEOUT, env={"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1"})
-        reports = [json.loads(Path(name, f"{rank}.json").read_text()) for rank in range(ranks)]
+    order = {"schedule": schedule, "ranks": ranks, "microbatches": microbatches, "steps": steps}
+    reports = run_module("gbfunc.lab.bench.bubble", order | {"seconds": [forward, backward]}, ranks, _TIMEOUT)
     by_step = [max(of_ranks) for of_ranks in zip(*(report["steps"] for report in reports), strict=True)]
     seconds = statistics.median(by_step)
     forward, backward = (statistics.fmean(report[name] for report in reports) for name in ("forward", "backward"))
