@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
 from gbfunc.layers import KINDS
-from gbfunc.layers.factored import DeltaWeight, FactoredWeight
 from gbfunc.layers.forms import DenseWeight, Target, WeightForm
-from gbfunc.layers.install import formable, transposed
 from gbfunc.layers.recomputed import RecomputedWeight
 from gbfunc.parallel import Layout
-from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan
-from gbfunc.tiling import Piece, TileGrid
+from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan, factored_form, is_formable
+from gbfunc.tiling import Piece
 from gbfunc.types import Params
 
 Form = DenseWeight | WeightForm
@@ -73,25 +71,16 @@ class Chooser:
 
     def __call__(self, tensor: TensorPlan) -> Form:
         """The form of a generated tensor."""
-        layers_take_forms = self._pnet is not None and all(
-            _formable(self._pnet, name, tensor.kind) for name in (tensor.name, *tensor.aliases)
-        )
-        if layers_take_forms and self._lazy and tensor.can_factor(self._plan.dtype):
-            return self._factored(tensor)
-        if layers_take_forms and self._remat and all(e.leaves for e in self._ensembles[self._index[tensor.name]]):
-            return self._recomputed(tensor)
-        return DenseWeight(self.target(tensor))
-
-    def _factored(self, tensor: TensorPlan) -> WeightForm:
-        first = tensor.slots[0].grid
-        grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
-        options = (tensor.name, tensor.shape, grid, tensor.kind == "transposed_linear", self._lazy == "auto")
-        if not tensor.base:
-            return FactoredWeight(*options)
-        return DeltaWeight(partial(_base_on, self._base, tensor.name), *options)
-
-    def _recomputed(self, tensor: TensorPlan) -> WeightForm:
         target = self.target(tensor)
+        if self._pnet is None or not is_formable(tensor, self._pnet):
+            return DenseWeight(target)
+        if (factored := factored_form(tensor, self._plan.dtype, self._lazy, target.base)) is not None:
+            return factored
+        if self._remat and all(e.leaves for e in self._ensembles[self._index[tensor.name]]):
+            return self._recomputed(tensor, target)
+        return DenseWeight(target)
+
+    def _recomputed(self, tensor: TensorPlan, target: Target) -> WeightForm:
         ensembles = self._ensembles[self._index[tensor.name]]
         names = [([*e.leaves], [*e.hypernet.noise_shapes(e.dims)]) for e in ensembles]
 
@@ -111,10 +100,3 @@ def _base_on(base: BaseTensors | None, name: str, device: torch.device) -> Tenso
     """The tensor of a base, on a device."""
     assert base is not None
     return base.on(device)[0][name]
-
-
-def _formable(pnet: nn.Module, name: str, kind: str) -> bool:
-    """Whether the layer that has a tensor by this name can have it in another form, and reads it as its kind says."""
-    prefix, _, attribute = name.rpartition(".")
-    layer = pnet.get_submodule(prefix)
-    return formable(layer, attribute) and transposed(layer) == (kind == "transposed_linear")

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gbfunc.costs import FLOPS_PER_ELEMENT
 from gbfunc.layers.forms import Needs, Source, WeightForm, added, dense_linear
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Params
-
-_FLOPS_PER_ELEMENT = 40
-"""Floating-point operations in the time that writing or reading an element takes: 10 per byte, 4 bytes."""
 
 _CHANNELS, _SLOWER = 16, 1.25
 """Convolutions compute this many channels at once, those with few channels in this part more time for each FLOP."""
@@ -49,8 +48,8 @@ def lazy_pays(
     (True, False)
     """
     tile_rows, tile_cols = tiles
-    dense = rows * cols * ((2 if frozen_base else 6) * batch_rows + 6 * (k + _FLOPS_PER_ELEMENT))
-    thin = 6 * (tile_rows * cols + tile_cols * rows) + 15 * _FLOPS_PER_ELEMENT * tile_rows * tile_cols
+    dense = rows * cols * ((2 if frozen_base else 6) * batch_rows + 6 * (k + FLOPS_PER_ELEMENT))
+    thin = 6 * (tile_rows * cols + tile_cols * rows) + 15 * FLOPS_PER_ELEMENT * tile_rows * tile_cols
     if conv:
         k, dense = k + _missing_ranks(tile_rows, k), dense / _SLOWER
     return batch_rows * k * thin < dense
@@ -183,7 +182,7 @@ class FactoredWeight(WeightForm):
         table = self.left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
         # Rows of a weight are as wide as the weight, also under autocast.
-        with torch.autocast(index.device.type, enabled=False):
+        with nullcontext() if index.is_meta else torch.autocast(index.device.type, enabled=False):
             if nr == 1:
                 y_Bjc = (rows_Bjk.transpose(0, 1) @ self.right[0].mT).transpose(0, 1)
             else:
@@ -205,12 +204,13 @@ class DeltaWeight(FactoredWeight):
     more: ClassVar[tuple[str, ...]] = ("base",)
     beside_base: ClassVar[bool] = True
 
-    def __init__(self, base: Callable[[torch.device], Tensor], *args: Any, **options: Any) -> None:
+    def __init__(self, base: Callable[[torch.device], Tensor] | None, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._base_on = base
 
     def of(self, sources: Sequence[Source]) -> Params:
         """The factors, and the base's tensor."""
+        assert self._base_on is not None
         factors = super().of(sources)
         return factors | {self.keys[-1]: self._base_on(next(iter(factors.values())).device)}
 

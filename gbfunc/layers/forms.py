@@ -197,7 +197,8 @@ class WeightForm(nn.Module):
             # Whoever reads it without gradients may use it with them later; autocast is for the p-net.
             inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
             mode = torch.inference_mode(False) if inference else nullcontext()
-            with mode, torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            autocast = nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+            with mode, torch.enable_grad(), autocast:
                 weight = self.make()
             if self.call.cache is not None:
                 self.call.cache[self.name] = weight

@@ -17,9 +17,8 @@ from gbfunc.parallel.placement import (
     placement_cost,
     shares_of,
 )
-from gbfunc.parallel.rank_program import ScheduleCosts
 from gbfunc.parallel.schedule import Event, Schedule, ScheduleError, Timeline, simulate
-from gbfunc.parallel.training_schedule import make_schedule
+from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
 
 __all__ = [
     "CollectiveError",

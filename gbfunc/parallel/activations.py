@@ -49,29 +49,34 @@ class Wire(NamedTuple):
         """First entry of this rank's part."""
         return sum(sizes[: self.axis.rank])
 
+    def move(self, x: Tensor, there: Move, back: Move, dim: int = 0, sizes: Sizes = ()) -> Tensor:
+        """A tensor moved, and its gradient moved back."""
+        moved: Any = _Moved.apply(x, self, there, back, dim, sizes)
+        return moved
+
     def partial_to_whole(self, x: Tensor) -> Tensor:
         """The sum over ranks, on every rank."""
-        return _moved(self, x, "all_reduce", "keep")
+        return self.move(x, "all_reduce", "keep")
 
     def partial_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
         """This rank's part along a dimension of the sum over ranks."""
-        return _moved(self, x, "reduce_scatter", "gather", dim, sizes)
+        return self.move(x, "reduce_scatter", "gather", dim, sizes)
 
     def whole_in_part(self, x: Tensor) -> Tensor:
         """The same tensor, of which each rank then uses something else."""
-        return _moved(self, x, "keep", "all_reduce")
+        return self.move(x, "keep", "all_reduce")
 
     def split_in_part(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
         """The whole tensor, of which each rank then uses something else."""
-        return _moved(self, x, "gather", "reduce_scatter", dim, sizes)
+        return self.move(x, "gather", "reduce_scatter", dim, sizes)
 
     def split_to_whole(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
         """The whole tensor, of which all ranks then use the same."""
-        return _moved(self, x, "gather", "slice", dim, sizes)
+        return self.move(x, "gather", "slice", dim, sizes)
 
     def whole_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
         """This rank's part along a dimension."""
-        return _moved(self, x, "slice", "gather", dim, sizes)
+        return self.move(x, "slice", "gather", dim, sizes)
 
     def sizes_of(self, n: int) -> Sizes:
         """How long a tensor is on each rank, from how long it is here; all ranks must call."""
@@ -107,11 +112,6 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         wire, back, dim, sizes = ctx.back
         return _run(wire, grads[0], back, dim, sizes), None, None, None, None, None
-
-
-def _moved(wire: Wire, x: Tensor, there: Move, back: Move, dim: int = 0, sizes: Sizes = ()) -> Tensor:
-    moved: Any = _Moved.apply(x, wire, there, back, dim, sizes)
-    return moved
 
 
 class _Scaled(torch.autograd.Function):

@@ -3,13 +3,14 @@
 It runs the layers' own code, tensor-parallel ones included, with a wire that counts and sends nothing; so what the
 planner says of a layer is what the layer does.
 
-A *cell* is a block, or what comes before the first one (cell 0), or after the last one (the last cell).
+A *cell* is a block, or what comes before the first one (cell 0), or after the last one (the last cell). Of equal
+blocks the first one runs, and the others cost the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gbfunc.layers.factored import FactoredWeight
-from gbfunc.layers.install import formable
+from gbfunc.parallel.activations import Move, Wire
 from gbfunc.parallel.collectives import Sizes
-from gbfunc.parallel.mesh import Mesh
-from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.plan import DTYPES, Plan, TensorPlan, factored_form, is_formable
 from gbfunc.pnet import PureNet
-from gbfunc.tiling import TileGrid
-from gbfunc.trees import tree_leaves, tree_map
+from gbfunc.trees import tree_leaves
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
@@ -91,7 +90,9 @@ class _Meter(TorchDispatchMode):
         super().__init__()
         self.cells = [Cell() for _ in range(n_blocks + 2)]
         self.at = 0
-        self.cache: Mapping[str, Tensor] = {}
+        # Of every kind of block that has run, its cell and its output.
+        self.seen: dict[Any, tuple[int, Any]] = {}
+        self.same = list(range(n_blocks + 2))
         # Storages stay alive, so that no other gets their address.
         self.kept: dict[int, tuple[Any, int]] = {}
 
@@ -100,20 +101,13 @@ class _Meter(TorchDispatchMode):
         """Of what runs now."""
         return self.cells[self.at]
 
-    def know(self, tensors: Any) -> None:
-        """Tensors that do not count as saved: weights, buffers and the batch."""
-        for x in tensors:
-            self.kept[x.untyped_storage()._cdata] = x.untyped_storage(), -1
-
-    def pack(self, x: Tensor) -> Tensor:
-        """A tensor is kept for backward."""
+    def keep(self, x: Tensor, at: int) -> None:
+        """A tensor is kept for backward; in no cell (-1) are weights, buffers and the batch."""
         storage = x.untyped_storage()
-        self.kept.setdefault(storage._cdata, (storage, self.at))
-        return x
+        self.kept.setdefault(storage._cdata, (storage, at))
 
-    def finish(self) -> list[Cell]:
-        """The cells, saved storages counted."""
-        formed = {x.untyped_storage()._cdata for x in self.cache.values()}
+    def finish(self, formed: set[int]) -> list[Cell]:
+        """The cells, saved storages counted, those of `formed` weights apart."""
         for key, (storage, at) in self.kept.items():
             if at >= 0:
                 cell, n = self.cells[at], storage.nbytes()
@@ -121,7 +115,7 @@ class _Meter(TorchDispatchMode):
                     cell.formed += n
                 else:
                     cell.saved, cell.largest = cell.saved + n, max(cell.largest, n)
-        return self.cells
+        return [self.cells[i] for i in self.same]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count it."""
@@ -156,113 +150,31 @@ class _Attention(TorchFunctionMode):
         return out
 
 
-class DryWire:
-    """In the place of `gbfunc.parallel.activations.Wire`: the same moves, counted and not made."""
+class DryWire(Wire):
+    """Activations between ranks of the meta device: bytes are counted, and nothing is sent."""
 
-    def __init__(self, mesh: Mesh, run: DryRun) -> None:
-        self.mesh, self.axis, self._dry = mesh, mesh.axis("tensor"), run
-
-    def start(self, sizes: Sizes) -> int:
-        """First entry of this rank's part."""
-        return sum(sizes[: self.axis.rank])
+    count: Callable[[float, float], None]
 
     def sizes_of(self, n: int) -> Sizes:
-        """How long a tensor is on each rank."""
+        """How long a tensor is on each rank, all alike."""
         return (n,) * self.axis.size
 
-    def partial_to_whole(self, x: Tensor) -> Tensor:
-        """The sum over ranks."""
-        self._count(self._all_reduce(x), 0.0)
-        return self._moved(x, tuple(x.shape))
-
-    def whole_in_part(self, x: Tensor) -> Tensor:
-        """The gradient is summed."""
-        self._count(0.0, self._all_reduce(x) if x.requires_grad else 0.0)
-        return x.view_as(x)
-
-    def partial_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """A reduce-scatter, and a gather of the gradient."""
-        part = x.nbytes / max(1, x.shape[dim]) * sizes[self.axis.rank]
-        self._count(x.nbytes - part, part * (self.axis.size - 1))
-        return self._moved(x, self._shape(x, dim, sizes[self.axis.rank]))
-
-    def split_in_part(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """A gather, and a reduce-scatter of the gradient."""
-        whole = x.nbytes / max(1, x.shape[dim]) * sum(sizes)
-        self._count(x.nbytes * (self.axis.size - 1), whole - x.nbytes if x.requires_grad else 0.0)
-        return self._moved(x, self._shape(x, dim, sum(sizes)))
-
-    def split_to_whole(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """A gather."""
-        self._count(x.nbytes * (self.axis.size - 1), 0.0)
-        return self._moved(x, self._shape(x, dim, sum(sizes)))
-
-    def whole_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """A gather of the gradient."""
-        part = x.nbytes / max(1, x.shape[dim]) * sizes[self.axis.rank]
-        self._count(0.0, part * (self.axis.size - 1) if x.requires_grad else 0.0)
-        return self._moved(x, self._shape(x, dim, sizes[self.axis.rank]))
-
-    def _all_reduce(self, x: Tensor) -> float:
-        item = torch.promote_types(x.dtype, torch.float32).itemsize
-        return float(2 * x.numel() * item * (self.axis.size - 1) // self.axis.size)
-
-    def _count(self, forward: float, backward: float) -> None:
-        cell = self._dry._meter.cell
-        cell.sent, cell.sent_back = cell.sent + forward, cell.sent_back + backward
-        cell.messages += (forward > 0) + (backward > 0)
-
-    @staticmethod
-    def _shape(x: Tensor, dim: int, n: int) -> tuple[int, ...]:
-        return tuple(n if i == dim % x.ndim else m for i, m in enumerate(x.shape))
-
-    @staticmethod
-    def _moved(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        moved: Any = _Sent.apply(x, shape)
+    def move(self, x: Tensor, there: Move, back: Move, dim: int = 0, sizes: Sizes = ()) -> Tensor:
+        """A tensor as it is after a move."""
+        shape = list(x.shape)
+        if there not in ("keep", "all_reduce"):
+            shape[dim] = sum(sizes) if there == "gather" else sizes[self.axis.rank]
+        moved: Any = x.view_as(x) if there == "keep" else _Sent.apply(x, tuple(shape))
+        mine = sizes[self.axis.rank] / max(1, sum(sizes)) if sizes else 0.0
+        self.count(self._bytes(x, there, mine), self._bytes(moved, back, mine) if x.requires_grad else 0.0)
         return moved
 
-
-class _MetaWeight(FactoredWeight):
-    """The same on the meta device, which knows no autocast."""
-
-    def dense(self) -> Tensor:
-        """The dense weight."""
-        cache: Any = self.call.cache
-        weight = self.held
-        if weight is None:
-            weight = cache[self.name] = self.make()
-        return weight
-
-    def embedding(self, index: Tensor, padding_idx: int | None) -> Tensor:
-        """Rows of the weight."""
-        nr, nc, r, k = self.left.shape
-        if not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
-            return F.embedding(index, self.dense())
-        table = self.left.transpose(1, 2).reshape(nr * r, nc * k)
-        rows_Bjk = F.embedding(index.reshape(-1), table).reshape(-1, nc, k)
-        right = self.right[0] if nr == 1 else self.right[index.reshape(-1) // r]
-        y_Bjc = (rows_Bjk.transpose(0, 1) @ right.mT).transpose(0, 1) if nr == 1 else rows_Bjk.unsqueeze(2) @ right.mT
-        return y_Bjc.reshape(*index.shape, -1)[..., : self.grid.cols].contiguous()
-
-
-def factored_forms(plan: Plan, pnet: nn.Module, lazy: Any) -> dict[str, FactoredWeight]:
-    """The forms of the weights that stay factors, by name, those of tied ones included (as `Generator` has them)."""
-    forms: dict[str, FactoredWeight] = {}
-    for tensor in plan.tensors:
-        names = (tensor.name, *tensor.aliases)
-        if lazy and tensor.slots and tensor.can_factor(plan.dtype) and is_formable(pnet, tensor):
-            first = tensor.slots[0].grid
-            grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
-            transposed = tensor.kind == "transposed_linear"
-            form: FactoredWeight = _MetaWeight(tensor.name, tensor.shape, grid, transposed, auto=lazy == "auto")
-            forms |= dict.fromkeys(names, form)
-    return forms
-
-
-def is_formable(pnet: nn.Module, tensor: TensorPlan) -> bool:
-    """Whether the layers of a parameter can have it in another form than dense."""
-    places = [name.rpartition(".") for name in (tensor.name, *tensor.aliases)]
-    return all(formable(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in places)
+    def _bytes(self, x: Tensor, move: Move, mine: float) -> float:
+        """Bytes that a rank sends, with this part of the tensor on it."""
+        if move == "all_reduce":
+            wide = torch.promote_types(x.dtype, torch.float32).itemsize
+            return float(2 * x.numel() * wide * (self.axis.size - 1) // self.axis.size)
+        return x.nbytes * {"gather": self.axis.size - 1.0, "reduce_scatter": 1 - mine}.get(move, 0.0)
 
 
 def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -278,30 +190,13 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype, trained: bool) -> Tensor:
     return x
 
 
-def _weights(
-    plan: Plan, pnet: nn.Module, forms: Mapping[str, FactoredWeight], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
-    """What the skeleton takes on this rank."""
-    trained = {name: p.requires_grad for name, p in pnet.named_parameters()}
-    weights: dict[str, Tensor] = {}
-    for t in plan.tensors:
-        dtype = DTYPES[t.dtype]
-        if t.name in forms:
-            both = zip(forms[t.name].keys, factor_shapes(t), strict=False)
-            weights |= {key: _meta(shape, plan.dtype, True) for key, shape in both}
-        else:
-            grad = dtype.is_floating_point and (bool(t.slots) or trained[t.name])
-            weights[t.name] = _meta(shapes.get(t.name, t.shape), dtype, grad)
-    return weights
-
-
 class DryRun:
-    """A rank's share of a p-net's forward: called with a microbatch, it says what that costs, by cell.
+    """A rank's share of a p-net's forward: called with a microbatch, it gives what that costs, by cell.
 
     Args:
         plan: the plan.
         pnet: the p-net, on any device.
-        blocks: names of the p-net's blocks, in their order.
+        blocks: names of the p-net's blocks, in their order, with their kinds: what is equal for equal blocks.
         lazy: as for `make_train_step`.
         tensor: the pieces of the layers, of a mesh without process group.
 
@@ -315,43 +210,56 @@ class DryRun:
         self,
         plan: Plan,
         pnet: nn.Module,
-        blocks: Sequence[str],
+        blocks: Mapping[str, Any],
         *,
         lazy: Any = "auto",
         tensor: TensorParallel | None = None,
     ) -> None:
-        self.forms, self.shapes = factored_forms(plan, pnet, lazy), tensor.shapes if tensor is not None else {}
-        self._blocks, self._pnet, self._tensor = blocks, pnet, tensor
-        self._meter = _Meter(len(blocks))
+        self.forms: dict[str, FactoredWeight] = {}
+        self.shapes = tensor.shapes if tensor is not None else {}
         self.aux = 0
+        self._blocks, self._tensor, self._meter = blocks, tensor, _Meter(len(blocks))
+        self._weights: dict[str, Tensor] = {}
+        trained = {name: p.requires_grad for name, p in pnet.named_parameters()}
+        for t in plan.tensors:
+            form = factored_form(t, plan.dtype, lazy) if is_formable(t, pnet) else None
+            if form is not None:
+                self.forms |= dict.fromkeys((t.name, *t.aliases), form)
+                sides = zip(form.keys, factor_shapes(t), strict=False)
+                self._weights |= {key: _meta(shape, plan.dtype, True) for key, shape in sides}
+            else:
+                dtype = DTYPES[t.dtype]
+                grad = dtype.is_floating_point and (bool(t.slots) or trained[t.name])
+                self._weights[t.name] = _meta(self.shapes.get(t.name, t.shape), dtype, grad)
         self._net = PureNet(pnet, self.forms, self._adapt)
-        self._weights = _weights(plan, pnet, self.forms, self.shapes)
         self._buffers = {n: torch.empty_like(b, device="meta") for n, b in pnet.named_buffers()}
 
     def __call__(self, run: RunLoss, batch: Any) -> list[Cell]:
-        """Costs of a microbatch; `run` calls the p-net as the loss function does, and only shapes of `batch` matter."""
+        """Costs of a microbatch on the meta device; `run` calls the p-net as the loss function does."""
         meter = self._meter = _Meter(len(self._blocks))
-        batch = tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
-        inputs: list[Tensor] = []
-        tree_map(lambda x: inputs.append(x) if isinstance(x, Tensor) else None, batch)
-        meter.know((*self._weights.values(), *self._buffers.values(), *inputs))
+        inputs = [x for _, x in tree_leaves(batch) if isinstance(x, Tensor)]
+        for x in (*self._weights.values(), *self._buffers.values(), *inputs):
+            meter.keep(x, -1)
         call = next(iter(self.forms.values())).call if self.forms else None
+        formed: dict[str, Tensor] = {}
 
         def pack(x: Tensor) -> Tensor:
-            meter.cache = (call.cache if call is not None else None) or meter.cache
-            return meter.pack(x)
+            formed.update(call.cache or {} if call is not None else {})
+            meter.keep(x, meter.at)
+            return x
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
         with torch.enable_grad(), _Attention(meter), hooks, meter:
             out = self._net.run(self._weights, dict(self._buffers), run, batch)
         pair = isinstance(out, tuple) and len(out) == 2
         self.aux = sum(isinstance(x, Tensor | int | float) for _, x in tree_leaves(out[1])) if pair else 0
-        return meter.finish()
+        return meter.finish({x.untyped_storage()._cdata for x in formed.values()})
 
     def _adapt(self, net: nn.Module) -> frozenset[str]:
         changed: frozenset[str] = frozenset()
         if self._tensor is not None:
-            wire: Any = DryWire(self._tensor.wire.mesh, self)
+            wire = DryWire(*self._tensor.wire)
+            wire.count = self._count
             splits = self._tensor._splits
             splits.update({name: split._replace(wire=wire, local=True) for name, split in splits.items()})
             changed = self._tensor.adapt(net)
@@ -360,13 +268,23 @@ class DryRun:
             block.__dict__["forward"] = self._staged(i, block.forward)
         return changed
 
+    def _count(self, forward: float, backward: float) -> None:
+        cell = self._meter.cell
+        cell.sent, cell.sent_back = cell.sent + forward, cell.sent_back + backward
+        cell.messages += (forward > 0) + (backward > 0)
+
     def _staged(self, i: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's forward, in its cell."""
+        """A block's forward, in its cell; the output of an equal block where there was one."""
+        kind = [*self._blocks.values()][i]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._meter.at = i + 1
-            out = forward(*args, **kwargs)
-            self._meter.at = len(self._blocks) + 1
+            meter, given = self._meter, [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            key = kind, *((tuple(x.shape), x.dtype) for x in given)
+            if key not in meter.seen:
+                meter.at = i + 1
+                meter.seen[key] = meter.at, forward(*args, **kwargs)
+            meter.same[i + 1], out = meter.seen[key]
+            meter.at = len(self._blocks) + 1
             return out
 
         return run

@@ -79,6 +79,11 @@ class Mesh:
         sizes: ranks along each axis, by name.
         world: ranks in all.
         rank: which of them this one is.
+        data: ranks along the data axis.
+        gnets: ranks along the g-net axis.
+        gnets_index: position along the g-net axis.
+        shards: parts of the global batch: ranks that have rows of their own.
+        shard: which part of the global batch is this rank's.
         device: where tensors that are sent live.
         timeout: seconds after which a collective fails.
         traffic: bytes sent by this rank.
@@ -98,6 +103,9 @@ class Mesh:
         lines |= {"replicas": lines["gnets"].T, "world": grid.reshape(1, -1)}
         groups: dict[Any, Any] = {}
         self._axes = {name: self._axis(name, line.tolist(), groups) for name, line in lines.items()}
+        self.data, self.gnets = self.sizes["data"], self.sizes["gnets"]
+        self.gnets_index, self.shards = self._axes["gnets"].rank, self.data * self.gnets
+        self.shard = self._axes["data"].rank * self.gnets + self.gnets_index
         if began:
             self.faults.groups = [group for group in groups.values() if group is not None]
 
@@ -115,31 +123,6 @@ class Mesh:
                 limit = timedelta(seconds=self.timeout)
                 groups[key] = dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
         return Axis(name, ranks, ranks.index(self.rank), groups[key])
-
-    @property
-    def data(self) -> int:
-        """Ranks along the data axis."""
-        return self.sizes["data"]
-
-    @property
-    def gnets(self) -> int:
-        """Ranks along the g-net axis."""
-        return self.sizes["gnets"]
-
-    @property
-    def gnets_index(self) -> int:
-        """Position along the g-net axis."""
-        return self._axes["gnets"].rank
-
-    @property
-    def shards(self) -> int:
-        """Parts of the global batch: ranks that have rows of their own."""
-        return self.data * self.gnets
-
-    @property
-    def shard(self) -> int:
-        """Which part of the global batch is this rank's."""
-        return self._axes["data"].rank * self.gnets + self.gnets_index
 
     def axis(self, name: AxisName) -> Axis:
         """The ranks along an axis that this one talks to."""

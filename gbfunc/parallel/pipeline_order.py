@@ -6,8 +6,13 @@ Stages are numbered along the p-net. A rank has one of them, or several: in a lo
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Literal, NamedTuple
+import inspect
+import re
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
 
 PipelineOrder = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
@@ -18,6 +23,16 @@ class Action(NamedTuple):
     op: Literal["F", "B", "I", "W"]
     stage: int
     microbatch: int
+
+
+def schedule_class(name: str) -> Any:
+    """A schedule of torch's; ValueError where this torch has none that leaves gradients unscaled."""
+    from torch.distributed import pipelining
+
+    kind = getattr(pipelining, name, None)
+    if kind is None or "scale_grads" not in inspect.signature(kind).parameters:
+        raise ValueError(f"torch {torch.__version__} has no {name} that this pipeline can use: 2.7 has")
+    return kind
 
 
 def stage_ranks(order: PipelineOrder, ranks: int, virtual: int = 1) -> tuple[int, ...]:
@@ -41,75 +56,36 @@ def pipeline_order(
         virtual: stages per rank; 2 for `"zbv"`, 1 for the first two.
 
     Raises:
-        ValueError: if the order is none of these, or if it cannot have such sizes.
+        ValueError: if the order is none of these or cannot have such sizes, or if this torch has no such schedule.
     """
     stages = {"gpipe": (1,), "1f1b": (1,), "zbv": (2,), "interleaved": (virtual,)}
     if order not in stages:
         raise ValueError(f"expected a pipeline order of {sorted(stages)}, got {order!r}")
     if virtual < 1 or virtual not in stages[order]:
         raise ValueError(f"pipeline order {order!r} expects {stages[order][0]} stages per rank, got {virtual}")
-    if order == "gpipe":
-        return _gpipe(rank, microbatches)
-    if order == "zbv":
-        return _zbv(rank, ranks, microbatches)
-    return _1f1b(rank, ranks, microbatches) if order == "1f1b" else _interleaved(rank, ranks, microbatches, virtual)
+    if order in ("interleaved", "zbv"):
+        return _torch_orders(order, ranks, microbatches, virtual)[rank]
+    # Written out, as old torch does not report them: forwards alone, then a forward and a backward in turn.
+    forwards, backwards = ([Action(op, rank, i) for i in range(microbatches)] for op in ("F", "B"))
+    warm_up = microbatches if order == "gpipe" else min(microbatches, ranks - 1 - rank)
+    turns = (action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair)
+    return (*forwards[:warm_up], *turns, *backwards[microbatches - warm_up :])
 
 
-def _gpipe(rank: int, microbatches: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards."""
-    return tuple(Action(op, rank, i) for op in ("F", "B") for i in range(microbatches))
+@lru_cache(maxsize=64)
+def _torch_orders(order: PipelineOrder, ranks: int, microbatches: int, virtual: int) -> list[tuple[Action, ...]]:
+    """The order of every rank, as the schedule of torch reports it."""
+    kind = schedule_class("ScheduleZBVZeroBubble" if order == "zbv" else "ScheduleInterleaved1F1B")
 
+    class Order(kind):
+        def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
+            """Leave messages out, which take most of the time."""
 
-def _1f1b(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """As many forwards as there are stages after this one, then forwards and backwards in turn."""
-    forwards = [Action("F", rank, i) for i in range(microbatches)]
-    backwards = [Action("B", rank, i) for i in range(microbatches)]
-    return _in_turn(forwards, backwards, warm_up=ranks - 1 - rank)
-
-
-def _interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple[Action, ...]:
-    """1F1B in rounds of some `ranks` microbatches, each of which passes through all stages of the rank."""
-    rounds = max(1, microbatches // ranks)
-    if microbatches % rounds:
-        raise ValueError(f"interleaved expects microbatches in {rounds} equal rounds, got {microbatches}")
-    size = microbatches // rounds
-    stages = range(rank, ranks * virtual, ranks)
-
-    def passes(op: Literal["F", "B"], stages: range) -> list[Action]:
-        starts = range(0, microbatches, size)
-        return [Action(op, stage, i) for start in starts for stage in stages for i in range(start, start + size)]
-
-    forwards, backwards = passes("F", stages), passes("B", stages[::-1])
-    return _in_turn(forwards, backwards, warm_up=(virtual - 1) * size + 2 * (ranks - 1 - rank))
-
-
-def _in_turn(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """Some forwards to warm up, then one forward and one backward in turn, then the other backwards."""
-    first, steady = forwards[:warm_up], forwards[warm_up:]
-    pairs = (action for pair in zip(steady, backwards, strict=False) for action in pair)
-    return (*first, *pairs, *backwards[len(steady) :])
-
-
-def _zbv(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """Figure 6 of Qi et al. 2024, for at least 2 R - 1 microbatches, of which those that do not exist are left out."""
-    down, up = rank, 2 * ranks - 1 - rank
-    full = max(2 * ranks - 1, microbatches)
-    actions: list[Action] = []
-    done: Counter[tuple[str, int]] = Counter()
-
-    def do(times: int, *steps: tuple[Literal["F", "I", "W"], int]) -> None:
-        for op, stage in steps * times:
-            actions.append(Action(op, stage, done[op, stage]))
-            done[op, stage] += 1
-
-    do(2 * (ranks - rank) - 1, ("F", down))
-    do(rank, ("F", up), ("F", down))
-    do(ranks - rank, ("F", up), ("I", up), ("W", up))
-    while done["F", up] < full:
-        do(int(done["F", down] < full), ("F", down))
-        do(1, ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
-    do(rank, ("I", down), ("I", up))
-    do(ranks - rank, ("I", down), ("W", down))
-    for stage in (up, down):
-        do(done["I", stage] - done["W", stage], ("W", stage))
-    return tuple(action for action in actions if action.microbatch < microbatches)
+    n = ranks * virtual
+    about = {"num_stages": n, "group_size": ranks, "group_rank": 0, "submod": None}
+    mine = [s for s, rank in enumerate(stage_ranks(order, ranks, virtual)) if rank == 0]
+    stages: Any = [SimpleNamespace(stage_index=s, is_first=s == 0, is_last=s == n - 1, **about) for s in mine]
+    found = Order(stages, microbatches).pipeline_order
+    # What is no computation, idle slots among it, reads otherwise.
+    matches = [[re.fullmatch(r"(\d+)([FBIW])(\d+)", str(a)) for a in found[rank]] for rank in range(ranks)]
+    return [tuple(Action(cast(Any, m[2]), int(m[1]), int(m[3])) for m in of if m) for of in matches]

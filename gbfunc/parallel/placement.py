@@ -15,13 +15,14 @@ Where weights may stay factors (`lazy`), nobody multiplies these, but for tiles 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, cast
 
 import torch
 
+from gbfunc.costs import OPERATIONS_PER_BYTE, all_reduce_bytes, generation_flops, product_flops
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.plan import DTYPES, Ensemble, Plan
@@ -29,9 +30,6 @@ from gbfunc.trees import GNET
 
 Placement = Literal["replicated", "sharded", "factors"]
 PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
-
-OPERATIONS_PER_BYTE = {"cpu": 40.0, "cuda": 400.0}
-"""Operations in the time of a byte on the wire: 50 Gflop/s (some cores) at 10 Gbit/s, 20 Tflop/s (GPU) at 50 GB/s."""
 
 
 class Rows(NamedTuple):
@@ -53,13 +51,7 @@ class Layout:
         self.plan, self.mesh = plan, mesh
         self.placement: Placement = placement
         self.sharded = placement != "replicated" and mesh.gnets > 1
-        self.sizes: dict[str, Sizes] = {}
-        turn = 0
-        for e in plan.ensembles:
-            if e.leaves:
-                self.sizes[e.name] = shares_of(e.n_tiles, mesh.gnets, turn)
-                # Who has one tile more in this ensemble has none in the next ones.
-                turn = (turn + e.n_tiles) % mesh.gnets
+        self.sizes = tile_shares(plan, mesh.gnets)
 
     def span(self, e: Ensemble) -> slice:
         """This rank's tiles of an ensemble."""
@@ -104,13 +96,35 @@ class Layout:
 
     def wire_bytes(self, itemsize: int) -> tuple[int, int]:
         """Bytes that this rank sends to gather all outputs once, and for their gradients; `itemsize` is the leaves'."""
-        out = back = 0
-        for e in self.plan.ensembles:
-            if self.sharded and e.leaves:
-                tile = _tile_bytes(self.plan, e, self.as_factors(e), itemsize)
-                mine = self.sizes[e.name][self.mesh.gnets_index]
-                out, back = out + mine * tile * (self.mesh.gnets - 1), back + (e.n_tiles - mine) * tile
-        return out, back
+        if not self.sharded:
+            return 0, 0
+        return gather_bytes(self.plan, self.mesh.gnets, self.placement, itemsize)[self.mesh.gnets_index]
+
+
+def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
+    """Tiles of every rank along the g-net axis, by ensemble with leaves."""
+    sizes, turn = {}, 0
+    for e in plan.ensembles:
+        if e.leaves:
+            sizes[e.name] = shares_of(e.n_tiles, gnets, turn)
+            # Who has one tile more in this ensemble has none in the next ones.
+            turn = (turn + e.n_tiles) % gnets
+    return sizes
+
+
+def gather_bytes(
+    plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
+) -> list[tuple[int, int]]:
+    """Bytes that each rank sends to gather the outputs of ensembles (None: all) once, and for their gradients."""
+    out, back = [0] * gnets, [0] * gnets
+    shares = tile_shares(plan, gnets)
+    for e in plan.ensembles:
+        if e.leaves and (names is None or e.name in names):
+            tile = _tile_bytes(plan, e, placement == "factors" and e.hypernet.factorised, itemsize)
+            for rank, mine in enumerate(shares[e.name]):
+                out[rank] += mine * tile * (gnets - 1)
+                back[rank] += (e.n_tiles - mine) * tile
+    return [*zip(out, back, strict=True)]
 
 
 def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
@@ -152,23 +166,19 @@ class Cost(NamedTuple):
 
 def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
     """The cost of a placement on `data` x `gnets` ranks, where weights may or may not stay factors."""
-
-    def ring(ranks: int) -> float:
-        return 2 * (ranks - 1) / ranks
-
     item, total = plan.dtype.itemsize, plan.genome_params
     ensembles = [e for e in plan.ensembles if e.leaves]
-    operations = sum(_operations(e) for e in ensembles)
+    flops = sum(map(operations, ensembles))
     if lazy and placement != "sharded":
-        operations -= sum(_products(e) for e in ensembles if e.hypernet.factorised)
+        flops -= sum(map(products, ensembles))
     if placement == "replicated" or gnets == 1:
-        return Cost(ring(data * gnets) * total * item, operations)
+        return Cost(all_reduce_bytes(total * item, data * gnets), flops)
     factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
     sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
-    products = sum(_products(e) for e in ensembles if e.name in factored and not lazy)
+    here = sum(products(e) for e in ensembles if e.name in factored and not lazy)
     tiles = sum(math.prod(s) for e in ensembles for k, s in e.shapes.items() if e.leaves[k].scope == "tile")
-    genome = ring(data) * tiles / gnets * item + ring(data * gnets) * (total - tiles) * item
-    return Cost(ring(gnets) * sent + genome, (operations - products) / gnets + products)
+    genome = all_reduce_bytes(tiles / gnets * item, data) + all_reduce_bytes((total - tiles) * item, data * gnets)
+    return Cost(all_reduce_bytes(sent, gnets) + genome, (flops - here) / gnets + here)
 
 
 def choose_placement(
@@ -192,14 +202,15 @@ def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: boo
     return Layout(plan, mesh, cast(Placement, chosen))
 
 
-def _products(e: Ensemble) -> float:
-    """Operations that multiply an ensemble's factors to tiles: forward, and backward for both sides."""
-    return 3 * 2.0 * e.n_tiles * e.dims.rows * e.dims.cols * e.hypernet.factor_width
+def products(e: Ensemble) -> float:
+    """Operations that multiply an ensemble's factors to tiles."""
+    return (
+        e.n_tiles * product_flops(e.dims.rows, e.dims.cols, e.hypernet.factor_width) if e.hypernet.factorised else 0.0
+    )
 
 
-def _operations(e: Ensemble) -> float:
-    """Operations that generate an ensemble: a product of factors, or each g-net once for each of its weights."""
-    rows, cols, *_ = e.dims
+def operations(e: Ensemble) -> float:
+    """Operations that generate an ensemble."""
     params = sum(math.prod(leaf.shape) for leaf in e.leaves.values())
-    calls = rows + cols if e.hypernet.factorised else rows * cols
-    return 3 * 2.0 * e.n_tiles * calls * params + (_products(e) if e.hypernet.factorised else 0.0)
+    k = e.hypernet.factor_width if e.hypernet.factorised else 0
+    return e.n_tiles * generation_flops(e.dims.rows, e.dims.cols, params, k)

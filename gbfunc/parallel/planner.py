@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gbfunc.parallel.dry_run import RunLoss
-from gbfunc.parallel.planner_costs import Model
 from gbfunc.parallel.planner_report import report
-from gbfunc.parallel.planner_stages import Footprint, RankLayout
+from gbfunc.parallel.schedule import simulate
+from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
 from gbfunc.plan import Plan
 from gbfunc.trees import n_rows
+
+if TYPE_CHECKING:
+    from gbfunc.parallel.dry_run import RunLoss
+    from gbfunc.parallel.planner_costs import Model
+    from gbfunc.parallel.planner_stages import Footprint, RankLayout
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,8 @@ def plan_parallel(
     Raises:
         ValueError: for ranks < 1, a batch without rows, or a plan with a base.
     """
+    from gbfunc.parallel.planner_costs import Model  # Torch's counter of operations takes time to import.
+
     device = device or DeviceSpec()
     if plan.base is not None:
         raise ValueError("a p-net with a base is not split: plan_parallel is for plans without one")
@@ -182,7 +188,6 @@ def plan_parallel(
 
 
 def _call(net: Callable[..., Any], batch: Any) -> Any:
-    """The p-net's output for a batch."""
     if isinstance(batch, Mapping):
         return net(**batch)
     return net(batch if isinstance(batch, Tensor) else batch[0])
@@ -198,20 +203,21 @@ def _evaluate(
             refused.append(choices)
             continue
         found = [_costed(model, device, layout) for layout in choices]
-        fitting = [p for p in found if p.peak <= device.memory]
-        if fitting:
-            fits.append(min(fitting, key=lambda p: p.seconds))
-        else:
-            least = min(found, key=lambda p: p.peak)
-            parts = sorted(least.memory.items(), key=lambda item: -item[1])[:2]
-            words = " and ".join(f"{name} {n / 1e9:,.3g} GB" for name, n in parts)
-            reason = f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
-            refused.append((str(least.layout), reason))
+        least = min(found, key=lambda p: p.peak)
+        if least.peak <= device.memory:
+            fits.append(min((p for p in found if p.peak <= device.memory), key=lambda p: p.seconds))
+            continue
+        parts = sorted(least.memory.items(), key=lambda item: -item[1])[:2]
+        words = " and ".join(f"{name} {n / 1e9:,.3g} GB" for name, n in parts)
+        reason = f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
+        refused.append((str(least.layout), reason))
     return sorted(fits, key=lambda p: p.seconds), refused
 
 
 def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[list[RankLayout] | tuple[str, str]]:
     """Choices of microbatches for each layout; or the layout with the reason why it cannot be."""
+    from gbfunc.parallel.planner_stages import RankLayout
+
     for tensor in _divisors(ranks):
         if tensor > 1 and (reason := model.why_not_split(tensor)):
             yield f"tensor {tensor}", reason
@@ -225,7 +231,7 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[lis
             for schedule in schedules:
                 name = f"data {shards} x pipeline {pipeline} x tensor {tensor}, {schedule}"
                 stages = pipeline * (2 if schedule in ("interleaved", "zbv") else 1)
-                if schedule and (reason := model.why_not_staged(stages)):
+                if schedule and (reason := model.why_not_staged(stages, schedule)):
                     yield name, reason
                     continue
                 numbers = _numbers(-(-model.rows // shards), pipeline, microbatches)
@@ -265,43 +271,39 @@ def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
     ramp = 0.0 if p == 1 or layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
     hops = 2 * (p - 1) * (cost.hidden / device.link + device.latency) if p > 1 else 0.0
     generate = _generate_seconds(cost, device, layout)
-    work = m * busiest + max(sum(g[s] for s in mine) for g in [generate] for mine in cost.stages)
+    work = m * busiest + max(sum(generate[s] for s in mine) for mine in cost.stages)
     seconds = work + ramp * busiest + hops + _tail(cost, device)
     return LayoutPlan(layout, cost.memory, cost.sent, seconds, (seconds - work) / seconds if p > 1 else 0.0)
 
 
 def _simulated(model: Model, device: DeviceSpec, planned: LayoutPlan) -> LayoutPlan:
-    """The same with the pipeline simulated, unless it is too long."""
-    from gbfunc.parallel.rank_program import ScheduleCosts
-    from gbfunc.parallel.schedule import simulate
-    from gbfunc.parallel.training_schedule import make_schedule
-
-    layout, schedule = planned.layout, planned.layout.schedule
-    p, m = layout.sizes["pipeline"], layout.microbatches
+    """A layout with the pipeline simulated, unless it is too long."""
+    layout, m = planned.layout, planned.layout.microbatches
     cost = model.footprint(layout)
     stages = sum(map(len, cost.stages))
-    if schedule is None or 6 * stages * m > _EVENTS:
+    if layout.schedule is None or 6 * stages * m > _EVENTS:
         return planned
     forward, backward = _stage_seconds(cost, device)
-    each = m if layout.remat == "layer" else 1
-    # Made forward and back: a third of what generation takes is forward.
-    generate = [g / each for g in _generate_seconds(cost, device, layout)]
+    again = layout.remat == "layer"
+    # A third of what generation takes is forward; made again, it is there twice.
+    parts, once = (4, m) if again else (3, 1)
+    generate = [g / once / parts for g in _generate_seconds(cost, device, layout)]
     halves = [b / 2 for b in backward]
     costs = ScheduleCosts(
         forward=forward,
         backward=backward,
         backward_input=halves,
         backward_weight=halves,
-        generate=[g / 3 if each == 1 else g / 4 for g in generate],
-        generate_backward=[2 * g / 3 if each == 1 else g / 2 for g in generate],
+        generate=generate,
+        generate_backward=[2 * g for g in generate],
         update=0.0,
         all_reduce=0.0,
         send=device.latency + cost.hidden / device.link,
         receive=0.0,
     )
-    kind: Any = schedule
-    weights = "remat" if layout.remat == "layer" else "generated"
-    timeline = simulate(make_schedule(kind, layers=stages, ranks=p, microbatches=m, weights=weights, costs=costs))
+    kind: Any = layout.schedule
+    sizes: Any = {"layers": stages, "ranks": layout.sizes["pipeline"], "microbatches": m}
+    timeline = simulate(make_schedule(kind, **sizes, weights="remat" if again else "generated", costs=costs))
     return planned._replace(seconds=timeline.duration + _tail(cost, device), bubble=timeline.bubble)
 
 
@@ -332,20 +334,10 @@ def _tail(cost: Footprint, device: DeviceSpec) -> float:
 
 def _smallest(model: Model, device: DeviceSpec, ranks: int, microbatches: int | None, fits: bool) -> int | None:
     """The fewest ranks that some layout fits on."""
-    fewer = _divisors(ranks)[:-1]
-    more = [] if fits else [ranks * 2**i for i in range(1, 7)]
-    for n in [*fewer, *([ranks] if fits else []), *more]:
-        if n == ranks:
+    more = [ranks] if fits else [ranks * 2**i for i in range(1, 7)]
+    for n in [*_divisors(ranks)[:-1], *more]:
+        # Of all numbers of microbatches, the largest keeps the least.
+        last = (choices[-1] for choices in _layouts(model, n, microbatches) if isinstance(choices, list))
+        if n == ranks or any(sum(model.footprint(c).memory.values()) <= device.memory for c in last):
             return n
-        for choices in _layouts(model, n, microbatches):
-            # Of all numbers of microbatches, the largest keeps the least.
-            if isinstance(choices, list) and _fits(model, device, choices[-1]):
-                return n
     return None
-
-
-def _fits(model: Model, device: DeviceSpec, layout: RankLayout) -> bool:
-    return sum(model.footprint(layout).memory.values()) <= device.memory
-
-
-__all__: Sequence[str] = ["DeviceSpec", "LayoutPlan", "ParallelPlan", "plan_parallel"]

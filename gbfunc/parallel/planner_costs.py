@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.parallel.dry_run import Cell, DryRun, RunLoss, factor_shapes, is_formable
+from gbfunc.costs import all_reduce_bytes
+from gbfunc.parallel.dry_run import Cell, DryRun, RunLoss, factor_shapes
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.parallel.pipeline import Chain, find_blocks, spread, trace_chain
-from gbfunc.parallel.pipeline_order import stage_ranks
-from gbfunc.parallel.placement import _operations, _products, _tile_bytes, placement_cost, shares_of
-from gbfunc.parallel.planner_blocks import Reduced, reduce_blocks
-from gbfunc.parallel.planner_stages import Footprint, Made, RankLayout, between, cells_of, in_flight, together, total_of
-from gbfunc.plan import DTYPES, Plan
+from gbfunc.parallel.pipeline import SCHEDULES, Chain, find_blocks, spread, trace_chain
+from gbfunc.parallel.pipeline_order import schedule_class, stage_ranks
+from gbfunc.parallel.placement import gather_bytes, operations, placement_cost, products, shares_of
+from gbfunc.parallel.planner_stages import Footprint, Made, RankLayout, between, in_flight, together, total_of
+from gbfunc.plan import DTYPES, Plan, is_formable
 from gbfunc.trees import tree_map
 
 _EXACT_ROWS = 32
@@ -24,14 +27,33 @@ _EXACT_ROWS = 32
 
 _KEPT = ("saved", "formed")
 
+_NUMBERS = ("idx", "index", "id", "number")
+"""Ends of the names of attributes that number a module among others."""
+
 _TRACED_ROWS = 2
 """Rows of the batch by which blocks are found and balanced; batch norms refuse a single one."""
 
 
+_REMEMBERED = (
+    "why_not_split",
+    "dry",
+    "cells",
+    "made",
+    "_by_stage",
+    "_of_stage",
+    "_starts",
+    "_stages",
+    "genome",
+    "_gathered",
+)
+"""Methods whose results are kept, by their arguments."""
+
+
+@dataclass(eq=False)
 class Model:
     """A plan, its p-net and a batch, with what is known of them so far.
 
-    Args:
+    Attributes:
         plan: the plan.
         pnet: the p-net.
         batch: a global batch.
@@ -42,78 +64,65 @@ class Model:
         states: numbers that the optimizer keeps for each of the genome.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        pnet: nn.Module,
-        batch: Any,
-        rows: int,
-        run: RunLoss,
-        styles: Mapping[str, Any] | None,
-        lazy: Any,
-        states: int,
-    ) -> None:
-        self.plan, self.pnet, self.batch, self.rows, self.run = plan, pnet, batch, rows, run
-        self.styles, self.lazy, self.states = styles, lazy, states
-        self.blocks: tuple[str, ...] = self._find_blocks()
-        self._dry: dict[tuple[int, bool], DryRun] = {}
-        self._cells: dict[tuple[int, bool, int], list[Cell]] = {}
-        self._made: dict[tuple[int, bool, bool, int], list[Made]] = {}
-        self._starts: dict[int, tuple[int, ...]] = {}
-        self._reasons: dict[int, str] = {}
-        self._genomes: dict[int, tuple[float, float, float]] = {}
-        self._held: dict[Any, tuple[list[Made], list[Made]]] = {}
-        self._totals: dict[Any, list[Cell]] = {}
-        self._tiles: dict[Any, float] = {}
-        self._no_styles = ""
-        self._footprints: dict[Any, Footprint] = {}
-        self._chain: Chain | None = None
-        if self.blocks:
-            try:
-                self._chain = trace_chain(pnet, self.blocks, lambda net: run(net, self._rows(_TRACED_ROWS)))
-            except RuntimeError:  # Where the loss function calls parts of the p-net there is no pipeline.
-                self.blocks = ()
-        self._small = self._reduce()
-        self.cells(1, lazy is not False, rows)  # An error of the p-net shows here.
+    plan: Plan
+    pnet: nn.Module
+    batch: Any
+    rows: int
+    run: RunLoss
+    styles: Mapping[str, Any] | None
+    lazy: Any
+    states: int
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        for name in _REMEMBERED:
+            setattr(self, name, cache(getattr(self, name)))
+        self.blocks, self._chain = self._find_chain()
+        self._styles, self._no_styles = self._known_styles(self.styles)
+        self._kinds = self._find_kinds()
+        self.cells(1, self.lazy is not False, self.rows)  # An error of the p-net shows here.
         self._places = self._find_places()
-        self._used = [
-            (e, frozenset().union(*(self._places[plan.tensors[span.tensor].name] for span in e.spans)))
-            for e in plan.ensembles
-        ]
-        frozen = {name for name, p in pnet.named_parameters() if not p.requires_grad}
-        self.trained = [t for t in plan.direct if t.name not in frozen]
+        tensors = {e.name: [plan.tensors[span.tensor].name for span in e.spans] for e in plan.ensembles}
+        self._used = {e: frozenset().union(*(self._places[t] for t in of)) for e, of in tensors.items()}
+        frozen = {name for name, p in self.pnet.named_parameters() if not p.requires_grad}
+        self._trained = sum(t.numel for t in plan.direct if t.name not in frozen)
 
-    def _find_blocks(self) -> tuple[str, ...]:
+    def _find_chain(self) -> tuple[tuple[str, ...], Chain | None]:
+        """The blocks, where the p-net has a list of layers that run one after the other."""
         try:
-            return find_blocks(self.pnet, 2)
-        except ValueError:
-            return ()
+            blocks = find_blocks(self.pnet, 2)
+            return blocks, trace_chain(self.pnet, blocks, lambda net: self.run(net, self._rows(_TRACED_ROWS)))
+        except (RuntimeError, ValueError):  # Also where the loss function calls parts of the p-net.
+            return (), None
 
-    def _reduce(self) -> Reduced:
-        """One of each kind of block, where the p-net runs so."""
-        inputs = self._chain.inputs if self._chain is not None else ()
-        self._styles = styles = self._known_styles()
-        reduced = reduce_blocks(self.plan, self.pnet, self.blocks, inputs, styles)
-        if len(reduced.blocks) < len(self.blocks):
-            try:
-                DryRun(reduced.plan, reduced.pnet, reduced.blocks)(self.run, self._rows(_TRACED_ROWS))
-            except Exception:  # Of any kind, from a p-net that counts its blocks.
-                reduced = reduce_blocks(self.plan, self.pnet, self.blocks, range(len(self.blocks)), styles)
-        return reduced
+    def _known_styles(self, styles: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], str]:
+        """Styles of the p-net's layers, and the reason where there are none."""
+        from gbfunc.parallel.styles import tensor_styles
 
-    def _known_styles(self) -> Mapping[str, Any]:
-        """The style of every module, where there are any."""
-        if self.styles is None:
-            from gbfunc.parallel.styles import tensor_styles
+        try:
+            return tensor_styles(self.pnet) if styles is None else styles, ""
+        except ValueError as error:
+            return {}, str(error)
 
-            try:
-                self.styles = tensor_styles(self.pnet)
-            except ValueError as error:
-                self._no_styles = str(error)
-                return {}
+    def _find_kinds(self) -> dict[str, str]:
+        """What is equal for equal blocks: modules, their attributes but numbers, styles, and tensors of the plan."""
         from gbfunc.parallel.tensor import resolve
 
-        return resolve(self.pnet, self.styles)
+        styles = resolve(self.pnet, self._styles)
+        tensors = {name: t for t in self.plan.tensors for name in (t.name, *t.aliases)}
+        kinds = {}
+        for name in self.blocks:
+            block, found = self.pnet.get_submodule(name), list[Any]()
+            for key, module in block.named_modules():
+                plain = [(k, x) for k, x in vars(module).items() if isinstance(x, int | float | str | tuple)]
+                plain = sorted((k, x) for k, x in plain if not k.endswith(_NUMBERS))
+                found.append((key, type(module), plain, id(styles.get(f"{name}.{key}" if key else name))))
+            for key, p in block.named_parameters(remove_duplicate=False):
+                t = tensors[f"{name}.{key}"]
+                slots = [(s.hypernet, s.grid) for s in t.slots]
+                found.append((key, tuple(p.shape), p.dtype, p.requires_grad, t.kind, slots, len(t.aliases)))
+            kinds[name] = repr(found)
+        return kinds
 
     def _rows(self, rows: int) -> Any:
         """So many rows of the batch, on the meta device."""
@@ -130,32 +139,32 @@ class Model:
         """In which cells each parameter is used, those after the last block in its cell."""
         if self._chain is None:
             return {t.name: frozenset({0}) for t in self.plan.tensors}
-        places: dict[str, frozenset[int]] = {}
+        places, depth = self._chain.places, self.blocks[0].count(".") + 1
         index = {name: i for i, name in enumerate(self.blocks)}
-        parent = self.blocks[0].rpartition(".")[0]
-        depth = parent.count(".") + 2 if parent else 1
-        for t in self.plan.tensors:
-            cells: set[int] = set()
-            for name in (t.name, *t.aliases):
-                block = ".".join(name.split(".")[:depth])
-                cells |= {i + 1 for i in self._chain.places.get(name, {index[block]} if block in index else {-1})}
-            places[t.name] = frozenset(cells)
-        return places
+
+        def cells(name: str) -> set[int]:
+            block = ".".join(name.split(".")[:depth])
+            return {i + 1 for i in places.get(name, {index.get(block, -1)})}
+
+        names = {t.name: (t.name, *t.aliases) for t in self.plan.tensors}
+        return {name: frozenset().union(*map(cells, same)) for name, same in names.items()}
 
     def why_not_split(self, tensor: int) -> str:
         """Why layers cannot be split over so many tensor ranks; empty where they can."""
-        if tensor not in self._reasons:
-            try:
-                self.dry(tensor, self.lazy is not False)
-                self._reasons[tensor] = ""
-            except ValueError as error:
-                self._reasons[tensor] = str(error)
-        return self._reasons[tensor]
+        try:
+            self.dry(tensor, self.lazy is not False)
+        except ValueError as error:
+            return str(error)
+        return ""
 
-    def why_not_staged(self, stages: int) -> str:
+    def why_not_staged(self, stages: int, schedule: str) -> str:
         """Why the p-net cannot be cut so; empty where it can."""
         if self._chain is None:
-            return "the p-net has no list of layers to cut"
+            return "the p-net has no list of layers that run in their order"
+        try:
+            schedule_class(SCHEDULES[schedule][0])
+        except ValueError as error:
+            return str(error)
         return "" if stages <= len(self.blocks) else f"{stages} stages of {len(self.blocks)} blocks"
 
     def can_remat(self, placement: str) -> bool:
@@ -174,52 +183,35 @@ class Model:
 
     def dry(self, tensor: int, factored: bool) -> DryRun:
         """The p-net as a tensor rank runs it; ValueError where it cannot be split so."""
-        key = tensor, factored
-        if key not in self._dry:
-            parallel, small = None, self._small
-            if tensor > 1:
-                from gbfunc.parallel.tensor import TensorParallel
+        parallel = None
+        if tensor > 1:
+            from gbfunc.parallel.tensor import TensorParallel
 
-                if self.styles is None:
-                    raise ValueError(self._no_styles)
-                mesh = Mesh({"tensor": tensor}, 0, torch.device("cpu"), 0.0, None, False)
-                there = {name for name, _ in small.pnet.named_modules()}
-                styles = {name: style for name, style in self._styles.items() if name in there}
-                parallel = TensorParallel(small.pnet, styles, mesh)
-            lazy = self.lazy if factored else False
-            self._dry[key] = DryRun(small.plan, small.pnet, small.blocks, lazy=lazy, tensor=parallel)
-        return self._dry[key]
+            if self._no_styles:
+                raise ValueError(self._no_styles)
+            mesh = Mesh({"tensor": tensor}, 0, torch.device("cpu"), 0.0, None, False)
+            parallel = TensorParallel(self.pnet, self._styles, mesh)
+        lazy = self.lazy if factored else False
+        return DryRun(self.plan, self.pnet, self._kinds, lazy=lazy, tensor=parallel)
 
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
         """Costs of a microbatch of so many rows."""
-        key = tensor, factored, rows
-        if key not in self._cells and rows > _EXACT_ROWS and rows & (rows - 1):
+        if rows > _EXACT_ROWS and rows & (rows - 1):
             # Between powers of two costs are linear, but where a layer's form changes.
             below = 1 << (rows.bit_length() - 1)
             both = (self.cells(tensor, factored, n) for n in (below, 2 * below))
-            self._cells[key] = [between(a, b, rows / below - 1) for a, b in zip(*both, strict=True)]
-        elif key not in self._cells:
-            first, *blocks, last = self.dry(tensor, factored)(self.run, self._rows(rows))
-            self._cells[key] = [first, *(blocks[i] for i in self._small.places), last]
-        return self._cells[key]
-
-    def _same(self, name: str) -> str:
-        """The parameter of the reduced p-net that is as this one."""
-        return self._small.names.get(name, name)
+            return [between(a, b, rows / below - 1) for a, b in zip(*both, strict=True)]
+        return self.dry(tensor, factored)(self.run, self._rows(rows))
 
     def made(self, tensor: int, factored: bool, remat: bool, gnets: int) -> list[Made]:
         """Every generated parameter as a tensor rank keeps it."""
-        key = tensor, factored, remat, gnets
-        if key in self._made:
-            return self._made[key]
         dry, plan, item = self.dry(tensor, factored), self.plan, self.plan.dtype.itemsize
-        operations: dict[int, float] = {}
+        flops = dict.fromkeys(range(len(plan.tensors)), 0.0)
         for e in plan.ensembles:
-            dense, product = _operations(e), _products(e) if e.hypernet.factorised else 0.0
+            dense, product = operations(e), products(e)
             for span in e.spans:
-                thin = self._same(plan.tensors[span.tensor].name) in dry.forms
-                share = span.slot.grid.n_tiles / e.n_tiles
-                operations[span.tensor] = operations.get(span.tensor, 0.0) + share * (dense - product * thin)
+                thin = plan.tensors[span.tensor].name in dry.forms
+                flops[span.tensor] += span.slot.grid.n_tiles / e.n_tiles * (dense - product * thin)
         made = []
         for i, t in enumerate(plan.tensors):
             if not t.slots:
@@ -227,62 +219,57 @@ class Model:
             factors = 0.0
             if t.slots[0].hypernet.factorised and len({(s.hypernet, s.grid) for s in t.slots}) == 1:
                 factors = float(item * sum(map(math.prod, factor_shapes(t))))
-            if self._same(t.name) in dry.forms:
-                made.append(Made(self._places[t.name], factors, factors / gnets, 0.0, operations[i]))
+            if t.name in dry.forms:
+                made.append(Made(self._places[t.name], factors, factors / gnets, 0.0, flops[i]))
                 continue
-            numel = math.prod(dry.shapes.get(self._same(t.name), t.shape))
+            numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
             # Tiles of a split genome are gathered whole, from those that this rank makes of its factors.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * factors / gnets * (share if gnets == 1 else 1.0)
-            cells, work = self._places[t.name], operations[i] * share
-            if remat and is_formable(self.pnet, t):
-                made.append(Made(cells, 0.0, 0.0, kept + graph, work, kept + graph))
-            else:
-                made.append(Made(cells, kept, graph, 0.0, work))
-        self._made[key] = made
+            again = (0.0, 0.0, kept + graph) if remat and is_formable(t, self.pnet) else (kept, graph, 0.0)
+            made.append(Made(self._places[t.name], *again, flops[i] * share, again[2]))
         return made
 
-    def _by_stage(self, key: Any, of_stage: Sequence[frozenset[int]]) -> tuple[list[Made], list[Made]]:
+    def _by_stage(self, key: Any, of_stage: tuple[frozenset[int], ...]) -> tuple[list[Made], list[Made]]:
         """What each stage alone has, taken together; and, one by one, what several have (tied tensors)."""
-        full = key, len(of_stage)
-        if full not in self._held:
-            of_cell = {c: s for s, cells in enumerate(of_stage) for c in cells}
-            parts: list[list[Made]] = [[] for _ in of_stage]
-            shared = []
-            for w in self.made(*key):
-                stages = {of_cell[c] for c in w.cells}
-                (parts[stages.pop()] if len(stages) == 1 else shared).append(w)
-            self._held[full] = [together(part) for part in parts], shared
-        return self._held[full]
+        of_cell = {c: s for s, cells in enumerate(of_stage) for c in cells}
+        parts: list[list[Made]] = [[] for _ in of_stage]
+        shared = []
+        for w in self.made(*key):
+            stages = {of_cell[c] for c in w.cells}
+            (parts[stages.pop()] if len(stages) == 1 else shared).append(w)
+        return [together(part) for part in parts], shared
 
-    def starts(self, stages: int) -> tuple[int, ...]:
+    def _of_stage(self, stages: int) -> tuple[frozenset[int], ...]:
+        """Cells of each stage: those before the first block are the first stage's, those after the last the last's."""
+        last = len(self.blocks) + 1
+        ends = [0, *self._starts(stages)[1:-1], last]
+        return tuple(frozenset(range(a + (a > 0), b + 1)) for a, b in pairwise(ends))
+
+    def _starts(self, stages: int) -> tuple[int, ...]:
         """First block of each stage, and the number of blocks."""
-        if stages not in self._starts:
-            assert self._chain is not None
-            self._starts[stages] = spread(self._chain.flops, stages)
-        return self._starts[stages]
+        return (0, len(self.blocks)) if self._chain is None else spread(self._chain.flops, stages)
+
+    def _stages(self, tensor: int, factored: bool, rows: int, stages: int) -> list[Cell]:
+        """Costs of every stage for a microbatch."""
+        cells = self.cells(tensor, factored, rows)
+        return [total_of([cells[c] for c in of]) for of in self._of_stage(stages)]
 
     def footprint(self, layout: RankLayout) -> Footprint:
         """What a layout stores and sends."""
-        key = (tuple(layout.sizes.values()), *layout[1:])
-        if key not in self._footprints:
-            self._footprints[key] = self._footprint(layout)
-        return self._footprints[key]
-
-    def _footprint(self, layout: RankLayout) -> Footprint:
         sizes, m = layout.sizes, layout.microbatches
         p, t, remat = sizes["pipeline"], sizes["tensor"], layout.remat == "layer"
         split = sizes["gnets"] > 1
         factored = self.lazy is not False and (not split or (layout.placement == "factors" and not remat))
         rows = math.ceil(math.ceil(self.rows / (sizes["data"] * sizes["gnets"])) / m)
         each = 2 if layout.schedule in ("interleaved", "zbv") else 1
-        of_stage = cells_of(self.starts(p * each) if layout.schedule else None, len(self.blocks) + 2)
+        of_stage = self._of_stage(p * each)
         order: Any = layout.schedule or "gpipe"
         mine = [[s for s, r in enumerate(stage_ranks(order, p, each)) if r == rank] for rank in range(p)]
-        stages = self._stages(t, factored, rows, of_stage)
+        stages = self._stages(t, factored, rows, p * each)
         own_weights, shared = self._by_stage((t, factored, remat, sizes["gnets"]), of_stage)
-        hidden = self._hidden(layout, rows, p * each)
+        hidden = self._hidden(rows, p * each)
         parts = []
         for rank, own in enumerate(mine):
             used = set().union(*(of_stage[s] for s in own))
@@ -306,40 +293,22 @@ class Model:
         sent = self._sent(layout, mine, of_stage, stages, hidden)
         return Footprint(memory, sent, mine, stages, generation, held, hidden)
 
-    def _stages(self, tensor: int, factored: bool, rows: int, of_stage: Sequence[frozenset[int]]) -> list[Cell]:
-        """Costs of every stage for a microbatch."""
-        key = tensor, factored, rows, len(of_stage)
-        if key not in self._totals:
-            cells = self.cells(tensor, factored, rows)
-            stages = [total_of([cells[c] for c in of]) for of in of_stage]
-            self._totals[key] = stages
-        return self._totals[key]
-
-    def _hidden(self, layout: RankLayout, rows: int, stages: int) -> float:
+    def _hidden(self, rows: int, stages: int) -> float:
         """Most bytes between two stages, for a microbatch."""
-        if not layout.schedule or self._chain is None:
-            return 0.0
-        inputs = [self._chain.inputs[start] for start in self.starts(stages)[1:-1]]
-        return max(math.prod(shape) * dtype.itemsize * rows / _TRACED_ROWS for shape, dtype in inputs)
+        inputs = [self._chain.inputs[start] for start in self._starts(stages)[1:-1]] if self._chain is not None else []
+        return max((math.prod(s) * dtype.itemsize * rows / _TRACED_ROWS for s, dtype in inputs), default=0.0)
 
     def genome(self, gnets: int) -> tuple[float, float, float]:
         """Numbers of the genome on a rank: of split leaves, of other trained ones, and of frozen ones."""
-        if gnets not in self._genomes:
-            self._genomes[gnets] = self._genome(gnets)
-        return self._genomes[gnets]
-
-    def _genome(self, gnets: int) -> tuple[float, float, float]:
         split = whole = 0.0
         for e in self.plan.ensembles:
-            share = shares_of(e.n_tiles, gnets, 0)[0] / e.n_tiles if gnets > 1 else 1.0
+            share = shares_of(e.n_tiles, gnets, 0)[0] / e.n_tiles
             for k, shape in e.shapes.items():
                 if gnets > 1 and e.leaves[k].scope == "tile":
                     split += share * math.prod(shape)
                 else:
                     whole += math.prod(shape)
-        direct = sum(t.numel for t in self.plan.direct)
-        trained = sum(t.numel for t in self.trained)
-        return split, whole + trained, direct - trained
+        return split, whole + self._trained, sum(t.numel for t in self.plan.direct) - self._trained
 
     def _memory(
         self, layout: RankLayout, weights: float, graph: float, saved: float, passing: float
@@ -383,40 +352,21 @@ class Model:
         replicas = world // sizes["gnets"]
         if sizes["gnets"] > 1:
             used = [set().union(*(of_stage[s] for s in own)) for own in mine]
-            sent["gnets"] = max(self._gathered(layout, cells) for cells in used)
-            sent["replicas"] = 2 * split * item * (replicas - 1) / replicas
+            names = [frozenset(e for e, cells in self._used.items() if cells & own) for own in used]
+            sent["gnets"] = max(self._gathered(sizes["gnets"], layout.placement, layout.remat, n) for n in names)
+            sent["replicas"] = all_reduce_bytes(split * item, replicas)
         if world > 1:
-            aux, averaged = self.dry(1, self.lazy is not False).aux, self._averaged()
-            sent["world"] = 2 * (whole + 3 + aux + averaged) * item * (world - 1) / world
+            aux = self.dry(1, self.lazy is not False).aux
+            # Buffers are averaged too.
+            kept = [b for b in self.plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
+            numbers = whole + 3 + aux + sum(math.prod(b.shape) for b in kept)
+            sent["world"] = all_reduce_bytes(numbers * item, world)
         return {axis: n for axis, n in sent.items() if n}
 
-    def _averaged(self) -> int:
-        """Numbers of the buffers that ranks average."""
-        kept = [b for b in self.plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
-        return sum(math.prod(b.shape) for b in kept)
-
-    def _gathered(self, layout: RankLayout, cells: set[int]) -> float:
+    def _gathered(self, gnets: int, placement: Any, remat: str, names: frozenset[str]) -> float:
         """Most bytes that a rank sends to gather tiles or factors, and for their gradients."""
-        touched = frozenset(e.name for e, used in self._used if used & cells)
-        key = layout.sizes["gnets"], layout.placement, layout.remat, touched
-        if key not in self._tiles:
-            self._tiles[key] = self._gathered_tiles(layout, touched)
-        return self._tiles[key]
-
-    def _gathered_tiles(self, layout: RankLayout, touched: Collection[str]) -> float:
-        gnets, mine, total, turn = layout.sizes["gnets"], [0.0] * layout.sizes["gnets"], 0.0, 0
-        again = 2 if layout.remat == "layer" else 1
-        for e in self.plan.ensembles:
-            if not e.leaves:
-                continue
-            sizes = shares_of(e.n_tiles, gnets, turn)
-            turn = (turn + e.n_tiles) % gnets
-            if e.name in touched:
-                factors = layout.placement == "factors" and e.hypernet.factorised
-                tile = _tile_bytes(self.plan, e, factors, self.plan.dtype.itemsize)
-                mine = [a + tile * b for a, b in zip(mine, sizes, strict=True)]
-                total += tile * e.n_tiles
-        return max(again * x * (gnets - 1) + total - x for x in mine)
+        sent = gather_bytes(self.plan, gnets, placement, self.plan.dtype.itemsize, names)
+        return max((2 if remat == "layer" else 1) * out + back for out, back in sent)
 
     def dense(self, ranks: int) -> tuple[dict[str, float], float]:
         """Bytes by part of a rank of FSDP on the dense p-net, and those that it sends in a step."""

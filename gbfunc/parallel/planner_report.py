@@ -55,12 +55,8 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * w for w in widths], *rows]
-    last = len(head) - 2
-    return [
-        "  ".join(
-            c.ljust(w) if i >= last else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    columns = []
+    for name, *cells in zip(head, *rows, strict=True):
+        width, place = max(map(len, [name, *cells])), str.ljust if name in head[-2:] else str.rjust
+        columns.append([place(cell, width) for cell in (name, "-" * width, *cells)])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]

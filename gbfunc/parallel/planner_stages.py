@@ -82,39 +82,22 @@ class Made(NamedTuple):
     passing_bytes: float = 0.0
 
 
-def cells_of(starts: Sequence[int] | None, n_cells: int) -> list[frozenset[int]]:
-    """Cells of each stage: those before the first block are the first stage's, those after the last the last one's."""
-    if starts is None:
-        return [frozenset(range(n_cells))]
-    stages = [set(range(a + 1, b + 1)) for a, b in zip(starts, starts[1:], strict=False)]
-    stages[0].add(0)
-    stages[-1].add(n_cells - 1)
-    return [frozenset(s) for s in stages]
-
-
 def total_of(cells: Sequence[Cell]) -> Cell:
     """Costs of several cells together."""
-    whole = Cell()
-    for cell in cells:
-        for name, x in vars(cell).items():
-            before = getattr(whole, name)
-            setattr(whole, name, max(before, x) if name == "largest" else before + x)
-    return whole
+    values = {name: [getattr(cell, name) for cell in cells] for name in vars(Cell())}
+    return Cell(**{name: max(x) if name == "largest" else sum(x) for name, x in values.items()})
 
 
 def between(a: Cell, b: Cell, part: float) -> Cell:
     """Costs on the line from one cell (0) to another (1)."""
-    both = zip(vars(a).items(), vars(b).values(), strict=True)
-    values: dict[str, Any] = {name: x + part * (y - x) for (name, x), y in both}
-    return Cell(**values)
+    return Cell(**{name: x + part * (getattr(b, name) - x) for name, x in vars(a).items()})
 
 
 def together(made: Sequence[Made]) -> Made:
     """Several parameters as one."""
+    _, kept, graph, passing, *rest = zip(*made, strict=True) if made else [()] * 6
     cells = frozenset().union(*(w.cells for w in made))
-    passing = max((w.passing for w in made), default=0.0)
-    sums = [sum(getattr(w, name) for w in made) for name in ("bytes", "graph", "operations", "passing_bytes")]
-    return Made(cells, sums[0], sums[1], passing, sums[2], sums[3])
+    return Made(cells, sum(kept), sum(graph), max(passing, default=0.0), *map(sum, rest))
 
 
 @lru_cache(maxsize=4096)

@@ -29,7 +29,6 @@ Kind = Literal[
     "send",
     "receive",
 ]
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -51,7 +50,6 @@ class Event(NamedTuple):
         ranks: who takes part in a collective, in ascending order.
         peer: whom a message goes to or comes from.
         tag: what is sent or reduced; the tags of the ends of a message are equal, and those of a collective's ranks.
-        transit: how long a message is under way after its sender is free again.
     """
 
     kind: Kind
@@ -64,16 +62,6 @@ class Event(NamedTuple):
     ranks: tuple[int, ...] = ()
     peer: int | None = None
     tag: str = ""
-    transit: float = 0.0
-
-    def __str__(self) -> str:
-        """The event as errors name it: `receive of activation[2, 0] from rank 0`."""
-        if self.kind in COLLECTIVES:
-            return f"{self.kind} of {self.tag} on ranks {list(self.ranks)}"
-        if self.peer is not None:
-            return f"{self.kind} of {self.tag} {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
-        places = (("layer", self.layer), ("microbatch", self.microbatch))
-        return " ".join([self.kind, *(f"{name} {i}" for name, i in places if i is not None)])
 
 
 class Schedule(NamedTuple):
@@ -119,15 +107,11 @@ class Timeline(NamedTuple):
         return max(self.peaks, default=0.0)
 
     @property
-    def idle(self) -> tuple[float, ...]:
-        """How long each rank is in no event until all have ended."""
-        duration = self.duration
-        return tuple(duration - sum(span.event.duration for span in spans) for spans in self.ranks)
-
-    @property
     def bubble(self) -> float:
         """Part of the ranks' time, from 0 to 1, in which they wait."""
-        return sum(self.idle) / (len(self.ranks) * self.duration) if self.duration else 0.0
+        whole = len(self.ranks) * self.duration
+        busy = sum(span.event.duration for spans in self.ranks for span in spans)
+        return max(0.0, 1 - busy / whole) if whole else 0.0
 
 
 def simulate(schedule: Schedule) -> Timeline:
@@ -135,115 +119,50 @@ def simulate(schedule: Schedule) -> Timeline:
 
     Raises:
         ScheduleError: if ranks wait for ever (for a message that nobody sends, or in collectives on which they
-            disagree), if a message is never received, or if an entry is freed that is not stored.
+            disagree), or if an entry is freed that is not stored.
     """
-    run = _Run(schedule)
-    while run.ready:
-        run.advance(run.ready.popleft())
-    run.check()
-    return Timeline(tuple(tuple(spans) for spans in run.spans))
+    n = len(schedule.events)
+    clock, memory = [0.0] * n, [float(sum(entries.values())) for entries in schedule.stored]
+    stored = [dict(entries) for entries in schedule.stored]
+    left = [deque(events) for events in schedule.events]
+    spans: list[list[Span]] = [[] for _ in range(n)]
+    arrivals: dict[tuple[int | None, int | None, str], float] = {}  # by sender, receiver and tag
 
-
-class _Run:
-    """A schedule while it runs: the clock, stored entries and next event of each rank."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        n_ranks = len(schedule.events)
-        if len(schedule.stored) != n_ranks:
-            raise ScheduleError(f"expected stored entries of {n_ranks} ranks, got those of {len(schedule.stored)}")
-        self.events = schedule.events
-        self.stored = [dict(entries) for entries in schedule.stored]
-        self.memory = [float(sum(entries.values())) for entries in self.stored]
-        self.clock = [0.0] * n_ranks
-        self.next = [0] * n_ranks
-        self.spans: list[list[Span]] = [[] for _ in range(n_ranks)]
-        self.ready = deque(range(n_ranks))
-        # When each message that is not yet received arrives, by sender, receiver and tag.
-        self.arrivals: dict[tuple[int, int, str], float] = {}
-        # Who waits in a collective, by its ranks.
-        self.waiting: dict[tuple[int, ...], set[int]] = {}
-
-    def upcoming(self, rank: int) -> Event | None:
-        """The next event of a rank; none at its end."""
-        events = self.events[rank]
-        return events[self.next[rank]] if self.next[rank] < len(events) else None
-
-    def advance(self, rank: int) -> None:
-        """Let a rank run until it waits for another."""
-        while event := self.upcoming(rank):
-            start = self.clock[rank]
-            if event.kind in COLLECTIVES:
-                self.join(rank, event)
-                return
-            if event.kind == "receive":
-                arrival = self.arrivals.pop((_peer(event), rank, event.tag), None)
-                if arrival is None:
-                    return
-                start = max(start, arrival)
-            self.do(rank, event, start)
-            if event.kind == "send":
-                self.send(rank, event)
-
-    def send(self, rank: int, event: Event) -> None:
-        """Put a message on its way, and wake the rank that waits for it."""
-        peer = _peer(event)
-        message = (rank, peer, event.tag)
-        if message in self.arrivals:
-            raise ScheduleError(f"rank {rank} sends {event.tag} to rank {peer} again before it is received")
-        self.arrivals[message] = self.clock[rank] + event.transit
-        if peer < len(self.events):
-            self.ready.append(peer)
-
-    def join(self, rank: int, event: Event) -> None:
-        """Wait in a collective; the last of its ranks starts it for all."""
-        if rank not in event.ranks:
-            raise ScheduleError(f"rank {rank} is not among the ranks of its {event}")
-        waiting = self.waiting.setdefault(event.ranks, set())
-        waiting.add(rank)
-        if len(waiting) < len(event.ranks):
-            return
-        joined = {r: e for r in event.ranks if (e := self.upcoming(r))}
-        for other, theirs in joined.items():
-            if (theirs.kind, theirs.tag) != (event.kind, event.tag):
-                raise ScheduleError(f"ranks disagree: rank {rank} is in {event}, rank {other} in {theirs}")
-        del self.waiting[event.ranks]
-        start = max(self.clock[r] for r in event.ranks)
-        for r, e in joined.items():
-            self.do(r, e, start)
-        self.ready.extend(event.ranks)
-
-    def do(self, rank: int, event: Event, start: float) -> None:
-        """Carry out an event: its time, and what it stores and frees."""
-        self.store(rank, event.loads)
-        self.clock[rank] = end = start + event.duration
-        self.spans[rank].append(Span(rank, event, start, end, self.memory[rank]))
-        self.store(rank, event.stores)
-        for name in event.frees:
-            if name not in self.stored[rank]:
-                raise ScheduleError(f"rank {rank} frees {name} after {event}, but stores {sorted(self.stored[rank])}")
-            self.memory[rank] -= self.stored[rank].pop(name)
-        self.next[rank] += 1
-
-    def store(self, rank: int, entries: Mapping[str, float]) -> None:
-        """Add or replace entries."""
+    def store(rank: int, entries: Mapping[str, float]) -> None:
         for name, size in entries.items():
-            self.memory[rank] += size - self.stored[rank].get(name, 0.0)
-            self.stored[rank][name] = size
+            memory[rank] += size - stored[rank].get(name, 0.0)
+            stored[rank][name] = size
 
-    def check(self) -> None:
-        """Raise unless all ranks have ended and all messages are received."""
-        stuck = {rank: event for rank in range(len(self.events)) if (event := self.upcoming(rank))}
-        if stuck:
-            waits = "; ".join(f"rank {rank} waits in {event}" for rank, event in list(stuck.items())[:8])
-            more = f"; and {len(stuck) - 8} more" if len(stuck) > 8 else ""
-            raise ScheduleError(f"deadlock: {waits}{more}; {len(self.events) - len(stuck)} ranks have ended")
-        if self.arrivals:
-            sender, receiver, tag = min(self.arrivals)
-            raise ScheduleError(f"rank {sender} sends {tag} to rank {receiver}, which never receives it")
+    def do(rank: int, start: float) -> None:
+        event = left[rank].popleft()
+        store(rank, event.loads)
+        clock[rank] = start + event.duration
+        spans[rank].append(Span(rank, event, start, clock[rank], memory[rank]))
+        store(rank, event.stores)
+        for name in event.frees:
+            if name not in stored[rank]:
+                raise ScheduleError(f"rank {rank} frees {name} after {event.kind}, but stores {sorted(stored[rank])}")
+            memory[rank] -= stored[rank].pop(name)
 
-
-def _peer(event: Event) -> int:
-    """The other end of a message."""
-    if event.peer is None:
-        raise ScheduleError(f"expected the peer of a {event.kind} of {event.tag}, got none")
-    return event.peer
+    ready = deque(range(n))
+    while ready:
+        rank = ready.popleft()
+        while left[rank]:
+            event = left[rank][0]
+            together, start, message = event.ranks or (rank,), clock[rank], (event.peer, rank, event.tag)
+            same = {(left[r][0].kind, left[r][0].tag, left[r][0].ranks) if left[r] else None for r in event.ranks}
+            if len(same) > 1 or (event.kind == "receive" and message not in arrivals):
+                break  # Whoever comes last goes on for all.
+            if event.kind == "receive":
+                start = max(start, arrivals.pop(message))
+            start = max(start, *(clock[r] for r in together))
+            for r in together:
+                do(r, start)
+            if event.kind == "send":
+                arrivals[rank, event.peer, event.tag] = clock[rank]
+                ready.append(event.peer or 0)
+            ready.extend(r for r in event.ranks if r != rank)
+    stuck = [f"rank {rank} waits in {e[0].kind} of {e[0].tag}" for rank, e in enumerate(left) if e]
+    if stuck:
+        raise ScheduleError(f"deadlock: {'; '.join(stuck[:8])}; {n - len(stuck)} ranks have ended")
+    return Timeline(tuple(map(tuple, spans)))

@@ -16,14 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from gbfunc.costs import OPERATIONS_PER_BYTE, dense_flops, thin_flops
 from gbfunc.layers.factored import FactoredWeight, from_thin, thin_product
 from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
 from gbfunc.parallel.collectives import Sizes
-from gbfunc.parallel.placement import OPERATIONS_PER_BYTE
 from gbfunc.tiling import TileGrid
-
-_ELEMENT = 40
-"""Operations in the time of writing or reading an element (see `gbfunc.layers.forms`)."""
 
 
 class Split(NamedTuple):
@@ -129,9 +126,8 @@ def _thin_pays(form: FactoredWeight, split: Split, batch: int, width: int, sent:
     balance = OPERATIONS_PER_BYTE.get(form.left.device.type, OPERATIONS_PER_BYTE["cpu"])
     byte = balance * 2 * form.left.element_size() * batch * sent
     parts = (ranks, 1) if split.by == "rows" else (1, ranks)
-    thin = 6 * batch * k * (nr * cols / parts[1] + nc * rows / parts[0]) + 15 * _ELEMENT * batch * nr * nc * k
-    dense = 6 * rows * cols / ranks * (batch + k + _ELEMENT)
-    return thin + byte * nr * nc * k < dense + byte * width
+    thin = thin_flops(rows, cols, k, (nr, nc), batch, parts) + byte * nr * nc * k
+    return thin < dense_flops(rows, cols, k, batch) / ranks + byte * width
 
 
 def _by_rows(layer: Any, input: Tensor) -> Any:

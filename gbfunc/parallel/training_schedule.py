@@ -2,30 +2,92 @@
 
 The first eight are the puzzles of S. Rush's LLM Training Puzzles (2023), solved as there, which also says what each
 keeps longer than it must.
+
+Entries are named `activation[layer, microbatch]` (the input of a layer), `dactivation[...]` (its gradient),
+`weight[layer]`, `dweight[layer]` and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from gbfunc.parallel.pipeline_order import stage_ranks
-from gbfunc.parallel.rank_program import Job, Program, Recipe, ScheduleCosts, WeightSource
-from gbfunc.parallel.schedule import Schedule
+from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order, stage_ranks
+from gbfunc.parallel.schedule import Event, Kind, Schedule
 
-ScheduleKind = Literal[
-    "basic",
-    "accumulation",
-    "ddp",
-    "sharded",
-    "fsdp",
-    "pipeline",
-    "gpipe",
-    "pipeline_fsdp",
-    "1f1b",
-    "interleaved",
-    "zbv",
-]
+WeightSource = Literal["stored", "generated", "remat"]
+PerLayer = float | Sequence[float]
+ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded", "fsdp", "pipeline", "pipeline_fsdp"]
+
+
+class ScheduleCosts(NamedTuple):
+    """Durations and sizes, in any units; the defaults are those of the puzzles, and what these lack is gbfunc's.
+
+    What a layer takes is one number for all layers, or one for each. A duration or an activation is that of one
+    microbatch. Durations have the names of the kinds of events.
+
+    Attributes:
+        forward: of a layer.
+        backward: of a layer.
+        backward_input: of a layer, the half of backward that gives the gradient of its input.
+        backward_weight: of a layer, the half that gives the gradient of its weight.
+        generate: a layer's weight from the genome, whatever the microbatch.
+        generate_backward: the gradient of the genome from that of a layer's weight.
+        update: of a layer's weight; of the whole genome where weights are generated.
+        all_reduce: of a layer's gradient; of the whole genome's where weights are generated.
+        all_gather: of a layer's weight.
+        reduce_scatter: of a layer's gradient.
+        send: of a microbatch's activation or its gradient, during which the sender does nothing else.
+        receive: likewise, of the receiver.
+        activation: size of the input of a layer, and of its gradient; one more than layers, the last is the output.
+        weight: size of a layer's weight, and of its gradient.
+        optimizer: size of the state of a layer's optimizer.
+        genome: size of the genome, and of its gradient.
+        genome_optimizer: size of the state of its optimizer.
+    """
+
+    forward: PerLayer = 1.0
+    backward: PerLayer = 1.0
+    backward_input: PerLayer = 0.5
+    backward_weight: PerLayer = 0.5
+    generate: PerLayer = 0.1
+    generate_backward: PerLayer = 0.2
+    update: PerLayer = 0.5
+    all_reduce: PerLayer = 0.3
+    all_gather: PerLayer = 0.3
+    reduce_scatter: PerLayer = 0.3
+    send: float = 0.2
+    receive: float = 0.2
+    activation: PerLayer = 256 * 512
+    weight: PerLayer = 512 * 512
+    optimizer: PerLayer = 512 * 512
+    genome: float = 512 * 512 / 32
+    genome_optimizer: float = 512 * 512 / 32
+
+
+class Recipe(NamedTuple):
+    """In what schedules differ.
+
+    Attributes:
+        order: of a pipeline; `"once"`: forward and backward of all microbatches together; `"each"`: one by one.
+        data_parallel: whether the ranks have a microbatch each, and are not just the stages of a pipeline.
+        gathers: where weights are sharded, which layers a rank helps to gather when they are needed: those of its
+            stage, or all, as each is sharded over the ranks of all stages.
+        scatters: whether gradients are reduced and scattered at once, not all-reduced in the end.
+        sums: whether a layer has one gradient, to which each microbatch adds, and not one for each microbatch.
+        keeps_ends: whether the output of the last layer of a stage, and the gradient of the input of its first, stay
+            stored when they are no longer needed.
+    """
+
+    order: PipelineOrder | Literal["once", "each"]
+    data_parallel: bool = False
+    gathers: Literal["stage", "all"] | None = None
+    scatters: bool = False
+    sums: bool = True
+    keeps_ends: bool = False
+
+
 RECIPES: Mapping[ScheduleKind, Recipe] = {
     "basic": Recipe("once"),
     "accumulation": Recipe("each"),
@@ -47,7 +109,6 @@ def make_schedule(
     layers: int,
     ranks: int = 1,
     microbatches: int = 1,
-    replicas: int = 1,
     virtual: int = 2,
     weights: WeightSource = "stored",
     costs: ScheduleCosts | None = None,
@@ -65,7 +126,6 @@ def make_schedule(
         layers: of the p-net; a multiple of the stages.
         ranks: of a pipeline, or of data parallelism.
         microbatches: of one step, where they are not given by the ranks.
-        replicas: of a whole pipeline, each with its microbatches; rank `r` of replica `d` is `d * ranks + r`.
         virtual: stages per rank of `"interleaved"`.
         weights: `"stored"` with their optimizer's state; `"generated"` from a genome, which every rank stores, at their
             first use, and kept until the genome's gradient is taken at the end; `"remat"`: generated for each
@@ -79,43 +139,198 @@ def make_schedule(
         raise ValueError(f"expected a schedule of {sorted(RECIPES)}, got {kind!r}")
     if weights not in ("stored", "generated", "remat"):
         raise ValueError(f"expected weights 'stored', 'generated' or 'remat', got {weights!r}")
-    sizes = {"layers": layers, "ranks": ranks, "microbatches": microbatches, "replicas": replicas, "virtual": virtual}
+    sizes = {"layers": layers, "ranks": ranks, "microbatches": microbatches, "virtual": virtual}
     if min(sizes.values()) < 1:
         raise ValueError(f"expected sizes of at least 1, got {sizes}")
-    recipe = RECIPES[kind]
-    pipeline_ranks, replicas = _pipeline_sizes(kind, layers, ranks, microbatches, replicas)
+    recipe, depth, costs = RECIPES[kind], ranks, costs or ScheduleCosts()
+    if kind in ("basic", "accumulation") and ranks != 1:
+        raise ValueError(f"{kind!r} expects 1 rank, got {ranks}")
+    if recipe.data_parallel:
+        depth = layers if recipe.gathers == "all" else 1
+        if microbatches != 1:
+            raise ValueError(f"{kind!r} expects one microbatch per rank, got {microbatches=}")
+        if ranks % depth:
+            raise ValueError(f"{kind!r} expects ranks in multiples of its {depth} layers, got {ranks}")
     order = recipe.order if recipe.order not in ("once", "each") else "1f1b"
     virtual = {"interleaved": virtual, "zbv": 2}.get(kind, 1)
-    stages = stage_ranks(order, pipeline_ranks, virtual)
+    stages = stage_ranks(order, depth, virtual)
     if layers % len(stages):
         raise ValueError(f"{kind!r} expects layers in multiples of its {len(stages)} stages, got {layers}")
-    costs = costs or ScheduleCosts()
-    _check_costs(costs, layers)
-    job = Job(recipe, weights, costs, layers, microbatches, stages, pipeline_ranks, replicas, virtual)
-    programs = [Program(job, rank) for rank in range(pipeline_ranks * replicas)]
-    for program in programs:
-        program.run()
-    return Schedule([program.events for program in programs], [program.stored for program in programs])
-
-
-def _check_costs(costs: ScheduleCosts, layers: int) -> None:
-    """Raise where a cost per layer is not one for each."""
     for name, cost in costs._asdict().items():
         expected = layers + (name == "activation")
         if isinstance(cost, Sequence) and len(cost) != expected:
             raise ValueError(f"expected one number or {expected} for {name} of {layers} layers, got {len(cost)}")
+    programs = []
+    for rank in range(ranks):
+        if recipe.order == "once":
+            actions = (Action("F", rank % depth, 0), Action("B", rank % depth, 0))
+        else:
+            actions = pipeline_order(order, rank % depth, depth, microbatches, virtual)
+        programs.append(_Program(recipe, weights, costs, layers, microbatches, stages, tuple(range(ranks)), rank))
+        programs[-1].run(actions)
+    return Schedule([program.events for program in programs], [program.stored for program in programs])
 
 
-def _pipeline_sizes(kind: ScheduleKind, layers: int, ranks: int, microbatches: int, replicas: int) -> tuple[int, int]:
-    """Ranks of a pipeline, and how many pipelines there are."""
-    if kind in ("basic", "accumulation") and ranks != 1:
-        raise ValueError(f"{kind!r} expects 1 rank, got {ranks}; copies of it are its replicas")
-    recipe = RECIPES[kind]
-    if not recipe.data_parallel:
-        return ranks, replicas
-    if microbatches != 1 or replicas != 1:
-        raise ValueError(f"{kind!r} expects one microbatch per rank, got {microbatches=} and {replicas=}")
-    stages = layers if recipe.gathers == "all" else 1
-    if ranks % stages:
-        raise ValueError(f"{kind!r} expects ranks in multiples of its {stages} layers, got {ranks}")
-    return stages, ranks // stages
+@dataclass
+class _Program:
+    """The events of one rank, and what it stores from the beginning."""
+
+    recipe: Recipe
+    weights: WeightSource
+    costs: ScheduleCosts
+    layers: int
+    microbatches: int
+    stages: tuple[int, ...]
+    world: tuple[int, ...]
+    rank: int
+
+    def __post_init__(self) -> None:
+        recipe, weights, costs, depth = self.recipe, self.weights, self.costs, max(self.stages) + 1
+        self.place = self.rank % depth
+        self.generated, self.sharded = weights != "stored", recipe.gathers is not None and weights == "stored"
+        self.together = self.microbatches if recipe.order == "once" else 1
+        self.all = self.sharded and recipe.gathers == "all"
+        # Those that have the same layers, or, where every rank stores a part of every layer, all.
+        self.group = self.world if self.all else self.world[self.place :: depth]
+        self.made: set[int] = set()
+        mine = [layer for stage, place in enumerate(self.stages) if place == self.place for layer in self.of(stage)]
+        # Names of each layer's gradients.
+        self.gradients: dict[int, dict[str, None]] = {layer: {} for layer in mine}
+        self.events: list[Event] = []
+        if self.generated:
+            self.stored = {"genome": costs.genome, "genome optimizer": costs.genome_optimizer}
+        else:
+            kinds = {"shard" if self.sharded else "weight": costs.weight, "optimizer": costs.optimizer}
+            parts = len(self.group) if self.sharded else 1
+            kept = range(self.layers) if self.all else mine
+            self.stored = {f"{kind}[{n}]": _at(size, n) / parts for n in kept for kind, size in kinds.items()}
+
+    def of(self, stage: int) -> range:
+        """Layers of a stage."""
+        size = self.layers // len(self.stages)
+        return range(stage * size, (stage + 1) * size)
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """One training step."""
+        if self.all:  # All ranks take part in gathering and reducing every layer, between their messages.
+            stages = range(len(self.stages))
+            actions = [*(Action("F", s, 0) for s in stages), *(Action("B", s, 0) for s in reversed(stages))]
+        for op, stage, i in actions:
+            (self.forward if op == "F" else self.backward)(stage, i, op)
+        if self.generated:
+            if self.weights == "generated":
+                for layer in reversed(self.gradients):
+                    self.generate_backward(layer, also=(f"weight[{layer}]",))
+            if len(self.world) > 1:
+                self.emit("all_reduce", ranks=self.world, tag="dgenome")
+            self.emit("update", frees=("dgenome",))
+            return
+        for layer, gradients in sorted(self.gradients.items()):
+            if len(self.group) > 1 and not self.recipe.scatters:
+                self.emit("all_reduce", layer, ranks=self.group, tag=f"dweight[{layer}]")
+            self.emit("update", layer, frees=tuple(gradients))
+
+    def forward(self, stage: int, i: int, op: str) -> None:
+        """Forward through a stage, with the messages before and after it; another rank's is just gathered."""
+        mine, layers = self.stages[stage] == self.place, self.of(stage)
+        if mine:
+            self.message("receive", stage - 1, self.activation(layers[0], i), i)
+        for layer in layers:
+            self.acquire(layer, i, mine)
+            if mine:
+                loads = self.activation(0, i) if layer == 0 else {}
+                stores = self.activation(layer + 1, i)
+                self.emit("forward", layer, i, loads=loads, stores=stores, frees=self.passing(layer))
+        if mine:
+            self.message("send", stage + 1, self.activation(layers[-1] + 1, i), i)
+
+    def backward(self, stage: int, i: int, op: str) -> None:
+        """Backward or a half of it through a stage, with the messages before and after it."""
+        mine, layers = self.stages[stage] == self.place, self.of(stage)
+        if mine and op != "W":
+            gradient = self.activation(layers[-1] + 1, i, "d")
+            if layers[-1] + 1 < self.layers:
+                self.message("receive", stage + 1, gradient, i)
+            else:
+                frees = () if self.recipe.keeps_ends else tuple(self.activation(self.layers, i))
+                self.emit("loss", None, i, stores=gradient, frees=frees)
+        for layer in reversed(layers):
+            if op != "W":
+                self.acquire(layer, i, mine)
+            if mine:
+                self.layer_backward(layer, i, op)
+            else:
+                self.reduce_scatter(layer, i)
+        if mine and op != "W":
+            self.message("send", stage - 1, self.activation(layers[0], i, "d"), i)
+
+    def layer_backward(self, layer: int, i: int, op: str) -> None:
+        """Backward of a layer, or a half of it, and what is done with the gradient of its weight."""
+        stores: dict[str, float] = {}
+        frees: tuple[str, ...] = ()
+        if op in "BI":
+            stores |= self.activation(layer, i, "d") if layer or self.recipe.keeps_ends else {}
+            frees += self.passing(layer)
+        if op in "BW":
+            gradient = f"dweight[{layer}]" if self.recipe.sums else f"dweight[{layer}, {i}]"
+            self.gradients[layer][gradient] = None
+            stores[gradient] = _at(self.costs.weight, layer)
+            frees += (*self.activation(layer, i), *self.activation(layer + 1, i, "d"))
+        kinds: dict[str, Kind] = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
+        if not (self.sharded and self.recipe.scatters):
+            self.emit(kinds[op], layer, i, stores=stores, frees=frees)
+            if self.weights == "remat" and op != "I":
+                self.generate_backward(layer, i)
+            return
+        # The pipelined one frees what it can before its gradient is reduced.
+        late = self.passing(layer) if self.all else frees
+        self.emit(kinds[op], layer, i, stores=stores, frees=tuple(name for name in frees if name not in late))
+        self.reduce_scatter(layer, i, late)
+
+    def reduce_scatter(self, layer: int, i: int, frees: tuple[str, ...] = ()) -> None:
+        """Sum a layer's gradient over the ranks, each of which keeps its part."""
+        name = f"dweight[{layer}]"
+        self.gradients.setdefault(layer, {})[name] = None
+        part = {name: _at(self.costs.weight, layer) / len(self.group)}
+        self.emit("reduce_scatter", layer, i, stores=part, frees=frees, ranks=self.group, tag=name)
+
+    def generate_backward(self, layer: int, i: int | None = None, also: tuple[str, ...] = ()) -> None:
+        """Add to the genome's gradient what a layer's gradient gives."""
+        frees = (*self.gradients[layer], *also)
+        self.gradients[layer] = {}
+        self.emit("generate_backward", layer, i, stores={"dgenome": self.costs.genome}, frees=frees)
+
+    def acquire(self, layer: int, i: int, keep: bool) -> None:
+        """Have a layer's whole weight ready; or just help others to have it."""
+        name = f"weight[{layer}]"
+        weight = {name: _at(self.costs.weight, layer)}
+        if self.sharded:
+            self.emit("all_gather", layer, stores=weight, frees=() if keep else (name,), ranks=self.group, tag=name)
+        elif self.weights == "remat" or (self.generated and layer not in self.made):
+            self.made.add(layer)
+            self.emit("generate", layer, i, stores=weight)
+
+    def passing(self, layer: int) -> tuple[str, ...]:
+        """The whole weight where it is there only while the layer is worked on."""
+        return (f"weight[{layer}]",) if self.sharded or self.weights == "remat" else ()
+
+    def activation(self, layer: int, i: int, gradient: str = "") -> dict[str, float]:
+        """A layer's input, or its gradient."""
+        return {f"{gradient}activation[{layer}, {i}]": _at(self.costs.activation, layer) * self.together}
+
+    def message(self, kind: Literal["send", "receive"], stage: int, entry: Mapping[str, float], i: int) -> None:
+        """Send an entry to another rank's stage or receive it from there, unless it stays here."""
+        if 0 <= stage < len(self.stages) and self.stages[stage] != self.place:
+            peer, frees = self.rank - self.place + self.stages[stage], () if self.recipe.keeps_ends else tuple(entry)
+            rest: Any = {"stores": entry} if kind == "receive" else {"frees": frees}
+            self.emit(kind, None, i, peer=peer, tag=next(iter(entry)), **rest)
+
+    def emit(self, kind: Kind, layer: int | None = None, i: int | None = None, **rest: Any) -> None:
+        """Add an event."""
+        duration = _at(getattr(self.costs, kind, 0.0), layer or 0)
+        duration *= self.together if kind == "forward" or kind.startswith("backward") else 1
+        self.events.append(Event(kind, duration, layer, i, **rest))
+
+
+def _at(cost: PerLayer, layer: int) -> float:
+    return cost[layer] if isinstance(cost, Sequence) else cost

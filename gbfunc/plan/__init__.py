@@ -6,6 +6,7 @@ stored, and `file_layout` what stands where in the genome's file.
 
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, TileSpan
+from gbfunc.plan.forms import factored_form, is_formable
 from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, bytes_each, rounded, stored_name
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan, genome_file_bytes
@@ -20,8 +21,10 @@ __all__ = [
     "Slot",
     "StoredDtype",
     "bytes_each",
+    "factored_form",
     "TensorPlan",
     "genome_file_bytes",
+    "is_formable",
     "make_plan",
     "rounded",
     "stored_name",

@@ -13,7 +13,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.lab.bench.dense_parallel import Group
-from gbfunc.lab.bench.links import open_loopback, run_ranks
+from gbfunc.lab.bench.links import run_module
 from gbfunc.lab.bench.variants import genome_step
 from gbfunc.parallel import ScheduleCosts, make_schedule, simulate
 
@@ -116,13 +115,8 @@ def measure_bubble(
     Raises:
         OSError: if a rank fails or takes too long.
     """
-    with tempfile.TemporaryDirectory(prefix="gbfunc-bubble-") as name, open_loopback(ranks) as ports:
-        order = {"schedule": schedule, "ranks": ranks, "microbatches": microbatches, "folder": name}
-        order |= {"seconds": [forward, backward], "steps": steps}
-        module = [sys.executable, "-m", "gbfunc.lab.bench.bubble"]
-        commands = [[*p.prefix, *module, json.dumps(order | {"rank": rank})] for rank, p in enumerate(ports)]
-        run_ranks(commands, timeout=_TIMEOUT, env={"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1"})
-        reports = [json.loads(Path(name, f"{rank}.json").read_text()) for rank in range(ranks)]
+    order = {"schedule": schedule, "ranks": ranks, "microbatches": microbatches, "steps": steps}
+    reports = run_module("gbfunc.lab.bench.bubble", order | {"seconds": [forward, backward]}, ranks, _TIMEOUT)
     by_step = [max(of_ranks) for of_ranks in zip(*(report["steps"] for report in reports), strict=True)]
     seconds = statistics.median(by_step)
     forward, backward = (statistics.fmean(report[name] for report in reports) for name in ("forward", "backward"))
@@ -139,14 +133,9 @@ def simulated_bubble(
     schedule: Literal["gpipe", "1f1b"], ranks: int, microbatches: int, forward: float, backward: float
 ) -> float:
     """What the simulator says where nothing but blocks takes time."""
-    costs = ScheduleCosts(
-        forward=forward, backward=backward, generate=0.0, generate_backward=0.0, update=0.0, send=0.0, receive=0.0
-    )
-    costs = costs._replace(all_reduce=0.0, all_gather=0.0, reduce_scatter=0.0)
-    made = make_schedule(
-        schedule, layers=ranks, ranks=ranks, microbatches=microbatches, weights="generated", costs=costs
-    )
-    return simulate(made).bubble
+    nothing = ScheduleCosts._make([0.0] * len(ScheduleCosts._fields))
+    costs = nothing._replace(forward=forward, backward=backward)
+    return simulate(make_schedule(schedule, layers=ranks, ranks=ranks, microbatches=microbatches, costs=costs)).bubble
 
 
 def run_rank(order: Mapping[str, Any]) -> None:

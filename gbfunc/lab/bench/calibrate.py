@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbfunc as gb
-from gbfunc.lab.bench.links import open_loopback, run_ranks
+from gbfunc.lab.bench.links import run_module
 from gbfunc.lab.bench.report import measure_ceilings
 from gbfunc.parallel import sum_ranks
 
@@ -102,13 +101,7 @@ def loopback(rounds: int) -> tuple[float, float]:
     Raises:
         OSError: if one of them fails.
     """
-    with tempfile.TemporaryDirectory(prefix="gbfunc-link-") as name, open_loopback(2) as ports:
-        module = [sys.executable, "-m", "gbfunc.lab.bench.calibrate"]
-        orders = [json.dumps({"rank": rank, "folder": name, "rounds": rounds}) for rank in range(2)]
-        commands = [[*port.prefix, *module, order] for port, order in zip(ports, orders, strict=True)]
-        env = {"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1"}
-        run_ranks(commands, timeout=_TIMEOUT, env=env)
-        link, latency = json.loads(Path(name, "0.json").read_text())
+    (link, latency), _ = run_module("gbfunc.lab.bench.calibrate", {"rounds": rounds}, 2, _TIMEOUT)
     return link, latency
 
 

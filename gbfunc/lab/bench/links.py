@@ -6,16 +6,18 @@ Processes belong together: when one fails or the time is up, all are ended.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _PREFIX = "gbfunc"
 _SUBNET = "10.213.77"
@@ -189,6 +191,22 @@ def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float, env: Mapping
                 late = [rank for rank, code in enumerate(codes) if code is None]
                 raise RankError(f"ranks {late} of {len(codes)} had not ended after {timeout:g} s")
             time.sleep(_POLL_SECONDS)
+
+
+def run_module(module: str, order: Mapping[str, Any], ranks: int, timeout: float) -> list[Any]:
+    """Run a module on ranks of the loopback, each given the order, its `rank` and a `folder` as JSON.
+
+    Returns:
+        What each has written to `RANK.json` in the folder.
+
+    Raises:
+        RankError: as `run_ranks`.
+    """
+    with tempfile.TemporaryDirectory(prefix="gbfunc-ranks-") as folder, open_loopback(ranks) as ports:
+        orders = [json.dumps({**order, "folder": folder, "rank": rank}) for rank in range(ranks)]
+        commands = [[*p.prefix, sys.executable, "-m", module, text] for p, text in zip(ports, orders, strict=True)]
+        run_ranks(commands, timeout=timeout, env={"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1"})
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -1,0 +1,65 @@
+"""Cost models: what weights take as factors and multiplied out, what generates them, and what ranks send.
+
+Operations are multiplications and additions, of forward and backward together: backward takes twice what forward does.
+A matrix has R rows, C columns and nr x nc tiles with factors of rank k, and is applied to B rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+FLOPS_PER_ELEMENT = 40
+"""Operations in the time that writing or reading an element takes: 10 per byte, 4 bytes."""
+
+OPERATIONS_PER_BYTE: Mapping[str, float] = MappingProxyType({"cpu": 40.0, "cuda": 400.0})
+"""Operations in the time of a byte on the wire: 50 Gflop/s (some cores) at 10 Gbit/s, 20 Tflop/s (GPU) at 50 GB/s."""
+
+
+def product_flops(rows: int, cols: int, k: int) -> float:
+    """To multiply factors to a matrix: 6 R C k.
+
+    >>> product_flops(4, 6, 4)
+    576.0
+    """
+    return 6.0 * rows * cols * k
+
+
+def generation_flops(rows: int, cols: int, params: int, k: int = 0) -> float:
+    """To generate a tile by a g-net of some parameters: once per row and column, and a product of factors of rank k.
+
+    Where it has no factors (k = 0) it is evaluated for each weight.
+
+    >>> generation_flops(4, 6, 10), generation_flops(4, 6, 10, k=4)
+    (1440.0, 1176.0)
+    """
+    return 6.0 * (rows + cols if k else rows * cols) * params + product_flops(rows, cols, k)
+
+
+def dense_flops(rows: int, cols: int, k: int, batch: int) -> float:
+    """To form a weight of factors and apply it: 6 R C (B + k), and 6 times the time of moving it."""
+    return 6 * rows * cols * (batch + k + FLOPS_PER_ELEMENT)
+
+
+def thin_flops(
+    rows: int, cols: int, k: int, tiles: tuple[int, int], batch: int, parts: tuple[int, int] = (1, 1)
+) -> float:
+    """To apply factors: 6 B k (nr C + nc R), and 15 times the time of moving the thin product [B, nr nc k].
+
+    `parts` is into how many its rows and columns are split over ranks, each of which applies one.
+
+    >>> thin_flops(4096, 4096, 64, (1, 1), 256) < dense_flops(4096, 4096, 64, 256)
+    True
+    """
+    nr, nc = tiles
+    products = 6 * batch * k * (nr * cols / parts[1] + nc * rows / parts[0])
+    return products + 15 * FLOPS_PER_ELEMENT * batch * nr * nc * k
+
+
+def all_reduce_bytes(n_bytes: float, ranks: int) -> float:
+    """Bytes that a rank sends in an all-reduce along a ring.
+
+    >>> all_reduce_bytes(100, 4)
+    150.0
+    """
+    return 2 * n_bytes * (ranks - 1) / ranks
