@@ -78,21 +78,19 @@ class Stack:
         # Tiles of each slot that every rank has, and that this one has.
         self._sizes = [layout.sizes_of(ensemble, i) for i in range(len(self.grids))] if layout else None
         self._held = [s[layout.mesh.gnets_index] for s in self._sizes] if layout and self._sizes else self._counts
-        hypernet, specs = ensemble.hypernet, ensemble.leaves
+        specs = ensemble.leaves
         self._names = {k: f"{GNET}{ensemble.name}/{k}" for k in specs}
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
-        linear = hypernet.standardised and not hypernet.stochastic
-        self._linear = tuple(k for k, leaf in specs.items() if linear and leaf.role == "linear")
         self._span: slice | Tensor = layout.span(ensemble) if layout and specs else slice(0, ensemble.n_tiles)
         self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
         if self._some:
             numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
             tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
             self._span = torch.tensor(tiles, dtype=torch.int64, device="cpu")
-        self._built: dict[tuple[torch.dtype, torch.device], tuple[Run, Tensor, Tensor | None]] = {}
+        self._built: dict[tuple[torch.dtype, torch.device], Run] = {}
 
-    def constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
-        """The run of this rank's tiles without leaves, the scale [T] of each, and its group [T] or None."""
+    def constants(self, dtype: torch.dtype, device: torch.device) -> Run:
+        """The run of this rank's tiles without leaves."""
         key = (dtype, device)
         if is_exporting():
             return self._constants(dtype, device)
@@ -100,15 +98,13 @@ class Stack:
             self._built[key] = self._constants(dtype, device)
         return self._built[key]
 
-    def _constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
+    def _constants(self, dtype: torch.dtype, device: torch.device) -> Run:
         e = self.ensemble
         row, col = codes_of(e, dtype, device)
         first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
-        scale = _of_spans(first, scales, e.n_tiles, dtype, device)
-        groups = self._groups(device)[self._span] if self._shared else None
-        left = scale if e.hypernet.standardised and not self._linear else None
-        whole = Run.bare(e.hypernet, e.dims, self._kernel, row, col, left)
-        return whole.of(self._span), scale[self._span], groups
+        scale = _of_spans(first, scales, e.n_tiles, dtype, device) if e.hypernet.standardised else None
+        groups = self._groups(device) if self._shared else None
+        return Run.bare(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._span)
 
     def _groups(self, device: torch.device) -> Tensor:
         """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
@@ -123,19 +119,16 @@ class Stack:
 
     def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
         """This rank's tiles, from its leaves, among others flat by name, and the noise of all tiles."""
-        bare, scale, groups = self.constants(dtype, device)
+        bare = self.constants(dtype, device)
         leaves = {k: leaves[name] for k, name in self._names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._span] for k, v in leaves.items()}
-        leaves = {k: v[groups] if k in self._shared else v for k, v in leaves.items()}
-        # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
-        leaves |= {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in self._linear}
         return bare.filled(leaves, noise and {k: v[self._span] for k, v in noise.items()})
 
     def matrix(self, slot: int, leaves: Params, noise: Params | None) -> Tensor:
         """The matrix of one slot, from what this rank's tiles of it are made of."""
         like, first = next(iter(leaves.values())), sum(self._held[:slot])
-        bare = self.constants(like.dtype, like.device)[0].of(slice(first, first + self._held[slot]))
+        bare = self.constants(like.dtype, like.device).of(slice(first, first + self._held[slot]))
         return matrix_of(self._of_all(bare.filled(leaves, noise), slot), self.cuts[slot])
 
     def _of_all(self, run: Run, slot: int) -> Run | GatheredRun:

@@ -17,12 +17,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Leaf, Sized, project, uniform
+from gbfunc.hypernets.base import Leaf, Sized, uniform
+from gbfunc.hypernets.kernels.waves import Side
 from gbfunc.types import Factors, Params, TileDims
 
 
 @dataclass(frozen=True)
-class _Waves(Sized):
+class Waves(Sized):
     """Sines over the codes, whose code weights some matrices may share."""
 
     features: int | None = None
@@ -75,9 +76,26 @@ class _Waves(Sized):
             "col_weight": Leaf((dims.col_width, self.known_size), "code", scope, cols),
         }
 
+    def sides(
+        self, leaves: Params, row: Tensor, col: Tensor, scale: Tensor | None = None, groups: Tensor | None = None
+    ) -> tuple[Side, Side]:
+        """What the rows' and the columns' sides are made of, from arguments as `apply` takes them.
+
+        `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...].
+        """
+        raise NotImplementedError
+
+    def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
+        """The factors, from both sides as they are made."""
+        return Factors(left, right)
+
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
+        """Factors [r, 2H] and [c, 2H] of one tile."""
+        return self.factors(leaves, *(side.in_parts() for side in self.sides(leaves, row_rp, col_cq)))
+
 
 @dataclass(frozen=True)
-class Periodic(_Waves):
+class Periodic(Waves):
     """Sums of sines over the codes: the default g-net, fast (a batched GEMM) and good at high compression.
 
     Args:
@@ -113,23 +131,18 @@ class Periodic(_Waves):
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
-        """Factors [r, 2H] and [c, 2H] of one tile."""
-        a_rH = project(row_rp, leaves["row_weight"])
-        b_cH = project(col_cq, leaves["col_weight"])
+    def sides(
+        self, leaves: Params, row: Tensor, col: Tensor, scale: Tensor | None = None, groups: Tensor | None = None
+    ) -> tuple[Side, Side]:
+        """The rows' side has the coefficients, the columns' side its halves in the other order."""
+        weight, right = leaves["row_weight"], Side(col, leaves["col_weight"], groups=groups, cosine_first=True)
         if self.shares:
-            s, t = leaves["sine"].unsqueeze(-2), leaves["cosine"].unsqueeze(-2)
-            sin, cos = torch.sin(a_rH), torch.cos(a_rH)
-            left = torch.cat([sin * s + cos * t, cos * s - sin * t], -1)
-        else:
-            a_rH = a_rH + leaves["phase"].unsqueeze(-2)
-            v = leaves["amplitude"].unsqueeze(-2)
-            left = torch.cat([torch.sin(a_rH) * v, torch.cos(a_rH) * v], -1)
-        return Factors(left, torch.cat([torch.cos(b_cH), torch.sin(b_cH)], -1))
+            return Side(row, weight, None, leaves["sine"], leaves["cosine"], scale, groups), right
+        return Side(row, weight, leaves["phase"], leaves["amplitude"], None, scale, groups), right
 
 
 @dataclass(frozen=True)
-class Bilinear(_Waves):
+class Bilinear(Waves):
     """Sines of the rows times sines of the columns, mixed by a matrix per tile: thin factors, many coefficients.
 
     A tile of H features has $4 H^2$ coefficients and factors of 2 H columns, where a periodic one has factors of twice
@@ -156,11 +169,16 @@ class Bilinear(_Waves):
         """From where on the factors are as wide as the tile."""
         return max(1, min(dims.rows, dims.cols) // 2)
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
-        """Factors [r, 2H] and [c, 2H] of one tile."""
-        a_rH, b_cH = project(row_rp, leaves["row_weight"]), project(col_cq, leaves["col_weight"])
-        left = torch.cat([torch.sin(a_rH), torch.cos(a_rH)], -1) @ leaves["mix"]
-        return Factors(left, torch.cat([torch.sin(b_cH), torch.cos(b_cH)], -1))
+    def sides(
+        self, leaves: Params, row: Tensor, col: Tensor, scale: Tensor | None = None, groups: Tensor | None = None
+    ) -> tuple[Side, Side]:
+        """Plain sines and cosines."""
+        return Side(row, leaves["row_weight"], groups=groups), Side(col, leaves["col_weight"], groups=groups)
+
+    def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
+        """The rows' side mixed."""
+        mix = leaves["mix"] if scale is None else leaves["mix"] * scale[:, None, None]
+        return Factors(left @ mix, right)
 
 
 periodic, bilinear = Periodic, Bilinear

@@ -1,0 +1,69 @@
+// Vectors of numbers as wide as the machine has them, and loops over rows: what the kernels share.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+using Size = std::int64_t;
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+constexpr Size kBytes = 64;
+#elif defined(__AVX2__)
+#include <immintrin.h>
+constexpr Size kBytes = 32;
+#else
+constexpr Size kBytes = 16;
+#endif
+
+namespace {
+
+template <class S>
+struct Vector {
+  typedef S type __attribute__((vector_size(kBytes)));
+};
+template <class S>
+using Vec = typename Vector<S>::type;
+template <class S>
+constexpr Size kLanes = kBytes / sizeof(S);
+
+// The first `count` numbers of a vector; the others are zero.
+template <class S>
+Vec<S> load(const S* from, Size count = kLanes<S>) {
+  Vec<S> x = {};
+  if (count >= kLanes<S>)
+    std::memcpy(&x, from, kBytes);
+  else
+    for (Size l = 0; l < count; l++) x[l] = from[l];
+  return x;
+}
+
+template <class S>
+void store(S* to, Vec<S> x, Size count = kLanes<S>) {
+  if (count >= kLanes<S>)
+    std::memcpy(to, &x, kBytes);
+  else
+    for (Size l = 0; l < count; l++) to[l] = x[l];
+}
+
+template <class S>
+Vec<S> spread(S x) {
+  return x - Vec<S>{};  // not `x +`: only the difference to 0 is x for each x, so that it costs nothing
+}
+
+Size round_up(Size n, Size step) { return (n + step - 1) / step * step; }
+
+constexpr int kRows = 4;  // at once, so that their sums stay in registers and share each load
+
+// Calls f with the first of every `kRows` rows, then of every row that is left.
+template <class F>
+void by_rows(Size first, Size end, F f) {
+  for (; first + kRows <= end; first += kRows) f(first, std::integral_constant<int, kRows>{});
+  for (; first < end; first++) f(first, std::integral_constant<int, 1>{});
+}
+
+}  // namespace
