@@ -32,6 +32,8 @@ class Waves(Sized):
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
     batched: ClassVar[bool] = True
+    cosine_first: ClassVar[bool] = False
+    """Of the columns' side."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +85,16 @@ class Waves(Sized):
 
         `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...].
         """
-        raise NotImplementedError
+        # Weights for codes of width 0 are in no genome, and those that take their place are of tiles.
+        rows, cols = (
+            Side(codes, weight, groups=groups if codes.shape[-1] else None)
+            for codes, weight in ((row, leaves["row_weight"]), (col, leaves["col_weight"]))
+        )
+        return self._with_coefficients(rows, leaves, scale), cols._replace(cosine_first=self.cosine_first)
+
+    def _with_coefficients(self, rows: Side, leaves: Params, scale: Tensor | None) -> Side:
+        """The rows' side, where it has coefficients."""
+        return rows
 
     def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
         """The factors, from both sides as they are made."""
@@ -110,6 +121,7 @@ class Periodic(Waves):
     """
 
     type: ClassVar[str] = "periodic"
+    cosine_first: ClassVar[bool] = True
 
     @property
     def default_frequency(self) -> float:
@@ -131,14 +143,10 @@ class Periodic(Waves):
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
 
-    def sides(
-        self, leaves: Params, row: Tensor, col: Tensor, scale: Tensor | None = None, groups: Tensor | None = None
-    ) -> tuple[Side, Side]:
-        """The rows' side has the coefficients, the columns' side its halves in the other order."""
-        weight, right = leaves["row_weight"], Side(col, leaves["col_weight"], groups=groups, cosine_first=True)
+    def _with_coefficients(self, rows: Side, leaves: Params, scale: Tensor | None) -> Side:
         if self.shares:
-            return Side(row, weight, None, leaves["sine"], leaves["cosine"], scale, groups), right
-        return Side(row, weight, leaves["phase"], leaves["amplitude"], None, scale, groups), right
+            return rows._replace(sine=leaves["sine"], cosine=leaves["cosine"], scale=scale)
+        return rows._replace(phase=leaves["phase"], sine=leaves["amplitude"], scale=scale)
 
 
 @dataclass(frozen=True)
@@ -168,12 +176,6 @@ class Bilinear(Waves):
     def max_size(self, dims: TileDims) -> int:
         """From where on the factors are as wide as the tile."""
         return max(1, min(dims.rows, dims.cols) // 2)
-
-    def sides(
-        self, leaves: Params, row: Tensor, col: Tensor, scale: Tensor | None = None, groups: Tensor | None = None
-    ) -> tuple[Side, Side]:
-        """Plain sines and cosines."""
-        return Side(row, leaves["row_weight"], groups=groups), Side(col, leaves["col_weight"], groups=groups)
 
     def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
         """The rows' side mixed."""
