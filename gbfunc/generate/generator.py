@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gbfunc.base import BaseTensors
 from gbfunc.generate.stack import GatheredRun, Part, Stack, factors_of, matrix_of
 from gbfunc.genome import Noise, check_genome, check_noise
-from gbfunc.hypernets.ensemble import Run, is_exporting
+from gbfunc.hypernets.ensemble import Run, is_exporting, with_factors
 from gbfunc.layers import KINDS
 from gbfunc.layers.delta import DeltaWeight, added
 from gbfunc.layers.forms import FactoredWeight, WeightForm
@@ -184,6 +184,10 @@ class Generator:
         # A caller's autocast is for the p-net; an exported graph has none, and should not hold that it is off.
         with nullcontext() if is_exporting() else torch.autocast(device.type, enabled=False):
             runs = [stack.run(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self._stacks]
+            # Weights that are recomputed take leaves, all others what is made here.
+            now = [i for i, make in enumerate(self._made) if make != self._stacks[i].runs]
+            for i, run in zip(now, with_factors([runs[i] for i in now]), strict=True):
+                runs[i] = run
             parts = self._gather(runs)
             parts |= {i: make(runs[i]) for i, make in enumerate(self._made) if make is not None}
             tensors: Params = {}

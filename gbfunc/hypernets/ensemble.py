@@ -33,7 +33,7 @@ class Run(NamedTuple):
     Codes are `row` [U, r, p] and `col` [U, c, q], U = 1 where all tiles share them; `scale` [T] is that of every tile's
     slot, None where there is none; `leaves` and `noise` are `{name: [T, ...]}`, {} for a type without leaves and None
     for the mean; `empty` are shapes of the leaves without entries, which no genome holds. With `groups` [T], leaves
-    that tiles share are those of groups [G, ...]. `made` are the tiles or factors, where they are `evaluated`.
+    that tiles share are those of groups [G, ...]. `made` are the factors, where they are there already.
     """
 
     hypernet: Hypernet
@@ -46,7 +46,7 @@ class Run(NamedTuple):
     noise: Params | None
     empty: Mapping[str, tuple[int, ...]]
     groups: Tensor | None = None
-    made: Tensor | Factors | None = None
+    made: Factors | None = None
 
     @staticmethod
     def bare(
@@ -131,9 +131,9 @@ class Run(NamedTuple):
         shared = shared if self.groups is not None else set()
         leaves = {k: [v] * len(counts) if k in shared else parts(v) for k, v in self.leaves.items()}
         runs = [self.of(span)._replace(leaves={k: v[i] for k, v in leaves.items()}) for i, span in enumerate(spans)]
-        if isinstance(self.made, Factors):
-            return [r._replace(made=Factors(*x)) for r, *x in zip(runs, *map(parts, self.made), strict=True)]
-        return runs if self.made is None else [r._replace(made=x) for r, x in zip(runs, parts(self.made), strict=True)]
+        if self.made is None:
+            return runs
+        return [r._replace(made=Factors(*x)) for r, *x in zip(runs, *map(parts, self.made), strict=True)]
 
     @property
     def n_tiles(self) -> int:
@@ -152,15 +152,11 @@ class Run(NamedTuple):
         return self._replace(row=row, col=col, scale=scale, noise=noise, groups=groups, made=None)
 
 
-def evaluated(runs: Sequence[Run]) -> list[Run]:
-    """The runs with their tiles or factors `made`, those of all periodic g-nets by one operator."""
-    factors = iter(periodic_factors([r for r in runs if r.made is None and isinstance(r.hypernet, Waves)]))
-    return [
-        run
-        if run.made is not None
-        else run._replace(made=next(factors) if isinstance(run.hypernet, Waves) else run._evaluate())
-        for run in runs
-    ]
+def with_factors(runs: Sequence[Run]) -> list[Run]:
+    """The runs, those of periodic and bilinear g-nets with their factors `made`, by one operator for all of them."""
+    periodic = [run.made is None and isinstance(run.hypernet, Waves) for run in runs]
+    factors = iter(periodic_factors([run for run, yes in zip(runs, periodic, strict=True) if yes]))
+    return [run._replace(made=next(factors)) if yes else run for run, yes in zip(runs, periodic, strict=True)]
 
 
 def periodic_factors(runs: Sequence[Run]) -> list[Factors]:
