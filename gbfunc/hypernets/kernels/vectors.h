@@ -31,14 +31,31 @@ using Vec = typename Vector<S>::type;
 template <class S>
 constexpr Size kLanes = kBytes / sizeof(S);
 
+#if defined(__AVX512F__)
+template <class S>
+auto first_lanes(Size count) {
+  if constexpr (sizeof(S) == 4)
+    return __mmask16((1u << count) - 1);
+  else
+    return __mmask8((1u << count) - 1);
+}
+#endif
+
 // The first `count` numbers of a vector; the others are zero.
 template <class S>
 Vec<S> load(const S* from, Size count = kLanes<S>) {
   Vec<S> x = {};
   if (count >= kLanes<S>)
     std::memcpy(&x, from, kBytes);
+#if defined(__AVX512F__)
+  else if constexpr (sizeof(S) == 4)
+    x = _mm512_maskz_loadu_ps(first_lanes<S>(count), from);
+  else
+    x = _mm512_maskz_loadu_pd(first_lanes<S>(count), from);
+#else
   else
     for (Size l = 0; l < count; l++) x[l] = from[l];
+#endif
   return x;
 }
 
@@ -46,8 +63,15 @@ template <class S>
 void store(S* to, Vec<S> x, Size count = kLanes<S>) {
   if (count >= kLanes<S>)
     std::memcpy(to, &x, kBytes);
+#if defined(__AVX512F__)
+  else if constexpr (sizeof(S) == 4)
+    _mm512_mask_storeu_ps(to, first_lanes<S>(count), x);
+  else
+    _mm512_mask_storeu_pd(to, first_lanes<S>(count), x);
+#else
   else
     for (Size l = 0; l < count; l++) to[l] = x[l];
+#endif
 }
 
 template <class S>

@@ -38,6 +38,21 @@ struct Bits<double> {
   static constexpr int sign_shift = 62;
 };
 
+// Whether any bit is set.
+template <class S>
+bool any(typename Bits<S>::type x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
+  std::uint64_t words[kBytes / 8], all = 0;
+  std::memcpy(words, &x, kBytes);
+  for (const auto word : words) all |= word;
+  return all;
+#endif
+}
+
 // Horner's rule, highest coefficient first.
 template <class S, int N>
 Vec<S> polynomial(const S (&c)[N], Vec<S> z) {
@@ -80,9 +95,8 @@ void sincos(Vec<S> x, Vec<S>& sin, Vec<S>& cos) {
   const I cos_bits = ((c_bits & ~swapped) | (s_bits & swapped)) ^ (((quarter + 1) & 2) << B::sign_shift);
   std::memcpy(&sin, &sin_bits, kBytes);
   std::memcpy(&cos, &cos_bits, kBytes);
-  bool small = true;
-  for (Size l = 0; l < kLanes<S>; l++) small &= x[l] < B::limit && x[l] > -B::limit;
-  if (__builtin_expect(!small, 0))  // or not a number
+  const I large = ~((x < spread(B::limit)) & (x > spread(-B::limit)));  // or not a number
+  if (__builtin_expect(any<S>(large), 0))
     for (Size l = 0; l < kLanes<S>; l++) {
       sin[l] = std::sin(x[l]);
       cos[l] = std::cos(x[l]);
@@ -198,23 +212,24 @@ void backward(const Wave<S>& w, Inputs<S>& in, Sums<S>& d, Size tile, Size first
 template <class S>
 void backward_groups(const Wave<S>& w, Inputs<S>& in, Sums<S>& d, Size low, Size high, Size first, Size end) {
   const Size lanes = kLanes<S>, vectors = round_up(end - first, lanes) / lanes, size = vectors * w.width;
-  std::vector<Vec<S>> totals(w.groups ? (high - low) * size : 0);
+  const bool shared = w.groups || !w.tiles;  // an empty array has no address
+  std::vector<Vec<S>> totals(shared ? (high - low) * size : 0);
   auto write = [&](Size group, const Vec<S>* from) {
     for (Size k = 0, h = first; k < vectors; k++, h += lanes)
       for (Size j = 0; j < w.width; j++)
         store(w.d_weights + (group * w.width + j) * w.features + h, from[k * w.width + j], end - h);
   };
-  for (Size tile = w.groups ? 0 : low; tile < (w.groups ? w.tiles : high); tile++) {
+  for (Size tile = shared ? 0 : low; tile < (shared ? w.tiles : high); tile++) {
     const Size group = w.group_of(tile);
     if (group < low || group >= high) continue;
     d.weights.assign(size, Vec<S>{});
     backward(w, in, d, tile, first, end);
-    if (w.groups)
+    if (shared)
       for (Size i = 0; i < size; i++) totals[(group - low) * size + i] += d.weights[i];
     else
       write(group, d.weights.data());
   }
-  if (w.groups)
+  if (shared)
     for (Size group = low; group < high; group++) write(group, totals.data() + (group - low) * size);
 }
 

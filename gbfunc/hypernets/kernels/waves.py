@@ -26,6 +26,7 @@ from gbfunc.hypernets.kernels import native
 from gbfunc.hypernets.kernels.chunked import Tensors
 from gbfunc.types import Kernel
 
+
 class Side(NamedTuple):
     """What one side of some tiles is made of.
 
