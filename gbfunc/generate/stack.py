@@ -110,7 +110,7 @@ class Stack:
         """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
         groups = self.ensemble.groups
         if not is_exporting():
-            return torch.from_numpy(groups).to(device)
+            return torch.from_numpy(groups).to(device, torch.int64)
         first = np.flatnonzero(np.diff(groups, prepend=-2) != 1)
         offsets = (groups[first] - first).tolist()
         return _of_spans(first.tolist(), offsets, len(groups), torch.int64, device) + torch.arange(

@@ -9,10 +9,6 @@
 
 #include "vectors.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace {
 
 // NaN stays NaN, as in torch.
@@ -156,17 +152,6 @@ void weights(const S* a, const S* Bt, const S* v, S b, S* out, Size hidden, Size
   }
   for (int r = 0; r < R; r++)
     for (int k = 0; k < K; k++) store(out + r * width + k * kLanes<S>, sums[r][k]);
-}
-
-// Asks for large pages under memory that is written for the first time: small ones take longer to get than to fill.
-void prefer_large_pages(void* memory, std::size_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr std::uintptr_t page = 4096;  // Others are refused, and that is all.
-  constexpr std::size_t repays = 4 << 20;
-  const auto start = (reinterpret_cast<std::uintptr_t>(memory) + page - 1) / page * page;
-  const auto end = (reinterpret_cast<std::uintptr_t>(memory) + bytes) / page * page;
-  if (bytes >= repays) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#endif
 }
 
 // Sides, v [T, H], b [T] -> W [rows, cols].

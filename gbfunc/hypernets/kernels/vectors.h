@@ -1,4 +1,4 @@
-// Vectors of numbers as wide as the machine has them, and loops over rows: what the kernels share.
+// Vectors of numbers as wide as the machine has them, loops over rows, large pages: what the kernels share.
 
 #pragma once
 
@@ -7,6 +7,10 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 using Size = std::int64_t;
 
@@ -80,6 +84,17 @@ Vec<S> spread(S x) {
 }
 
 Size round_up(Size n, Size step) { return (n + step - 1) / step * step; }
+
+// Asks for large pages under memory that is written for the first time: small ones take longer to get than to fill.
+void prefer_large_pages(void* memory, std::size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr std::uintptr_t page = 4096;  // Others are refused, and that is all.
+  constexpr std::size_t repays = 4 << 20;
+  const auto start = (reinterpret_cast<std::uintptr_t>(memory) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<std::uintptr_t>(memory) + bytes) / page * page;
+  if (bytes >= repays) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#endif
+}
 
 constexpr int kRows = 4;  // at once, so that their sums stay in registers and share each load
 

@@ -261,6 +261,8 @@ void by_items(const Wave<S>* waves, Size count, int threads, bool groups, F make
 
 template <class S>
 void all_forward(const Wave<S>* waves, Size count, int threads) {
+  for (Size i = 0; i < count; i++)
+    prefer_large_pages(waves[i].out, waves[i].tiles * waves[i].rows * waves[i].features * 2 * sizeof(S));
   by_items(waves, count, threads, false, [] {
     return [in = Inputs<S>()](const Wave<S>& w, Size low, Size high, Size first, Size end) mutable {
       for (Size tile = low; tile < high; tile++) forward(w, in, tile, first, end);

@@ -4,7 +4,7 @@ A side of a tile with codes X, code weights U and coefficients s and t is, with 
 `[s sin A + t cos A, s cos A - t sin A]`. With `g` and `h` the cotangents of its halves, `along = g sin A + h cos A` and
 `across = g cos A - h sin A`, the gradients are `ds = sum_i along`, `dt = sum_i across`, and `dA = s across - t along`.
 
-On a CPU `waves.cpp` makes all sides of a step, and computes their gradients, in one call each. Further derivatives, forward
+On a CPU `waves.cpp` makes all sides of a step, and their gradients, in one call each. Further derivatives, forward
 mode, `torch.func` and compiled or exported graphs use the expression in PyTorch, `Side.in_parts`.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features, U 1 or T.
