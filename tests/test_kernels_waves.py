@@ -77,16 +77,18 @@ def loop(side: Side) -> Tensor:
     tiles = len(side.weight if side.groups is None else side.groups)
     rows, features = side.codes.shape[1], side.weight.shape[2]
     out = torch.zeros(tiles, rows, 2 * features, dtype=torch.float64)
+    numbers: dict[str, Any] = {k: None if x is None else x.detach().tolist() for k, x in _floats(side).items()}
+    phases, sines, cosines, scales = (numbers[k] for k in ("phase", "sine", "cosine", "scale"))
     for t in range(tiles):
-        codes = side.codes[t % len(side.codes)]
-        weight = side.weight[t if side.groups is None else int(side.groups[t])]
-        scale = 1 if side.scale is None else float(side.scale[t])
+        codes = numbers["codes"][t % len(side.codes)]
+        weight = numbers["weight"][t if side.groups is None else int(side.groups[t])]
+        scale = 1 if scales is None else scales[t]
         for i in range(rows):
             for h in range(features):
-                angle = sum(float(codes[i, k]) * float(weight[k, h]) for k in range(len(weight)))
-                angle += 0 if side.phase is None else float(side.phase[t, h])
-                s = 1 if side.sine is None else float(side.sine[t, h]) * scale
-                c = 0 if side.cosine is None else float(side.cosine[t, h]) * scale
+                angle = sum(codes[i][k] * weight[k][h] for k in range(len(weight)))
+                angle += 0 if phases is None else phases[t][h]
+                s = 1 if sines is None else sines[t][h] * scale
+                c = 0 if cosines is None else cosines[t][h] * scale
                 halves = s * math.sin(angle) + c * math.cos(angle), s * math.cos(angle) - c * math.sin(angle)
                 out[t, i, h], out[t, i, features + h] = halves[::-1] if side.cosine_first else halves
     return out
