@@ -14,7 +14,7 @@ GNets: TypeAlias = dict[str, Params]
 """`{ensemble: {leaf: tensor}}`; a leaf has a leading dimension of tiles [T, ...] or of groups [G, ...]."""
 
 Kernel: TypeAlias = Literal["auto", "eager", "compiled", "reference"]
-"""Which implementation generates the tiles of a ReLU g-net."""
+"""Which implementation generates the tiles of ReLU and periodic g-nets."""
 
 JSON: TypeAlias = dict[str, Any]
 

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from gbfunc.hypernets import kernels
 from gbfunc.hypernets.kernels import eager, native, relu_tile, relu_tiles
 from gbfunc.hypernets.kernels.relu_tile import COMPILE_WORK
+from gbfunc.hypernets.kernels.waves import Side, waves
 from gbfunc.tiling import TileGrid
 from tests.support.kernel_cases import NEEDS_COMPILER, check, draw, with_gradients
 
@@ -84,6 +85,16 @@ def test_every_width_of_vectors_makes_the_matrix(width: str, cache: Path, monkey
             found, expected = ([W, *torch.autograd.grad(W, leaves, g)] for W in (one, other))
             for x, y in zip(found, expected, strict=True):
                 torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * float(y.detach().abs().max()))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        codes, weight, phase, sine, cosine = (
+            x.to(dtype) for x in map(torch.randn, ((1, 150, 6), (3, 6, 37), (3, 37), (3, 37), (3, 37)))
+        )
+        leaves = [x.requires_grad_() for x in (weight, phase, sine, cosine)]
+        side = Side(codes, leaves[0], leaves[1], leaves[2], leaves[3])
+        one, other = (waves([side], kernel=kernel)[0] for kernel in ("compiled", "reference"))
+        found, expected = ([x, *torch.autograd.grad(x, side.leaves, torch.ones_like(x))] for x in (one, other))
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * float(y.detach().abs().max()))
 
 
 @NEEDS_COMPILER
@@ -113,7 +124,7 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _bad_compiler(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'raise SystemExit(3)'")
-    return "failed on the ReLU kernel"
+    return "failed on the kernels"
 
 
 @pytest.mark.parametrize("broken", [_no_compiler, _bad_compiler])
@@ -147,7 +158,7 @@ def test_tensors_without_memory_stay_out_of_compiled_programs(without_memory: An
 
 def test_a_device_without_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     # The meta device stands for one whose tensors have memory and that Triton does not know.
-    monkeypatch.setattr(relu_tile, "_has_memory", lambda _: True)
+    monkeypatch.setattr(native, "has_memory", lambda _: True)
     relu_tile._accelerator_form.cache_clear()
     leaves = [x.to("meta").requires_grad_() for x in draw((2, 80, 70, 100), dtype=torch.float32)[1:]]
     with pytest.warns(RuntimeWarning, match="Triton does not work on 'meta'.*install triton") as caught:

@@ -21,7 +21,7 @@ from gbfunc.base import BaseTensors
 from gbfunc.generate.choose import Chooser, Form, Lazy
 from gbfunc.generate.stack import RankStack, Slot, Stack
 from gbfunc.genome import Noise, check_genome, check_noise
-from gbfunc.hypernets.ensemble import Run, is_exporting
+from gbfunc.hypernets.ensemble import Run, is_exporting, with_factors
 from gbfunc.layers.factored import DeltaWeight, FactoredWeight
 from gbfunc.layers.forms import Needs, WeightForm
 from gbfunc.parallel import Gather, Layout
@@ -110,6 +110,8 @@ class Generator:
             self._stacks.append(stack)
         # Gathered are the outputs of whole ensembles, or of each slot where they are not to be kept.
         self._at_once = [i for i, s in enumerate(self._stacks) if isinstance(s, RankStack) and not remat]
+        # Weights that are recomputed take leaves, all others what is made in a call.
+        self._evaluated = [i for i, s in enumerate(self._stacks) if s.needs != "leaves"]
         self._forms: list[tuple[Form, list[tuple[int, int]]]] = [
             (chosen[t.name], [self._place[t.name, part] for part in range(len(t.slots))]) for t in generated
         ]
@@ -144,6 +146,8 @@ class Generator:
         # A caller's autocast is for the p-net; an exported graph has none, and should not hold that it is off.
         with nullcontext() if is_exporting() else torch.autocast(device.type, enabled=False):
             runs = [stack.run(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self._stacks]
+            for i, run in zip(self._evaluated, with_factors([runs[i] for i in self._evaluated]), strict=True):
+                runs[i] = run
             slots = self._gathered(runs) if self._at_once else {}
             of = [slots[i] if i in slots else s.split(runs[i]) for i, s in enumerate(self._stacks)]
             tensors = self._unchanged(device)

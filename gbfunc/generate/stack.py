@@ -102,27 +102,26 @@ class Stack:
         ensemble: the ensemble.
         slots: numbers of those of its slots that are made.
         cuts: the tiles of each of them that are made.
+        needs: what is asked of the slots.
     """
 
     def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
-        self.ensemble = ensemble
+        self.ensemble, self.needs = ensemble, needs
         self._kernel: Kernel = kernel
         grids = [p.slot.grid for p in ensemble.spans]
         self.slots, self.cuts = [*cuts], [*cuts.values()]
         self._grids = [cut.grid for cut in self.cuts]
         self._counts = [grid.n_tiles for grid in self._grids]
-        hypernet, specs = ensemble.hypernet, ensemble.leaves
+        specs = ensemble.leaves
         self._names = {k: f"{GNET}{ensemble.name}/{k}" for k in specs}
         self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
-        linear = hypernet.standardised and not hypernet.stochastic
-        self._linear = tuple(k for k, leaf in specs.items() if linear and leaf.role == "linear")
         self._tiles: slice | Tensor = self._mine()
         self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
         if self._some:
             numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
             tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
             self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
-        self._built: dict[tuple[torch.dtype, torch.device], tuple[Run, Tensor, Tensor | None]] = {}
+        self._built: dict[tuple[torch.dtype, torch.device], Run] = {}
         self._split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
 
     def _mine(self) -> slice:
@@ -134,8 +133,8 @@ class Stack:
         """Tiles of each slot that this rank holds."""
         return self._counts
 
-    def constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
-        """The run of this rank's tiles without leaves, the scale [T] of each, and its group [T] or None."""
+    def constants(self, dtype: torch.dtype, device: torch.device) -> Run:
+        """The run of this rank's tiles without leaves."""
         key = (dtype, device)
         if is_exporting():
             return self._constants(dtype, device)
@@ -143,21 +142,19 @@ class Stack:
             self._built[key] = self._constants(dtype, device)
         return self._built[key]
 
-    def _constants(self, dtype: torch.dtype, device: torch.device) -> tuple[Run, Tensor, Tensor | None]:
+    def _constants(self, dtype: torch.dtype, device: torch.device) -> Run:
         e = self.ensemble
         row, col = codes_of(e, dtype, device)
         first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
-        scale = _of_spans(first, scales, e.n_tiles, dtype, device)
-        groups = self._groups(device)[self._tiles] if self._shared else None
-        left = scale if e.hypernet.standardised and not self._linear else None
-        whole = Run.bare(e.hypernet, e.dims, self._kernel, row, col, left)
-        return whole.of(self._tiles), scale[self._tiles], groups
+        scale = _of_spans(first, scales, e.n_tiles, dtype, device) if e.hypernet.standardised else None
+        groups = self._groups(device) if self._shared else None
+        return Run.bare(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._tiles)
 
     def _groups(self, device: torch.device) -> Tensor:
         """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
         groups = self.ensemble.groups
         if not is_exporting():
-            return torch.from_numpy(groups).to(device)
+            return torch.from_numpy(groups).to(device, torch.int64)
         first = np.flatnonzero(np.diff(groups, prepend=-2) != 1)
         offsets = (groups[first] - first).tolist()
         return _of_spans(first.tolist(), offsets, len(groups), torch.int64, device) + torch.arange(
@@ -166,14 +163,10 @@ class Stack:
 
     def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
         """This rank's tiles, from its leaves, among others flat by name, and the noise of all tiles."""
-        bare, scale, groups = self.constants(dtype, device)
+        bare = self.constants(dtype, device)
         leaves = {k: leaves[name] for k, name in self._names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
-        if groups is not None:
-            leaves = {k: v[groups] if k in self._shared else v for k, v in leaves.items()}
-        # The tile is linear in these leaves, which are small: scaling them spares a copy of every weight.
-        leaves |= {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in self._linear}
         return bare.filled(leaves, noise and {k: v[self._tiles] for k, v in noise.items()})
 
     def split(self, run: Run) -> Sequence[Slot]:
@@ -183,7 +176,7 @@ class Stack:
     def slot(self, number: int, leaves: Params, noise: Params | None) -> Slot:
         """One slot, from the leaves and noise of this rank's tiles of it (`Slot.inputs`)."""
         like, first = next(iter(leaves.values())), sum(self._held[:number])
-        bare = self.constants(like.dtype, like.device)[0].of(slice(first, first + self._held[number]))
+        bare = self.constants(like.dtype, like.device).of(slice(first, first + self._held[number]))
         return self._source(number, bare.filled(leaves, noise))
 
     def _source(self, number: int, run: Run) -> Slot:

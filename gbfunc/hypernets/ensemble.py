@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from gbfunc.hypernets import Hypernet
+from gbfunc.hypernets.kernels.waves import waves
+from gbfunc.hypernets.periodic import Waves
 from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, Kernel, Params, TileDims
 
@@ -29,8 +31,9 @@ class Run(NamedTuple):
     """G-nets that are generated together.
 
     Codes are `row` [U, r, p] and `col` [U, c, q], U = 1 where all tiles share them; `scale` [T] is that of every tile's
-    slot, None where it is in the leaves or there is none; `leaves` and `noise` are `{name: [T, ...]}`, {} for a type
-    without leaves and None for the mean; `empty` are shapes of the leaves without entries, which no genome holds.
+    slot, None where there is none; `leaves` and `noise` are `{name: [T, ...]}`, {} for a type without leaves and None
+    for the mean; `empty` are shapes of the leaves without entries, which no genome holds. With `groups` [T], leaves
+    that tiles share are those of groups [G, ...]. `made` are the factors, where they are there already.
     """
 
     hypernet: Hypernet
@@ -42,19 +45,45 @@ class Run(NamedTuple):
     leaves: Params
     noise: Params | None
     empty: Mapping[str, tuple[int, ...]]
+    groups: Tensor | None = None
+    made: Factors | None = None
 
     @staticmethod
     def bare(
-        hypernet: Hypernet, dims: TileDims, kernel: Kernel, row: Tensor, col: Tensor, scale: Tensor | None = None
+        hypernet: Hypernet,
+        dims: TileDims,
+        kernel: Kernel,
+        row: Tensor,
+        col: Tensor,
+        scale: Tensor | None = None,
+        groups: Tensor | None = None,
     ) -> Run:
         """A run without leaves, to be `filled`."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
-        return Run(hypernet, dims, kernel, row, col, scale, {}, None, empty)
+        return Run(hypernet, dims, kernel, row, col, scale, {}, None, empty, groups)
 
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]."""
-        made = self._apply()
-        return made if self.scale is None else dense_tiles(made) * self.scale[:, None, None]
+        if self.made is not None:
+            return self.made
+        return periodic_factors([self])[0] if isinstance(self.hypernet, Waves) else self._evaluate()
+
+    def _evaluate(self) -> Tensor | Factors:
+        own = self._own()
+        made = own._apply()
+        return made if own.scale is None else dense_tiles(made) * own.scale[:, None, None]
+
+    def _own(self) -> Run:
+        """With the leaves of every tile, scaled where the tile is linear in some: they are smaller than it."""
+        specs = self.hypernet.leaves(self.dims)
+        leaves, scale = self.leaves, self.scale
+        if self.groups is not None:
+            leaves = {k: v[self.groups] if specs[k].scope == "group" else v for k, v in leaves.items()}
+        linear = [k for k in leaves if specs[k].role == "linear" and not self.hypernet.stochastic]
+        if scale is not None and linear:
+            leaves = leaves | {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}
+            scale = None
+        return self._replace(leaves=leaves, scale=scale, groups=None)
 
     def _filled(self, *lead: int) -> Params:
         """The leaves with those that have no entries."""
@@ -74,9 +103,10 @@ class Run(NamedTuple):
 
     def matrix(self, grid: TileGrid) -> Tensor:
         """The one matrix [R, C] that all tiles make."""
-        if self.leaves and self.noise is None and self.scale is None:
-            matrix = self.hypernet.matrix(self._filled(self.n_tiles), self.row, self.col, grid, self.kernel)
-            if matrix is not None:
+        if self.made is None and self.leaves and self.noise is None and not isinstance(self.hypernet, Waves):
+            own = self._own()
+            matrix = own.hypernet.matrix(own._filled(own.n_tiles), own.row, own.col, grid, own.kernel)
+            if matrix is not None and own.scale is None:
                 return matrix
         tiles = dense_tiles(self.tiles())
         return join_tiles(tiles if self.leaves else tiles.expand(grid.n_tiles, -1, -1), grid)
@@ -92,14 +122,23 @@ class Run(NamedTuple):
         if len(counts) == 1:
             return [self]
         spans = [slice(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+
         # One split node has one backward; slices would each fill a gradient of all tiles.
-        leaves = {k: v.split(list(counts)) for k, v in self.leaves.items()}
-        return [self.of(span)._replace(leaves={k: v[i] for k, v in leaves.items()}) for i, span in enumerate(spans)]
+        def parts(x: Tensor) -> Sequence[Tensor]:
+            return x.split(list(counts))
+
+        shared = {k for k, leaf in self.hypernet.leaves(self.dims).items() if leaf.scope == "group"}
+        shared = shared if self.groups is not None else set()
+        leaves = {k: [v] * len(counts) if k in shared else parts(v) for k, v in self.leaves.items()}
+        runs = [self.of(span)._replace(leaves={k: v[i] for k, v in leaves.items()}) for i, span in enumerate(spans)]
+        if self.made is None:
+            return runs
+        return [r._replace(made=Factors(*x)) for r, *x in zip(runs, *map(parts, self.made), strict=True)]
 
     @property
     def n_tiles(self) -> int:
         """Number of tiles; 0 for a type without leaves, whose tiles are all alike."""
-        return len(next(iter(self.leaves.values()), ()))
+        return len(next(iter(self.leaves.values()), ()) if self.groups is None else self.groups)
 
     def filled(self, leaves: Params, noise: Params | None) -> Run:
         """The same with other leaves and noise."""
@@ -109,7 +148,31 @@ class Run(NamedTuple):
         """The codes, scales and noise of some tiles, by span or number, with the leaves as they are."""
         row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
         noise = self.noise and {k: v[tiles] for k, v in self.noise.items()}
-        return self._replace(row=row, col=col, scale=None if self.scale is None else self.scale[tiles], noise=noise)
+        scale, groups = (None if x is None else x[tiles] for x in (self.scale, self.groups))
+        return self._replace(row=row, col=col, scale=scale, noise=noise, groups=groups, made=None)
+
+
+def with_factors(runs: Sequence[Run]) -> list[Run]:
+    """The runs, those of periodic and bilinear g-nets with their factors `made`, by one operator for all of them."""
+    periodic = [run.made is None and isinstance(run.hypernet, Waves) for run in runs]
+    factors = iter(periodic_factors([run for run, yes in zip(runs, periodic, strict=True) if yes]))
+    return [run._replace(made=next(factors)) if yes else run for run, yes in zip(runs, periodic, strict=True)]
+
+
+def periodic_factors(runs: Sequence[Run]) -> list[Factors]:
+    """Scaled factors [T, r, k] and [T, c, k] of each run of periodic or bilinear g-nets, by one operator."""
+    hypernets, leaves, sides = [], [], []
+    for run in runs:
+        assert isinstance(run.hypernet, Waves)
+        hypernets.append(run.hypernet)
+        leaves.append(run._filled(run.n_tiles))
+        sides += run.hypernet.sides(leaves[-1], run.row, run.col, run.scale, run.groups)
+    made = waves(sides, kernel=runs[0].kernel) if runs else []
+    pairs = zip(made[::2], made[1::2], strict=True)
+    return [
+        hypernet.factors(own, *pair, run.scale)
+        for hypernet, own, pair, run in zip(hypernets, leaves, pairs, runs, strict=True)
+    ]
 
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:

@@ -17,12 +17,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gbfunc.hypernets.base import Leaf, Sized, project, uniform
+from gbfunc.hypernets.base import Leaf, Sized, uniform
+from gbfunc.hypernets.kernels.waves import Side
 from gbfunc.types import Factors, Params, TileDims
 
 
 @dataclass(frozen=True)
-class _Waves(Sized):
+class Waves(Sized):
     """Sines over the codes, whose code weights some matrices may share."""
 
     features: int | None = None
@@ -31,6 +32,8 @@ class _Waves(Sized):
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
     batched: ClassVar[bool] = True
+    cosine_first: ClassVar[bool] = False
+    """Of the columns' side."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,9 +78,35 @@ class _Waves(Sized):
             "col_weight": Leaf((dims.col_width, self.known_size), "code", scope, cols),
         }
 
+    def sides(
+        self, leaves: Params, row: Tensor, col: Tensor, scale: Tensor | None = None, groups: Tensor | None = None
+    ) -> tuple[Side, Side]:
+        """What the rows' and the columns' sides are made of, from arguments as `apply` takes them.
+
+        `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...].
+        """
+        # Weights for codes of width 0 are in no genome, and those that take their place are of tiles.
+        rows, cols = (
+            Side(codes, weight, groups=groups if codes.shape[-1] else None)
+            for codes, weight in ((row, leaves["row_weight"]), (col, leaves["col_weight"]))
+        )
+        return self._with_coefficients(rows, leaves, scale), cols._replace(cosine_first=self.cosine_first)
+
+    def _with_coefficients(self, rows: Side, leaves: Params, scale: Tensor | None) -> Side:
+        """The rows' side, where it has coefficients."""
+        return rows
+
+    def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
+        """The factors, from both sides as they are made."""
+        return Factors(left, right)
+
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
+        """Factors [r, 2H] and [c, 2H] of one tile."""
+        return self.factors(leaves, *(side.in_parts() for side in self.sides(leaves, row_rp, col_cq)))
+
 
 @dataclass(frozen=True)
-class Periodic(_Waves):
+class Periodic(Waves):
     """Sums of sines over the codes: the default g-net, fast (a batched GEMM) and good at high compression.
 
     Args:
@@ -92,6 +121,7 @@ class Periodic(_Waves):
     """
 
     type: ClassVar[str] = "periodic"
+    cosine_first: ClassVar[bool] = True
 
     @property
     def default_frequency(self) -> float:
@@ -113,23 +143,14 @@ class Periodic(_Waves):
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
-        """Factors [r, 2H] and [c, 2H] of one tile."""
-        a_rH = project(row_rp, leaves["row_weight"])
-        b_cH = project(col_cq, leaves["col_weight"])
+    def _with_coefficients(self, rows: Side, leaves: Params, scale: Tensor | None) -> Side:
         if self.shares:
-            s, t = leaves["sine"].unsqueeze(-2), leaves["cosine"].unsqueeze(-2)
-            sin, cos = torch.sin(a_rH), torch.cos(a_rH)
-            left = torch.cat([sin * s + cos * t, cos * s - sin * t], -1)
-        else:
-            a_rH = a_rH + leaves["phase"].unsqueeze(-2)
-            v = leaves["amplitude"].unsqueeze(-2)
-            left = torch.cat([torch.sin(a_rH) * v, torch.cos(a_rH) * v], -1)
-        return Factors(left, torch.cat([torch.cos(b_cH), torch.sin(b_cH)], -1))
+            return rows._replace(sine=leaves["sine"], cosine=leaves["cosine"], scale=scale)
+        return rows._replace(phase=leaves["phase"], sine=leaves["amplitude"], scale=scale)
 
 
 @dataclass(frozen=True)
-class Bilinear(_Waves):
+class Bilinear(Waves):
     """Sines of the rows times sines of the columns, mixed by a matrix per tile: thin factors, many coefficients.
 
     A tile of H features has $4 H^2$ coefficients and factors of 2 H columns, where a periodic one has factors of twice
@@ -156,11 +177,10 @@ class Bilinear(_Waves):
         """From where on the factors are as wide as the tile."""
         return max(1, min(dims.rows, dims.cols) // 2)
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
-        """Factors [r, 2H] and [c, 2H] of one tile."""
-        a_rH, b_cH = project(row_rp, leaves["row_weight"]), project(col_cq, leaves["col_weight"])
-        left = torch.cat([torch.sin(a_rH), torch.cos(a_rH)], -1) @ leaves["mix"]
-        return Factors(left, torch.cat([torch.sin(b_cH), torch.cos(b_cH)], -1))
+    def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
+        """The rows' side mixed."""
+        mix = leaves["mix"] if scale is None else leaves["mix"] * scale[:, None, None]
+        return Factors(left @ mix, right)
 
 
 periodic, bilinear = Periodic, Bilinear

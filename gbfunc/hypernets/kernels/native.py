@@ -1,4 +1,4 @@
-"""The tile of a ReLU g-net on a CPU, by `native.cpp`: one pass over the matrix forward and one backward, no tiles.
+"""Compiled kernels for a CPU, and the tile of a ReLU g-net (`relu.cpp`): one pass forward and one backward, no tiles.
 
 Suffixes: R, C rows and columns of a matrix; T tiles; r, c rows and columns of a tile; H hidden units.
 """
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gbfunc.files import replace_file
 from gbfunc.hypernets.kernels.eager import compute_dtype, warn_of_use
 from gbfunc.tiling import TileGrid
 
-_SOURCE = Path(__file__).with_name("native.cpp")
+_SOURCES = sorted(x for x in Path(__file__).parent.iterdir() if x.suffix in (".cpp", ".h"))
 _AVX2 = ("-mavx2", "-mfma")
 _FLAGS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl")}
 """By what this machine has. Never -march=native: a home folder may be shared by machines of many kinds."""
@@ -38,7 +38,7 @@ def _command() -> list[str]:
     compiler = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
     if compiler is None:
         looked_for = f"CXX={os.environ['CXX']!r}" if named else "c++, g++ and clang++"
-        raise RuntimeError(f"the compiled ReLU kernel needs a C++ compiler, found none of {looked_for} on the path")
+        raise RuntimeError(f"the compiled kernels need a C++ compiler, found none of {looked_for} on the path")
     flags = ["-std=c++17", "-O3", "-shared", "-fPIC", *_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
     # Apple's compiler has no OpenMP; there the loops run on one thread.
     return [compiler, *named[1:], *flags, *([] if sys.platform == "darwin" else ["-fopenmp"])]
@@ -46,19 +46,20 @@ def _command() -> list[str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernel, from the cache or made in some seconds; RuntimeError without a compiler that works."""
+    """The compiled kernels, from the cache or made in some seconds; RuntimeError without a compiler that works."""
     command = _command()
-    # One file for each source and command, kept between processes.
-    digest = hashlib.sha256(_SOURCE.read_bytes() + repr(command).encode()).hexdigest()[:16]
-    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"relu_{digest}.so"
+    # One file for each state of the sources and command, kept between processes.
+    sources = [str(x) for x in _SOURCES if x.suffix == ".cpp"]
+    digest = hashlib.sha256(b"".join(x.read_bytes() for x in _SOURCES) + repr(command).encode()).hexdigest()[:16]
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gbfunc" / f"kernels_{digest}.so"
     if place.exists():
         return ctypes.CDLL(str(place))
     # In a folder that nobody else can write: what lies in a shared one under a name that can be guessed is not loaded.
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         made = Path(folder) / place.name
-        run = subprocess.run([*command, str(_SOURCE), "-o", str(made)], capture_output=True, text=True)
+        run = subprocess.run([*command, *sources, "-o", str(made)], capture_output=True, text=True)
         if run.returncode:
-            raise RuntimeError(f"{shlex.join(command)} failed on the ReLU kernel: {run.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"{shlex.join(command)} failed on the kernels: {run.stderr.strip()[-2000:]}")
         # Where nothing can be kept, each process compiles one; a library stays loaded when its file is gone.
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -68,12 +69,24 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def is_available() -> bool:
-    """Whether the compiled kernel is available; one warning tells why it is not."""
+def is_available(*, warn: bool = True) -> bool:
+    """Whether the compiled kernels are available; one warning says why they are not."""
     try:
         library()
     except (OSError, RuntimeError) as error:
-        warn_of_use(str(error), "a C++ compiler")
+        if warn:
+            warn_of_use(str(error), "a C++ compiler")
+        return False
+    return True
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether a compiled program can read it: fake and meta tensors hold nothing, others bring their own operations."""
+    if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+        return False
+    try:
+        x.data_ptr()
+    except RuntimeError:  # batched by `torch.autograd.grad(is_grads_batched=True)`, or of a transform of `torch.func`
         return False
     return True
 
@@ -102,7 +115,7 @@ def _pointers(arrays: Iterable[Tensor | None]) -> list[ctypes.c_void_p]:
 
 
 class _CSides(ctypes.Structure):
-    """`Sides` in `native.cpp`: the arrays, widths of the codes, and steps from the codes of a tile to the next."""
+    """`Sides` in `relu.cpp`: the arrays, widths of the codes, and steps from the codes of a tile to the next."""
 
     _fields_ = (("arrays", ctypes.c_void_p * 7), ("sizes", ctypes.c_int64 * 4))
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gbfunc.hypernets.base import project
 from gbfunc.hypernets.kernels import eager, native
@@ -31,17 +31,6 @@ KERNELS: tuple[str, ...] = get_args(Kernel)
 
 COMPILE_WORK = 2**20
 """Hidden activations T r c H from which `kernel="auto"` compiles: a training then repays the seconds that it takes."""
-
-
-def _has_memory(x: Tensor) -> bool:
-    """Whether a compiled program can read it: fake and meta tensors hold nothing, others bring their own operations."""
-    if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-        return False
-    try:
-        x.data_ptr()
-    except RuntimeError:  # batched by `torch.autograd.grad(is_grads_batched=True)`
-        return False
-    return True
 
 
 @functools.cache
@@ -62,7 +51,7 @@ def _accelerator_form(device_type: str) -> ModuleType:
 
 def _form(kernel: Kernel, work: int, *tensors: Tensor) -> ModuleType:
     """The module that makes tiles of so many hidden activations from such tensors, or computes their gradients."""
-    if kernel == "eager" or (kernel == "auto" and work < COMPILE_WORK) or not all(map(_has_memory, tensors)):
+    if kernel == "eager" or (kernel == "auto" and work < COMPILE_WORK) or not all(map(native.has_memory, tensors)):
         return eager
     if tensors[0].device.type != "cpu":
         return _accelerator_form(tensors[0].device.type)
@@ -213,7 +202,7 @@ class _ReluMatrix(InputsOnly):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         *sides, v, _ = ctx.saved_tensors
-        if torch.is_grad_enabled() or not _has_memory(g):
+        if torch.is_grad_enabled() or not native.has_memory(g):
             return None, *_pull(ctx)[1](g)
         d = native.matrix_gradients(g, native.Sides(None, None, *sides), v, ctx.what)
         return None, None, None, *(d[name] for name in ("U", "V", "u", "v", "b"))

@@ -7,63 +7,9 @@
 // All arrays are contiguous. Suffixes: T tiles, row-major; r, c rows and columns of a tile; H hidden units; P parts of
 // a tile. Each function is there for float (f32) and double (f64).
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <vector>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
-using Size = std::int64_t;
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-constexpr Size kBytes = 64;
-#elif defined(__AVX2__)
-#include <immintrin.h>
-constexpr Size kBytes = 32;
-#else
-constexpr Size kBytes = 16;
-#endif
+#include "vectors.h"
 
 namespace {
-
-template <class S>
-struct Vector {
-  typedef S type __attribute__((vector_size(kBytes)));
-};
-template <class S>
-using Vec = typename Vector<S>::type;
-template <class S>
-constexpr Size kLanes = kBytes / sizeof(S);
-
-// The first `count` numbers of a vector; the others are zero.
-template <class S>
-Vec<S> load(const S* from, Size count = kLanes<S>) {
-  Vec<S> x = {};
-  if (count >= kLanes<S>)
-    std::memcpy(&x, from, kBytes);
-  else
-    for (Size l = 0; l < count; l++) x[l] = from[l];
-  return x;
-}
-
-template <class S>
-void store(S* to, Vec<S> x, Size count = kLanes<S>) {
-  if (count >= kLanes<S>)
-    std::memcpy(to, &x, kBytes);
-  else
-    for (Size l = 0; l < count; l++) to[l] = x[l];
-}
-
-template <class S>
-Vec<S> spread(S x) {
-  return x - Vec<S>{};  // not `x +`: only the difference to 0 is x for each x, so that it costs nothing
-}
 
 // NaN stays NaN, as in torch.
 template <class S>
@@ -104,8 +50,6 @@ Vec<S> add_where_greater(Vec<S>& sum, Vec<S> x, Vec<S> y, Vec<S> value) {
 #endif
 }
 
-Size round_up(Size n, Size step) { return (n + step - 1) / step * step; }
-
 struct Grid {
   Size rows, cols, tile_rows, tile_cols, hidden, parts;
   Size tiles_across() const { return (cols + tile_cols - 1) / tile_cols; }
@@ -126,14 +70,6 @@ Item item_of(const Grid& g, Size index) {
 }
 
 constexpr Size kColumns = 256;  // at once, so that what is read for each row stays in the first-level cache
-constexpr int kRows = 4;        // at once, so that their sums stay in registers and share each load
-
-// Calls f with the first of every `kRows` rows, then of every row that is left.
-template <class F>
-void by_rows(Size first, Size end, F f) {
-  for (; first + kRows <= end; first += kRows) f(first, std::integral_constant<int, kRows>{});
-  for (; first < end; first++) f(first, std::integral_constant<int, 1>{});
-}
 
 // What comes before the ReLU: A [T, r, H] and B [T, c, H], or what they are made of where those are null: codes
 // X [1 or T, r, p] and Y [1 or T, c, q], their weights U [T, p, H] and V [T, q, H], the bias u [T, H]: A = X U + u, B = Y V.
@@ -216,17 +152,6 @@ void weights(const S* a, const S* Bt, const S* v, S b, S* out, Size hidden, Size
   }
   for (int r = 0; r < R; r++)
     for (int k = 0; k < K; k++) store(out + r * width + k * kLanes<S>, sums[r][k]);
-}
-
-// Asks for large pages under memory that is written for the first time: small ones take longer to get than to fill.
-void prefer_large_pages(void* memory, std::size_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr std::uintptr_t page = 4096;  // Others are refused, and that is all.
-  constexpr std::size_t repays = 4 << 20;
-  const auto start = (reinterpret_cast<std::uintptr_t>(memory) + page - 1) / page * page;
-  const auto end = (reinterpret_cast<std::uintptr_t>(memory) + bytes) / page * page;
-  if (bytes >= repays) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#endif
 }
 
 // Sides, v [T, H], b [T] -> W [rows, cols].

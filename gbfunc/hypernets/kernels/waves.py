@@ -1,0 +1,170 @@
+"""Sines and cosines of codes, with their coefficients: the factors of periodic g-nets, of many of them in one operator.
+
+A side of a tile with codes X, code weights U and coefficients s and t is, with A = X U + phase, the thin matrix
+`[s sin A + t cos A, s cos A - t sin A]`. With `g` and `h` the cotangents of its halves, `along = g sin A + h cos A` and
+`across = g cos A - h sin A`, the gradients are `ds = sum_i along`, `dt = sum_i across`, and `dA = s across - t along`.
+
+On a CPU `waves.cpp` makes all sides of a step, and their gradients, in one call each. Further derivatives, forward
+mode, `torch.func` and compiled or exported graphs use the expression in PyTorch, `Side.in_parts`.
+
+Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features, U 1 or T.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from gbfunc.hypernets.base import project
+from gbfunc.hypernets.kernels import native
+from gbfunc.hypernets.kernels.chunked import Tensors
+from gbfunc.types import Kernel
+
+
+class Side(NamedTuple):
+    """What one side of some tiles is made of.
+
+    Attributes:
+        codes: of the rows [U, n, p].
+        weight: of the codes [T, p, H], or [G, p, H].
+        phase: added to the angles [T, H]; None is 0.
+        sine: the coefficients s [T, H]; None is 1.
+        cosine: the coefficients t [T, H]; None is 0.
+        scale: of the coefficients [T]; None is 1.
+        groups: numbers in [0, G) of the tiles' code weights [T]; None where each tile has its own.
+        cosine_first: whether the halves change places.
+    """
+
+    codes: Tensor
+    weight: Tensor
+    phase: Tensor | None = None
+    sine: Tensor | None = None
+    cosine: Tensor | None = None
+    scale: Tensor | None = None
+    groups: Tensor | None = None
+    cosine_first: bool = False
+
+    def in_parts(self) -> Tensor:
+        """The side [T, n, 2 H], by operators of PyTorch; without T in all arguments, of one tile [n, 2 H]."""
+        weight = self.weight if self.groups is None else self.weight[self.groups]
+        codes = self.codes[0] if self.codes.ndim == 3 and len(self.codes) == 1 else self.codes
+        angle = project(codes, weight)
+        if self.phase is not None:
+            angle = angle + self.phase.unsqueeze(-2)
+        sin, cos = torch.sin(angle), torch.cos(angle)
+        s, t = (self._scaled(x) for x in (self.sine, self.cosine))
+        if s is None:
+            halves = sin, cos
+        elif t is None:
+            halves = sin * s, cos * s
+        else:
+            halves = sin * s + cos * t, cos * s - sin * t
+        return torch.cat(halves[::-1] if self.cosine_first else halves, -1)
+
+    def _scaled(self, coefficient: Tensor | None) -> Tensor | None:
+        if coefficient is None:
+            return None
+        return (coefficient if self.scale is None else coefficient * self.scale[:, None]).unsqueeze(-2)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What it is differentiated by, as far as it is there."""
+        return [x for x in (self.weight, self.phase, self.sine, self.cosine) if x is not None]
+
+
+_THREAD_WORK = 2**14
+"""Sines and cosines that repay one more thread."""
+
+
+def _run(direction: str, sides: Sequence[Side], outputs: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
+    """Call the compiled program, with the fields of each `Wave` of `waves.cpp`."""
+    fields: list[int] = []
+    found, copies = iter(gradients), []
+    for side, out in zip(sides, outputs, strict=True):
+        weight, (tiles, rows, features) = side.weight, out.shape
+        width = weight.shape[1]
+        for x in (side.codes, weight, side.phase, side.sine, side.cosine, side.scale, side.groups, out):
+            if x is not None and not x.is_contiguous():
+                copies.append(x := x.contiguous())  # which must live until the call
+            fields.append(0 if x is None else x.data_ptr())
+        for x in (weight, side.phase, side.sine, side.cosine):
+            fields.append(0 if x is None or not gradients else next(found).data_ptr())
+        step = 0 if len(side.codes) == 1 else rows * width
+        fields += (tiles, len(weight), rows, width, features // 2, step, side.cosine_first)
+    kind = {torch.float32: "f32", torch.float64: "f64"}[outputs[0].dtype]
+    threads = min(torch.get_num_threads(), 1 + sum(x.numel() for x in outputs) // _THREAD_WORK)
+    function = getattr(native.library(), f"waves_{direction}_{kind}")
+    function((ctypes.c_int64 * len(fields))(*fields), ctypes.c_int64(len(sides)), threads)
+
+
+def _filled(sides: Sequence[Side], leaves: Sequence[Tensor]) -> list[Side]:
+    """The sides with other leaves, those of one after those of the other."""
+    found = iter(leaves)
+    return [
+        side._replace(**{k: next(found) for k in ("weight", "phase", "sine", "cosine") if getattr(side, k) is not None})
+        for side in sides
+    ]
+
+
+def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:
+    return tuple(side.in_parts() for side in _filled(sides, leaves))
+
+
+class _Waves(torch.autograd.Function):
+    """Many sides at once, of plain tensors: no transform of `torch.func` comes here."""
+
+    @staticmethod
+    def forward(ctx: Any, sides: Sequence[Side], *leaves: Tensor) -> Tensors:
+        outputs: list[Tensor] = []
+        for side in sides:
+            tiles = len(side.weight if side.groups is None else side.groups)
+            outputs.append(side.weight.new_empty(tiles, side.codes.shape[1], 2 * side.weight.shape[2]))
+        _run("forward", sides, outputs)
+        ctx.sides = sides  # with leaves, as small as a genome; those that are read are the saved ones
+        ctx.save_for_backward(*leaves)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        leaves = ctx.saved_tensors
+        if torch.is_grad_enabled() or not all(map(native.has_memory, cotangents)):
+            pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.sides), *leaves)[1]
+            return None, *pull(cotangents)
+        gradients = [x.new_empty(x.shape) for x in leaves]
+        _run("backward", _filled(ctx.sides, leaves), cotangents, gradients)
+        return None, *gradients
+
+
+def _is_native(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> bool:
+    """Whether the compiled program can make them, and is to."""
+    if kernel not in ("auto", "compiled") or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    dtypes = {x.dtype for x in leaves}.union(side.codes.dtype for side in sides)
+    if dtypes not in ({torch.float32}, {torch.float64}) or any(x.device.type != "cpu" for x in leaves):
+        return False
+    return all(map(native.has_memory, leaves)) and (kernel == "compiled" or native.is_available(warn=False))
+
+
+def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
+    """Make some sides [T, n, 2 H], differentiable to any order in their leaves.
+
+    Args:
+        sides: what they are made of; all of one dtype for the compiled form.
+        kernel: "compiled" is one C++ loop for all sides, on a CPU, in float32 or float64; "auto" is that where there is
+            a C++ compiler; other tensors, transforms and compiled graphs take the operators of PyTorch, as "eager" and
+            "reference" do.
+
+    Raises:
+        RuntimeError: if "compiled" is asked for on a CPU, and there is no C++ compiler that works.
+    """
+    leaves = [x for side in sides for x in side.leaves]
+    if leaves and _is_native(sides, leaves, kernel):
+        made: Any = _Waves.apply(sides, *leaves)
+        return list(made)
+    return [side.in_parts() for side in sides]

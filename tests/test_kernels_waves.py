@@ -1,0 +1,351 @@
+"""Sides of periodic g-nets: a loop over their entries as the oracle, derivatives of every order, transforms."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.func import grad, hessian, jvp, vmap
+
+import gbfunc as gb
+from gbfunc.hypernets.ensemble import Run, dense_tiles, periodic_factors, with_factors
+from gbfunc.hypernets.kernels import native
+from gbfunc.hypernets.kernels.waves import Side, waves
+from gbfunc.types import Factors, Kernel, Params, TileDims
+from tests.support.kernel_cases import FAST, NEEDS_COMPILER, assert_trees_close
+
+# Forward mode and Inductor import parts of torch that torch itself deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+LEAVES = ("weight", "phase", "sine", "cosine")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes of a side, and which of its arguments there are."""
+
+    tiles: int = 3
+    rows: int = 5
+    width: int = 2
+    features: int = 3
+    groups: int | None = None
+    own_codes: bool = False
+    there: tuple[str, ...] = ("phase", "sine", "cosine", "scale")
+    cosine_first: bool = False
+
+    def side(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> Side:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        codes = draw(self.tiles if self.own_codes else 1, self.rows, self.width)
+        groups = None
+        if self.groups is not None:
+            groups = torch.randint(0, self.groups, (self.tiles,), generator=generator)
+        weight = draw(self.tiles if groups is None else self.groups or 0, self.width, self.features)
+        shape = (self.tiles, self.features)
+        drawn = {"phase": draw(*shape), "sine": draw(*shape), "cosine": draw(*shape), "scale": draw(self.tiles)}
+        given = {k: x if k == "scale" else x.requires_grad_() for k, x in drawn.items() if k in self.there}
+        return Side(codes, weight.requires_grad_(), groups=groups, cosine_first=self.cosine_first, **given)
+
+
+FORMS = [
+    Case(there=("phase", "sine", "scale")),
+    Case(there=("sine", "cosine", "scale"), groups=2),
+    Case(there=(), cosine_first=True, own_codes=True),
+    Case(groups=2, own_codes=True),
+]
+CASES = st.builds(
+    Case,
+    *(st.integers(0, 4), st.integers(1, 9), st.integers(0, 3), st.integers(1, 20), st.sampled_from([None, 1, 3])),
+    st.booleans(),
+    st.sampled_from([(), ("phase",), ("sine",), ("sine", "scale"), ("sine", "cosine"), *(x.there for x in FORMS)]),
+    st.booleans(),
+)
+
+
+def loop(side: Side) -> Tensor:
+    """The side entry by entry."""
+    tiles = len(side.weight if side.groups is None else side.groups)
+    rows, features = side.codes.shape[1], side.weight.shape[2]
+    out = torch.zeros(tiles, rows, 2 * features, dtype=torch.float64)
+    numbers: dict[str, Any] = {k: None if x is None else x.detach().tolist() for k, x in _floats(side).items()}
+    phases, sines, cosines, scales = (numbers[k] for k in ("phase", "sine", "cosine", "scale"))
+    for t in range(tiles):
+        codes = numbers["codes"][t % len(side.codes)]
+        weight = numbers["weight"][t if side.groups is None else int(side.groups[t])]
+        scale = 1 if scales is None else scales[t]
+        for i in range(rows):
+            for h in range(features):
+                angle = sum(codes[i][k] * weight[k][h] for k in range(len(weight)))
+                angle += 0 if phases is None else phases[t][h]
+                s = 1 if sines is None else sines[t][h] * scale
+                c = 0 if cosines is None else cosines[t][h] * scale
+                halves = s * math.sin(angle) + c * math.cos(angle), s * math.cos(angle) - c * math.sin(angle)
+                out[t, i, h], out[t, i, features + h] = halves[::-1] if side.cosine_first else halves
+    return out
+
+
+def with_gradients(side: Side, kernel: Kernel, seed: int = 0) -> list[Tensor]:
+    """The side, and the gradients of its leaves."""
+    (out,) = waves([side], kernel=kernel)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(out.dtype)
+    # Weights of codes without columns may be no part of the graph.
+    anchored = out + 0 * sum(x.sum() for x in side.leaves)
+    return [out.detach(), *torch.autograd.grad(anchored, side.leaves, g)]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for x, y in zip(found, expected, strict=True):
+        size = float(y.abs().max()) if y.numel() else 0.0
+        torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance * size)
+
+
+# --- every form agrees with the definition -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", FAST)
+@given(CASES, st.integers(0, 99))
+def test_sides_and_gradients_equal_the_loop_and_the_parts(kernel: Kernel, case: Case, seed: int) -> None:
+    side = case.side(seed=seed)
+    found = with_gradients(side, kernel)
+    torch.testing.assert_close(found[0], loop(side), rtol=1e-12, atol=1e-12)
+    assert_close(found, with_gradients(side, "reference"), 1e-12)
+    single = side._replace(**{k: None if x is None else x.detach().float() for k, x in _floats(side).items()})
+    for leaf in single.leaves:
+        leaf.requires_grad_()
+    exact = single._replace(**{k: None if x is None else x.detach().double() for k, x in _floats(single).items()})
+    for leaf in exact.leaves:
+        leaf.requires_grad_()
+    assert_close(with_gradients(single, kernel), with_gradients(exact, "reference"), 1e-5)
+
+
+def _floats(side: Side) -> dict[str, Tensor | None]:
+    return {k: getattr(side, k) for k in ("codes", "scale", *LEAVES)}
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(40, 150, 6, 33, groups) for groups in (None, 1, 7, 40)),
+        Case(1, 700, 11, 70),
+        Case(300, 70, 3, 2, own_codes=True),
+    ],
+    ids=str,
+)
+def test_large_sides_by_any_number_of_threads(case: Case, threads: int) -> None:
+    side, before = case.side(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = with_gradients(side, "compiled")
+    finally:
+        torch.set_num_threads(before)
+    assert_close(found, with_gradients(side, "eager"), 1e-12)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(("dtype", "far", "error"), [(torch.float32, 8000.0, 1.2e-7), (torch.float64, 9e5, 4e-16)])
+def test_sines_are_exact_to_rounding(dtype: torch.dtype, far: float, error: float) -> None:
+    near = torch.linspace(-7, 7, 40_001, dtype=torch.float64)
+    quarters = torch.arange(-2000, 2000, dtype=torch.float64) * (math.pi / 2)
+    angles = torch.cat([near, quarters, torch.linspace(-far, far, 40_001, dtype=torch.float64)]).to(dtype)
+    one = torch.ones(1, 1, 1, dtype=dtype)
+    (found,) = waves([Side(angles[None, :, None], one)], kernel="compiled")
+    exact = torch.stack([angles.double().sin(), angles.double().cos()], 1)
+    assert float((found[0].double() - exact).abs().max()) <= error
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_angles_and_what_is_no_number(dtype: torch.dtype) -> None:
+    angles = torch.tensor([1.0, 1e5, -3e7, 1e30, math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-30], dtype=dtype)
+    one = torch.ones(1, 1, 1, dtype=dtype)
+    (found,) = waves([Side(angles[None, :, None], one)], kernel="compiled")
+    exact = torch.stack([angles.double().sin(), angles.double().cos()], 1).to(dtype)
+    torch.testing.assert_close(found[0], exact, rtol=2e-7, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kernel", FAST)
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_arguments_of_any_strides(kernel: Kernel, case: Case) -> None:
+    side = case.side()
+
+    def strided(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        other = torch.stack([x.detach(), x.detach() + 1], -1)[..., 0]
+        return other.requires_grad_(x.requires_grad)
+
+    other = side._replace(**{k: strided(x) for k, x in _floats(side).items()}, groups=strided(side.groups))
+    assert not any(x.is_contiguous() for x in other.leaves)
+    assert_close(with_gradients(other, kernel), with_gradients(side, "reference"), 1e-12)
+
+
+# --- derivatives of every order and mode, and transforms -----------------------------------------------------------
+
+
+# torch 2.5 uses there what it deprecates itself.
+@pytest.mark.filterwarnings("ignore:.*torch._vmap_internals:FutureWarning")
+@pytest.mark.parametrize("kernel", FAST)
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_derivatives_equal_finite_differences(case: Case, kernel: Kernel) -> None:
+    side = case.side()
+
+    def made(*leaves: Tensor) -> Tensor:
+        return waves([_with(side, leaves)], kernel=kernel)[0]
+
+    assert torch.autograd.gradcheck(made, side.leaves, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(made, side.leaves, check_fwd_over_rev=True)
+
+
+def _with(side: Side, leaves: tuple[Tensor, ...]) -> Side:
+    there = [k for k in LEAVES if getattr(side, k) is not None]
+    return side._replace(**dict(zip(there, leaves, strict=True)))
+
+
+ALL = (0, 1, 2)
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "grad": lambda f: grad(f, ALL),
+    "vmap": lambda f: lambda *x: vmap(f)(*(torch.stack([y, y + 1]) for y in x)),
+    "vmap of grad": lambda f: lambda *x: vmap(grad(f, ALL))(*(torch.stack([y, y + 1]) for y in x)),
+    "jvp of grad": lambda f: lambda *x: jvp(grad(f, ALL), x, tuple(y + 1 for y in x)),
+    "hessian": lambda f: hessian(f, ALL),
+    "compiled": lambda f: lambda *x: torch.compile(grad(f, ALL), fullgraph=True, backend="aot_eager")(*x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_agree_with_those_of_the_parts(name: str) -> None:
+    side = Case(there=("phase", "sine", "scale"), groups=2).side()
+    leaves = tuple(x.detach() for x in side.leaves)
+
+    def objective(kernel: Kernel) -> Callable[..., Tensor]:
+        return lambda *x: waves([_with(side, x)], kernel=kernel)[0].square().sum().sin()
+
+    expected = TRANSFORMS["grad" if name == "compiled" else name](objective("reference"))(*leaves)
+    assert_trees_close(TRANSFORMS[name](objective("auto"))(*leaves), expected)
+
+
+@NEEDS_COMPILER
+def test_leaves_that_change_before_backward_are_an_error() -> None:
+    side = Case().side()
+    (out,) = waves([side], kernel="compiled")
+    with torch.no_grad():
+        side.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@NEEDS_COMPILER
+def test_what_is_frozen_or_not_used_has_no_gradient() -> None:
+    sides = [Case().side(), Case(2, 3).side()]
+    sides[0].weight.requires_grad_(False)
+    assert sides[1].sine is not None
+    sides[1].sine.requires_grad_(False)
+    made = waves(sides, kernel="compiled")
+    assert {type(x.grad_fn) for x in made} == {type(made[0].grad_fn)}
+    made[1].sum().backward()
+    parts = waves(sides, kernel="reference")[1]
+    leaves = [x for x in sides[1].leaves if x.requires_grad]
+    for x, y in zip(leaves, torch.autograd.grad(parts.sum(), leaves), strict=True):
+        torch.testing.assert_close(x.grad, y)
+    assert sides[0].weight.grad is None
+    assert sides[1].sine.grad is None
+
+
+# --- who makes them ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_the_parts_make_them_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    native.library.cache_clear()
+    native.is_available.cache_clear()
+    try:
+        side = Case().side()
+        assert_close(with_gradients(side, "auto"), with_gradients(side, "reference"), 0)
+        with pytest.raises(RuntimeError, match="found none of CXX='no-such-compiler'"):
+            waves([side], kernel="compiled")
+    finally:
+        native.library.cache_clear()
+        native.is_available.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_other_dtypes_are_made_by_the_parts(dtype: torch.dtype) -> None:
+    side = Case().side(dtype)
+    assert_close([x.abs() for x in with_gradients(side, "auto")], [x.abs() for x in with_gradients(side, "eager")], 0)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+DIMS = TileDims(4, 5, 2, 3)
+TYPES = [h(2, share=s) for h in (gb.periodic, gb.bilinear) for s in ("none", "layers")]
+
+
+def run_of(hypernet: Any, kernel: Kernel, n_tiles: int, dims: TileDims = DIMS) -> tuple[Run, Params]:
+    generator = torch.Generator().manual_seed(n_tiles)
+    row, col, scale = (
+        torch.randn(size, generator=generator, dtype=torch.float64)
+        for size in ((1, dims.rows, dims.row_width), (n_tiles, dims.cols, dims.col_width), (n_tiles,))
+    )
+    groups = torch.arange(n_tiles) % 2 if hypernet.shares else None
+    drawn = hypernet.init(dims, n_tiles, 2, generator)
+    leaves = {k: v.double().requires_grad_() for k, v in drawn.items() if v.numel() or not n_tiles}
+    return Run.bare(hypernet, dims, kernel, row, col, scale, groups).filled(leaves, None), leaves
+
+
+@pytest.mark.parametrize("kernel", FAST)
+@settings(max_examples=10)
+@given(st.lists(st.tuples(st.sampled_from(TYPES), st.integers(0, 4)), max_size=4))
+def test_factors_of_many_runs_are_those_of_each_tile(kernel: Kernel, kinds: list[tuple[Any, int]]) -> None:
+    runs = [run_of(hypernet, kernel, n) for hypernet, n in kinds]
+    for (run, leaves), factors in zip(runs, periodic_factors([run for run, _ in runs]), strict=True):
+        tiles, specs = dense_tiles(factors), run.hypernet.leaves(run.dims)
+        assert run.scale is not None
+        assert len(tiles) == run.n_tiles
+        for t in range(run.n_tiles):
+            own = {
+                k: v[t % 2 if run.groups is not None and specs[k].scope == "group" else t] for k, v in leaves.items()
+            }
+            made = dense_tiles(Factors(*(x[None] for x in run.hypernet.apply(own, run.row[0], run.col[t]))))[0]
+            torch.testing.assert_close(tiles[t], made * run.scale[t], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("hypernet", TYPES, ids=repr)
+@pytest.mark.parametrize("dims", [DIMS, TileDims(4, 1, 2, 0)], ids=str)
+def test_parts_of_runs_that_share_code_weights(hypernet: Any, dims: TileDims) -> None:
+    run, leaves = run_of(hypernet, "auto", 5, dims)
+    tiles = dense_tiles(run.tiles())
+    g = torch.randn(tiles.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.autograd.grad(tiles, list(leaves.values()), g)
+    for parts in (run.split([2, 0, 3]), with_factors([run])[0].split([2, 0, 3])):
+        made = torch.cat([dense_tiles(part.tiles()) for part in parts])
+        torch.testing.assert_close(made, tiles, rtol=1e-12, atol=1e-12)
+        assert_close(list(torch.autograd.grad(made, list(leaves.values()), g)), list(expected), 1e-12)
+
+
+@NEEDS_COMPILER
+def test_all_periodic_ensembles_of_a_step_have_one_node() -> None:
+    pnet = torch.nn.Sequential(torch.nn.Linear(9, 8), torch.nn.Linear(8, 7), torch.nn.Linear(7, 6))
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    assert len(plan.ensembles) == 3
+    genome = gb.init_genome(plan, pnet)
+    genome = genome._replace(
+        gnets={e: {k: v.requires_grad_() for k, v in of.items()} for e, of in genome.gnets.items()}
+    )
+    found, todo = set(), [x.grad_fn for k, x in gb.generate(plan, genome).items() if k.endswith("weight")]
+    while todo:
+        if (node := todo.pop()) is not None and node not in found:
+            found.add(node)
+            todo += [following for following, _ in node.next_functions]
+    assert sum("Waves" in node.name() for node in found) == 1
