@@ -17,7 +17,7 @@ from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, pe
 from gbfunc.many import ManyGenomes, materialize_many, merge_genomes
 from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
-from gbfunc.plan import Plan, make_plan
+from gbfunc.plan import Plan, make_plan, register
 from gbfunc.pnet import GrownNet
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.storage.genome_file import load, load_metadata, save
@@ -96,6 +96,7 @@ __all__ = [
     "periodic",
     "plan_parallel",
     "population",
+    "register",
     "sample_noise",
     "save",
     "save_lora",

@@ -155,6 +155,7 @@ def test_what_a_link_names_is_replaced_and_keeps_its_permissions(genuine: Genuin
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the child does next to nothing
 def test_what_a_killed_save_left_is_removed_by_the_next(genuine: Genuine, tmp_path: Path) -> None:
     path, other = tmp_path / "g", tmp_path / ".h.0123456789abcdef"
     child = os.fork()

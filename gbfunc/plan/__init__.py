@@ -7,6 +7,7 @@ stored, and `file_layout` what stands where in the genome's file.
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, bytes_each, rounded, stored_name
+from gbfunc.plan.serial import register
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan, genome_file_bytes
 
@@ -23,6 +24,7 @@ __all__ = [
     "TensorPlan",
     "genome_file_bytes",
     "make_plan",
+    "register",
     "rounded",
     "stored_name",
 ]
