@@ -59,6 +59,24 @@ class Nameless(Outer):
     """A class without a type of its own."""
 
 
+@dataclass(frozen=True)
+class Bent(Outer):
+    """The same, in nothing of which it is linear."""
+
+    type: ClassVar[str] = "bent"
+
+    def leaves(self, dims: TileDims) -> dict[str, Leaf]:
+        return {k: leaf._replace(role="code") for k, leaf in super().leaves(dims).items()}
+
+
+@dataclass(frozen=True)
+class Raw(Bent):
+    """One whose tiles are the weights as they stand."""
+
+    type: ClassVar[str] = "raw"
+    standardised: ClassVar[bool] = False
+
+
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
     tables: list[dict[str, Any]] = [hypernets.TYPES, encoding.TYPES]
@@ -121,3 +139,13 @@ def test_a_class_made_again_takes_the_place_of_the_former() -> None:
     again: Any = dataclass(frozen=True)(type("Outer", (Outer,), {"type": "outer", "__module__": __name__}))
     assert gb.register(Outer) is Outer and gb.register(again) is again
     assert hypernets.HYPERNETS["outer"] is again
+
+
+def test_g_nets_that_are_linear_in_no_leaf_are_refused_where_a_leaf_must_scale_them() -> None:
+    pnet = nn.Linear(12, 9)
+    with pytest.raises(ValueError, match="type 'bent' has no leaf of role 'linear'.*standardised = False"):
+        gb.init_genome(gb.make_plan(pnet, Bent(2)), pnet)
+    with pytest.raises(ValueError, match="type 'raw' has no leaf of role 'linear'.* a delta begins at zero"):
+        gb.init_genome(gb.make_plan(pnet, Raw(2), base="own"), pnet)
+    plan = gb.make_plan(pnet, Raw(2))
+    assert gb.generate(plan, gb.init_genome(plan, pnet))["weight"].std() > 0
