@@ -152,7 +152,9 @@ def _check_linear(plan: Plan, e: Ensemble) -> None:
     if any(plan.tensors[p.tensor].base for p in e.spans):
         raise ValueError(f"{words}a delta begins at zero: {cure}")
     if e.hypernet.standardised:
-        raise ValueError(f"{words}weights get their first scale: {cure}, or standardised = False, and scale them yourself")
+        raise ValueError(
+            f"{words}weights get their first scale: {cure}, or standardised = False, and scale them yourself"
+        )
 
 
 def _without_deltas(plan: Plan, e: Ensemble, leaves: Params) -> Params:

@@ -233,8 +233,8 @@ class GenomeModule(nn.Module):
 
         Args:
             repo_id: its name on the hub.
-            options: `dtype`, as in `gb.save`; and those of `huggingface_hub.ModelHubMixin.push_to_hub` (`commit_message`,
-                `private`, `token`, ...).
+            options: `dtype`, as in `gb.save`; and those of `huggingface_hub.ModelHubMixin.push_to_hub`
+                (`commit_message`, `private`, `token`, ...).
 
         Returns:
             The commit's address.
