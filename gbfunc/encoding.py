@@ -289,7 +289,8 @@ def _grid(dims: Sequence[int], **options: Any) -> Encoding:
     return grid(*dims, **options)
 
 
-TYPES: dict[str, Callable[..., Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, PerAxis)} | {"grid": _grid}
+TYPES: dict[str, Callable[..., Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, PerAxis)}
+TYPES["grid"] = _grid
 """`gb.register` adds to it."""
 ENCODINGS: Mapping[str, Callable[..., Encoding]] = MappingProxyType(TYPES)
 """Every encoding by its type, as its factory."""

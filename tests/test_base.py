@@ -313,7 +313,7 @@ def test_a_base_in_another_dtype_is_named(dtype: torch.dtype) -> None:
     plan = gb.make_plan(narrow, gb.periodic(2), base="own")
     train_step = gb.make_train_step(plan, narrow, lambda net, x: net(x).float().square().mean(), SGD)
     state, info = train_step(train_step.init(seed=0), x.to(dtype))
-    assert bool(info.finite) and gb.materialize(plan, state, narrow)[0].weight.dtype is dtype
+    assert bool(info.finite) and gb.materialize(plan, state, narrow).get_parameter("0.weight").dtype is dtype
 
 
 def test_layers_of_eight_bits_stay_as_they_are() -> None:

@@ -46,7 +46,7 @@ def test_own_work_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_own_types_are_saved_and_loaded(tmp_path: Path) -> None:
-    names: dict[str, Any] = {"__name__": "guide"}
+    names: dict[str, Any] = {"__name__": __name__}
     exec(compile(block("own types"), str(GUIDE), "exec"), names)
     try:
         pnet = nn.Linear(12, 9)

@@ -224,13 +224,13 @@ def _exchange(units: list[Unit], left: int, enough: float) -> None:
     best: list[tuple[Unit, tuple[int, int], int]] = []
     for one, other in combinations(units, 2):
         free = left + one.cost + other.cost
-        for (cost, *first), (more, *second) in product(nearby[id(one)], nearby[id(other)]):
-            if cost + more > free or max(free - cost - more, enough) > least[0]:
+        for first, second in product(nearby[id(one)], nearby[id(other)]):
+            if (rest := free - first[0] - second[0]) < 0 or max(rest, enough) > least[0]:
                 continue
-            both = [(one, *first), (other, *second)]
+            both = [(one, *first[1:]), (other, *second[1:])]
             tiles = sum(unit.count * math.prod(cut) for unit, cut, _ in both)
             changed = sum(abs(math.log(size / unit.size)) for unit, _, size in both)
-            if (rank := (max(free - cost - more, enough), tiles, changed)) < least:
+            if (rank := (max(rest, enough), tiles, changed)) < least:
                 least, best = rank, both
     for unit, cut, size in best:
         unit.cut, unit.size = cut, size
