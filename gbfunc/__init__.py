@@ -17,8 +17,7 @@ from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, pe
 from gbfunc.many import ManyGenomes, materialize_many, merge_genomes
 from gbfunc.materialize import materialize
 from gbfunc.parallel import CollectiveError, Mesh, mesh
-from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
-from gbfunc.plan import Plan, make_plan
+from gbfunc.plan import Plan, make_plan, register
 from gbfunc.pnet import GrownNet
 from gbfunc.storage import Checkpoint, Checkpointer, load_checkpoint
 from gbfunc.storage.genome_file import load, load_metadata, save
@@ -40,6 +39,7 @@ from gbfunc.types import Genome
 
 if TYPE_CHECKING:
     from gbfunc.module import GenomeModule
+    from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
     from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
     from gbfunc.storage.lora import save_lora
 
@@ -96,6 +96,7 @@ __all__ = [
     "periodic",
     "plan_parallel",
     "population",
+    "register",
     "sample_noise",
     "save",
     "save_lora",
@@ -110,12 +111,15 @@ __all__ = [
 ]
 
 _LAZY = {
+    "DeviceSpec": "gbfunc.parallel.planner",
     "GenomeModule": "gbfunc.module",
+    "ParallelPlan": "gbfunc.parallel.planner",
     "pad_vocabulary": "gbfunc.parallel.styles",
+    "plan_parallel": "gbfunc.parallel.planner",
     "save_lora": "gbfunc.storage.lora",
     "tensor_styles": "gbfunc.parallel.styles",
 }
-"""What few programs need; torch's DTensor, which styles use, takes half a second to import."""
+"""Names that are imported when they are first used: torch's DTensor and its FLOP counter take long to import."""
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from gbfunc.types import Params
 
 _DIGEST_CHARS = 32
 """128 bits of SHA-256, in hexadecimal."""
+_HUB_NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
 
 
 class Base(NamedTuple):
@@ -113,8 +115,8 @@ def hub_name(pnet: nn.Module) -> tuple[str, str]:
     """Name and revision of the hub's model that a p-net, or the first of its modules that says so, was loaded from."""
     for module in pnet.modules():
         config = getattr(module, "config", None)
-        name = getattr(config, "name_or_path", "")
+        name = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)
         # A folder's path says nothing elsewhere.
-        if isinstance(name, str) and name and not os.path.isabs(name) and not os.path.exists(name):
+        if isinstance(name, str) and _HUB_NAME.fullmatch(name) and not os.path.exists(name):
             return name, str(getattr(config, "_commit_hash", None) or "")
     return "", ""

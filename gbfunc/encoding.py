@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -81,7 +81,13 @@ def _joined(codes: list[Any], i: Any) -> Any:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How one axis of a matrix is coded: a static, hashable description."""
+    """How one axis of a matrix is coded: a static, hashable description.
+
+    A subclass is a frozen dataclass whose fields are numbers, texts, tuples of them, and encodings. It has a `type` of
+    its own, `width` and `at`; where it can code some lengths only, `check`; and `local = False` where a code depends on
+    the position on the whole axis. `at` computes with operations that numpy and torch have in common, as it gets arrays
+    of either. `gb.register` lets genomes of it be saved and loaded.
+    """
 
     type: ClassVar[str]
     local: ClassVar[bool] = True
@@ -121,7 +127,8 @@ class Encoding:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description; `encoding_from_json` reads it back."""
-        return {"type": self.type, **asdict(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"type": self.type} | {k: v.to_json() if isinstance(v, Encoding) else v for k, v in values.items()}
 
 
 @dataclass(frozen=True)
@@ -248,11 +255,6 @@ class PerAxis(Encoding):
         m = self.n_positions
         return _joined([self.channels.at(_quotient(i, m), n // m), self.positions.at(i % m, m)], i)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-able description."""
-        parts = {"channels": self.channels.to_json(), "positions": self.positions.to_json()}
-        return {"type": self.type, **parts, "n_positions": self.n_positions}
-
 
 def _depth(code: Encoding) -> int:
     return 1 + max(_depth(code.channels), _depth(code.positions)) if isinstance(code, PerAxis) else 0
@@ -283,16 +285,30 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
     return Grid(tuple(dims), code, float(bandwidth))
 
 
-ENCODINGS: Mapping[str, Callable[..., Encoding]] = MappingProxyType(
-    {"binary": binary, "gray": gray, "one_hot": one_hot, "grid": grid, "per_axis": per_axis}
-)
+def _grid(dims: Sequence[int], **options: Any) -> Encoding:
+    return grid(*dims, **options)
+
+
+TYPES: dict[str, Callable[..., Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, PerAxis)}
+TYPES["grid"] = _grid
+"""`gb.register` adds to it."""
+ENCODINGS: Mapping[str, Callable[..., Encoding]] = MappingProxyType(TYPES)
 """Every encoding by its type, as its factory."""
+
+UNKNOWN = "a class of your own is known after gb.register(its class)"
 
 
 def encoding_from_json(data: dict[str, Any]) -> Encoding:
     """Read what `Encoding.to_json` wrote; ValueError for an unknown type or fields that do not fit it."""
     try:
-        fields = {k: encoding_from_json(v) if isinstance(v, dict) else v for k, v in data.items() if k != "type"}
-        return ENCODINGS[data["type"]](*fields.pop("dims", ()), **fields)
+        return ENCODINGS[data["type"]](**{k: _from_json(v) for k, v in data.items() if k != "type"})
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"not an encoding: {reprlib.repr(data)}; known types are {sorted(ENCODINGS)}") from error
+        raise ValueError(
+            f"not an encoding: {reprlib.repr(data)}; known types are {sorted(ENCODINGS)}; {UNKNOWN}"
+        ) from error
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_from_json, value))
+    return encoding_from_json(value) if isinstance(value, dict) else value

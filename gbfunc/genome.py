@@ -114,7 +114,8 @@ def init_genome(
         progress: called with the generated weights that have their g-nets, and all of them, time and again.
 
     Raises:
-        ValueError: if the p-net is not the one of the plan, or has a buffer without values.
+        ValueError: if the p-net is not the one of the plan, or has a buffer without values; for a type of g-net without
+            a leaf that scales its tiles.
     """
     check_plan(plan, pnet)
     buffers = {b.name: buffers_of(pnet)[b.name][0].detach() for b in plan.buffers}
@@ -135,10 +136,25 @@ def init_genome(
     gnets: GNets = {}
     for e in plan.ensembles:
         if e.leaves:
+            _check_linear(plan, e)
             leaves = _without_deltas(plan, e, init_leaves(e, plan.dtype, generator, count))
             gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
+
+
+def _check_linear(plan: Plan, e: Ensemble) -> None:
+    """Refuse g-nets without a leaf in which their tiles are linear, where such a leaf is to scale or to remove them."""
+    if any(leaf.role == "linear" and leaf.scope == "tile" for leaf in e.leaves.values()):
+        return
+    words = f"a g-net of type {e.hypernet.type!r} has no leaf of role 'linear' and scope 'tile', by which "
+    cure = "give it one, such as a gain (gbfunc.hypernets.Leaf((), 'linear'))"
+    if any(plan.tensors[p.tensor].base for p in e.spans):
+        raise ValueError(f"{words}a delta begins at zero: {cure}")
+    if e.hypernet.standardised:
+        raise ValueError(
+            f"{words}weights get their first scale: {cure}, or standardised = False, and scale them yourself"
+        )
 
 
 def _without_deltas(plan: Plan, e: Ensemble, leaves: Params) -> Params:

@@ -216,19 +216,32 @@ class GenomeModule(nn.Module):
 
         Args:
             save_directory: the folder; it is made where there is none.
-            options: of `huggingface_hub.ModelHubMixin.save_pretrained` (`push_to_hub`, `repo_id`, ...).
+            options: `dtype`, as in `gb.save`; `push_to_hub=True` with `repo_id` and the options of `push_to_hub`.
 
         Returns:
             The commit's address with `push_to_hub=True`, else None.
 
         Raises:
             ImportError: without the package huggingface_hub.
+            TypeError: for an unknown option.
             ValueError: if the plan cannot be saved (see `gb.save`).
         """
         return save_pretrained(self.plan, self.to_genome(), save_directory, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload what `save_pretrained` writes, with the options of `huggingface_hub.ModelHubMixin.push_to_hub`."""
+        """Upload what `save_pretrained` writes.
+
+        Args:
+            repo_id: its name on the hub.
+            options: `dtype`, as in `gb.save`; and those of `huggingface_hub.ModelHubMixin.push_to_hub`
+                (`commit_message`, `private`, `token`, ...).
+
+        Returns:
+            The commit's address.
+
+        Raises:
+            ImportError, TypeError, ValueError: as `save_pretrained`.
+        """
         return push_pretrained(self.plan, self.to_genome(), repo_id, **options)
 
     @classmethod

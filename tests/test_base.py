@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -294,6 +295,25 @@ def test_a_bfloat16_base_stays_as_it_is() -> None:
     assert kept["0.weight_form.base"] is torch.bfloat16 and kept["0.weight_form.left"] is torch.float32
     assert factored(x).dtype is torch.bfloat16
     torch.testing.assert_close(factored(x), gb.materialize(plan, genome, pnet)(x), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_base_in_another_dtype_is_named(dtype: torch.dtype) -> None:
+    wide = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20))
+    plan = gb.make_plan(wide, gb.periodic(2), base="own")
+    genome, name = moved_genome(plan, wide), str(dtype).removeprefix("torch.")
+    words = f"made for weights in float32, these are in {name}: load them in float32, .*to\\(torch.{name}\\)"
+    with pytest.raises(ValueError, match=words):
+        gb.materialize(plan, genome, copy.deepcopy(wide).to(dtype))
+    served = gb.materialize(plan, genome, wide).to(dtype)
+    x = torch.randn(4, 30)
+    torch.testing.assert_close(served(x.to(dtype)).float(), gb.materialize(plan, genome, wide)(x), rtol=0.05, atol=0.03)
+    # One in the narrower dtype is trained as it is.
+    narrow = copy.deepcopy(wide).to(dtype)
+    plan = gb.make_plan(narrow, gb.periodic(2), base="own")
+    train_step = gb.make_train_step(plan, narrow, lambda net, x: net(x).float().square().mean(), SGD)
+    state, info = train_step(train_step.init(seed=0), x.to(dtype))
+    assert bool(info.finite) and gb.materialize(plan, state, narrow).get_parameter("0.weight").dtype is dtype
 
 
 def test_layers_of_eight_bits_stay_as_they_are() -> None:

@@ -159,6 +159,10 @@ BAD_METADATA: dict[str, tuple[Any, str]] = {
     "many": ({"interface": [[1, 8, 8], 10, False, 0, 0, None, 9]}, "does not say what its inputs are"),
     "tokens": ({"interface": [[64], 6, False, 99]}, "the genome's tokens were learned from its texts: pass --data-dir"),
     "no scale": ({"interface": [[1, 8, 8], 10]}, "does not say how the pixels of digits are scaled"),
+    "no deviation": (
+        {"task": "digits", "interface": [[1, 8, 8], 10], "mean": 4.9, "std": 0},
+        "says that the pixels of digits have the deviation 0, not > 0",
+    ),
     "classes": ({"interface": [[1, 8, 8], 10], "classes": ["a"]}, "names classes ['a'], its network has 10"),
 }
 

@@ -6,9 +6,13 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
+import gbfunc as gb
+from gbfunc import hypernets
 from gbfunc.cli import main
 
 GUIDE = Path(__file__).resolve().parents[1] / "notebooks/guides/tasks.md"
@@ -39,3 +43,15 @@ def test_own_work_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     # Another width than it was trained with.
     assert main(["eval", "--task", "my_work:task", "--genome", "run/genome.safetensors"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_own_types_are_saved_and_loaded(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(compile(block("own types"), str(GUIDE), "exec"), names)
+    try:
+        pnet = nn.Linear(12, 9)
+        plan = gb.make_plan(pnet, names["Outer"](), genome_params=50)
+        gb.save(tmp_path / "g", plan, gb.init_genome(plan, pnet))
+        assert gb.load(tmp_path / "g")[0] == plan
+    finally:
+        del hypernets.TYPES["outer"]

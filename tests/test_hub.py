@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,44 @@ def test_the_config_and_the_card_say_the_sizes(module: gb.GenomeModule, tmp_path
     assert head["library_name"] == "gbfunc" and set(head["tags"]) >= {"gbfunc", "hypernetwork", "model_hub_mixin"}
     assert f"{plan.genome_params:,} trained parameters in a file of {size:,} bytes" in card.text
     assert 'gb.GenomeModule.from_pretrained("FOLDER OR NAME", pnet=pnet)' in card.text
+
+
+def test_a_folder_is_stored_in_the_dtype_that_is_asked_for(module: gb.GenomeModule, tmp_path: Path) -> None:
+    module.save_pretrained(tmp_path / "half", dtype="float16")
+    gb.save(tmp_path / "g", module.plan, module.to_genome(), "float16")
+    assert (tmp_path / "half" / "genome.safetensors").read_bytes() == (tmp_path / "g").read_bytes()
+
+
+def test_options_that_have_no_effect_are_refused(module: gb.GenomeModule, tmp_path: Path) -> None:
+    for options in ({"safe_serialization": True}, {"model_card_kwargs": {}}, {"config": {}, "push_to_hub": True}):
+        with pytest.raises(TypeError, match=r"save_pretrained got unknown options \['(safe|model|config).* 'dtype'"):
+            module.save_pretrained(tmp_path / "x", **options)
+    with pytest.raises(TypeError, match="save_pretrained takes private with push_to_hub=True only"):
+        module.save_pretrained(tmp_path / "x", private=True)
+    with pytest.raises(TypeError, match=r"push_to_hub got unknown options \['Dtype'\]"):
+        module.push_to_hub("someone/genome", Dtype="float16")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ({"_name_or_path": "someone/net"}, "someone/net"),
+        ({"name_or_path": "bert-base"}, "bert-base"),
+        ({"_name_or_path": "models/of/mine"}, None),
+        ({"_name_or_path": "./net"}, None),
+        ({}, None),
+    ],
+)
+def test_the_card_of_an_adapter_names_the_base(said: dict[str, str], name: str | None, tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    pnet = torch.nn.Sequential(torch.nn.Linear(30, 20))
+    pnet.config = SimpleNamespace(**said)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    gb.GenomeModule(gb.make_plan(pnet, gb.periodic(2), base="own"), pnet).save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.to_dict().get("base_model") == name and (f"`{name}`" in card.text) == (name is not None)
+    assert "](http" not in card.text
 
 
 def test_a_folder_is_written_again_with_the_new_genome_and_the_users_card(
@@ -112,10 +151,11 @@ def test_a_push_uploads_the_same_folder(module: gb.GenomeModule, monkeypatch: py
 
     monkeypatch.setattr(HfApi, "create_repo", lambda self, **options: Repository())
     monkeypatch.setattr(HfApi, "upload_folder", upload)
-    assert module.push_to_hub("someone/genome", commit_message="first") == "address"
+    assert module.push_to_hub("someone/genome", commit_message="first", dtype="float16") == "address"
     assert {"genome.safetensors", "config.json", "README.md"} <= uploaded.keys()
     assert uploaded["repo_id"] == "someone/genome" and uploaded["commit_message"] == "first"
     assert b'from_pretrained("someone/genome", pnet=pnet)' in uploaded["README.md"]
+    assert b'"numbers":"float16"' in uploaded["genome.safetensors"]
 
 
 def test_without_the_package_the_module_works_and_the_methods_say_what_to_install(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -143,6 +144,29 @@ def test_a_file_has_the_permissions_of_any_other(genuine: Genuine, tmp_path: Pat
     gb.save(tmp_path / "g", genuine.plan, genuine.genome)
     (tmp_path / "other").touch()
     assert stat.S_IMODE((tmp_path / "g").stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+
+
+def test_what_a_link_names_is_replaced_and_keeps_its_permissions(genuine: Genuine, tmp_path: Path) -> None:
+    path, link = genuine.copy_to(tmp_path), tmp_path / "link"
+    link.symlink_to(path.name)
+    path.chmod(0o640)
+    gb.save(link, *genome_of(ZOO["mlp"])[1:])
+    assert link.is_symlink() and not path.is_symlink() and path.read_bytes() != genuine.data
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the child does next to nothing
+def test_what_a_killed_save_left_is_removed_by_the_next(genuine: Genuine, tmp_path: Path) -> None:
+    path, other = tmp_path / "g", tmp_path / ".h.0123456789abcdef"
+    child = os.fork()
+    if not child:
+        os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+        gb.save(path, genuine.plan, genuine.genome)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 1
+    other.touch()  # Of another file, which another program may be writing.
+    gb.save(path, genuine.plan, genuine.genome)
+    assert sorted(os.listdir(tmp_path)) == [other.name, "g"]
 
 
 def test_writers_do_not_mix(tmp_path: Path) -> None:

@@ -89,6 +89,19 @@ def test_a_number_that_is_too_large_is_not_saved(genuine: Genuine, tmp_path: Pat
     assert gb.load(tmp_path / "g")[1].direct["0.bias"][3] == torch.tensor(-1e6).bfloat16()
 
 
+def test_numbers_that_would_all_be_zero_are_not_saved(genuine: Genuine, tmp_path: Path) -> None:
+    genome = copy_tree(genuine.genome)
+    bias = genome.direct["0.bias"]
+    bias.copy_(torch.linspace(-2e-8, 2e-8, len(bias)))
+    with pytest.raises(ValueError, match=r"'direct/0.bias' holds 2e-08, too small a number for torch.float16"):
+        gb.save(tmp_path / "g", genuine.plan, genome, "float16")
+    gb.save(tmp_path / "g", genuine.plan, genome, "bfloat16")
+    assert torch.equal(gb.load(tmp_path / "g")[1].direct["0.bias"], bias.bfloat16().float())
+    # Beside a number 2^11 times as large, they are less than its rounding error.
+    bias[0] = 2e-8 * 2**11
+    gb.save(tmp_path / "g", genuine.plan, genome, "float16")
+
+
 def test_buffers_are_stored_as_they_are(genuine: Genuine, tmp_path: Path) -> None:
     genome = copy_tree(genuine.genome)
     genome.buffers["1.running_var"][0] = 1e30

@@ -115,6 +115,10 @@ def read_inputs(path: Path, task: Task, said: Mapping[str, Any]) -> Inputs:
     if not {"mean", "std"} <= said.keys():
         raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
     mean, std = (np.asarray(said[name], np.float32).reshape(-1, 1, 1) for name in ("mean", "std"))
+    if not (std > 0).all():
+        raise ValueError(
+            f"the genome's file says that the pixels of {task.name} have the deviation {said['std']}, not > 0"
+        )
     for name, pixels_Chw in _images(path, task.interface.inputs, float(said.get("white", 255))):
         yield name, torch.from_numpy(((pixels_Chw - mean) / std).astype(np.float32))
 

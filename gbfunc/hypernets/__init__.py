@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from gbfunc.encoding import UNKNOWN
 from gbfunc.hypernets.base import Hypernet, Leaf, Sized, draw, ensemble_params
 from gbfunc.hypernets.codeless import constant, low_rank, xox
 from gbfunc.hypernets.mlp import gnet, stochastic
@@ -35,9 +36,11 @@ __all__ = [
     "xox",
 ]
 
-HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(
-    {t.type: t for t in (periodic, bilinear, constant, gnet, stochastic, low_rank, xox, from_module)}
-)
+TYPES: dict[str, Callable[..., Hypernet]] = {
+    t.type: t for t in (periodic, bilinear, constant, gnet, stochastic, low_rank, xox, from_module)
+}
+"""`gb.register` adds to it."""
+HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(TYPES)
 """Every hypernetwork by its type."""
 
 
@@ -58,4 +61,6 @@ def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..
             options["factory"] = factories[path]
         return HYPERNETS[data["type"]](**options)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a hypernetwork: {reprlib.repr(data)}; known types are {sorted(HYPERNETS)}") from error
+        raise ValueError(
+            f"not a hypernetwork: {reprlib.repr(data)}; known types are {sorted(HYPERNETS)}; {UNKNOWN}"
+        ) from error

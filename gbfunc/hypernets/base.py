@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -35,7 +35,12 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Hypernet:
-    """A type of g-net with its options: static, hashable, JSON-able; its size is None until a plan chooses it."""
+    """A type of g-net with its options: static, hashable, JSON-able; its size is None until a plan chooses it.
+
+    A subclass is a frozen dataclass whose fields are numbers, texts and tuples of them. It has a `type` of its own,
+    `leaves`, `apply`, and what else differs from here; `Sized` is one whose size is a field. `gb.register` lets genomes
+    of it be saved and loaded.
+    """
 
     type: ClassVar[str]
     default_size: ClassVar[int] = 32
@@ -119,9 +124,8 @@ class Hypernet:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able description, without what is at its default."""
-        default = type(self)()
-        fields = {k: v for k, v in asdict(self).items() if v != getattr(default, k)}
-        return {"type": self.type, **fields}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {"type": self.type, **values}
 
 
 def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:

@@ -8,6 +8,7 @@ from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.forms import factored_form, is_formable
 from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, bytes_each, rounded, stored_name
+from gbfunc.plan.serial import register
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan, genome_file_bytes
 
@@ -26,6 +27,7 @@ __all__ = [
     "genome_file_bytes",
     "is_formable",
     "make_plan",
+    "register",
     "rounded",
     "stored_name",
 ]

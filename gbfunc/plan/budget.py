@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 
 from gbfunc.encoding import Encoding
 from gbfunc.hypernets import Hypernet, ensemble_params
@@ -21,6 +21,7 @@ from gbfunc.types import MatrixDims, TileDims
 
 _TOLERANCE = 0.02  # A target may be missed by this much before slots of equal shape get unequal sizes
 _THIN = 64  # A matrix with a side below this stays whole while 2 * features <= this: cutting it would save no time
+_NEAR = 8  # Units, and sizes from the present one, among which what uses up a target is sought
 _LEAST_SIDE = 16  # Of the tiles of a type that spreads: from there on a larger size costs less time than more tiles
 
 
@@ -154,6 +155,21 @@ class Unit:
         near = (option for option in options if option[0] >= enough)
         _, self.cut, self.size = min(near, key=lambda option: (math.prod(option[1]), -option[0]))
 
+    def nearby(self) -> list[tuple[int, tuple[int, int], int]]:
+        """Parameters, cut and size of what the rule for tiles allows with a size near the present one.
+
+        A matrix that is one tile may become two or four; `refine` has tried finer tiles of all others.
+        """
+        if self.fixed or self.spreads:
+            return [(self.cost, self.cut, self.size)]
+        whole = self.max_tile is None and self.cut == (1, 1)
+        cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if whole else [self.cut]
+        least, most = max(1, self.size // 2, self.size - _NEAR), min(2 * self.size, self.size + _NEAR)
+        pairs = [
+            (c, s) for c in cuts for s in range(least, 1 + min(most, self.largest(c, math.inf))) if self.fits(c, s)
+        ]
+        return [(self.cost_of(*pair), *pair) for pair in pairs]
+
 
 def _cuts(length: int, n: int) -> list[int]:
     """From `n` pieces to twice as many: the fewest for each length that pieces can have."""
@@ -193,6 +209,31 @@ def allocate(units: list[Unit], budget: int) -> None:
         if step and left > _TOLERANCE * budget:
             unit.larger = min(unit.count - 1, left // step)
             left -= unit.larger * step
+    if left > _TOLERANCE * budget:
+        costly = sorted((unit for unit in units if not unit.larger), key=lambda u: -u.cost)
+        _exchange(costly[:_NEAR], left, _TOLERANCE * budget)
+
+
+def _exchange(units: list[Unit], left: int, enough: float) -> None:
+    """Change two units, of which one may become smaller, so that at most `enough` is left, or else the least.
+
+    Of such changes it is the one with the fewest tiles, and then the one that changes sizes the least.
+    """
+    nearby = {id(unit): unit.nearby() for unit in units}
+    least: tuple[float, ...] = (left,)
+    best: list[tuple[Unit, tuple[int, int], int]] = []
+    for one, other in combinations(units, 2):
+        free = left + one.cost + other.cost
+        for first, second in product(nearby[id(one)], nearby[id(other)]):
+            if (rest := free - first[0] - second[0]) < 0 or max(rest, enough) > least[0]:
+                continue
+            both = [(one, *first[1:]), (other, *second[1:])]
+            tiles = sum(unit.count * math.prod(cut) for unit, cut, _ in both)
+            changed = sum(abs(math.log(size / unit.size)) for unit, _, size in both)
+            if (rank := (max(rest, enough), tiles, changed)) < least:
+                least, best = rank, both
+    for unit, cut, size in best:
+        unit.cut, unit.size = cut, size
 
 
 def _share(unit: Unit, level: float) -> float:

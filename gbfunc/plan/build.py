@@ -80,7 +80,9 @@ def make_plan(
         encodings: `{parameter: (rows, columns)}`: codes of the axes of its matrix, None for the default (`binary`).
         max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns);
             columns coded per axis, as a convolution's are, count channels.
-        base: `"own"`: the p-net's present tensors, but for those of `modules_to_save`, are the base.
+        base: `"own"`: the p-net's present tensors, but for those of `modules_to_save`, are the base, in the dtype that
+            they have. A base in bfloat16 or float16 is trained and served as it is; to serve one of float32 in a
+            narrower dtype, convert what `gb.materialize` makes of it.
         target_modules: modules whose weights get a delta, as PEFT has it: a list of names or their last parts
             (`["query", "value"]`), a regular expression that matches whole names, or `"all-linear"`; None is every
             linear, convolution and attention layer. `include`, `exclude` and `rules` go before it.

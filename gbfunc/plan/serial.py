@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+from gbfunc import encoding, hypernets
 from gbfunc.base import Base
 from gbfunc.encoding import Encoding, encoding_from_json
-from gbfunc.hypernets import Hypernet, hypernet_from_json
+from gbfunc.hypernets import Hypernet, from_module, hypernet_from_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.tiling import TileGrid
 from gbfunc.types import JSON
@@ -18,6 +19,53 @@ VERSION = 1
 
 # What is read at most: whatever a file declares, it takes no more than a second and some MB to find out.
 _MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS, _MAX_TILES = 1 << 14, 64, 256, 1 << 24
+
+
+C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
+
+
+def register(cls: C) -> C:
+    """Let `gb.save` and `gb.load` know a type of g-net, or an encoding, of your own.
+
+    Call it before either, in every program that saves or loads such genomes; a file holds the class's `type` and fields
+    and runs no code. It is a class decorator too, above `@dataclass(frozen=True)`.
+
+    Args:
+        cls: a subclass of `gbfunc.hypernets.Hypernet` or `gbfunc.encoding.Encoding`, with a `type` of its own. A class
+            of the same name, as a cell of a notebook makes when it is run again, takes the place of the former.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: if another class has its `type`.
+    """
+    bases = {Hypernet: hypernets.TYPES, Encoding: encoding.TYPES}
+    table = next((bases[base] for base in bases if isinstance(cls, type) and issubclass(cls, base)), None)
+    if table is None or not isinstance(cls.__dict__.get("type"), str):
+        raise TypeError(
+            f"register expects a subclass of Hypernet or Encoding with a text `type` of its own, got {cls!r}"
+        )
+    other = table.setdefault(cls.type, cls)
+    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"the type {cls.type!r} is that of {other.__module__}.{other.__qualname__}: choose another")
+    table[cls.type] = cls
+    return cls
+
+
+def check_readable(tensors: Sequence[TensorPlan]) -> None:
+    """Raise `ValueError` for a g-net or an encoding that `plan_from_json` would not give back, with the cure."""
+    slots = [slot for tensor in tensors for slot in tensor.slots]
+    factories = {h.to_json()["factory"]: h.factory for s in slots if isinstance(h := s.hypernet, from_module)}
+    for part in {part for s in slots for part in (s.hypernet, s.row_code, s.col_code)}:
+        try:
+            data = json.loads(json.dumps(part.to_json()))
+            again = encoding_from_json(data) if isinstance(part, Encoding) else hypernet_from_json(data, factories)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"gb.load could not read {part!r}: {error}") from error
+        if again != part:
+            raise ValueError(f"gb.load would read {part!r} as {again!r}: its class needs a `type` of its own")
 
 
 def plan_to_json(

@@ -16,7 +16,8 @@ from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.file_layout import compact_bytes, file_header, stored_leaves
 from gbfunc.plan.rounding import BITS, StoredDtype, stored_name
 from gbfunc.plan.serial import plan_from_json, plan_to_json
-from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan
+from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan, dtype_name
+from gbfunc.pnet import parameter_infos
 from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import Params
 
@@ -156,9 +157,17 @@ class Plan:
         given = tensors.describe()
         if given.digest != self.base.digest:
             named = "" if not self.base.name else f" {self.base.name!r} (revision {self.base.revision or 'unknown'})"
+            now = {info.name: dtype_name(info.tensor.dtype) for info in parameter_infos(pnet)}
+            pairs = {(t.dtype, now.get(t.name, t.dtype)) for t in self.tensors if t.base}
+            differing = [pair for pair in pairs if pair[0] != pair[1]]
+            cure = "its weights must be those that the plan was made for"
+            if differing:
+                made, got = min(differing)
+                cure = f"the plan was made for weights in {made}, these are in {got}: load them in {made}, and convert "
+                cure += f"what is made of them, gb.materialize(plan, genome, pnet).to(torch.{got})"
             raise ValueError(
                 f"the genome's base{named} has digest {self.base.digest} ({self.base.params:,} parameters), this p-net "
-                f"has {given.digest} ({given.params:,}): its weights must be those that the plan was made for"
+                f"has {given.digest} ({given.params:,}): {cure}"
             )
         return tensors
 

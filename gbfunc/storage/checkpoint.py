@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 
-from gbfunc.files import replace_file
+from gbfunc.files import remove_leftovers, replace_file
 from gbfunc.parallel import Mesh, from_rank_0, gather_objects, text_of
 from gbfunc.plan import Plan
 from gbfunc.storage.packing import EXTRA, pack, unpack
@@ -42,7 +42,6 @@ _NO_DIGEST = "0" * 64
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of `torch.optim` that say how an update is computed, not which."""
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.safetensors\.[0-9a-f]{16}")
 
 
 class Checkpointer:
@@ -385,9 +384,7 @@ def _lock(folder: Path) -> int:
         raise OSError(error.errno, "another training is keeping checkpoints there", str(folder)) from error
     except OSError:
         return lock  # A file system without locks: what looks left over may be in the making.
-    for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+    remove_leftovers(folder, _NAME.pattern)
     return lock
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome, unflat_genome
@@ -30,7 +31,8 @@ from gbfunc.plan.file_layout import (
     stored_leaves,
     unpack_plan,
 )
-from gbfunc.plan.rounding import BITS, narrow_stats
+from gbfunc.plan.rounding import BITS, is_stat, narrow_stats
+from gbfunc.plan.serial import check_readable
 from gbfunc.plan.slots import dtype_name
 from gbfunc.storage import compact
 from gbfunc.storage.compact import Compact
@@ -64,8 +66,10 @@ def save(
         Bytes written; the same genome gives the same bytes.
 
     Raises:
-        ValueError: if the genome does not fit the plan, holds values that are not finite or too large for `dtype`,
-            if metadata is not JSON, or if it or the plan is longer than a file may hold.
+        ValueError: if the genome does not fit the plan, holds values that are not finite, too large for `dtype`, or so
+            small that they would be 0 in it though the leaf's largest is less than 2^11 times as large (float16; 2^8
+            for bfloat16); if `load` could not read a type of g-net or an encoding (see `gb.register`); if metadata is
+            not JSON, or if it or the plan is longer than a file may hold.
         OSError: if the file cannot be written; what was there before is intact.
     """
     name = None if dtype is None else stored_name(dtype)
@@ -75,8 +79,9 @@ def save(
     _check_values(flat, "the genome")
     stored = stored_leaves(flat, name, narrow_stats(flat))
     for key, leaf in stored.items():
-        if leaf.dtype != flat[key].dtype and not bool(torch.isfinite(leaf).all()):
-            raise ValueError(f"{key!r} holds {float(flat[key].abs().max()):g}, too large a number for {leaf.dtype}")
+        if leaf.dtype != flat[key].dtype and not is_stat(key):
+            _check_range(key, flat[key].abs(), leaf)
+    check_readable(plan.tensors)
     document = _document(plan, metadata)
     if name in BITS:
         data = compact.pack(document, flat, BITS[name])
@@ -244,6 +249,17 @@ def _check_sizes(plan: Plan, limit: int, numbers: int) -> None:
             raise ValueError(f"it declares g-nets of more parameters than the {numbers:,} of their dtype that it holds")
         if leaves > MAX_LEAVES:
             raise ValueError(f"it declares {leaves:,} leaves or more; a file holds at most {MAX_LEAVES:,}")
+
+
+def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
+    """Refuse a leaf of these absolute values that has no place in the range of the dtype that it is stored in."""
+    if not bool(torch.isfinite(stored).all()):
+        raise ValueError(f"{name!r} holds {float(size.max()):g}, too large a number for {stored.dtype}")
+    # What is less than a rounding error of the leaf's largest number would not be missed.
+    lost = size[(stored == 0) & (size > torch.finfo(stored.dtype).eps / 2 * size.amax())] if size.numel() else size
+    if lost.numel():
+        words = "it would be 0; dtype='bfloat16' and codes hold smaller ones"
+        raise ValueError(f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}: {words}")
 
 
 def _check_values(flat: TensorMap, what: str) -> None:

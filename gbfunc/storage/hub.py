@@ -6,15 +6,16 @@ or read.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gbfunc.plan import Plan
+from gbfunc.plan import Plan, StoredDtype
 from gbfunc.plan.file_layout import FORMAT
 from gbfunc.storage.genome_file import load, save
 from gbfunc.types import Genome, GenomeLike
@@ -29,7 +30,7 @@ _CARD = """---
 # A genome{of}
 
 {genome_params:,} trained parameters in a file of {genome_bytes:,} bytes, from which
-[gbfunc](https://pypi.org/project/gbfunc) generates {what} of {pnet_params:,} parameters ({dense_bytes:,} bytes).
+gbfunc generates {what} of {pnet_params:,} parameters ({dense_bytes:,} bytes).
 {base}
 ```python
 import gbfunc as gb
@@ -41,22 +42,68 @@ outputs = module.eval()(...)
 """
 
 
-def save_pretrained(plan: Plan, genome: GenomeLike, folder: str | os.PathLike[str], **options: Any) -> str | None:
-    """Write a genome's folder, with the options of `huggingface_hub.ModelHubMixin.save_pretrained`.
+def save_pretrained(
+    plan: Plan,
+    genome: GenomeLike,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: StoredDtype | None = None,
+    push_to_hub: bool = False,
+    **options: Any,
+) -> str | None:
+    """Write a genome's folder.
+
+    Args:
+        plan: the plan.
+        genome: a `Genome` or `TrainState`.
+        folder: where to; it is made where there is none.
+        dtype: as in `gb.save`.
+        push_to_hub: whether to upload it, too.
+        options: of the upload: `repo_id`, and those of `push_pretrained`.
 
     Returns:
         The commit's address with `push_to_hub=True`, else None.
 
     Raises:
         ImportError: without huggingface_hub.
+        TypeError: for an unknown option, or one of an upload without `push_to_hub=True`.
         ValueError: if the genome does not fit the plan, or cannot be saved.
     """
-    return _mixin()(_Held(plan, genome)).save_pretrained(Path(folder), **options)
+    mixin = _mixin()
+    _check_options("save_pretrained", mixin, options, {"dtype", "push_to_hub"})
+    if options and not push_to_hub:
+        raise TypeError(f"save_pretrained takes {', '.join(options)} with push_to_hub=True only")
+    return mixin(_Held(plan, genome, dtype)).save_pretrained(Path(folder), push_to_hub=push_to_hub, **options)
 
 
-def push_pretrained(plan: Plan, genome: GenomeLike, repo_id: str, **options: Any) -> str:
-    """Upload a genome's folder, with the options of `huggingface_hub.ModelHubMixin.push_to_hub`: its address."""
-    return _mixin()(_Held(plan, genome)).push_to_hub(repo_id, **options)
+def push_pretrained(
+    plan: Plan, genome: GenomeLike, repo_id: str, *, dtype: StoredDtype | None = None, **options: Any
+) -> str:
+    """Upload a genome's folder, and return its address.
+
+    Args:
+        plan: the plan.
+        genome: a `Genome` or `TrainState`.
+        repo_id: its name on the hub.
+        dtype: as in `gb.save`.
+        options: of `huggingface_hub.ModelHubMixin.push_to_hub` (`commit_message`, `private`, `token`, ...).
+
+    Raises:
+        ImportError: without huggingface_hub.
+        TypeError: for an unknown option.
+        ValueError: if the genome does not fit the plan, or cannot be saved.
+    """
+    mixin = _mixin()
+    _check_options("push_to_hub", mixin, options, {"dtype"})
+    return mixin(_Held(plan, genome, dtype)).push_to_hub(repo_id, **options)
+
+
+def _check_options(method: str, mixin: Any, options: Collection[str], ours: set[str]) -> None:
+    """Raise `TypeError` for what an upload does not take, or what would have no effect."""
+    # The folder has a config and a card of its own.
+    known = {*inspect.signature(mixin.__base__.push_to_hub).parameters} - {"self", "config", "model_card_kwargs"}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"{method} got unknown options {unknown}; it takes {sorted(known | ours)}")
 
 
 def load_pretrained(
@@ -92,8 +139,8 @@ def load_pretrained(
 class _Held:
     """A genome with its plan, in a class that the mixin does not take apart."""
 
-    def __init__(self, plan: Plan, genome: GenomeLike) -> None:
-        self.plan, self.genome = plan, genome
+    def __init__(self, plan: Plan, genome: GenomeLike, dtype: StoredDtype | None = None) -> None:
+        self.plan, self.genome, self.dtype = plan, genome, dtype
 
 
 def config_of(plan: Plan, genome_bytes: int) -> dict[str, Any]:
@@ -156,7 +203,7 @@ def _mixin() -> Any:
 
         def _save_pretrained(self, save_directory: Path) -> None:
             plan = self.held.plan
-            self.size = save(save_directory / GENOME_FILE, plan, self.held.genome)
+            self.size = save(save_directory / GENOME_FILE, plan, self.held.genome, self.held.dtype)
             text = json.dumps(config_of(plan, self.size), indent=2)
             (save_directory / "config.json").write_text(f"{text}\n", encoding="utf-8")
 
