@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +23,12 @@ from gbfunc.generate import Generator
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
 from gbfunc.many.proof import Watch, first_difference, proof_batch, tolerance_of, varied
-from gbfunc.many.row_wise import RowWise, prepare
+from gbfunc.many.row_wise import PLAIN, RowWise, prepare
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet
 from gbfunc.trees import flat_genome, tree_leaves, tree_map
 from gbfunc.types import GenomeLike, Params
 
-_PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None), torch.dtype, torch.device)
 _RANDOM = "a row gives another result each time (random numbers in eval mode?)"
 
 
@@ -129,15 +127,17 @@ class ManyGenomes(nn.Module):
         if way is None:
             with torch.no_grad():
                 way = self._proven[kind] = self._prove(stored, [x for _, x in inputs], split, (args, kwargs))
+        self.row_wise = [module.path for module in way.modules]
         out = self._run(way, len(index), self._taken(stored, index), args, kwargs)
-        self.row_wise, self.looped = [module.path for module in way.modules], way.looped
+        self.looped = way.looped
+        _checked(out, len(index), one="" in self.row_wise)
         if set(self.looped) - self._reported:
             self._reported.update(self.looped)
             names = ", ".join(repr(path) if path else "the p-net" for path in self.looped)
             warnings.warn(
                 f"run one row after the other, which vmap cannot or gives other outputs: {names}", stacklevel=2
             )
-        return _checked(out, len(index))
+        return out
 
     def _prove(self, stored: Params, inputs: list[Any], split: list[bool], call: Any) -> _Way:
         """A way that gives the outputs that rows give alone: the first one, from that with the fewest modules on."""
@@ -220,7 +220,7 @@ class ManyGenomes(nn.Module):
         if low < 0 or high >= self.n_genomes:
             raise ValueError(f"index must be within 0 .. {self.n_genomes - 1}, got {low} .. {high}")
         for at, x in inputs:
-            if not isinstance(x, (Tensor, *_PLAIN)):
+            if not isinstance(x, (Tensor, *PLAIN)):
                 raise TypeError(f"{at} is a {type(x).__name__}: inputs must be tensors and plain values")
         split = [isinstance(x, Tensor) and x.shape[:1] == index.shape for _, x in inputs]
         if not any(split):
@@ -235,15 +235,14 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
     return (at, has_rows, x.dtype, x.shape[has_rows:]) if isinstance(x, Tensor) else (at, type(x), x)
 
 
-def _checked(out: Any, n_rows: int) -> Any:
-    """An output; ValueError if a part of it has not this many rows, TypeError if one is no tensor or plain value."""
+def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
+    """An output; ValueError if a tensor has not this many rows, TypeError for an object of `one` row of several."""
     for at, x in tree_leaves(out, "output"):
-        if not isinstance(x, (Tensor, *_PLAIN)):
-            cure = "a cache is switched off by use_cache=False"
-            raise TypeError(f"{at} is a {type(x).__name__}, and outputs must be tensors and plain values: {cure}")
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"{at} of {n_rows} {'row' if n_rows == 1 else 'rows'} has shape {tuple(x.shape)}"
             raise ValueError(f"{got}, and batches must come first: leave it out (a loss: call without labels)")
+        if one and not isinstance(x, (Tensor, *PLAIN)):
+            raise TypeError(f"{at} is a {type(x).__name__}, of one row: switch it off (a cache: use_cache=False)")
     return out
 
 

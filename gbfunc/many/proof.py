@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gbfunc.many.row_wise import PLAIN
 from gbfunc.trees import tree_leaves
 
 VARIANTS = 3
@@ -105,7 +106,7 @@ def first_difference(alone: list[Watch], batch: Watch, strict: Collection[str], 
 
 def _same(rows: list[Any], x: Any, strict: bool, tolerance: float) -> bool:
     if not all(isinstance(y, Tensor) for y in (*rows, x)):
-        return not strict or all(type(y) is type(x) and bool(y == x) for y in rows)
+        return not strict or all(type(y) is type(x) and (not isinstance(x, PLAIN) or y == x) for y in rows)
     if any(y.shape[:1] != (1,) for y in rows) or x.shape[:1] != (len(rows),):
         return not strict
     if any(y.shape[1:] != x.shape[1:] for y in rows):

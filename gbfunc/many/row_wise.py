@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ from gbfunc.layers.install import layer_form
 from gbfunc.pnet import PureNet, buffers_of, parameter_infos
 from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params
+
+PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None), torch.dtype, torch.device)
+"""Inputs and outputs beside tensors: values that do not change, and are for all rows."""
 
 
 class RowWise:
@@ -103,6 +107,8 @@ class RowWise:
 
     def _has_rows(self, x: Any) -> bool:
         """Whether an input has a row for each genome, and not one for all of them."""
+        if self.path and not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
+            raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
         # Inside of the p-net another first dimension equals the number of rows in some batches and not in others.
