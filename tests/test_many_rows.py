@@ -159,8 +159,9 @@ PADDED = torch.arange(6) >= torch.tensor([[6], [4], [6], [2], [1]])
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("masks", [{"mask": CAUSAL}, {"src_key_padding_mask": PADDED}, {"mask": CAUSAL.double()}, {}])
-def test_encoders_with_masks(masks: dict[str, Tensor], norm_first: bool) -> None:
-    pnet, plan, genomes = planned(partial(encoder, norm_first), [])
+@pytest.mark.parametrize("targets", [[], ["linear1"], ["self_attn"]], ids=str)
+def test_encoders_with_masks(masks: dict[str, Tensor], norm_first: bool, targets: list[str]) -> None:
+    pnet, plan, genomes = planned(partial(encoder, norm_first), targets)
     x = vectors(5, 6, 8)
     out = gb.materialize_many(plan, genomes, pnet)(INDEX, x, **masks)
     for b, i in enumerate(INDEX.tolist()):
@@ -239,8 +240,8 @@ def test_what_is_not_a_function_of_a_row_is_refused() -> None:
     class Counting(nn.Linear):
         n: Tensor
 
-        def __init__(self, *sizes: int) -> None:
-            super().__init__(*sizes)
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__(inputs, outputs)
             self.register_buffer("n", torch.zeros(()))
 
         def forward(self, input: Tensor) -> Tensor:
