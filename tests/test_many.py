@@ -102,6 +102,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str] | None]] = {
     "gpt2": (gpt2, TOKENS, None),
 }
 EACH_NET = pytest.mark.parametrize("name", NETS)
+LOOPS = pytest.mark.filterwarnings("ignore:run one row after the other:UserWarning")
 
 
 def genomes_of(plan: Plan, pnet: nn.Module, n: int = 4) -> list[gb.Genome]:
@@ -144,6 +145,7 @@ def one_by_one(plan: Plan, genomes: list[gb.Genome], pnet: nn.Module, index: Ten
     return [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
 
+@LOOPS
 @EACH_NET
 def test_every_row_is_that_of_its_genome_alone(name: str) -> None:
     pnet, plan, genomes, x = case(name)

@@ -403,7 +403,7 @@ def test_inputs_without_dimensions_are_for_all_rows() -> None:
     genomes = [gb.init_genome(plan, pnet, seed) for seed in range(2)]
     many: Any = gb.materialize_many(plan, genomes, pnet)
     x, scale, runs, run = torch.randn(2, 3), torch.tensor(2.0), list[int](), many._run
-    many._run = lambda *call: (runs.append(len(call[0])), run(*call))[1]
+    many._run = lambda *call: (runs.append(call[1]), run(*call))[1]
     expected = torch.cat([gb.materialize(plan, g, pnet)(x[i : i + 1], scale) for i, g in enumerate(genomes)])
     for more in ((), (torch.ones(2, 1),), (), (torch.ones(2, 1),)):
         torch.testing.assert_close(many(torch.arange(2), x, scale, *more), expected + len(more))

@@ -1,18 +1,20 @@
-"""Many genomes of one plan at once: a batch in which every row has its genome, and their sum as one module.
+"""Many genomes of one plan at once: a batch in which every row has its genome.
 
 A module of the p-net that holds tensors in which genomes differ runs under `vmap` over the rows, each row with the
-tensors of its genome; all else, and every product with tensors that genomes share, runs once for the whole batch:
+tensors of its genome; all else, and every product with tensors that genomes share, runs once for the batch:
 
     x [B, ...] --shared modules--> --vmap(module)(tensors[index], rows)--> ... --> y [B, ...]
+
+Which modules these are is proven at the first call of each kind (`gbfunc.many.proof`).
 
 Suffixes: N genomes, B rows of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count
-from typing import Any
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +22,25 @@ from torch import Tensor, nn
 from gbfunc.generate import Generator
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
-from gbfunc.many.row_wise import NoRowsError, RowWise, without_fused
+from gbfunc.many.proof import Watch, first_difference, proof_batch, tolerance_of, varied
+from gbfunc.many.row_wise import PLAIN, RowWise, prepare
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import PureNet, parameter_infos
+from gbfunc.pnet import PureNet
 from gbfunc.trees import flat_genome, tree_leaves, tree_map
 from gbfunc.types import GenomeLike, Params
+
+_RANDOM = "a row gives another result each time (random numbers in eval mode?)"
+
+
+class _Way(NamedTuple):
+    """The p-net as a function of a batch, with the modules that run row by row."""
+
+    net: PureNet
+    modules: list[RowWise]
+
+    @property
+    def looped(self) -> list[str]:
+        return [module.path for module in self.modules if module.looped]
 
 
 class ManyGenomes(nn.Module):
@@ -35,7 +51,9 @@ class ManyGenomes(nn.Module):
 
     Attributes:
         n_genomes: number of genomes.
-        row_wise: the modules of the p-net, by path, that run under `vmap`; "" is the whole p-net.
+        row_wise: the modules of the p-net, by path, that had a genome for each row in the last batch (before the first
+            one, those that hold what differs): under `vmap`, or `looped`; "" is the p-net itself.
+        looped: those of them that ran one row after the other.
     """
 
     def __init__(self, plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
@@ -48,10 +66,13 @@ class ManyGenomes(nn.Module):
             shared = all(x is values[0] or torch.equal(x, values[0]) for x in values[1:])
             self._rows |= set() if shared else {key}
             self.register_buffer(f"tensor_{i}", values[0] if shared else torch.stack(values), persistent=False)
-        self.row_wise = _outermost(_module_of(pnet, name) for key in self._rows for name in self._names(key))
-        self._net = self._build()
-        # Kinds of calls, by which inputs had rows: the first one of a kind tells where inside of the p-net they are.
-        self._kinds: set[Any] = set()
+        self._varying = {name for key in self._rows for name in self._names(key)}
+        self.row_wise = _outermost(_owner(name) for name in self._varying)
+        self.looped: list[str] = []
+        # By modules that run row by row, and the one that is proven for each kind of calls.
+        self._built: dict[tuple[str, ...], _Way] = {}
+        self._proven: dict[Any, _Way] = {}
+        self._alone, self._reported = self._way([]).net, set[str]()
 
     def _names(self, key: str) -> list[str]:
         """All names of a tensor of a tie."""
@@ -60,21 +81,19 @@ class ManyGenomes(nn.Module):
                 return [name + key.removeprefix(tensor.name) for name in (tensor.name, *tensor.aliases)]
         return [key]
 
-    def _build(self) -> PureNet:
-        """The p-net whose `row_wise` modules take a tensor for each row."""
-        named = [name for key in self._rows for name in self._names(key)]
-        row_wise = []
-        for path in self.row_wise:
-            varying = {_local(name, path) for name in named if _inside(name, path)}
+    def _way(self, paths: list[str]) -> _Way:
+        """The p-net whose modules at these paths take a tensor for each row."""
+        modules = []
+        for path in paths:
+            varying = {_local(name, path) for name in self._varying if _inside(name, path)}
             forms = {_local(k, path): v for k, v in self._fresh_forms().items() if _inside(k, path)}
-            row_wise.append(RowWise(self._pnet, path, forms, self._present(path, varying)))
+            modules.append(RowWise(self._pnet, path, forms, varying))
 
         def adapt(skeleton: nn.Module) -> list[str]:
-            skeleton.eval()
-            without_fused(skeleton)
-            return [name for module in row_wise for name in module.install(skeleton)]
+            prepare(skeleton)
+            return [name for module in modules for name in module.install(skeleton)]
 
-        return PureNet(self._pnet, self._fresh_forms(), adapt, self._base)
+        return _Way(PureNet(self._pnet, self._fresh_forms(), adapt, self._base), modules)
 
     def _generator(self) -> Generator:
         return Generator(self._plan, pnet=self._pnet, lazy=True, base=self._base)
@@ -83,14 +102,8 @@ class ManyGenomes(nn.Module):
         """Forms belong to one function each."""
         return {name: form for name, form in self._generator().forms.items() if name in self._forms}
 
-    def _present(self, path: str, varying: set[str]) -> set[str]:
-        """Without second names of tensors that are tied inside of the module."""
-        module = self._pnet.get_submodule(path)
-        again = {alias for info in parameter_infos(module) for alias in info.aliases}
-        return {name for name in varying if not any(name == a or name.startswith(f"{a}_form.") for a in again)}
-
     def forward(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The p-net's outputs, of row b with genome `index[b]`.
+        """The p-net's outputs: row b is `net(x[b : b + 1])` on genome `index[b]`.
 
         Args:
             index: int64 [B].
@@ -98,40 +111,106 @@ class ManyGenomes(nn.Module):
             **kwargs: likewise.
 
         Raises:
-            TypeError: if the index is not an int64 tensor.
-            ValueError: if it is not [B], names a genome that there is not, no input has B rows, or some output has not.
+            TypeError: if the index is not an int64 tensor, or an input or output is neither a tensor nor a plain value.
+            ValueError: if it is not [B], names a genome that there is not, no input has B rows, some output has not,
+                the p-net refuses a row alone, changes its buffers, or gives another result at each call.
         """
-        n_rows = self._check(index, (args, kwargs))
-        call = _padded(index, args, kwargs)
-        inputs = tree_leaves(call[1:])
-        kind = tuple((path, isinstance(x, Tensor) and (x.ndim, x.shape[:1] == call[0].shape)) for path, x in inputs)
-        while True:
-            try:
-                if kind not in self._kinds:
-                    # A dimension inside that has as many entries by chance has not one more when the batch has.
-                    with torch.no_grad():
-                        self._run(*_padded(*call, more=1))
-                out = self._run(*call)
-                break
-            except NoRowsError as error:
-                if not error.path:
-                    raise
-                # Rows are seen further out: positions of a transformer, or [time, batch] inside of one.
-                self.row_wise = _outermost([*self.row_wise, error.path.rpartition(".")[0]])
-                self._net, self._kinds = self._build(), set()
-        self._kinds.add(kind)
-        return tree_map(lambda x: self._cut(x, len(call[0]), n_rows), out)
-
-    def _run(self, index: Tensor, args: Any, kwargs: Any) -> Any:
-        """The p-net's outputs for these rows."""
+        inputs = tree_leaves((args, kwargs), "inputs")
+        split = self._check(index, inputs)
         keys = [*self._keys["weights"], *self._keys["buffers"]]
         stored = {key: self.get_buffer(f"tensor_{i}") for i, key in enumerate(keys)}
-        given = {key: x[index.to(x.device)] if key in self._rows else x for key, x in stored.items()}
-        weights, buffers = ({key: given[key] for key in self._keys[kind]} for kind in ("weights", "buffers"))
-        return self._net(weights, buffers, *args, **kwargs)
+        if len(index) == 1:
+            return _checked(self._one(self._taken(stored, index[0]), args, kwargs), 1)
+        devices = {x.device.type for x in stored.values()}
+        kind = (*map(torch.is_autocast_enabled, devices), *map(_kind, inputs, split))
+        way = self._proven.get(kind)
+        if way is None:
+            with torch.no_grad():
+                way = self._proven[kind] = self._prove(stored, [x for _, x in inputs], split, (args, kwargs))
+        self.row_wise = [module.path for module in way.modules]
+        out = self._run(way, len(index), self._taken(stored, index), args, kwargs)
+        self.looped = way.looped
+        _checked(out, len(index), one="" in self.row_wise)
+        if set(self.looped) - self._reported:
+            self._reported.update(self.looped)
+            names = ", ".join(repr(path) if path else "the p-net" for path in self.looped)
+            warnings.warn(
+                f"run one row after the other, which vmap cannot or gives other outputs: {names}", stacklevel=2
+            )
+        return out
 
-    def _check(self, index: Tensor, inputs: Any) -> int:
-        """The number of rows of a call; raises as `forward`."""
+    def _prove(self, stored: Params, inputs: list[Any], split: list[bool], call: Any) -> _Way:
+        """A way that gives the outputs that rows give alone: the first one, from that with the fewest modules on."""
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        n_rows = next(len(x) for x, of in zip(inputs, split, strict=True) if of)
+        batch = proof_batch(n_rows, {size for x in tensors for size in x.shape})
+        own, alone = stored | {key: varied(stored[key]) for key in self._rows}, list[Watch]()
+
+        def part(positions: list[int], which: Any) -> Any:
+            of, rows = iter(split), [batch.rows[i] for i in positions]
+            args, kwargs = tree_map(lambda x: x[rows] if next(of) else x, call)
+            return self._taken(own, torch.tensor(which)), args, kwargs
+
+        for i in batch.checked:
+            alone.append(Watch())
+            given, args, kwargs = part([i], batch.variants[i])
+            try:
+                with alone[-1].of(self._alone.skeleton):
+                    out = self._one(given, args, kwargs, buffers_stay=True)
+            except Exception as error:
+                shapes = [tuple(x.shape) for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+                raise ValueError(f"row {batch.rows[i]} alone, with inputs {shapes}, is refused: {error}") from error
+            _checked(out, 1)
+        called = {path for path, _ in alone[0].outputs}
+        paths = [_owner(name) for name in self._varying] if "" in self.row_wise else self.row_wise
+        paths = _outermost(_outward(path, called) for path in paths)
+        while True:
+            way = self._built.get(tuple(paths)) or self._way(paths)
+            watch, problem = Watch(batch), None
+            try:
+                with watch.of(way.net.skeleton):
+                    self._run(way, len(batch.rows), *part([*range(len(batch.rows))], batch.variants))
+                failed = first_difference(alone, watch, {*paths, ""}, tolerance_of([*stored.values(), *tensors]))
+            except Exception as error:
+                failed, problem = watch.running[-1] if watch.running else "", error
+            if failed is None:
+                # Another kind of calls may do without loops.
+                self._built |= {} if way.looped else {tuple(paths): way}
+                return way
+            if paths == [""]:
+                (whole,) = way.modules
+                if whole.looped or problem is not None:
+                    raise ValueError(f"{_RANDOM}{'' if problem is None else f': {problem}'}") from problem
+                self._built.pop(("",), None)
+                whole.looped, self._built[("",)] = True, way
+                continue
+            wider = {path for path in called if any(path != q and _inside(q, path) for q in paths)} - {*paths}
+            paths = _outermost([*paths, _outward(failed, wider | {""})])
+
+    def _run(self, way: _Way, n_rows: int, given: Params, args: Any, kwargs: Any) -> Any:
+        """The p-net's outputs for these rows."""
+        # Calls from threads take turns.
+        with way.net.lock:
+            for module in way.modules:
+                module.n_rows = n_rows
+            weights, buffers = ({key: given[key] for key in self._keys[kind]} for kind in ("weights", "buffers"))
+            return way.net(weights, buffers, *args, **kwargs)
+
+    def _one(self, given: Params, args: Any, kwargs: Any, buffers_stay: bool = False) -> Any:
+        """The p-net's outputs with one genome; ValueError if buffers should stay as they are and do not."""
+        buffers = {key: given[key].clone() for key in self._keys["buffers"]}
+        out = self._alone({key: given[key] for key in self._keys["weights"]}, buffers, *args, **kwargs)
+        for key in buffers if buffers_stay else ():
+            if not torch.allclose(buffers[key], given[key], 0, 0, equal_nan=True):
+                raise ValueError(f"the p-net changes its buffer {key!r} in eval mode")
+        return out
+
+    def _taken(self, stored: Params, index: Tensor) -> Params:
+        """Tensors of genomes by number: one genome, or one for each row."""
+        return {key: x[index.to(x.device)] if key in self._rows else x for key, x in stored.items()}
+
+    def _check(self, index: Tensor, inputs: list[tuple[str, Any]]) -> list[bool]:
+        """Which inputs have a row each; raises as `forward`."""
         if not isinstance(index, Tensor) or index.dtype != torch.int64:
             got = str(index.dtype) if isinstance(index, Tensor) else type(index).__name__
             raise TypeError(f"index must be an int64 tensor [B] of genomes' numbers, got {got}")
@@ -140,33 +219,31 @@ class ManyGenomes(nn.Module):
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= self.n_genomes:
             raise ValueError(f"index must be within 0 .. {self.n_genomes - 1}, got {low} .. {high}")
-        shapes = [tuple(x.shape) for _, x in tree_leaves(inputs) if isinstance(x, Tensor)]
-        if not any(s[:1] == (len(index),) for s in shapes):
+        for at, x in inputs:
+            if not isinstance(x, (Tensor, *PLAIN)):
+                raise TypeError(f"{at} is a {type(x).__name__}: inputs must be tensors and plain values")
+        split = [isinstance(x, Tensor) and x.shape[:1] == index.shape for _, x in inputs]
+        if not any(split):
+            shapes = [tuple(x.shape) for _, x in inputs if isinstance(x, Tensor)]
             raise ValueError(f"index has {len(index)} rows, and no input has: their shapes are {shapes}")
-        return len(index)
-
-    @staticmethod
-    def _cut(x: Any, padded: int, n_rows: int) -> Any:
-        """An output without the rows that were added."""
-        if not isinstance(x, Tensor):
-            return x
-        if x.ndim == 0 or len(x) != padded:
-            raise ValueError(f"outputs must have the batch's rows first, got shape {tuple(x.shape)} for {padded} rows")
-        return x[:n_rows]
+        return split
 
 
-def _padded(index: Tensor, args: Any, kwargs: Any, more: int = 0) -> tuple[Tensor, Any, Any]:
-    """The call with the last row repeated, `more` times or until no other dimension of the inputs has as many rows."""
-    tensors = [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    n_rows = len(index)
-    taken = {size for x in tensors for size in x.shape[1:]} | {len(x) for x in tensors if x.ndim and len(x) != n_rows}
-    more = next(n for n in count(n_rows + more) if n not in taken) - n_rows
+def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
+    """Of an input, all but the number of rows."""
+    at, x = named
+    return (at, has_rows, x.dtype, x.shape[has_rows:]) if isinstance(x, Tensor) else (at, type(x), x)
 
-    def pad(x: Any) -> Any:
-        rows = isinstance(x, Tensor) and x.ndim > 0 and len(x) == n_rows
-        return torch.cat([x, x[-1:].expand(more, *x.shape[1:])]) if rows else x
 
-    return (pad(index), *tree_map(pad, (args, kwargs))) if more else (index, args, kwargs)
+def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
+    """An output; ValueError if a tensor has not this many rows, TypeError for an object of `one` row of several."""
+    for at, x in tree_leaves(out, "output"):
+        if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
+            got = f"{at} of {n_rows} {'row' if n_rows == 1 else 'rows'} has shape {tuple(x.shape)}"
+            raise ValueError(f"{got}, and batches must come first: leave it out (a loss: call without labels)")
+        if one and not isinstance(x, (Tensor, *PLAIN)):
+            raise TypeError(f"{at} is a {type(x).__name__}, of one row: switch it off (a cache: use_cache=False)")
+    return out
 
 
 def _all_tensors(
@@ -206,16 +283,19 @@ def _local(name: str, path: str) -> str:
     return name.removeprefix(f"{path}.") if path else name
 
 
-def _module_of(pnet: nn.Module, name: str) -> str:
-    """The path of the module that uses a tensor: of attention for its output projection, which it does not call."""
-    path = name.partition(".parametrizations.")[0].rpartition(".")[0]
-    if "_form." in name:
-        path = name.rpartition("_form.")[0].rpartition(".")[0]
-    parent = path.rpartition(".")[0]
-    return parent if path and isinstance(pnet.get_submodule(parent), nn.MultiheadAttention) else path
+def _owner(name: str) -> str:
+    """The path of the module that a tensor belongs to."""
+    return name.partition("_form.")[0].partition(".parametrizations.")[0].rpartition(".")[0]
 
 
-def _outermost(paths: Any) -> list[str]:
+def _outward(path: str, among: Collection[str]) -> str:
+    """The innermost of some modules that is this one or around it."""
+    while path not in among:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
     """Paths without those inside of others."""
     given = set(paths)
     return sorted(path for path in given if not any(other != path and _inside(path, other) for other in given))
@@ -224,15 +304,17 @@ def _outermost(paths: Any) -> list[str]:
 def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> ManyGenomes:
     """One module for many genomes of a plan, each row of a batch with its genome: to serve, compare or ensemble them.
 
-    What genomes share is computed once for the batch: a base, and tensors that are equal in all of them. Factors stay
-    factors. Modules with tensors that differ run under `torch.func.vmap`; the p-net around them runs as it is, so it
-    may do what `vmap` cannot. It must keep the batch in the first dimension between them. Where it does not (learned
-    positions of all rows at once), the module around runs under `vmap`, in the end the whole p-net.
+    Row b of `net(index, x)` is `net(x[b : b + 1])` on genome `index[b]`, in eval mode. What genomes share is computed
+    once for the batch: a base, and tensors that are equal in all of them. Factors stay factors. Modules with tensors
+    that differ run under `torch.func.vmap`; the p-net around them runs as it is.
 
-    Rows are computed as for batches of one in eval mode; a p-net that mixes rows, by a mean over the batch, mixes them
-    here too. The first call of its kind runs twice, once with a row more, to see where rows are inside of the p-net.
-    Batches whose size is also that of another dimension of the inputs get some rows more, so that the two cannot be
-    mistaken for each other. Buffers may differ between genomes.
+    The first call of each kind (structure, dtypes and shapes of the inputs, but for the number of rows) proves it: some
+    rows alone against a batch. Where they differ, modules further out run under `vmap`, in the end the p-net itself,
+    and what `vmap` cannot run goes row after row, with a warning. `row_wise` and `looped` name these modules. What
+    depends on values that come only later, such as a branch that the first batch did not take, is not proven.
+
+    Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
+    `src_key_padding_mask`, where they may give zeros, outputs are those of the layers' own forward.
 
     Args:
         plan: the plan.

@@ -1,0 +1,278 @@
+"""Row b of many genomes is that of its row alone, on p-nets that do something else with rows than to keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.plan import Plan
+from tests.support.forms import assert_close, vectors
+from tests.test_many import INDEX, TOKENS, genomes_of, one_by_one, tensors
+
+X = vectors(5, 8)
+
+
+class Sorting(nn.Module):
+    """Sorts its rows between layers, and puts them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return self.second(self.first(x)[order].tanh())[order.argsort()]
+
+
+class SortingBySide(Sorting):
+    """Sorts its inputs, as packed sequences are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum(1).argsort(descending=True)
+        return self.second(F.silu(self.first(x[order])))[order.argsort()]
+
+
+class RolledRows(nn.Module):
+    """Layers between which rows are moved on and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).roll(1, 0).tanh()).roll(-1, 0)
+
+
+def swin() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"image_size": 8, "patch_size": 2, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 2}
+    return transformers.Swinv2Model(transformers.Swinv2Config(**sizes))
+
+
+def deberta() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    positions = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 16}
+    return transformers.DebertaV2Model(transformers.DebertaV2Config(vocab_size=19, **sizes, **positions))
+
+
+def mamba(**more: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 19, **more}
+    return transformers.MambaModel(transformers.MambaConfig(**sizes))
+
+
+class Windows(nn.Module):
+    """A bias from a table with one row, for all windows."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", vectors(8, 2))
+        self.bias, self.out = nn.Linear(2, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.bias(self.table[None]).view(-1)[:8])
+
+
+class EvenFirst(nn.Module):
+    """Takes the even rows first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        order = torch.cat([torch.arange(len(x))[::2], torch.arange(len(x))[1::2]])
+        return self.second(h[order])[order.argsort()]
+
+
+class Normed(nn.Module):
+    """Subtracts the mean of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        return {"y": self.second(h - h.mean(0)), "more": (h, [h.max(1).values, None], 3)}
+
+
+ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
+    "sorting": (Sorting, X, []),
+    "sorted lengths": (SortingBySide, X, []),
+    "rolled": (RolledRows, X, []),
+    "even first": (EvenFirst, X, []),
+    "mean": (Normed, X, []),
+    "windows": (Windows, X, ["bias"]),
+    "swin": (swin, vectors(5, 3, 8, 8), ["continuous_position_bias_mlp.0"]),
+    "deberta": (deberta, TOKENS, ["query_proj"]),
+    "mamba": (partial(mamba, use_cache=False), TOKENS, ["x_proj", "out_proj"]),
+}
+
+
+def planned(build: Callable[[], nn.Module], targets: list[str]) -> tuple[nn.Module, Plan, list[gb.Genome]]:
+    """A p-net with four genomes, or four adapters of these layers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pnet = build().double().eval()
+    adapter: dict[str, Any] = {"base": "own", "target_modules": targets} if targets else {}
+    plan = gb.make_plan(pnet, gb.periodic(1), **adapter)
+    genomes = []
+    for i, g in enumerate(genomes_of(plan, pnet)):
+        # Deltas start at zero.
+        moved = {n: {k: x + 0.1 * (i + 1) * vectors(*x.shape) for k, x in e.items()} for n, e in g.gnets.items()}
+        genomes.append(g._replace(gnets=moved))
+    return pnet, plan, genomes
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_rows_are_those_of_rows_alone(name: str) -> None:
+    build, x, targets = ODD[name]
+    pnet, plan, genomes = planned(build, targets)
+    net = gb.materialize_many(plan, genomes, pnet)
+    # The first batch is sorted, and of one genome.
+    ordered = X[:, 0].argsort()[:2]
+    for rows, index in [(ordered, INDEX[[0, 0]]), (torch.arange(5), INDEX), (torch.tensor([4]), INDEX[:1])]:
+        assert_close(tensors(net(index, x[rows])), one_by_one(plan, genomes, pnet, index, x[rows]), 1e-10)
+    assert net.looped == []
+
+
+def encoder(norm_first: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, norm_first=norm_first)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
+
+
+CAUSAL = torch.ones(6, 6).triu(1).bool()
+PADDED = torch.arange(6) >= torch.tensor([[6], [4], [6], [2], [1]])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("masks", [{"mask": CAUSAL}, {"src_key_padding_mask": PADDED}, {"mask": CAUSAL.double()}, {}])
+@pytest.mark.parametrize("targets", [[], ["linear1"], ["self_attn"]], ids=str)
+def test_encoders_with_masks(masks: dict[str, Tensor], norm_first: bool, targets: list[str]) -> None:
+    pnet, plan, genomes = planned(partial(encoder, norm_first), targets)
+    x = vectors(5, 6, 8)
+    out = gb.materialize_many(plan, genomes, pnet)(INDEX, x, **masks)
+    for b, i in enumerate(INDEX.tolist()):
+        each = {k: m[b : b + 1] if m is PADDED else m for k, m in masks.items()}
+        # With gradients torch takes the layers' own forward, at padded positions too.
+        assert_close(out[b : b + 1], gb.materialize(plan, genomes[i], pnet)(x[b : b + 1], **each), 1e-10)
+
+
+def test_a_pnet_that_vmap_cannot_run_goes_row_by_row_with_a_warning() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.second(h if float(x[0, 0]) > 0 else -h)
+
+    pnet, plan, genomes = planned(Looking, [])
+    net, x = gb.materialize_many(plan, genomes, pnet), X.abs() * torch.tensor([[-1], [1], [1], [-1], [1]])
+    with pytest.warns(UserWarning, match="run one row after the other, .*: the p-net"):
+        out = net(INDEX, x)
+    assert_close(out, one_by_one(plan, genomes, pnet, INDEX, x)[0], 1e-10)
+    assert net.row_wise == net.looped == [""]
+    assert_close(net(INDEX, x), out)
+
+
+def gpt2(**more: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=19, **sizes, **more))
+
+
+def test_a_loss_is_refused_and_row_losses_are_not() -> None:
+    pnet, plan, genomes = planned(partial(gpt2, use_cache=False), [])
+    net = gb.materialize_many(plan, genomes, pnet)
+    for index in (INDEX, INDEX[[0] * 5], INDEX[:1]):
+        x = TOKENS[: len(index)]
+        with pytest.raises(ValueError, match=r"output\['loss'\] of 1 row has shape \(\), and batches must come first"):
+            net(index, x, labels=x)
+
+    class Losses(nn.Linear):
+        def forward(self, input: Tensor, labels: Tensor) -> Any:
+            return {"losses": F.cross_entropy(super().forward(input), labels, reduction="none"), "mode": "none"}
+
+    linear, plan, genomes = planned(partial(Losses, 8, 4), [])
+    labels = torch.arange(5) % 4
+    out = gb.materialize_many(plan, genomes, linear)(INDEX, X, labels=labels)
+    nets = [gb.materialize(plan, g, linear) for g in genomes]
+    rows = [nets[i](X[b : b + 1], labels[b : b + 1])["losses"] for b, i in enumerate(INDEX.tolist())]
+    assert_close(out["losses"], torch.cat(rows))
+    assert out["mode"] == "none"
+
+
+def test_caches() -> None:
+    """One of all rows is given; one that modules change row by row is refused, and none goes in."""
+    pnet, plan, genomes = planned(gpt2, [])
+    net, nets = gb.materialize_many(plan, genomes, pnet), [gb.materialize(plan, g, pnet) for g in genomes]
+    out = net(INDEX, TOKENS)
+    rows = [nets[i](TOKENS[b : b + 1]) for b, i in enumerate(INDEX.tolist())]
+    assert_close(out.logits, torch.cat([row.logits for row in rows]), 1e-10)
+    keys = [row.past_key_values.layers[0].keys for row in rows]
+    assert_close(out.past_key_values.layers[0].keys, torch.cat(keys), 1e-10)
+    with pytest.raises(TypeError, match=r"inputs\[1\]\['past_key_values'\] is a DynamicCache: inputs must be tensors"):
+        net(INDEX, TOKENS, past_key_values=out.past_key_values)
+    pnet, plan, genomes = planned(mamba, [])
+    with pytest.raises(TypeError, match="is a DynamicCache, of one row: switch it off"):
+        gb.materialize_many(plan, genomes, pnet)(INDEX, TOKENS)
+
+
+def test_what_is_not_a_function_of_a_row_is_refused() -> None:
+    class Random(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.dropout(super().forward(input), 0.5)
+
+    class Counting(nn.Linear):
+        n: Tensor
+
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__(inputs, outputs)
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.n += 1
+            return super().forward(input) * self.n
+
+    for layer, message in [(Random, "a row gives another result each time"), (Counting, "changes its buffer 'n'")]:
+        pnet, plan, genomes = planned(partial(layer, 8, 4), [])
+        with pytest.raises(ValueError, match=message):
+            gb.materialize_many(plan, genomes, pnet)(INDEX, X)
+    pnet, plan, genomes = planned(Sorting, [])
+    with pytest.raises(
+        ValueError, match=r"row 4 alone, with inputs \[\(1, 7\)\], is refused: expected an input with 8"
+    ):
+        gb.materialize_many(plan, genomes, pnet)(INDEX, X[:, :7])
+
+
+def test_genomes_that_are_nearly_equal() -> None:
+    """The difference of genomes may be less than rounding of float32."""
+    pnet = Sorting().eval()
+    plan = gb.make_plan(pnet, gb.periodic(1))
+    first = gb.init_genome(plan, pnet)
+    genomes = [first._replace(direct={k: x + 1e-6 * i for k, x in first.direct.items()}) for i in range(2)]
+    net = gb.materialize_many(plan, genomes, pnet)
+    net(INDEX % 2, X.float())
+    assert net.row_wise == [""]
+
+
+def test_a_mixture_of_rows_without_any_difference_between_genomes() -> None:
+    pnet, plan, genomes = planned(Normed, [])
+    same = genomes[:1] * 4
+    net = gb.materialize_many(plan, same, pnet)
+    assert net.row_wise == []
+    assert_close(tensors(net(INDEX, X)), one_by_one(plan, same, pnet, INDEX, X), 1e-10)
