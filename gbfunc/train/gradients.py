@@ -257,7 +257,7 @@ class Objective:
         if self._options.compile:
             self._generator.prepare(given.leaves)
             if not self.net.compiled:
-                self._rehearse(given, wanted[0].device)
+                self._rehearse(given, wanted)
         with self._counted(wanted):
             loss, aux = self._from_genome(given)
             rows = self._rows(given.rows)
@@ -265,10 +265,11 @@ class Objective:
                 gradients = torch.autograd.grad(loss * (self._scale * rows), wanted, allow_unused=True)
         return loss.detach(), _detached(aux, given), gradients, rows
 
-    def _rehearse(self, given: _Given, device: torch.device) -> None:
-        """Run the loss function once as it is: in compiled code nothing would refuse what changes the p-net."""
-        with seeded(0, device):
-            self._forward(given._replace(buffers={k: b.clone() for k, b in given.buffers.items()}))
+    def _rehearse(self, given: _Given, wanted: list[Tensor]) -> None:
+        """Take one gradient as it is: in compiled code nothing would refuse what changes the p-net, or reads another."""
+        with seeded(0, wanted[0].device):
+            loss, _ = self._forward(given._replace(buffers={k: b.clone() for k, b in given.buffers.items()}))
+            torch.autograd.grad(loss, wanted, allow_unused=True)
         self.net.compiled = True
 
     def _backward(self) -> AbstractContextManager[Any]:
