@@ -1,6 +1,4 @@
-"""The p-net: what it is made of (`describe`), as a pure function (`pure`), and as a loss function sees it (`grown`), and
-what its calls read (`reads`).
-"""
+"""The p-net: its parts (`describe`), as a pure function (`pure`), in a loss function (`grown`), and its reads (`reads`)."""
 
 from gbfunc.pnet.describe import (
     ParameterInfo,

@@ -266,7 +266,7 @@ class Objective:
         return loss.detach(), _detached(aux, given), gradients, rows
 
     def _rehearse(self, given: _Given, wanted: list[Tensor]) -> None:
-        """Take one gradient as it is: in compiled code nothing would refuse what changes the p-net, or reads another."""
+        """Take one gradient as it is: compiled code would not refuse what changes the p-net, or reads another."""
         with seeded(0, wanted[0].device):
             loss, _ = self._forward(given._replace(buffers={k: b.clone() for k, b in given.buffers.items()}))
             torch.autograd.grad(loss, wanted, allow_unused=True)
