@@ -93,7 +93,11 @@ def _shared(x: Tensor) -> Tensor:
     """The tensor by a storage object of its own on the same memory; a subclass or a meta tensor has one anyway."""
     if type(x) is not Tensor or x.is_meta or x.layout != torch.strided or not x.numel() or x.is_conj() or x.is_neg():
         return x
-    memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+    try:
+        memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+    except NotImplementedError:
+        # Inside of a function transform, which the digest refuses.
+        return x
     storage = torch.from_dlpack(memory).untyped_storage()
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 

@@ -1,4 +1,4 @@
-"""The p-net: its parts (`describe`), as a pure function (`pure`), in a loss function (`grown`), and its reads (`reads`)."""
+"""The p-net: its parts (`describe`), a pure function (`pure`), in a loss function (`grown`), and its `reads`."""
 
 from gbfunc.pnet.describe import (
     ParameterInfo,
