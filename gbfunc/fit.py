@@ -176,7 +176,20 @@ def fit_genome(
     if steps < 0 or not lr > 0:
         raise ValueError(f"steps must be >= 0 and lr > 0, got {steps} and {lr}")
     given, base = _tensors_of(plan, trained), _base_of(plan, pnet)
-    genome = _start(plan, start, given, seed)
+    with torch.autocast(next(iter(given.values())).device.type, enabled=False):
+        return _fit(plan, given, base, _start(plan, start, given, seed), steps, lr, progress)
+
+
+def _fit(
+    plan: Plan,
+    given: Params,
+    base: BaseTensors | None,
+    genome: Genome,
+    steps: int,
+    lr: float,
+    progress: Callable[[int, int], None] | None,
+) -> Fit:
+    """Fit each ensemble to its tiles."""
     targets = {t.name: given[t.name].double() for t in plan.generated}
     if base is not None:
         present = base.on(next(iter(given.values())).device)[0]

@@ -10,7 +10,7 @@ from gbfunc.genome import Noise, check_genome, check_noise, check_plan
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import install
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import PureNet, with_weights
+from gbfunc.pnet import PureNet, watch_first_call, with_weights
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike
 
@@ -19,6 +19,9 @@ def materialize(
     plan: Plan, genome: GenomeLike, pnet: nn.Module, *, factored: bool = False, noise: Noise | None = None
 ) -> nn.Module:
     """A copy of the p-net with the generated weights and the genome's buffers.
+
+    The first call of a copy with code other than torch's raises `ValueError` if it reads the p-net's own tensors (by a
+    closure, say); until then it has a `forward` of its own, which copies and pickles of it have not.
 
     Args:
         plan: the plan.
@@ -60,4 +63,5 @@ def materialize(
     PureNet(pnet).check(weights, buffers)
     net = with_weights(pnet, weights, buffers, bare=forms)
     install(net, forms, shown=False)
+    watch_first_call(net, pnet)
     return net

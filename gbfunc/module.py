@@ -8,6 +8,7 @@ and gradients are the same, bit for bit on the same path.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -360,7 +361,16 @@ def _with_signature(cls: type[GenomeModule], pnet: nn.Module) -> type[GenomeModu
         given = inspect.signature(pnet.forward)
     except (TypeError, ValueError):
         return cls
-    plain = _plain_class(cls)
+    try:
+        return _class_of(_plain_class(cls), given)
+    except TypeError:
+        # A default that cannot be hashed.
+        return _class_of.__wrapped__(_plain_class(cls), given)
+
+
+@functools.lru_cache
+def _class_of(plain: type[GenomeModule], given: inspect.Signature) -> type[GenomeModule]:
+    """One class for each signature, so that modules of a plan can be stacked (`torch.func.stack_module_state`)."""
 
     def forward(self: GenomeModule, *args: Any, **kwargs: Any) -> Any:
         return GenomeModule.forward(self, *args, **kwargs)

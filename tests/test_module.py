@@ -325,3 +325,17 @@ def test_what_does_not_fit_is_refused() -> None:
         gb.GenomeModule(plan, pnet, lazy="yes")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="cannot checkpoint inside its forward"):
         gb.GenomeModule(plan, pnet).gradient_checkpointing_enable()
+
+
+def test_modules_of_one_plan_can_be_stacked() -> None:
+    pnet, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(4, 6)
+    plan = gb.make_plan(pnet, gb.periodic(features=1))
+    modules = [gb.GenomeModule(plan, pnet, seed=seed) for seed in range(3)]
+    params, buffers = torch.func.stack_module_state(modules)
+
+    def call(params: Any, buffers: Any) -> Any:
+        return torch.func.functional_call(modules[0], (params, buffers), (x,))
+
+    found = torch.func.vmap(call)(params, buffers)
+    torch.testing.assert_close(found, torch.stack([module(x) for module in modules]))
+    assert type(modules[0]) is type(gb.GenomeModule(plan, pnet))

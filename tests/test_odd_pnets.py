@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
 
 SGD = gb.torch_optimizer(torch.optim.SGD, lr=1.0)
-MODES: dict[str, dict[str, Any]] = {
-    "dense": {"lazy": False},
-    "lazy": {"lazy": True},
-    "auto": {},
-    "layer": {"remat": "layer"},
-    "microbatches": {"microbatches": 2},
-}
 
 
 def loss_of(net: Any, x: Tensor) -> Tensor:
@@ -37,138 +30,6 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.b(self.a(x))
-
-
-def over_self() -> nn.Module:
-    net: Any = Pair()
-    net.head = lambda h: net.b(h.tanh())
-    net.forward = lambda x: net.head(net.a(x))
-    return net
-
-
-def over_a_layer() -> nn.Module:
-    net: Any = Pair()
-    a = net.a
-    a.forward = lambda x, scale=2.0: scale * F.linear(x, a.weight, a.bias)
-    return net
-
-
-def default_of_an_argument() -> nn.Module:
-    net: Any = Pair()
-    net.head = lambda h, layers=[net.b]: layers[0](h)
-    net.forward = lambda x: net.head(net.a(x))
-    return net
-
-
-def hooked() -> nn.Module:
-    net: Any = Pair()
-    a = net.a
-    net.b.register_forward_hook(lambda module, inputs, output: a.weight.sum() * torch.as_tensor(output))
-    return net
-
-
-class Child(nn.Module):
-    def __init__(self, parent: Any) -> None:
-        super().__init__()
-        self.layer, self.parent = nn.Linear(5, 3), weakref.ref(parent)
-
-    def forward(self, x: Tensor) -> Any:
-        parent: Any = self.parent()
-        return self.layer(x) * parent.a.weight.sum()
-
-
-def weak() -> nn.Module:
-    net: Any = Pair()
-    net.b = Child(net)
-    return net
-
-
-GLOBAL: Any = Pair()
-GLOBAL.a.forward = lambda x: 3 * F.linear(x, GLOBAL.a.weight, GLOBAL.a.bias)
-
-
-def patched_convolution() -> nn.Module:
-    conv: Any = nn.Conv1d(2, 3, 3)
-    stock = conv._conv_forward
-    conv._conv_forward = lambda x, weight, bias: stock(x, weight - weight.mean(), bias)
-    return nn.Sequential(nn.Unflatten(1, (2, 3)), conv, nn.Flatten())
-
-
-class Leaves(nn.Module):
-    """Goes through its layers as a regulariser does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        leaves = [m for m in self.modules() if not list(m.children())]
-        y = self.b(self.a(x))
-        return y * sum(m.weight.square().sum() for m in leaves if isinstance(m, nn.Linear)) * len(list(self.modules()))
-
-
-class OwnWeights(nn.Module):
-    """Reads what its layers hold by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        held: dict[str, Any] = dict(self.a._parameters)
-        again: dict[str, Any] = {**self.a._parameters}
-        return F.linear(x, held["weight"] + again["weight"], self.a._parameters.get("bias"))
-
-
-ODD: dict[str, Callable[[], nn.Module]] = {
-    "a function over the p-net": over_self,
-    "a forward that is a closure": over_a_layer,
-    "an argument's default": default_of_an_argument,
-    "a hook that is a closure": hooked,
-    "a weak reference": weak,
-    "a global name": lambda: GLOBAL,
-    "a method replaced on a layer": patched_convolution,
-    "layers without children": Leaves,
-    "parameters by name": OwnWeights,
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ODD)
-def test_what_is_reached_in_an_odd_way_has_the_generated_weights(name: str, mode: str) -> None:
-    torch.manual_seed(0)
-    pnet, x = ODD[name]().double(), torch.randn(4, 6, dtype=torch.float64)
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    step = gb.make_train_step(plan, pnet, loss_of, SGD, **MODES[mode])
-    state = step.init(1)
-    leaves = {f"{e}/{k}": v.requires_grad_() for e, of in state.gnets.items() for k, v in of.items()}
-    weights = gb.generate(plan, state)
-    # The copy whose functions are in question stands aside: torch swaps the weights of the p-net itself.
-    loss = functional_call(pnet, weights, (x,)).square().mean()
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    found, info = step(state, x)
-    torch.testing.assert_close(info.loss, loss.detach(), rtol=1e-9, atol=1e-9)
-    for (path, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-        e, k = path.split("/")
-        torch.testing.assert_close(leaf.detach() - found.gnets[e][k], gradient, rtol=1e-7, atol=1e-9)
-    out = functional_call(pnet, weights, (x,)).detach()
-    torch.testing.assert_close(gb.materialize(plan, state, pnet)(x).detach(), out, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(gb.GenomeModule(plan, pnet, state)(x).detach(), out, rtol=1e-9, atol=1e-9)
-
-
-def test_a_forward_around_which_its_parts_are_is_refused() -> None:
-    layer = nn.Linear(3, 3)
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Any:
-            return layer(x)
-
-    with pytest.raises(ValueError, match=r"Around\.forward uses a part of the p-net that is a variable around it"):
-        gb.make_plan(Around(), gb.periodic(2))
 
 
 def test_a_layer_and_its_transpose_may_share_a_square_weight() -> None:
@@ -372,8 +233,6 @@ def test_a_dimension_that_equals_the_rows_by_chance_is_none_of_them(
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_checkpoint_that_only_training_reaches_is_refused(lazy: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     class Saving(nn.Module):
         def __init__(self) -> None:
             super().__init__()

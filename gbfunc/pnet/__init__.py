@@ -1,4 +1,4 @@
-"""The p-net: what it is made of (`describe`), as a pure function (`pure`), and as a loss function sees it (`grown`)."""
+"""The p-net: its parts (`describe`), a pure function (`pure`), in a loss function (`grown`), and its `reads`."""
 
 from gbfunc.pnet.describe import (
     ParameterInfo,
@@ -13,6 +13,7 @@ from gbfunc.pnet.describe import (
 )
 from gbfunc.pnet.grown import GrownNet
 from gbfunc.pnet.pure import PureNet, StopForward
+from gbfunc.pnet.reads import watch_first_call
 
 __all__ = [
     "GrownNet",
@@ -26,5 +27,6 @@ __all__ = [
     "keep_statistics",
     "parameter_infos",
     "skeleton_of",
+    "watch_first_call",
     "with_weights",
 ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
-import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from types import CellType, CodeType, FunctionType, MethodType
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from gbfunc.pnet.reads import OwnTensors, tensors_in
 from gbfunc.types import TensorMap
 
 _WRAPPERS = {
@@ -47,8 +45,7 @@ def check_pnet(pnet: nn.Module) -> None:
 
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
-        ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, naming what to do instead, and
-            for one whose forward uses parts as variables around it.
+        ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, naming what to do instead.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
@@ -61,18 +58,6 @@ def check_pnet(pnet: nn.Module) -> None:
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
-    parts = {id(x): _Part() for x in (*pnet.modules(), *pnet.parameters(), *pnet.buffers())}
-    for cls in {type(module) for module in pnet.modules()}:
-        method = inspect.getattr_static(cls, "forward", None)
-        # Of imported files none names what a script has made.
-        told = isinstance(method, FunctionType) and (method.__closure__ or method.__module__ == "__main__")
-        if told and _moved(method, parts) is not method:
-            what = f"{cls.__name__}.forward uses a part of the p-net that is a variable around it, not of self"
-            raise ValueError(f"{what}: its weights would not be the generated ones")
-
-
-class _Part:
-    """Stands for the copy of a part of a p-net."""
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
@@ -129,7 +114,9 @@ def keep_statistics(net: nn.Module, frozen: Collection[str]) -> list[nn.Module]:
 
 def skeleton_of(pnet: nn.Module) -> nn.Module:
     """A copy of the module with every tensor on the meta device; `ValueError` for one that cannot be copied."""
-    return _copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
+    skeleton = _copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))
+    OwnTensors(pnet).mark(skeleton)
+    return skeleton
 
 
 def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.Module:
@@ -139,116 +126,42 @@ def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
         fresh = replace(name, tensor.detach())
         trained = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
+    own = OwnTensors(pnet)
     for module in pnet.modules():
-        for value in vars(module).values():
-            # Activations that a forward left behind carry a graph, which deepcopy refuses.
-            if isinstance(value, Tensor) and not value.is_leaf:
+        for value in tensors_in(list(vars(module).values())):
+            # Activations that a forward left behind carry a graph, which deepcopy refuses; a view of a weight that was
+            # copied could not be told from any constant.
+            if id(value) not in memo and (not value.is_leaf or own.have(value)):
                 memo[id(value)] = value.detach()
     try:
-        return copy_of(pnet, memo)
+        net = copy_of(pnet, memo)
     except Exception as error:
         raise ValueError(f"the p-net ({type(pnet).__name__}) cannot be deep-copied: {error}") from error
-
-
-def copy_of(pnet: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy, whose functions (attributes, hooks) compute with its own parts where they closed over the p-net's.
-
-    `memo` is deepcopy's; what it holds already stands for itself.
-    """
-    net = copy.deepcopy(pnet, memo)
-    copies = {id(module): memo[id(module)] for module in pnet.modules() if id(module) in memo}
-    copies |= {id(x): memo[id(x)] for x in (*pnet.parameters(), *pnet.buffers()) if id(x) in memo}
-    for module in net.modules():
-        held = vars(module)
-        for key, value in held.items():
-            # Attributes, and hooks in dicts.
-            held[key] = _moved(value, copies)
-            if isinstance(value, dict) and key[:1] == "_" and key not in ("_parameters", "_buffers", "_modules"):
-                for name, hook in value.items():
-                    value[name] = _moved(hook, copies)
+    # The copy of a scripted part is C++'s own, which knows of no other tensors.
+    for path, part in net.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            own: Any = pnet.get_submodule(path)
+            for name, tensor in (*own.named_parameters(recurse=False), *own.named_buffers(recurse=False)):
+                setattr(part, name, memo[id(tensor)])
     return net
 
 
-def _moved(value: Any, copies: Mapping[int, Any], seen: frozenset[int] = frozenset()) -> Any:
-    """A function or weak reference that leads to parts of a p-net, leading to their copies; all else as it is.
+def copy_of(pnet: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy; what it holds as weak references to its parts are references to their copies. `memo` is deepcopy's.
 
-    deepcopy shares these: the copy would compute with the original's weights.
+    Functions that lead to the p-net by a closure or a global name are shared, as deepcopy does.
     """
-    if id(value) in copies:
-        return copies[id(value)]
-    if isinstance(value, weakref.ref):
-        return weakref.ref(copies[id(value())]) if id(value()) in copies else value
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, copies[id(value.__self__)]) if id(value.__self__) in copies else value
-    if isinstance(value, list | tuple | dict) and type(value) in (list, tuple, dict):
-        items = list(value.values()) if isinstance(value, dict) else list(value)
-        moved = [_moved(x, copies, seen | {id(value)}) if id(x) not in seen else x for x in items]
-        if all(x is y for x, y in zip(items, moved, strict=True)):
-            return value
-        return dict(zip(value, moved, strict=True)) if isinstance(value, dict) else type(value)(moved)
-    if not isinstance(value, FunctionType) or id(value) in seen:
-        return value
-    inside = seen | {id(value)}
-    cells = [_moved_cell(cell, copies, inside) for cell in value.__closure__ or ()]
-    defaults = _moved(value.__defaults__, copies, inside)
-    keywords = _moved(value.__kwdefaults__, copies, inside)
-    names = _moved_globals(value, copies, inside)
-    same = all(x is y for x, y in zip(cells, value.__closure__ or (), strict=True))
-    if same and not names and defaults is value.__defaults__ and keywords is value.__kwdefaults__:
-        return value
-    names = _Globals(value.__globals__, names) if names else value.__globals__
-    function = FunctionType(value.__code__, names, value.__name__, defaults, tuple(cells))
-    function.__kwdefaults__, function.__qualname__ = keywords, value.__qualname__
-    function.__annotations__ = value.__annotations__
-    vars(function).update(vars(value))
-    return function
-
-
-class _Globals(dict[str, Any]):
-    """Global names of a function, some of which stand for something else."""
-
-    def __init__(self, names: dict[str, Any], moved: dict[str, Any]) -> None:
-        super().__init__(moved, __builtins__=names.get("__builtins__", builtins))
-        self._names = names
-
-    def __missing__(self, name: str) -> Any:
-        return self._names[name]
-
-
-def _moved_globals(function: FunctionType, copies: Mapping[int, Any], seen: frozenset[int]) -> dict[str, Any]:
-    """Global names in a function's code that lead to the p-net, with what they should lead to."""
-    names, codes = set[str](), [function.__code__]
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-    held = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
-    # Functions of other files are no p-net's own.
-    own = {k: x for k, x in held.items() if getattr(x, "__globals__", function.__globals__) is function.__globals__}
-    moved = {name: _moved(x, copies, seen) for name, x in own.items()}
-    return {name: x for name, x in moved.items() if x is not held[name]}
-
-
-def _moved_cell(cell: CellType, copies: Mapping[int, Any], seen: frozenset[int]) -> CellType:
-    """The cell itself, unless it holds what leads to the p-net: what a function counts is counted once."""
-    try:
-        held = cell.cell_contents
-    except ValueError:
-        return cell
-    moved = _moved(held, copies, seen)
-    return cell if moved is held else CellType(moved)
+    net = copy.deepcopy(pnet, memo)
+    copies = {id(x): memo.get(id(x)) for x in (*pnet.modules(), *pnet.parameters(), *pnet.buffers())}
+    for module in net.modules():
+        for key, value in vars(module).items():
+            there = copies.get(id(value())) if isinstance(value, weakref.ref) else None
+            if there is not None:
+                vars(module)[key] = weakref.ref(there)
+    return net
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
     """A copy of the module with copies of these weights and buffers, those in `bare` as they are; ties are kept."""
     both = {**weights, **buffers}
-    net = _copy_with(pnet, lambda name, _: both[name].detach() if name in bare else both[name].detach().clone())
-    first = {alias: info.name for info in parameter_infos(pnet) for alias in info.aliases}
-    # The copy of a scripted part is C++'s own, which knows of no other tensors.
-    for path, part in net.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            with torch.no_grad():
-                for name, x in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-                    here = f"{path}.{name}" if path else name
-                    x.copy_(both[first.get(here, here)])
-    return net
+    return _copy_with(pnet, lambda name, _: both[name].detach() if name in bare else both[name].detach().clone())

@@ -1,38 +1,32 @@
 """A p-net as a pure function of its tensors: the only `functional_call` of a p-net.
 
 The function works on a skeleton: a copy of the module whose tensors have no storage. So the user's module is never
-touched, and a module that reaches for its own weights behind the function's back fails loudly instead of silently.
+touched, and the first call of each kind refuses a forward that reads weights other than those given (`reads`).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from gbfunc.layers.forms import Call, WeightForm
 from gbfunc.layers.install import install
 from gbfunc.pnet.describe import buffers_of, check_pnet, keep_statistics, parameter_infos, skeleton_of
 from gbfunc.pnet.grown import GrownNet
+from gbfunc.pnet.reads import OwnTensors, refuse_checkpoints
 from gbfunc.trees import TensorSpec, compare_trees
 from gbfunc.types import Params, TensorMap
 
 _ANY = TensorSpec()
-_CHECKPOINT = (
-    "this p-net calls torch.utils.checkpoint inside its forward: backward would recompute with the module's own "
-    "weights instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
-)
-
 _LATE = (
     "net, or a part or method of it, is used outside of the call of the loss function that it belongs to, where there "
     "are no weights: use it inside"
@@ -47,31 +41,6 @@ class FrozenBuffers(Protocol):
     def buffer_names(self) -> Collection[str]: ...  # noqa: D102
 
     def on(self, device: torch.device) -> tuple[Params, Params]: ...  # noqa: D102
-
-
-@contextmanager
-def _refuse_checkpoints() -> Iterator[None]:
-    """Raise ValueError if `torch.utils.checkpoint.checkpoint` is called inside, however it was imported."""
-    code, seen = inspect.unwrap(checkpoint).__code__, False
-    previous: Any = sys.getprofile()
-
-    def watch(frame: Any, event: str, arg: Any) -> None:
-        nonlocal seen
-        seen = seen or (event == "call" and frame.f_code is code)
-
-    # Before Python 3.12 cProfile holds the same place and is not callable: it must be paused, not put back.
-    paused = previous is not None and not callable(previous)
-    if paused:
-        previous.disable()  # pyright: ignore[reportOptionalMemberAccess]
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(None if paused else previous)
-        if paused:
-            previous.enable()  # pyright: ignore[reportOptionalMemberAccess]
-    if seen:
-        raise ValueError(_CHECKPOINT)
 
 
 class StopForward(BaseException):
@@ -134,8 +103,9 @@ class PureNet:
             form.call = self._shared
         self._body, self._modules = _Body(self.skeleton), list(self.skeleton.modules())
         self.lock = threading.RLock()
-        # Training modes in which it was called.
-        self._watched: set[bool] = set()
+        self._own = OwnTensors(pnet, self.skeleton)
+        # Kinds of calls that were made: training mode, whether there are gradients, and code that was run.
+        self._watched: set[Any] = set()
         self.broken = ""
         self.runs: list[NetRun] = []
         self._held: weakref.WeakSet[NetRun] | None = None
@@ -151,11 +121,29 @@ class PureNet:
         compare_trees(self._buffers, buffers, "buffers do not fit the p-net")
 
     def __call__(self, weights: TensorMap, buffers: Params, /, *args: Any, **kwargs: Any) -> Any:
-        """The p-net's output; ValueError if it checkpoints inside its forward, or the first tensors do not fit it."""
+        """The p-net's output.
+
+        Raises:
+            ValueError: if it checkpoints inside its forward, and at the first call of a kind if the tensors do not fit
+                it, or if it reads the module's own.
+        """
         if torch.compiler.is_compiling():
             return self.swap(weights, buffers, None, args, kwargs)
-        with self._turn(weights, buffers) as first, _refuse_checkpoints() if first else nullcontext():
-            return self.swap(weights, buffers, None, args, kwargs)
+        with self._turn(weights, buffers, None) as first:
+            return self.guarded(first, weights, buffers, self.swap, weights, buffers, None, args, kwargs)
+
+    def guarded(
+        self, first: bool, weights: TensorMap, buffers: TensorMap, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """`call(*args, **kwargs)`, which may not checkpoint, and, if `first`, read no other tensors than given ones."""
+        if first:
+            given = (weights, buffers, self._frozen_on(weights))
+            return self._own.call(given, refuse_checkpoints, call, *args, **kwargs)
+        return refuse_checkpoints(call, *args, **kwargs)
+
+    def _frozen_on(self, weights: TensorMap) -> TensorMap:
+        """The frozen buffers on the device of the weights."""
+        return {} if self._frozen is None else self._frozen.on(next(iter(weights.values())).device)[1]
 
     def run(
         self, weights: TensorMap, buffers: Params, function: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -170,7 +158,7 @@ class PureNet:
         """
         if self.compiled or torch.compiler.is_compiling():
             return self.swap(weights, buffers, function, (self.skeleton, *args), kwargs)
-        with self._turn(weights, buffers) as first:
+        with self._turn(weights, buffers, getattr(function, "__code__", None)) as first:
             run = NetRun(self, weights, buffers, first)
             try:
                 return _uncompiled()(run, function, args, kwargs)
@@ -192,20 +180,21 @@ class PureNet:
             self._held = outer
 
     @contextmanager
-    def _turn(self, weights: TensorMap, buffers: TensorMap) -> Iterator[bool]:
-        """One thread at a time. Gives whether this is the first call in its training mode: checked, and watched."""
+    def _turn(self, weights: TensorMap, buffers: TensorMap, code: Any) -> Iterator[bool]:
+        """One thread at a time. Gives whether this is the first call of its kind: checked, and watched."""
         with self.lock:
             if self.broken:
                 raise RuntimeError(self.broken)
-            first, training = self.skeleton.training not in self._watched, self.skeleton.training
+            kind = self.skeleton.training, torch.is_grad_enabled(), code
+            first = kind not in self._watched
             if first:
                 self.check(weights, buffers)
             try:
                 yield first
             except StopForward:
-                self._watched.add(training)
+                self._watched.add(kind)
                 raise
-            self._watched.add(training)
+            self._watched.add(kind)
 
     def swap(
         self,
@@ -217,7 +206,7 @@ class PureNet:
     ) -> Any:
         """The output of a function, None for the p-net's forward, while these tensors are in the skeleton."""
         eager = not torch.compiler.is_compiling()
-        frozen = {} if self._frozen is None else self._frozen.on(next(iter(weights.values())).device)[1]
+        frozen = self._frozen_on(weights)
         before = [b._version for b in frozen.values()] if eager else ()
         given = {**weights, **buffers, **frozen}
         # Not by functional_call's tie_weights, which would go through all parameters at every call.
@@ -300,9 +289,8 @@ class NetRun:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a part of the p-net while its weights are in place; RuntimeError after the end."""
-        if self._runs:
-            with _refuse_checkpoints() if self._first and function is not getattr else nullcontext():
-                return function(*args, **kwargs)
+        if self._runs and self._given is not None:
+            return self._pure.guarded(self._first, *self._given, function, *args, **kwargs)
         with self._pure.lock:
             # In backward, where a checkpoint around the call makes it again: buffers are not changed twice.
             if self._given is None or self in self._pure.runs or self._switched:

@@ -63,7 +63,7 @@ class Accumulated:
     def __init__(self, loss: GenomeLoss, scale: float, split: Split, source: Kept) -> None:
         self.loss, self._scale, self._split, self._source = loss, scale, split, source
 
-    def prepare(self, given: Given, device: torch.device) -> None:
+    def prepare(self, given: Given, wanted: list[Tensor]) -> None:
         """Nothing."""
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:

@@ -125,7 +125,7 @@ class Objective:
         seed = (seed + _RANK_MIX * self._shard + self._strategy.seed_shift) % 2**63
         given = Given(leaves, noise, buffers, batch, rows, counts)
         with torch.enable_grad():
-            self._strategy.prepare(given, device)
+            self._strategy.prepare(given, wanted)
         assert self._strategy.loss is not None
         with seeded(seed, device), torch.enable_grad(), self._strategy.loss.net.held():
             loss, aux, gradients, counted = self._strategy(given, wanted)

@@ -30,7 +30,7 @@ class OneGraph:
     def __init__(self, loss: GenomeLoss, scale: float) -> None:
         self.loss, self._scale = loss, scale
 
-    def prepare(self, given: Given, device: torch.device) -> None:
+    def prepare(self, given: Given, wanted: list[Tensor]) -> None:
         """Nothing."""
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
@@ -59,12 +59,16 @@ class CompiledGraph(OneGraph):
         self._compiled, self._layout = torch.compile(_own_code(loss.__call__)), layout
         self._counted = self._with_collectives if layout.sharded else lambda wanted: nullcontext()
 
-    def prepare(self, given: Given, device: torch.device) -> None:
-        """Make constants, and run the loss function once as it is: compiled code refuses no change of the p-net."""
+    def prepare(self, given: Given, wanted: list[Tensor]) -> None:
+        """Make constants, and take one gradient as it is.
+
+        Compiled code would not refuse what changes the p-net, or reads another one's tensors.
+        """
         self.loss.generator.prepare(given.leaves)
         if not self.loss.net.compiled:
-            with seeded(0, device):
-                self.loss(given._replace(buffers={k: b.clone() for k, b in given.buffers.items()}))
+            with seeded(0, wanted[0].device):
+                loss, _ = self.loss(given._replace(buffers={k: b.clone() for k, b in given.buffers.items()}))
+                torch.autograd.grad(loss, wanted, allow_unused=True)
             self.loss.net.compiled = True
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:

@@ -54,7 +54,7 @@ class Pipelined:
         self.loss: GenomeLoss | None = None
         self._source: Kept | None = None
 
-    def prepare(self, given: Given, device: torch.device) -> None:
+    def prepare(self, given: Given, wanted: list[Tensor]) -> None:
         """Trace the stages, at the first batch of its kind."""
         self._pipeline.prepare(self._loss_fn, self._split(given.batch, given.rows)[0][0])
         if self.loss is None:

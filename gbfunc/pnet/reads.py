@@ -1,0 +1,202 @@
+"""What a call of a p-net reads: the weights that it is given, and never those of the module that it was made of.
+
+A forward may reach its weights by other ways than `self`: a closure, a global name, a weak reference, a view kept as an
+attribute. What is reached so is not generated. During the first call of each kind a dispatch mode sees the tensors of
+every operator, whoever calls it, in forward and in the backward of that call, and refuses those in storages of the
+module's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._C._functorch as functorch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+_CHECKPOINT = (
+    "this p-net calls torch.utils.checkpoint inside its forward: backward would recompute with the module's own "
+    "weights instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
+)
+_OTHERWISE = "other than through the module (a closure, a global name, a weak reference, a copy): write self."
+_MARK = "_gb_own_tensors"
+
+
+class OwnTensors:
+    """The storages of modules' parameters and buffers, by what they are; weak references, which keep no memory."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._names: dict[int, tuple[StorageWeakRef, str]] = {}
+        for module in modules:
+            self._names |= getattr(vars(module).get(_MARK), "_names", {})
+            named = {f"parameter {k!r}": x for k, x in module.named_parameters()}
+            named |= {f"buffer {k!r}": x for k, x in module.named_buffers()}
+            for name, x in named.items():
+                for storage in _storages(x):
+                    # A weak reference keeps the address from being used again.
+                    self._names.setdefault(storage._cdata, (StorageWeakRef(storage), name))
+
+    def mark(self, skeleton: nn.Module) -> None:
+        """Note them in a copy, for copies that are made of it."""
+        vars(skeleton)[_MARK] = self
+
+    def have(self, x: Tensor) -> bool:
+        """Whether a tensor is, or is a view of, one of them."""
+        return any(storage._cdata in self._names for storage in _storages(x))
+
+    def __deepcopy__(self, memo: Any) -> OwnTensors:
+        return self
+
+    def __reduce__(self) -> Any:
+        # Another process has no such storages.
+        return OwnTensors, ()
+
+    def call(self, given: Iterable[Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, which may read of these tensors only what is `given` or an argument.
+
+        Raises:
+            ValueError: for any other that an operator reads, now or in the backward of the output.
+        """
+        allowed = {storage._cdata for x in tensors_in((*given, args, kwargs)) for storage in _storages(x)}
+        watch = _Watch({key: name for key, (_, name) in self._names.items() if key not in allowed})
+        with torch.enable_grad():
+            first = _number(torch.zeros((), requires_grad=True).view(()).grad_fn)
+        with watch:
+            out = function(*args, **kwargs)
+        watch.backward(out, first)
+        return out
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses operators that read storages with a name."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tensors_in((args, kwargs)):
+            for storage in _storages(x):
+                if storage._cdata in self._names:
+                    name = self._names[storage._cdata]
+                    path = name.partition("'")[2].rstrip("'")
+                    raise ValueError(f"the p-net's forward reads its {name} {_OTHERWISE}{path}")
+        return func(*args, **kwargs or {})
+
+    def backward(self, out: Any, first: int) -> None:
+        """Watch the backward of every node from this number on that a value leads to."""
+        nodes, seen = [x.grad_fn for x in tensors_in(out, objects=True)], set[Node]()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or not first < _number(node) < 2**63:
+                continue
+            seen.add(node)
+            # Modes that a node's hooks set are those of this node alone, should it raise as well.
+            node.register_prehook(self._enter)
+            node.register_hook(self._leave)
+            nodes += [previous for previous, _ in node.next_functions]
+
+    def _enter(self, gradients: Any) -> None:
+        _push_mode(self)
+
+    def _leave(self, gradients: Any, outputs: Any) -> None:
+        _pop_mode()
+
+
+def _number(node: Any) -> int:
+    """Nodes of a thread are numbered as they are made; those of leaves have a number beyond 2**63."""
+    return node._sequence_nr() % 2**64
+
+
+def tensors_in(value: Any, objects: bool = False, depth: int = 9) -> Iterator[Tensor]:
+    """The tensors in containers, and in the attributes of `objects`; those inside of function transforms, too."""
+    if isinstance(value, Tensor):
+        yield value
+        while functorch.is_functorch_wrapped_tensor(value):
+            value = functorch.get_unwrapped(value)
+            yield value
+    elif depth and not isinstance(value, str | bytes | nn.Module | type):
+        items = value.values() if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping | list | tuple | set | frozenset):
+            items = vars(value).values() if objects and hasattr(value, "__dict__") else ()
+        for x in items:
+            yield from tensors_in(x, objects, depth - 1)
+
+
+def _storages(x: Tensor) -> list[torch.UntypedStorage]:
+    """The storages of a tensor: those of its parts if it is sparse, none inside of function transforms."""
+    if x.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        parts = ("_indices", "_values") if x.layout == torch.sparse_coo else ("values",)
+        return [getattr(x, part)().untyped_storage() for part in parts]
+    try:
+        return [x.untyped_storage()]
+    except (NotImplementedError, RuntimeError):
+        return []
+
+
+def refuse_checkpoints(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`; ValueError if it leaves something that `torch.utils.checkpoint` recomputes."""
+    before = _checkpoints()
+    out = function(*args, **kwargs)
+    if _checkpoints() > before:
+        raise ValueError(_CHECKPOINT)
+    return out
+
+
+_KEPT = [getattr(checkpointing, "_CheckpointFrame", object()), checkpointing.CheckpointFunction._backward_cls]
+
+
+def _checkpoints() -> int:
+    """A number that rises with each checkpoint that waits for backward: an object has a reference to its type."""
+    return sum(map(sys.getrefcount, _KEPT))
+
+
+class _Watched:
+    """Takes the place of a module's forward for its first call."""
+
+    def __init__(self, net: nn.Module, own: OwnTensors) -> None:
+        self._net, self._own, self._before = net, own, vars(net).get("forward")
+        functools.update_wrapper(self, net.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        held, net = vars(self._net), self._net
+        if torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        held.pop("forward", None)
+        held |= {} if self._before is None else {"forward": self._before}
+        try:
+            return self._own.call((), net.forward, *args, **kwargs)
+        except ValueError:
+            held["forward"] = self
+            raise
+
+    def __reduce__(self) -> Any:
+        # A copy has its plain forward.
+        return (getattr, (self._net, "forward")) if self._before is None else (functools.partial, (self._before,))
+
+
+def watch_first_call(net: nn.Module, pnet: nn.Module) -> None:
+    """Let the first call of a copy of a p-net refuse to read the p-net's own tensors.
+
+    Torch's own modules read nothing but what is theirs, and are left as they are.
+    """
+    if not isinstance(net, torch.jit.ScriptModule) and not all(map(_stock, net.modules())):
+        vars(net)["forward"] = _Watched(net, OwnTensors(pnet))
+
+
+def _stock(module: nn.Module) -> bool:
+    """Whether a module's code is torch's alone."""
+    hooks = [v for k, v in vars(module).items() if k.endswith("_hooks") and isinstance(v, dict)]
+    functions = [v for v in vars(module).values() if isinstance(v, FunctionType)]
+    modules = [type(module).__module__, *(f.__module__ or "" for f in functions)]
+    return not any(hooks) and "forward" not in vars(module) and all(m.split(".")[0] == "torch" for m in modules)
