@@ -290,6 +290,22 @@ class TeacherOptions:
     """Temperature at which both networks' predictions are compared."""
 
 
+@dataclass(frozen=True)
+class BirthOptions:
+    """The network that a genome grows, taught further: its weights themselves, at a constant rate."""
+
+    from_birth: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
+    """A genome file of the task: train the network that it grows, and the same p-net from random weights beside it;
+    a table tells both accuracies at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on
+    the validation data all along, unless --lr says one. OUT gets the taught weights, too (net.safetensors)."""
+
+    other: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=NONE)] = None
+    """With --from-birth: another task of as many classes that both learn as well; images are resized if need be."""
+
+    other_data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    """Folder with the other task's data."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(ConfigOption):
     """What a training takes, by subject: each group is one of the help's."""
