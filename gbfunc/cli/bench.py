@@ -16,8 +16,9 @@ import torch
 from rich.table import Table
 
 from gbfunc.cli.commands import Bench
-from gbfunc.cli.output import make_folder, wide_console, write_figure, write_metrics
+from gbfunc.cli.output import make_folder, open_folder, wide_console, write_figure, write_metrics
 from gbfunc.cli.ranks import find_device
+from gbfunc.cli.signals import sigterm_raises
 from gbfunc.lab.bench import cases
 from gbfunc.lab.bench.report import describe, growth_curves, log_slope, measure_ceilings, run_bench
 from gbfunc.lab.bench.variants import Setting
@@ -31,6 +32,12 @@ def run(options: Bench) -> None:
     if options.calibrate:
         print_device(find_device(options.device), options.threads)
         return
+    with sigterm_raises():
+        _run_cases(options)
+
+
+def _run_cases(options: Bench) -> None:
+    """Measure what the options say."""
     if options.distributed:
         run_wire("quick" if options.quick else "full", options.cases, options.ranks, options.links, options.out)
         return
@@ -42,7 +49,8 @@ def run(options: Bench) -> None:
     on_cuda = device.type == "cuda"
     setting = Setting(device, torch.bfloat16 if on_cuda else None, options.threads or torch.get_num_threads())
     benches = cases.choose(cases.BENCHES["quick" if options.quick else "cuda" if on_cuda else "full"], options.cases)
-    print_results(measure(benches, setting, make_folder(options.out), visit=0.02 if options.quick else 0.1))
+    with open_folder(options.out) as folder:
+        print_results(measure(benches, setting, folder, visit=0.02 if options.quick else 0.1))
 
 
 def print_device(device: torch.device, threads: int | None) -> None:

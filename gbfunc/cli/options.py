@@ -237,6 +237,9 @@ class CheckpointOptions(OutputOptions):
     allow_changes: bool = False
     """Go on although learning rate, schedule, length or optimizer are others than before; each is told."""
 
+    overwrite: bool = False
+    """Train anew although OUT holds the genome of a training that is finished, which is then replaced."""
+
     profile: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint=NONE)] = None
     """Folder for a Chrome trace of a few early steps of each rank, and a table of rank 0's operations (table.txt)."""
 

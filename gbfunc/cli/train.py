@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import nn
 
 import gbfunc as gb
@@ -21,9 +23,9 @@ from gbfunc.cli.job import Job, asked_recipe, check_seed, hypernet_of, make_job,
 from gbfunc.cli.meter import Meter
 from gbfunc.cli.networks import genome_metrics, measure, read_genome, with_teacher
 from gbfunc.cli.options import CheckpointOptions, ExecutionOptions, GenomeOptions, RunOptions, TeacherOptions
-from gbfunc.cli.output import Best, make_folder, open_logs, print_metrics, reporter, write_run
+from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, reporter, write_run
 from gbfunc.cli.provenance import provenance
-from gbfunc.cli.ranks import Spread, find_device, in_turn, open_mesh
+from gbfunc.cli.ranks import Spread, amp_slowdown, amp_warning, find_device, in_turn, open_mesh
 from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
 from gbfunc.lab.birth import RATES
 from gbfunc.tasks.logs import OnLog
@@ -40,6 +42,10 @@ def run(options: Train) -> None:
     output = options.output
     with open_mesh(options.execution, options.training.device) as mesh:
         here = replace(options, training=replace(options.training, device=str(mesh.device)))
+        amp = options.execution.amp
+        if amp is not None and mesh.rank == 0 and mesh.device.type == "cpu":
+            if (words := amp_warning(amp, amp_slowdown(getattr(torch, amp), mesh.device))) is not None:
+                print(f"gbfunc: {words}", file=sys.stderr)
         meter = Meter(output.peak_flops, output.profile)
         # Data and models may be downloaded, or prepared in files, which all ranks then read.
         job = in_turn(mesh, lambda: job_of(here))
@@ -52,9 +58,21 @@ def run(options: Train) -> None:
 
 
 def job_of(options: Train) -> Job:
-    """What to train."""
+    """What to train.
+
+    Raises:
+        ValueError: for options that do not fit each other, or a finished training that would be lost.
+    """
+    output = options.output
+    if output.out is not None and output.resume is None and not output.overwrite and finished(output.out):
+        raise ValueError(f"{output.out} holds a finished training: --overwrite replaces it, or choose another --out")
     job = make_job(options.data, options.genome, options.training, dense=options.dense)
     return with_teacher(job, options.teacher, options.training.device)
+
+
+def finished(out: Path) -> bool:
+    """Whether a training has written its genome and its metrics into a folder."""
+    return (out / GENOME_FILE).exists() and (out / "metrics.json").exists()
 
 
 def _learn(options: Train, path: Path) -> None:
@@ -79,7 +97,7 @@ def _learn(options: Train, path: Path) -> None:
 @contextmanager
 def results_folder(out: Path | None) -> Iterator[Path]:
     """The folder for results, made if need be; one that is removed afterwards where `out` is None."""
-    with nullcontext(make_folder(out)) if out is not None else TemporaryDirectory(prefix="gbfunc-") as folder:
+    with open_folder(out) if out is not None else TemporaryDirectory(prefix="gbfunc-") as folder:
         yield Path(folder)
 
 

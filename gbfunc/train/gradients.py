@@ -9,9 +9,11 @@ In each of them weights may stay factors (`lazy`), which are never formed.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -48,6 +50,8 @@ _STAGE_MIX = 0x94D049BB133111EB
 _DEFAULT_GENERATORS = threading.RLock()
 """Held while a step seeds torch's default generators, which all threads share."""
 
+_COMPILED = itertools.count()  # numbers the functions that are compiled
+
 Gradients = tuple[Tensor | None, ...]
 
 _NO_GRADIENT = (
@@ -66,6 +70,12 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in gpus)):
             generator.manual_seed(seed)
         yield
+
+
+def _with_own_code(method: Any) -> Any:
+    """A method with code of its own name: torch.compile keeps what it learns of shapes by file, line and name."""
+    code = method.__code__.replace(co_name=f"{method.__name__}_{next(_COMPILED)}")
+    return MethodType(FunctionType(code, method.__globals__), method.__self__)
 
 
 def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:
@@ -117,11 +127,11 @@ class Objective:
         self._tensor = tensor
         self._base = layout.plan.base_tensors(pnet)
         # Whether ranks may have parts of the same rows: an empty one is then as good as any.
-        self._parts = tensor is not None and tensor.takes_parts
+        self.takes_parts = tensor is not None and tensor.takes_parts
         self._sharded, self._shard, self._ranks = layout.sharded, layout.mesh.shard, layout.mesh.world
         half = options.amp == torch.float16
         self._scale = (_FP16_SCALE if self._ranks == 1 else _FP16_SCALE_PER_ROW) if half else 1.0
-        self._from_genome = torch.compile(self._forward) if options.compile else self._forward
+        self._from_genome = torch.compile(_with_own_code(self._forward)) if options.compile else self._forward
         self._way = self._accumulated if options.microbatches > 1 or options.remat == "generate" else self._at_once
         self.net: Any = None
         self._pipeline = None
@@ -182,7 +192,7 @@ class Objective:
         rows, counts, scale = 1, True, self._scale
         if self._ranks > 1:
             rows = n_rows(batch)
-            rows, counts = (1, True) if rows is None else (rows, rows > 0 or self._parts)
+            rows, counts = (1, True) if rows is None else (rows, rows > 0 or self.takes_parts)
             # Two: some layers refuse a single row. A pipeline needs all of its microbatches.
             batch = batch if counts else _zeros(batch, max(2, self._options.microbatches if self._pipeline else 0))
             seed = (seed + _RANK_MIX * self._shard) % 2**63
@@ -226,7 +236,8 @@ class Objective:
 
             return grad(loss_of, has_aux=True)(trained, buffers)
 
-        dims = (0, 0, None if noise is None else 0, 0, None if same else 0)
+        rows = None if same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
+        dims = (0, 0, None if noise is None else 0, 0, rows)
         with seeded(seeds[0], like.device):
             # Not a gradient around vmap: inside of it no tensor would be seen to require one.
             many = vmap(one, dims, randomness="different")
@@ -381,7 +392,7 @@ class Objective:
         if self._ranks == 1 or self._pipeline is not None or n_rows(batch) is None:
             return [(small, rows / n) for small in split_batch(batch, n)]
         # Ranks with fewer rows may take fewer microbatches: only generation has collectives, unless layers have some.
-        n = n if self._parts else min(n, n_rows(batch) or n)
+        n = n if self.takes_parts else min(n, n_rows(batch) or n)
         return [(small, n_rows(small) or 0) for small in split_rows(batch, n)]
 
 
