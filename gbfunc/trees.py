@@ -157,12 +157,11 @@ def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[
     named = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
         here = accessor.codify(path)
-        inside = leaf.items() if isinstance(leaf, Mapping) else None
-        named += (
-            [(here, leaf)]
-            if inside is None
-            else [x for k, v in inside for x in tree_leaves(v, f"{here}[{k!r}]", packed=packed)]
-        )
+        if not isinstance(leaf, Mapping):
+            named.append((here, leaf))
+            continue
+        for k, v in leaf.items():
+            named += tree_leaves(v, f"{here}[{k!r}]", packed=packed)
     return named
 
 
@@ -178,7 +177,7 @@ def refuse_packed(batch: Any) -> None:
 def split_batch(batch: Any, n: int) -> list[Any]:
     """A batch as `n` equal microbatches, split along the first dimension: [b, ...] -> [b / n, ...].
 
-    Flags and names (bool and str, such as `return_loss=True`) are in each.
+    Flags (bool, such as `return_loss=True`) are in each.
 
     Raises:
         ValueError: for a leaf of another type that is no tensor, one whose first dimension `n` does not divide, or a
@@ -186,7 +185,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
     """
     refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):
-        if isinstance(x, bool | str):
+        if isinstance(x, bool):
             continue
         if not isinstance(x, Tensor) or x.ndim == 0 or len(x) % n:
             expected = f"microbatches={n} must divide the first dimension of every tensor of the batch"

@@ -398,7 +398,7 @@ def no_styles(mesh: gb.Mesh) -> Any:
     return one_step(mesh, Toy().double(), None, ())
 
 
-@refused("tensor ranks must get the same batch: different from rank 0 are rank 1 in rows of the batch ('6', not '4')")
+@refused("tensor ranks must get the same batch: different from rank 0 are rank 1 in rows of the batch (4, not 6)")
 def other_rows(mesh: gb.Mesh) -> Any:
     rows = 6 - 2 * mesh.rank
     return one_step(mesh, Toy().double(), plain_styles(), (draw(rows, 10), draw(rows, 5)))
