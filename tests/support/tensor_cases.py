@@ -404,7 +404,7 @@ def other_rows(mesh: gb.Mesh) -> Any:
     return one_step(mesh, Toy().double(), plain_styles(), (draw(rows, 10), draw(rows, 5)))
 
 
-@refused("ranks must have the same options: different from rank 0 are rank 1 in parallel (out_proj: ")
+@refused("ranks must have the same options: different from rank 0 are rank 1 in parallel (out_")
 def other_styles(mesh: gb.Mesh) -> Any:
     styles = plain_styles() if mesh.rank == 0 else {"in_proj": ColwiseParallel()}
     return one_step(mesh, Toy().double(), styles, (draw(6, 10), draw(6, 5)))
