@@ -7,6 +7,8 @@ weight; only the genome, which is the g-nets' parameters and the few direct ones
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 import gbfunc.startup  # noqa: F401  # before torch: see there
 from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
 from gbfunc.export import Exported, export
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from gbfunc.parallel.planner import DeviceSpec, ParallelPlan, plan_parallel
     from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
     from gbfunc.storage.lora import save_lora
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",

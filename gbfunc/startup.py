@@ -5,10 +5,14 @@ long where another program has a core. How they wait is read once, when torch's 
 `OMP_WAIT_POLICY=passive` in their environment, or call `torch.set_num_threads(1)`.
 
 Ctrl-C during the imports ends the process with one line and exit status 130, until `gbfunc.cli.main` takes over.
+
+Arguments are parsed here already: help, and what is wrong with them, need not wait seconds for torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -18,6 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+_SPAWNED = "--multiprocessing-fork"
+"""An argument of processes that `multiprocessing` starts, whose `sys.argv` is that of the process before."""
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
@@ -53,6 +60,15 @@ def interrupts_raise() -> None:
     _replace_handler(_end, signal.default_int_handler)
 
 
+def check_arguments(argv: Sequence[str]) -> None:
+    """End the process where the arguments ask for help or are wrong; `gbfunc.cli.main` reports any other error."""
+    with contextlib.suppress(Exception):
+        # By its name: the library, to which this file belongs, imports nothing of the command line.
+        importlib.import_module("gbfunc.cli.parser").parse(argv)
+
+
 if is_command_line(sys.argv, sys.orig_argv):
     wait_passively(os.environ, sys.orig_argv)
     interrupts_end()
+    if _SPAWNED not in sys.orig_argv:
+        check_arguments(sys.argv[1:])

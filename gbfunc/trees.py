@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from gbfunc.types import GenomeLike, Params
 
@@ -143,24 +144,49 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
     return made if same else items
 
 
-def tree_leaves(tree: Any, path: str = "tree") -> list[tuple[str, Any]]:
-    """Every leaf with the expression that reaches it, such as `("batch['x'][0]", tensor)`; into any mapping too."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
+def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[tuple[str, Any]]:
+    """Every leaf with the expression that reaches it, such as `("batch['x'][0]", tensor)`; into any mapping too.
+
+    Args:
+        tree: the tree.
+        path: the expression of the tree itself.
+        packed: whether a `PackedSequence` is a leaf, not its tensors.
+    """
+    is_leaf = (lambda x: isinstance(x, PackedSequence)) if packed else None
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf)
     named = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
         here = accessor.codify(path)
-        inside = leaf.items() if isinstance(leaf, Mapping) else None
-        named += [(here, leaf)] if inside is None else [x for k, v in inside for x in tree_leaves(v, f"{here}[{k!r}]")]
+        if not isinstance(leaf, Mapping):
+            named.append((here, leaf))
+            continue
+        for k, v in leaf.items():
+            named += tree_leaves(v, f"{here}[{k!r}]", packed=packed)
     return named
+
+
+def refuse_packed(batch: Any) -> None:
+    """Raise `ValueError` for a `PackedSequence`, whose tensors have rows of several examples each."""
+    if any(isinstance(x, PackedSequence) for _, x in tree_leaves(batch, packed=True)):
+        raise ValueError(
+            "a batch with a PackedSequence has no rows to split, and no vmap: pass padded sequences and their lengths "
+            "(with microbatches, pack them in the loss function)"
+        )
 
 
 def split_batch(batch: Any, n: int) -> list[Any]:
     """A batch as `n` equal microbatches, split along the first dimension: [b, ...] -> [b / n, ...].
 
+    Flags (bool, such as `return_loss=True`) are in each.
+
     Raises:
-        ValueError: for a leaf that is no tensor, or one whose first dimension `n` does not divide.
+        ValueError: for a leaf of another type that is no tensor, one whose first dimension `n` does not divide, or a
+            packed sequence.
     """
+    refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):
+        if isinstance(x, bool):
+            continue
         if not isinstance(x, Tensor) or x.ndim == 0 or len(x) % n:
             expected = f"microbatches={n} must divide the first dimension of every tensor of the batch"
             shape = f" of {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else ""
@@ -170,7 +196,12 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
-    """A batch in `n` shares, some maybe empty, the longer ones first; scalars and what is no tensor are in each."""
+    """A batch in `n` shares, some maybe empty, the longer ones first; scalars and what is no tensor are in each.
+
+    Raises:
+        ValueError: for a packed sequence.
+    """
+    refuse_packed(batch)
     pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in tree_leaves(batch)]
 
     def share(i: int) -> Any:

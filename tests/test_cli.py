@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.options import HypernetName
+from gbfunc.cli.ranks import amp_slowdown, amp_warning
 from gbfunc.hypernets import HYPERNETS
 from gbfunc.tasks import TASKS, accuracy
 from gbfunc.tasks.pnets import PNETS, mlp
@@ -148,6 +149,32 @@ def test_results_are_replaced_and_nothing_else_is_touched(tmp_path: Path) -> Non
     assert read(tmp_path)[0]["task"] == "digits"
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not [p for p in tmp_path.iterdir() if p.suffix == ".part"]
+
+
+def test_a_finished_training_is_replaced_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", *SMALL, "--steps", "1", "--out", str(tmp_path)]
+    assert main(train) == 0
+    genome = (tmp_path / "genome.safetensors").read_bytes()
+    assert main([*train, "--seed", "1"]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.endswith("holds a finished training: --overwrite replaces it, or choose another --out")
+    assert (tmp_path / "genome.safetensors").read_bytes() == genome
+    assert main([*train, "--seed", "1", "--overwrite"]) == 0
+    assert (tmp_path / "genome.safetensors").read_bytes() != genome
+
+
+def test_a_refused_command_leaves_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b"
+    refused = ["train", *SMALL, "--optimizer-config", '{"nope": 1}', "--checkpoint-every", "1", "--out", str(out)]
+    assert main(refused) == 2 and not list(tmp_path.iterdir())
+
+
+def test_slow_autocast_is_warned_of() -> None:
+    assert amp_slowdown(torch.bfloat16, torch.device("cpu")) > 0
+    words = amp_warning("bfloat16", 6.27)
+    assert (
+        words is not None and "takes 6.3 times as long as in float32" in words and amp_warning("bfloat16", 0.6) is None
+    )
 
 
 def test_without_out_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,13 @@ def test_other_commands_take_what_they_share(tmp_path: Path, capsys: pytest.Capt
     [
         ("a.toml", "epoch = 3", "a.toml: there is no option 'epoch' (did you mean epochs?)"),
         ("a.toml", "epochs = ", "a.toml cannot be read: "),
+        (
+            "a.toml",
+            "seed = 1\nsizes = [64,\n 10\n",
+            "a.toml cannot be read: line 2, 'sizes = [64,': a bracket or a quote",
+        ),
+        ("a.toml", "# a\n\ntask = 'digits\nseed = 1", 'a.toml cannot be read: line 3, "task = \'digits": '),
+        ("a.toml", "sizes = [1,\nlr = 2\n", "a.toml cannot be read: line 1, 'sizes = [1,': "),
         ("a.json", "[1]", "a.json must hold options by their names, got [1]"),
         ("a.yaml", "lr: [", "a.yaml cannot be read: "),
         ("a.ini", "lr = 1", "a.ini cannot be read: its name must end in .toml"),

@@ -313,8 +313,9 @@ def test_the_command_compares_adapters_with_all_weights(
 
 
 def test_budgets_of_adapters_are_bytes(task: Task) -> None:
-    from gbfunc.cli.compare import _BYTES, Compare
+    from gbfunc.cli.commands import Compare
+    from gbfunc.cli.compare import _BYTES, _problems
 
-    given = Compare(bytes=(8_000, 500))._problems(task, torch.float32)
+    given = _problems(Compare(bytes=(8_000, 500)), task, torch.float32)
     assert [(p.size, p.budget) for p in given] == [(125, 500), (2_000, 8_000)]
-    assert [p.budget for p in Compare()._problems(task, torch.float16)] == list(_BYTES)
+    assert [p.budget for p in _problems(Compare(), task, torch.float16)] == list(_BYTES)

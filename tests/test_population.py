@@ -197,6 +197,28 @@ def test_a_member_that_is_not_finite_raises_if_asked() -> None:
         many(many.init(), bad)
 
 
+def test_flags_are_for_all_members() -> None:
+    def loss(net: Any, batch: Any) -> Tensor:
+        return net(batch["x"]).square().mean() * (3 if batch["return_loss"] else 1)
+
+    pnet = nn.Linear(6, 3)
+    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(features=1)), pnet, loss, adam())
+    many, x = gb.population(step, 2, same_batch=False), torch.ones(2, 5, 6)
+    _, info = many(many.init(), {"x": x, "return_loss": True})
+    one = [step(step.init(i), {"x": x[i], "return_loss": True})[1].loss for i in range(2)]
+    torch.testing.assert_close(info.loss, torch.stack(one))
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 6), torch.ones(1, 6)])
+    with pytest.raises(ValueError, match="PackedSequence has no rows to split, and no vmap"):
+        many(many.init(), {"x": packed, "return_loss": True})
+
+
+def test_an_average_by_count_is_refused() -> None:
+    pnet = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3))
+    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(features=1)), pnet, lambda net, x: net(x).sum(), adam())
+    with pytest.raises(ValueError, match="^1 has momentum=None"):
+        gb.population(step, 2)
+
+
 def test_refusals() -> None:
     step, batch = mlp_step()
     many = gb.population(step, 2)

@@ -47,7 +47,7 @@ def test_threads_wait_passively_unless_the_user_says_how(
     assert environ.get("OMP_WAIT_POLICY") == policy
 
 
-@pytest.mark.parametrize(("start", "policy"), [(["-m", "gbfunc"], "passive"), (["-c", "import gbfunc"], None)])
+@pytest.mark.parametrize(("start", "policy"), [(["-m", "gbfunc", "demo"], "passive"), (["-c", "import gbfunc"], None)])
 def test_only_the_command_line_sets_the_environment(start: list[str], policy: str | None, tmp_path: Path) -> None:
     # A torch that only tells what it finds when it is imported.
     (tmp_path / "torch.py").write_text("import os, sys\nprint(os.environ.get('OMP_WAIT_POLICY'))\nsys.exit(0)\n")
@@ -62,6 +62,24 @@ def test_only_the_command_line_sets_the_environment(start: list[str], policy: st
         check=True,
     )
     assert done.stdout == f"{policy}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "expected"),
+    [
+        (["--help"], 0, "Train neural networks through a genomic bottleneck."),
+        (["train", "--help"], 0, "--genome-params INT"),
+        (["--version"], 0, "gbfunc "),
+        (["trane"], 2, "gbfunc: error: no command 'trane' (did you mean train?)"),
+        (["bench", "--nope"], 2, "gbfunc: error: bench has no option --nope"),
+    ],
+)
+def test_help_and_wrong_options_need_no_torch(argv: list[str], code: int, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[1])])
+    command = [sys.executable, "-m", "gbfunc", *argv]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and expected in done.stdout + done.stderr
 
 
 def test_ctrl_c_during_the_imports_ends_with_a_line(tmp_path: Path) -> None:

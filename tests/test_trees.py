@@ -195,6 +195,16 @@ def test_a_difference_is_put_into_words() -> None:
         compare_trees(many, {}, "the state does not fit")
 
 
+def test_flags_are_in_each_microbatch_and_packed_sequences_are_refused() -> None:
+    first, second = split_batch({"x": torch.arange(4), "return_loss": True}, 2)
+    assert first["return_loss"] is second["return_loss"] is True
+    assert torch.equal(torch.cat([first["x"], second["x"]]), torch.arange(4))
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])
+    for split in (split_batch, split_rows):
+        with pytest.raises(ValueError, match="PackedSequence has no rows to split"):
+            split({"x": [packed]}, 2)
+
+
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=6))
 def test_the_mean_of_trees_is_the_mean_of_every_leaf(values: list[int]) -> None:
     trees = [

@@ -9,16 +9,16 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from rich.table import Table
-from tyro.conf import FlagCreatePairsOff, arg
 
-from gbfunc.cli.output import make_folder, wide_console, write_figure, write_metrics
+from gbfunc.cli.commands import Bench
+from gbfunc.cli.output import make_folder, open_folder, wide_console, write_figure, write_metrics
 from gbfunc.cli.ranks import find_device
+from gbfunc.cli.signals import sigterm_raises
 from gbfunc.lab.bench import cases
 from gbfunc.lab.bench.report import describe, growth_curves, log_slope, measure_ceilings, run_bench
 from gbfunc.lab.bench.variants import Setting
@@ -27,58 +27,30 @@ _ROUNDS = 7
 _GROWTH = {"growth_weights": ("weights", "weights"), "growth_features": ("features", "features H")}
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Measure training steps and generation side by side: time, memory, growth."""
+def run(options: Bench) -> None:
+    """Run the cases, print one table, write the results."""
+    if options.calibrate:
+        print_device(find_device(options.device), options.threads)
+        return
+    with sigterm_raises():
+        _run_cases(options)
 
-    quick: FlagCreatePairsOff[bool] = False
-    """Fewer and smaller cases: under a minute."""
 
-    cases: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
-    """Only these: small_mlp, population, mlp_2048, mlp_4096, generation, gpt, resnet18, remat, checkpoint, adapter,
-    serving, growth_weights, growth_features."""
-
-    device: str = "cpu"
-    """Where to run: cpu, or cuda for larger sizes in bfloat16."""
-
-    threads: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: torch's)")] = None
-    """Threads of the CPU."""
-
-    out: Path = Path("bench")
-    """Folder for bench.json and figures; such files are replaced."""
-
-    distributed: FlagCreatePairsOff[bool] = False
-    """Measure instead what training on several ranks sends, and how long a step takes on slow links (as root, with
-    iproute2; else modelled), beside DDP, FSDP2, torch's tensor parallelism and torchGB's scheme. Cases: mlp, gpt,
-    mlp_tensor, gpt_tensor, gpt_tensor_512, remat_tensor."""
-
-    ranks: tuple[int, ...] = (2, 4)
-    """Numbers of ranks, with --distributed."""
-
-    links: tuple[Literal["loopback", "100mbit", "10mbit"], ...] = ("loopback", "100mbit", "10mbit")
-    """Links between ranks, with --distributed."""
-
-    calibrate: FlagCreatePairsOff[bool] = False
-    """Measure instead what `gbfunc plan --device FILE` takes, and print it as JSON: a matrix product, a copy, and an
-    all-reduce, between the ranks of torchrun or two processes on the loopback."""
-
-    def run(self) -> None:
-        """Run the cases, print one table, write the results."""
-        if self.calibrate:
-            print_device(find_device(self.device), self.threads)
-            return
-        if self.distributed:
-            run_wire("quick" if self.quick else "full", self.cases, self.ranks, self.links, self.out)
-            return
-        device = find_device(self.device)
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"--device must be cpu or cuda, got {self.device}")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {self.threads}")
-        on_cuda = device.type == "cuda"
-        setting = Setting(device, torch.bfloat16 if on_cuda else None, self.threads or torch.get_num_threads())
-        benches = cases.choose(cases.BENCHES["quick" if self.quick else "cuda" if on_cuda else "full"], self.cases)
-        print_results(measure(benches, setting, make_folder(self.out), visit=0.02 if self.quick else 0.1))
+def _run_cases(options: Bench) -> None:
+    """Measure what the options say."""
+    if options.distributed:
+        run_wire("quick" if options.quick else "full", options.cases, options.ranks, options.links, options.out)
+        return
+    device = find_device(options.device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {options.device}")
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {options.threads}")
+    on_cuda = device.type == "cuda"
+    setting = Setting(device, torch.bfloat16 if on_cuda else None, options.threads or torch.get_num_threads())
+    benches = cases.choose(cases.BENCHES["quick" if options.quick else "cuda" if on_cuda else "full"], options.cases)
+    with open_folder(options.out) as folder:
+        print_results(measure(benches, setting, folder, visit=0.02 if options.quick else 0.1))
 
 
 def print_device(device: torch.device, threads: int | None) -> None:

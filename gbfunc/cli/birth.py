@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 from rich.console import Console
 from rich.table import Column, Table
 from safetensors.torch import save_model
 from torch import nn
-from tyro.conf import arg
 
-from gbfunc.cli.options import NONE
+from gbfunc.cli.options import BirthOptions
 from gbfunc.cli.output import make_folder, reporter, write_figure, write_history, write_metrics
 from gbfunc.lab.birth import GROWN, LESSONS, Taught, in_the_size_of, lessons, teach
 from gbfunc.tasks import Metric, Recipe, Task, find_task
 from gbfunc.tasks.training import total_steps
-
-
-@dataclass(frozen=True)
-class BirthOptions:
-    """The network that a genome grows, taught further: its weights themselves, at a constant rate."""
-
-    from_birth: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
-    """A genome file of the task: train the network that it grows, and the same p-net from random weights beside it;
-    a table tells both accuracies at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on
-    the validation data all along, unless --lr says one. OUT gets the taught weights, too (net.safetensors)."""
-
-    other: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=NONE)] = None
-    """With --from-birth: another task of as many classes that both learn as well; images are resized if need be."""
-
-    other_data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
-    """Folder with the other task's data."""
 
 
 def learn_from_birth(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import gbfunc as gb
+from gbfunc.cli.job import read_json
 from gbfunc.cli.options import AUTO, CheckpointOptions, RunOptions, TeacherOptions
 from gbfunc.cli.signals import Stopped, listening
 from gbfunc.cli.teacher import digest, teacher_file
@@ -28,7 +29,7 @@ _STEPS_BETWEEN_AGREEMENTS = 10
 _COURSE = {"lr", "direct_lr", "dense_lr", "schedule", "warmup", "epochs", "steps", "clip_norm"}
 _COURSE |= {"optimizer", "optimizer_config", "weight_decay", "betas", "eps"}
 """Settings that may become others on the way, where the user allows it."""
-_LATER = {"schedule", "optimizer", "optimizer_config"}
+_LATER = {"schedule", "optimizer", "optimizer_config", "task_config"}
 """Settings of which older checkpoints say nothing."""
 
 
@@ -194,6 +195,7 @@ def _settings(options: RunOptions, task: Task, recipe: Recipe) -> JSON:
     plain |= {"optimizer": recipe.optimizer.__name__, "optimizer_config": dict(recipe.optimizer_config)}
     plain |= {"schedule": recipe.schedule_name}
     known = {"task": options.data.task, "seed": options.data.seed, "steps": total_steps(task, recipe)}
+    known |= {"task_config": read_json("--task-config", options.data.task_config)}
     if (amp := getattr(getattr(options, "execution", None), "amp", None)) is not None:
         known |= {"amp": amp}
     teacher = getattr(options, "teacher", TeacherOptions())

@@ -1,38 +1,46 @@
-"""The commands that train and use genomes: `demo`, `train`, `eval`, `sample`."""
+"""The commands and their options. They are parsed before torch is imported: no module here may import it.
+
+A command `NAME` is a dataclass here, an entry of `COMMANDS`, and `gbfunc.cli.NAME`, whose function `run` takes it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from tyro.conf import arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from gbfunc.cli.birth import BirthOptions, learn_from_birth
-from gbfunc.cli.config import values_of
-from gbfunc.cli.job import Job, asked_recipe, check_seed, make_job
-from gbfunc.cli.meter import Meter
-from gbfunc.cli.networks import genome_metrics, measure, read_genome, with_teacher
 from gbfunc.cli.options import (
+    RECIPE,
+    BirthOptions,
     CheckpointOptions,
     ConfigOption,
+    DataOptions,
     ExecutionOptions,
     GenomeFileOptions,
     GenomeOptions,
+    PNetOptions,
     RunOptions,
+    StoredOptions,
     TeacherOptions,
 )
-from gbfunc.cli.output import print_comparison, print_metrics, write_figure, write_run
-from gbfunc.cli.ranks import Spread, find_device, in_turn, open_mesh
-from gbfunc.cli.train import results_folder, run_fit, train_genome
-from gbfunc.lab.birth import RATES
-from gbfunc.tasks import continue_text
-from gbfunc.tasks.pnets import n_params, narrowed
-from gbfunc.tasks.training import dense_trainer
+
+SIZES = (600, 1_300, 2_000, 6_000, 20_000)
+"""Budgets of `gbfunc compare`, in parameters of a periodic genome."""
+
+
+class Command:
+    """Options of a command."""
+
+    def run(self) -> None:
+        """Do what the options say, and show it."""
+        import_module(f"gbfunc.cli.{type(self).__name__.lower()}").run(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(RunOptions):
+class Train(Command, RunOptions):
     """Train a genome on a task; measure it as its file holds it. On many ranks: torchrun ... -m gbfunc train ..."""
 
     dense: bool = False
@@ -43,99 +51,30 @@ class Train(RunOptions):
     birth: BirthOptions = BirthOptions()
     execution: ExecutionOptions = ExecutionOptions()
 
-    def run(self) -> None:
-        """Train, write the results, print them."""
-        if self.birth.from_birth is not None:
-            return self._learn(self.birth.from_birth)
-        if self.birth.other is not None:
-            raise ValueError("--other is what the network of a genome learns: say --from-birth too")
-        output = self.output
-        with open_mesh(self.execution, self.training.device) as mesh:
-            here = replace(self, training=replace(self.training, device=str(mesh.device)))
-            meter = Meter(output.peak_flops, output.profile)
-            # Data and models may be downloaded, or prepared in files, which all ranks then read.
-            job = in_turn(mesh, here.job)
-            with results_folder(output.out if mesh.rank == 0 else None) as folder:
-                result, _, metrics = train_genome(job, here, folder, Spread.asked(mesh, self.execution), meter)
-                if output.out is not None and mesh.rank == 0:
-                    write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
-                if mesh.rank == 0:
-                    print_metrics(metrics, job.task)
-
-    def job(self) -> Job:
-        """What to train."""
-        job = make_job(self.data, self.genome, self.training, dense=self.dense)
-        return with_teacher(job, self.teacher, self.training.device)
-
-    def _learn(self, path: Path) -> None:
-        """Train the network that a genome grows."""
-        output = replace(CheckpointOptions(), out=self.output.out)
-        plain = replace(self, dense=False, genome=GenomeOptions(), output=output, teacher=TeacherOptions())
-        plain = replace(plain, execution=ExecutionOptions())
-        if given := [name for (name, x), (_, y) in zip(values_of(self), values_of(plain), strict=True) if x != y]:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"--from-birth trains the weights that its genome grows: drop {flags}")
-        check_seed(self.data.seed)
-        plan, task, grown = read_genome(path, self.data)
-        recipe = task.recipe(plan.genome_params)
-        recipe = asked_recipe(replace(recipe, lr=recipe.dense_lr, epochs=1, steps=None), self.training)
-        rates = RATES if self.training.lr is None else (1.0,)
-        device = find_device(self.training.device)
-        recipe = replace(recipe, dense_lr=recipe.lr)
-        learn_from_birth(self.birth, grown.to(device), task.to(device), recipe, self.data.seed, rates, self.output.out)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Demo(RunOptions):
+class Demo(Command, RunOptions):
     """Train a genome on real digits, and beside it the same p-net and a small net densely; compare them."""
 
-    def run(self) -> None:
-        """Train all three, write the results, print one table."""
-        job = make_job(self.data, self.genome, self.training)
-        seed, device, out = self.data.seed, self.training.device, self.output.out
-        task, recipe = job.task, job.recipe
-        small_pnet = narrowed(task.pnet, job.plan.genome_params)
-        with results_folder(out) as folder:
-            result, generated, metrics = train_genome(job, self, folder)
-            dense = task.build(seed).to(device)
-            small = small_pnet.build(seed).to(device)
-            runs = {"genome": result.history}
-            for label, net in (("dense p-net", dense), ("small dense net", small)):
-                trainer = dense_trainer(net, task, recipe)
-                runs[label] = run_fit(trainer, job, seed, label).history
-                net.eval()
-            metrics |= {
-                **measure(task, dense, "dense_"),
-                **measure(task, small, "small_dense_"),
-                "small_dense_params": n_params(small),
-                "small_dense_bytes": sum(p.nbytes for p in small.parameters()),
-                "small_dense_config": dict(small_pnet.config),
-                "pnet_label": task.pnet.label,
-                "small_dense_label": small_pnet.label,
-            }
-            if out is not None:
-                from gbfunc.plots import weight_images
-
-                nets = {"generated": generated.state_dict(), "dense": dense.state_dict()}
-                image = task.interface.inputs[1:] if len(task.interface.inputs) == 3 else None
-                if any(w.ndim in (2, 4) for w in nets["dense"].values()):
-                    write_figure(folder / "weights.png", weight_images(nets, image))
-                write_run(folder, metrics, runs, task)
-            print_comparison(metrics, task.metric)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(ConfigOption, GenomeFileOptions):
+class Eval(Command, ConfigOption, GenomeFileOptions):
     """Rebuild the p-net from a genome file and measure it; task and p-net are those that the file names."""
 
-    def run(self) -> None:
-        """Measure and print."""
-        plan, task, net = read_genome(self.genome, self)
-        print_metrics(genome_metrics(plan, self.genome, net, task), task)
+
+@dataclass(frozen=True, kw_only=True)
+class Predict(Command, ConfigOption, GenomeFileOptions):
+    """Classify files: images, arrays of images (.npy, .npz), or texts, one each line (.txt). A line for each input."""
+
+    inputs: Positional[tuple[Path, ...]]
+    """The files. Pixels count from 0 to 255, or as the task's data has them, bright where its images are."""
+
+    top: Annotated[int, arg(metavar="INT")] = 1
+    """Classes to tell of each input, the likeliest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(ConfigOption, GenomeFileOptions):
+class Sample(Command, ConfigOption, GenomeFileOptions):
     """Write text with the language model of a genome file; --data-dir is the text it learned, for its characters."""
 
     task: Annotated[str, arg(metavar="NAME")] = "text"
@@ -153,9 +92,140 @@ class Sample(ConfigOption, GenomeFileOptions):
     seed: int = 0
     """Seed of what is drawn."""
 
-    def run(self) -> None:
-        """Print the prompt and what follows it."""
-        check_seed(self.seed)
-        _, task, net = read_genome(self.genome, self)
-        follows = continue_text(net, task, self.prompt, self.tokens, temperature=self.temperature, seed=self.seed)
-        print(self.prompt + follows)
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Command, ConfigOption, GenomeFileOptions):
+    """Write the network of a genome file for other programs: ONNX, torch.export, AOTInductor, IREE, safetensors."""
+
+    out: Annotated[Path, arg(metavar="FILE")]
+    """Where to; a file that is there is replaced."""
+
+    to: Annotated[
+        Literal["onnx", "pt2", "aoti", "iree", "safetensors"] | None,
+        arg(metavar="onnx|pt2|aoti|iree|safetensors", help_behavior_hint="(default: by the suffix of --out)"),
+    ] = None
+    """The format: suffixes .onnx, .pt2 (torch.export), .vmfb (IREE) and .safetensors tell it; aoti is AOTInductor."""
+
+    weights: Annotated[
+        Literal["genome", "dense"] | None,
+        arg(metavar="genome|dense", help_behavior_hint="(default: genome; dense for safetensors, and adapters)"),
+    ] = None
+    """genome: the file holds the genome, and generates the weights where it runs; dense: it holds the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Command, ConfigOption):
+    """Show what a genome of a given size would hold, tensor by tensor, without training it; and layouts of ranks."""
+
+    data: PNetOptions = PNetOptions()
+    genome: GenomeOptions = GenomeOptions()
+    output: StoredOptions = StoredOptions()
+
+    ranks: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None
+    """Plan its training on so many ranks too: memory, bytes and seconds of every layout, the fastest first."""
+
+    memory: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: the device's)")] = None
+    """Memory of a rank, with --ranks: 16GB, 80GiB."""
+
+    link: Annotated[str | None, arg(metavar="RATE", help_behavior_hint="(default: the device's)")] = None
+    """What a rank can send per second, with --ranks: 100Gbit, 12.5GB."""
+
+    device: Annotated[
+        Path | None, arg(metavar="FILE", help_behavior_hint="(default: 50 Gflop/s, 10 GB/s, 10Gbit, 16GB)")
+    ] = None
+    """What a rank is like, with --ranks: the JSON that `gbfunc bench --calibrate` prints."""
+
+    batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
+    """Examples per step of all ranks together, with --ranks."""
+
+    microbatches: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the fastest)")] = None
+    """Microbatches per step, with --ranks."""
+
+
+@dataclass(frozen=True)
+class Compare(Command, DataOptions):
+    """Genomes and what else one would do, within the same bytes; settings by validation, a row per seed."""
+
+    sizes: Annotated[
+        tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint=f"(default: {' '.join(map(str, SIZES))})")
+    ] = None
+    """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
+
+    bytes: Annotated[tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint="(default: none)")] = None
+    """Budgets in bytes, in place of --sizes; what is taken for a pretrained p-net, 1500 to 186000."""
+
+    methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
+    """Only these: periodic, periodic_int7, smaller_dense, low_rank, random_subspace, seeded_networks (PRANC),
+    seeded_factors (NOLA), pruned, int8, int4, and the other types of g-net: gnet, stochastic, low_rank_genome, xox.
+    With --pretrained: genome, genome_int7, linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in
+    float numbers also as NAME_float16, and full_fine_tuning, whatever its size."""
+
+    seeds: int = 3
+    """Trainings of each method at each size, seeded 0, 1, ..."""
+
+    epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the task's recipe)")] = None
+    """Passes over the training examples, for all alike; the choice among candidates takes a third of them each."""
+
+    dtype: Literal["float32", "float16"] = "float32"
+    """dtype that every method stores which has no other format; training is in float32."""
+
+    amp: Annotated[Literal["bfloat16"] | None, arg(metavar="bfloat16", help_behavior_hint="(default: none)")] = None
+    """Run every network in this dtype (autocast) in training: faster where the machine has it."""
+
+    quick: FlagCreatePairsOff[bool] = False
+    """One epoch, one seed, two candidates: shows that all of it runs, and nothing else."""
+
+    threads: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: torch's)")] = None
+    """Threads of the CPU."""
+
+    out: Path = Path("compare")
+    """Folder for compare.json, the figure and the data of every network; rows that it holds are not run again."""
+
+
+@dataclass(frozen=True)
+class Bench(Command):
+    """Measure training steps and generation side by side: time, memory, growth."""
+
+    quick: FlagCreatePairsOff[bool] = False
+    """Fewer and smaller cases: under a minute."""
+
+    cases: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
+    """Only these: small_mlp, population, mlp_2048, mlp_4096, generation, gpt, resnet18, remat, checkpoint, adapter,
+    serving, growth_weights, growth_features."""
+
+    device: str = "cpu"
+    """Where to run: cpu, or cuda for larger sizes in bfloat16."""
+
+    threads: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: torch's)")] = None
+    """Threads of the CPU."""
+
+    out: Path = Path("bench")
+    """Folder for bench.json and figures; such files are replaced."""
+
+    distributed: FlagCreatePairsOff[bool] = False
+    """Measure instead what training on several ranks sends, and how long a step takes on slow links (as root, with
+    iproute2; else modelled), beside DDP, FSDP2, torch's tensor parallelism and torchGB's scheme. Cases: mlp, gpt,
+    mlp_tensor, gpt_tensor, gpt_tensor_512, remat_tensor."""
+
+    ranks: tuple[int, ...] = (2, 4)
+    """Numbers of ranks, with --distributed."""
+
+    links: tuple[Literal["loopback", "100mbit", "10mbit"], ...] = ("loopback", "100mbit", "10mbit")
+    """Links between ranks, with --distributed."""
+
+    calibrate: FlagCreatePairsOff[bool] = False
+    """Measure instead what `gbfunc plan --device FILE` takes, and print it as JSON: a matrix product, a copy, and an
+    all-reduce, between the ranks of torchrun or two processes on the loopback."""
+
+
+COMMANDS: dict[str, Any] = {
+    "demo": Demo,
+    "plan": Plan,
+    "train": Train,
+    "eval": Eval,
+    "predict": Predict,
+    "sample": Sample,
+    "export": Export,
+    "compare": Compare,
+    "bench": Bench,
+}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import fields, replace
 from statistics import mean, stdev
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
-from tyro.conf import FlagCreatePairsOff, arg
 
+from gbfunc.cli.commands import SIZES, Compare
 from gbfunc.cli.options import DataOptions
 from gbfunc.cli.output import make_folder, wide_console, write_figure, write_metrics
 
@@ -23,120 +22,82 @@ if TYPE_CHECKING:
     from gbfunc.lab.compare import Problem, Results
     from gbfunc.tasks import Metric, Task
 
-_SIZES = (600, 1_300, 2_000, 6_000, 20_000)
-
 _BYTES = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
 """Budgets of adapters; the last one is the file of LoRA of rank 1 on all layers of MiniLM, with its classifier."""
 
 
-@dataclass(frozen=True)
-class Compare(DataOptions):
-    """Genomes and what else one would do, within the same bytes; settings by validation, a row per seed."""
+def run(options: Compare) -> None:
+    """Run what is missing, print one table, write the results."""
+    from gbfunc.lab import compare as lab
+    from gbfunc.lab.bench.cases import choose
+    from gbfunc.lab.bench.report import describe
 
-    sizes: Annotated[
-        tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint=f"(default: {' '.join(map(str, _SIZES))})")
-    ] = None
-    """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
+    task, dtype = _task(options), getattr(torch, options.dtype)
+    references = lab.REFERENCES if lab.is_pretrained(task) else {}
+    chosen = choose({**lab.methods_for(task, dtype), **references}, options.methods, "--methods")
+    references = {name: method for name, method in chosen.items() if name in references}
+    methods = {name: method for name, method in chosen.items() if name not in references}
+    problems = _problems(options, task, dtype)
+    free = [lab.reference_problem(problems[0])] if references else []
+    folder = make_folder(options.out)
+    results = lab.read_results(folder / "compare.json")
+    about = describe(torch.device("cpu"), torch.get_num_threads())
+    seeds, most = (1, 2) if options.quick else (options.seeds, None)
 
-    bytes: Annotated[tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint="(default: none)")] = None
-    """Budgets in bytes, in place of --sizes; what is taken for a pretrained p-net, 1500 to 186000."""
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
-    methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
-    """Only these: periodic, periodic_int7, smaller_dense, low_rank, random_subspace, seeded_networks (PRANC),
-    seeded_factors (NOLA), pruned, int8, int4, and the other types of g-net: gnet, stochastic, low_rank_genome, xox.
-    With --pretrained: genome, genome_int7, linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in
-    float numbers also as NAME_float16, and full_fine_tuning, whatever its size."""
+    nets = make_folder(folder / "nets")
+    for parts in ((methods, problems), (references, free)):
+        for newer in lab.run_missing(*parts, seeds, results, nets, report, most):
+            results = newer
+            # After each row: what is measured is kept, should a later one fail.
+            write_metrics(folder / "compare.json", about | lab.to_json(results))
+    known = {name: [lab.of_problem(results, problem, name) for problem in problems] for name in methods}
+    levels = {name: lab.of_problem(results, free[0], name) for name in references}
+    metric = task.metric
+    if any(part.rows for parts in known.values() for part in parts):
+        write_figure(folder / "tradeoff.png", tradeoff_figure(known, metric, levels))
+    print_tradeoff(known, problems, levels)
 
-    seeds: int = 3
-    """Trainings of each method at each size, seeded 0, 1, ..."""
 
-    epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the task's recipe)")] = None
-    """Passes over the training examples, for all alike; the choice among candidates takes a third of them each."""
+def _task(options: Compare) -> Task:
+    from gbfunc.cli.job import load_task
 
-    dtype: Literal["float32", "float16"] = "float32"
-    """dtype that every method stores which has no other format; training is in float32."""
+    if options.sizes is not None and options.bytes is not None:
+        sizes, budgets = (" ".join(map(str, given)) for given in (options.sizes, options.bytes))
+        raise ValueError(f"give at most one of --sizes and --bytes, got {sizes} and {budgets}")
+    for name, value in (("seeds", options.seeds), ("epochs", options.epochs), ("threads", options.threads)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return load_task(DataOptions(**{f.name: getattr(options, f.name) for f in fields(DataOptions)}))
 
-    amp: Annotated[Literal["bfloat16"] | None, arg(metavar="bfloat16", help_behavior_hint="(default: none)")] = None
-    """Run every network in this dtype (autocast) in training: faster where the machine has it."""
 
-    quick: FlagCreatePairsOff[bool] = False
-    """One epoch, one seed, two candidates: shows that all of it runs, and nothing else."""
+def _problems(options: Compare, task: Task, dtype: torch.dtype) -> list[Problem]:
+    from gbfunc.lab.compare import Problem
 
-    threads: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: torch's)")] = None
-    """Threads of the CPU."""
+    problems = []
+    for size, budget in _budgets(options, task):
+        recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))
+        epochs = 1 if options.quick else options.epochs
+        if epochs is not None:
+            recipe = replace(recipe, epochs=epochs, steps=None)
+        problems.append(Problem(task, size, budget, dtype, recipe))
+    return problems
 
-    out: Path = Path("compare")
-    """Folder for compare.json, the figure and the data of every network; rows that it holds are not run again."""
 
-    def run(self) -> None:
-        """Run what is missing, print one table, write the results."""
-        from gbfunc.lab import compare as lab
-        from gbfunc.lab.bench.cases import choose
-        from gbfunc.lab.bench.report import describe
+def _budgets(options: Compare, task: Task) -> list[tuple[int, int]]:
+    """Parameters and bytes."""
+    from gbfunc.lab.compare import is_pretrained, reference_bytes, size_within
 
-        task, dtype = self._task(), getattr(torch, self.dtype)
-        references = lab.REFERENCES if lab.is_pretrained(task) else {}
-        chosen = choose({**lab.methods_for(task, dtype), **references}, self.methods, "--methods")
-        references = {name: method for name, method in chosen.items() if name in references}
-        methods = {name: method for name, method in chosen.items() if name not in references}
-        problems = self._problems(task, dtype)
-        free = [lab.reference_problem(problems[0])] if references else []
-        folder = make_folder(self.out)
-        results = lab.read_results(folder / "compare.json")
-        about = describe(torch.device("cpu"), torch.get_num_threads())
-        seeds, most = (1, 2) if self.quick else (self.seeds, None)
-
-        def report(line: str) -> None:
-            print(line, file=sys.stderr, flush=True)
-
-        nets = make_folder(folder / "nets")
-        for parts in ((methods, problems), (references, free)):
-            for newer in lab.run_missing(*parts, seeds, results, nets, report, most):
-                results = newer
-                # After each row: what is measured is kept, should a later one fail.
-                write_metrics(folder / "compare.json", about | lab.to_json(results))
-        known = {name: [lab.of_problem(results, problem, name) for problem in problems] for name in methods}
-        levels = {name: lab.of_problem(results, free[0], name) for name in references}
-        metric = task.metric
-        if any(part.rows for parts in known.values() for part in parts):
-            write_figure(folder / "tradeoff.png", tradeoff_figure(known, metric, levels))
-        print_tradeoff(known, problems, levels)
-
-    def _task(self) -> Task:
-        from gbfunc.cli.job import load_task
-
-        if self.sizes is not None and self.bytes is not None:
-            sizes, budgets = (" ".join(map(str, given)) for given in (self.sizes, self.bytes))
-            raise ValueError(f"give at most one of --sizes and --bytes, got {sizes} and {budgets}")
-        for name, value in (("seeds", self.seeds), ("epochs", self.epochs), ("threads", self.threads)):
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, got {value}")
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        return load_task(DataOptions(**{f.name: getattr(self, f.name) for f in fields(DataOptions)}))
-
-    def _problems(self, task: Task, dtype: torch.dtype) -> list[Problem]:
-        from gbfunc.lab.compare import Problem
-
-        problems = []
-        for size, budget in self._budgets(task):
-            recipe = replace(task.recipe(size), amp=self.amp and getattr(torch, self.amp))
-            epochs = 1 if self.quick else self.epochs
-            if epochs is not None:
-                recipe = replace(recipe, epochs=epochs, steps=None)
-            problems.append(Problem(task, size, budget, dtype, recipe))
-        return problems
-
-    def _budgets(self, task: Task) -> list[tuple[int, int]]:
-        """Parameters and bytes."""
-        from gbfunc.lab.compare import is_pretrained, reference_bytes, size_within
-
-        pretrained = is_pretrained(task)
-        given = self.bytes or (_BYTES if pretrained and self.sizes is None else None)
-        if given is None:
-            return [(size, reference_bytes(task, size)) for size in sorted(set(self.sizes or _SIZES))]
-        # The numbers that a budget could hold are the same whatever is the best genome of the day.
-        return [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(given))]
+    pretrained = is_pretrained(task)
+    given = options.bytes or (_BYTES if pretrained and options.sizes is None else None)
+    if given is None:
+        return [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
+    # The numbers that a budget could hold are the same whatever is the best genome of the day.
+    return [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(given))]
 
 
 def shown_values(results: Results, metric: Metric) -> list[float]:

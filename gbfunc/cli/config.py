@@ -12,7 +12,7 @@ from typing import Any
 from gbfunc.files import replace_file
 
 _OF_ONE_RUN = ("config", "out", "log", "log_every", "checkpoint_every", "keep", "resume")
-_OF_ONE_RUN += ("allow_changes", "profile", "peak_flops")
+_OF_ONE_RUN += ("allow_changes", "overwrite", "profile", "peak_flops")
 """Options that decide nothing of a training: whence they come, and what of it is kept."""
 
 
@@ -86,9 +86,7 @@ def read_config(path: Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".toml":
-            import tomlkit
-
-            found: Any = tomlkit.parse(text).unwrap()
+            found: Any = _read_toml(text)
         elif path.suffix in (".yaml", ".yml"):
             import yaml
 
@@ -105,6 +103,29 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"--config {path} must hold options by their names, got {found!r}")
     return found
+
+
+def _read_toml(text: str) -> dict[str, Any]:
+    """What a TOML text holds; `ValueError` names the line where what cannot be read begins."""
+    import tomlkit
+    from tomlkit.exceptions import ParseError
+
+    try:
+        return tomlkit.parse(text).unwrap()
+    except ParseError as error:
+        lines, reason = text.splitlines(), str(error).partition(" at line ")[0]
+
+    def reads(n: int) -> bool:
+        try:
+            tomlkit.parse("\n".join(lines[:n]))
+        except ParseError:
+            return False
+        return True
+
+    # Not where the parser gave up: what is not closed goes on to the end of the file.
+    first = next(n for n in reversed(range(len(lines))) if reads(n))
+    reason = "a bracket or a quote is not closed" if "\\x00" in reason or "end of file" in reason else reason
+    raise ValueError(f"line {first + 1}, {lines[first].strip()!r}: {reason}")
 
 
 def settings_of(options: Any, resolved: Mapping[str, Any]) -> dict[str, Any]:

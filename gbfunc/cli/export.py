@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from tyro.conf import arg
 
 import gbfunc as gb
+from gbfunc.cli.commands import Export
 from gbfunc.cli.job import load_task
 from gbfunc.cli.networks import read_genome
-from gbfunc.cli.options import ConfigOption, GenomeFileOptions
 from gbfunc.cli.output import make_folder
 from gbfunc.cli.predict import task_of
 from gbfunc.export import export_module
@@ -24,42 +20,23 @@ _ROWS = 4
 """Examples that the program is traced with, and tried on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export(ConfigOption, GenomeFileOptions):
-    """Write the network of a genome file for other programs: ONNX, torch.export, AOTInductor, IREE, safetensors."""
-
-    out: Annotated[Path, arg(metavar="FILE")]
-    """Where to; a file that is there is replaced."""
-
-    to: Annotated[
-        Literal["onnx", "pt2", "aoti", "iree", "safetensors"] | None,
-        arg(metavar="onnx|pt2|aoti|iree|safetensors", help_behavior_hint="(default: by the suffix of --out)"),
-    ] = None
-    """The format: suffixes .onnx, .pt2 (torch.export), .vmfb (IREE) and .safetensors tell it; aoti is AOTInductor."""
-
-    weights: Annotated[
-        Literal["genome", "dense"] | None,
-        arg(metavar="genome|dense", help_behavior_hint="(default: genome; dense for safetensors, and adapters)"),
-    ] = None
-    """genome: the file holds the genome, and generates the weights where it runs; dense: it holds the weights."""
-
-    def run(self) -> None:
-        """Write the file; tell its size and how exact it is."""
-        if self.out.exists() and self.genome.exists() and self.out.samefile(self.genome):
-            raise ValueError(f"--out {self.out} is the genome's own file, which would be lost: choose another name")
-        said = gb.load_metadata(self.genome) if self.genome.is_file() else None
-        said = said if isinstance(said, Mapping) and self.data_dir is None else {}
-        load = (lambda options: task_of(options, said)) if "interface" in said else load_task
-        plan, task, net = read_genome(self.genome, self, load=load)
-        make_folder(self.out.parent)
-        x = example(task.interface)
-        if plan.base is not None and self.weights != "genome":
-            # The network has no longer the weights of the base, which the genome would change.
-            made = export_module(self.out, net, x, self.to)
-        else:
-            made = gb.export(self.out, plan, gb.load(self.genome)[1], net, x, self.weights, self.to)
-        error = "" if made.max_error is None else f"; its outputs are those of the p-net within {made.max_error:.1e}"
-        print(f"{self.out}: {made.bytes:,} bytes, the genome has {self.genome.stat().st_size:,}{error}")
+def run(options: Export) -> None:
+    """Write the file; tell its size and how exact it is."""
+    if options.out.exists() and options.genome.exists() and options.out.samefile(options.genome):
+        raise ValueError(f"--out {options.out} is the genome's own file, which would be lost: choose another name")
+    said = gb.load_metadata(options.genome) if options.genome.is_file() else None
+    said = said if isinstance(said, Mapping) and options.data_dir is None else {}
+    load = (lambda data: task_of(data, said)) if "interface" in said else load_task
+    plan, task, net = read_genome(options.genome, options, load=load)
+    make_folder(options.out.parent)
+    x = example(task.interface)
+    if plan.base is not None and options.weights != "genome":
+        # The network has no longer the weights of the base, which the genome would change.
+        made = export_module(options.out, net, x, options.to)
+    else:
+        made = gb.export(options.out, plan, gb.load(options.genome)[1], net, x, options.weights, options.to)
+    error = "" if made.max_error is None else f"; its outputs are those of the p-net within {made.max_error:.1e}"
+    print(f"{options.out}: {made.bytes:,} bytes, the genome has {options.genome.stat().st_size:,}{error}")
 
 
 def example(interface: Interface) -> Tensor:

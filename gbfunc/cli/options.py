@@ -237,6 +237,9 @@ class CheckpointOptions(OutputOptions):
     allow_changes: bool = False
     """Go on although learning rate, schedule, length or optimizer are others than before; each is told."""
 
+    overwrite: bool = False
+    """Train anew although OUT holds the genome of a training that is finished, which is then replaced."""
+
     profile: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint=NONE)] = None
     """Folder for a Chrome trace of a few early steps of each rank, and a table of rank 0's operations (table.txt)."""
 
@@ -288,6 +291,22 @@ class TeacherOptions:
 
     temperature: float = 2.0
     """Temperature at which both networks' predictions are compared."""
+
+
+@dataclass(frozen=True)
+class BirthOptions:
+    """The network that a genome grows, taught further: its weights themselves, at a constant rate."""
+
+    from_birth: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
+    """A genome file of the task: train the network that it grows, and the same p-net from random weights beside it;
+    a table tells both accuracies at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on
+    the validation data all along, unless --lr says one. OUT gets the taught weights, too (net.safetensors)."""
+
+    other: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=NONE)] = None
+    """With --from-birth: another task of as many classes that both learn as well; images are resized if need be."""
+
+    other_data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    """Folder with the other task's data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,19 @@ def make_folder(path: Path, option: str = "--out") -> Path:
     except FileExistsError:
         raise NotADirectoryError(f"{option} {path} is a file, expected a folder") from None
     return path
+
+
+@contextmanager
+def open_folder(path: Path, option: str = "--out") -> Iterator[Path]:
+    """A folder as of `make_folder`; those made for it are removed at the end where they hold no file."""
+    new = [one for one in (path, *path.parents) if not one.exists()]
+    try:
+        yield make_folder(path, option)
+    finally:
+        inside = sorted(new[0].rglob("*"), reverse=True) if new else []
+        for folder in [one for one in inside if one.is_dir()] + new:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def write_metrics(path: Path, metrics: Mapping[str, object]) -> None:

@@ -19,27 +19,9 @@ try:
 except ImportError as _error:
     raise ImportError("the command line needs its extra packages: pip install 'gbfunc[cli]'") from _error
 
-import gbfunc as gb
-from gbfunc.cli.bench import Bench
-from gbfunc.cli.commands import Demo, Eval, Sample, Train
-from gbfunc.cli.compare import Compare
+from gbfunc import __version__
+from gbfunc.cli.commands import COMMANDS, Train
 from gbfunc.cli.config import config_words, options_of
-from gbfunc.cli.export import Export
-from gbfunc.cli.plan import Plan
-from gbfunc.cli.predict import Predict
-
-COMMANDS: dict[str, Any] = {
-    "demo": Demo,
-    "plan": Plan,
-    "train": Train,
-    "eval": Eval,
-    "predict": Predict,
-    "sample": Sample,
-    "export": Export,
-    "compare": Compare,
-    "bench": Bench,
-}
-"""A new command is a dataclass with a method `run`, and one entry here."""
 
 
 def parse(argv: Sequence[str]) -> Any:
@@ -51,7 +33,7 @@ def parse(argv: Sequence[str]) -> Any:
         OSError: if there is no such file.
     """
     if list(argv) == ["--version"]:
-        print(f"gbfunc {gb.__version__}")
+        print(f"gbfunc {__version__}")
         raise SystemExit(0)
     name, path = next(iter(argv), ""), config_of(argv)
     given = [] if path is None else config_words(path, COMMANDS[name], Train)

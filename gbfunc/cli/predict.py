@@ -8,20 +8,19 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from tyro.conf import Positional, arg
 
 import gbfunc as gb
+from gbfunc.cli.commands import Predict
 from gbfunc.cli.job import load_task
 from gbfunc.cli.networks import read_genome
-from gbfunc.cli.options import ConfigOption, DataOptions, GenomeFileOptions
+from gbfunc.cli.options import DataOptions
 from gbfunc.tasks import Task, logits_of
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.tasks.texts import pretrained_tokens
@@ -33,35 +32,25 @@ Inputs = Iterator[tuple[str, Tensor]]
 """Each with a name: images as [C, h, w], texts as tokens [L]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predict(ConfigOption, GenomeFileOptions):
-    """Classify files: images, arrays of images (.npy, .npz), or texts, one each line (.txt). A line for each input."""
-
-    inputs: Positional[tuple[Path, ...]]
-    """The files. Pixels count from 0 to 255, or as the task's data has them, bright where its images are."""
-
-    top: Annotated[int, arg(metavar="INT")] = 1
-    """Classes to tell of each input, the likeliest first."""
-
-    def run(self) -> None:
-        """Print name, class and probability of every input."""
-        if not self.inputs or self.top < 1:
-            raise ValueError(f"predict needs files, and --top of at least 1, got {len(self.inputs)} and {self.top}")
-        if not self.genome.is_file():
-            raise FileNotFoundError(f"no such genome file: {self.genome}")
-        said = gb.load_metadata(self.genome)
-        said = said if isinstance(said, Mapping) else {}
-        # A tokenizer that was learned is in the task's data alone.
-        load = load_task if self.data_dir is not None else lambda options: task_of(options, said)
-        _, task, net = read_genome(self.genome, self, load=load)
-        names = said.get("classes") or [str(i) for i in range(task.interface.outputs)]
-        if not isinstance(names, list) or len(names) != task.interface.outputs:
-            raise ValueError(f"{self.genome} names classes {names!r}, its network has {task.interface.outputs}")
-        for path in self.inputs:
-            for name, probabilities_K in predicted(net, read_inputs(path, task, said)):
-                best = probabilities_K.topk(min(self.top, len(names)))
-                told = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                print("\t".join([name, *(f"{names[k]}\t{value:.4f}" for k, value in told)]), flush=True)
+def run(options: Predict) -> None:
+    """Print name, class and probability of every input."""
+    if not options.inputs or options.top < 1:
+        raise ValueError(f"predict needs files, and --top of at least 1, got {len(options.inputs)} and {options.top}")
+    if not options.genome.is_file():
+        raise FileNotFoundError(f"no such genome file: {options.genome}")
+    said = gb.load_metadata(options.genome)
+    said = said if isinstance(said, Mapping) else {}
+    # A tokenizer that was learned is in the task's data alone.
+    load = load_task if options.data_dir is not None else lambda data: task_of(data, said)
+    _, task, net = read_genome(options.genome, options, load=load)
+    names = said.get("classes") or [str(i) for i in range(task.interface.outputs)]
+    if not isinstance(names, list) or len(names) != task.interface.outputs:
+        raise ValueError(f"{options.genome} names classes {names!r}, its network has {task.interface.outputs}")
+    for path in options.inputs:
+        for name, probabilities_K in predicted(net, read_inputs(path, task, said)):
+            best = probabilities_K.topk(min(options.top, len(names)))
+            told = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            print("\t".join([name, *(f"{names[k]}\t{value:.4f}" for k, value in told)]), flush=True)
 
 
 def task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:

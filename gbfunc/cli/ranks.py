@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import timeit
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli.options import ExecutionOptions, PipelineName
@@ -19,6 +20,9 @@ T = TypeVar("T")
 AXES = ("data", "pipeline", "gnets", "tensor")
 _MICROBATCHES_PER_RANK = 4
 """Of a pipeline, where the user names none: GPipe's bubble is small from there on (Huang et al., 2019, section 2.3)."""
+
+_SLOW = 1.5
+"""Slowdown by autocast from which it is warned of: the memory that it saves may be worth less."""
 
 
 def open_mesh(options: ExecutionOptions, device: str) -> gb.Mesh:
@@ -55,6 +59,25 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device
+
+
+def amp_slowdown(dtype: torch.dtype, device: torch.device) -> float:
+    """Time of a matrix product in another dtype over that in float32: above 1 on a CPU without such arithmetic."""
+
+    def seconds(x: Tensor) -> float:
+        return min(timeit.repeat(lambda: x @ x, number=1, repeat=5))
+
+    return seconds(torch.ones(512, 512, dtype=dtype, device=device)) / seconds(torch.ones(512, 512, device=device))
+
+
+def amp_warning(amp: str, slowdown: float) -> str | None:
+    """What to say of an autocast that takes so many times as long as float32; None where that is not much more."""
+    if slowdown < _SLOW:
+        return None
+    return (
+        f"warning: --amp {amp} is slow on this CPU, which has no such arithmetic: a matrix product takes "
+        f"{slowdown:.1f} times as long as in float32, and a step about as much longer"
+    )
 
 
 def in_turn(mesh: gb.Mesh, prepare: Callable[[], T]) -> T:

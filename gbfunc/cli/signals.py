@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Stopped(Exception):
-    """A signal has ended training, after a checkpoint.
+class Stopped(BaseException):
+    """A signal ends the command; no handler of errors takes it for one.
 
     Attributes:
         signum: the signal.
@@ -19,6 +19,23 @@ class Stopped(Exception):
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
         self.signum = signum
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Have SIGTERM raise `Stopped`, so that what a command has started is ended by its context."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Stopped(signum, "stopped by SIGTERM")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread may.
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -2,35 +2,102 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import nn
 
 import gbfunc as gb
 from gbfunc.cli.about import about
+from gbfunc.cli.birth import learn_from_birth
 from gbfunc.cli.checkpoints import checkpoints
-from gbfunc.cli.config import settings_of, write_config
-from gbfunc.cli.job import Job, hypernet_of, resolved
+from gbfunc.cli.commands import Train
+from gbfunc.cli.config import settings_of, values_of, write_config
+from gbfunc.cli.job import Job, asked_recipe, check_seed, hypernet_of, make_job, resolved
 from gbfunc.cli.meter import Meter
-from gbfunc.cli.networks import genome_metrics, measure, read_genome
-from gbfunc.cli.options import RunOptions
-from gbfunc.cli.output import Best, make_folder, open_logs, reporter
+from gbfunc.cli.networks import genome_metrics, measure, read_genome, with_teacher
+from gbfunc.cli.options import CheckpointOptions, ExecutionOptions, GenomeOptions, RunOptions, TeacherOptions
+from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, reporter, write_run
 from gbfunc.cli.provenance import provenance
-from gbfunc.cli.ranks import Spread
+from gbfunc.cli.ranks import Spread, amp_slowdown, amp_warning, find_device, in_turn, open_mesh
 from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
+from gbfunc.lab.birth import RATES
 from gbfunc.tasks.logs import OnLog
 from gbfunc.tasks.rounding import going_on, joined, slowed
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
 
 
+def run(options: Train) -> None:
+    """Train, write the results, print them."""
+    if options.birth.from_birth is not None:
+        return _learn(options, options.birth.from_birth)
+    if options.birth.other is not None:
+        raise ValueError("--other is what the network of a genome learns: say --from-birth too")
+    output = options.output
+    with open_mesh(options.execution, options.training.device) as mesh:
+        here = replace(options, training=replace(options.training, device=str(mesh.device)))
+        amp = options.execution.amp
+        if amp is not None and mesh.rank == 0 and mesh.device.type == "cpu":
+            if (words := amp_warning(amp, amp_slowdown(getattr(torch, amp), mesh.device))) is not None:
+                print(f"gbfunc: {words}", file=sys.stderr)
+        meter = Meter(output.peak_flops, output.profile)
+        # Data and models may be downloaded, or prepared in files, which all ranks then read.
+        job = in_turn(mesh, lambda: job_of(here))
+        with results_folder(output.out if mesh.rank == 0 else None) as folder:
+            result, _, metrics = train_genome(job, here, folder, Spread.asked(mesh, options.execution), meter)
+            if output.out is not None and mesh.rank == 0:
+                write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
+            if mesh.rank == 0:
+                print_metrics(metrics, job.task)
+
+
+def job_of(options: Train) -> Job:
+    """What to train.
+
+    Raises:
+        ValueError: for options that do not fit each other, or a finished training that would be lost.
+    """
+    output = options.output
+    if output.out is not None and output.resume is None and not output.overwrite and finished(output.out):
+        raise ValueError(f"{output.out} holds a finished training: --overwrite replaces it, or choose another --out")
+    job = make_job(options.data, options.genome, options.training, dense=options.dense)
+    return with_teacher(job, options.teacher, options.training.device)
+
+
+def finished(out: Path) -> bool:
+    """Whether a training has written its genome and its metrics into a folder."""
+    return (out / GENOME_FILE).exists() and (out / "metrics.json").exists()
+
+
+def _learn(options: Train, path: Path) -> None:
+    """Train the network that a genome grows."""
+    output = replace(CheckpointOptions(), out=options.output.out)
+    plain = replace(options, dense=False, genome=GenomeOptions(), output=output, teacher=TeacherOptions())
+    plain = replace(plain, execution=ExecutionOptions())
+    if given := [name for (name, x), (_, y) in zip(values_of(options), values_of(plain), strict=True) if x != y]:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--from-birth trains the weights that its genome grows: drop {flags}")
+    check_seed(options.data.seed)
+    plan, task, grown = read_genome(path, options.data)
+    recipe = task.recipe(plan.genome_params)
+    recipe = asked_recipe(replace(recipe, lr=recipe.dense_lr, epochs=1, steps=None), options.training)
+    rates = RATES if options.training.lr is None else (1.0,)
+    device = find_device(options.training.device)
+    recipe = replace(recipe, dense_lr=recipe.lr)
+    seed, out = options.data.seed, options.output.out
+    learn_from_birth(options.birth, grown.to(device), task.to(device), recipe, seed, rates, out)
+
+
 @contextmanager
 def results_folder(out: Path | None) -> Iterator[Path]:
     """The folder for results, made if need be; one that is removed afterwards where `out` is None."""
-    with nullcontext(make_folder(out)) if out is not None else TemporaryDirectory(prefix="gbfunc-") as folder:
+    with open_folder(out) if out is not None else TemporaryDirectory(prefix="gbfunc-") as folder:
         yield Path(folder)
 
 

@@ -13,10 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state, own_direct, step_seed
-from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, tree_map
+from gbfunc.trees import (
+    BUFFERS,
+    TensorSpec,
+    compare_trees,
+    flatten_tree,
+    like_genome,
+    refuse_packed,
+    tree_map,
+)
 from gbfunc.types import Params
 
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
@@ -70,14 +79,15 @@ class Population:
         Args:
             states: untouched unless the train step donates.
             batch: what the loss function takes, the same for all; with `same_batch=False` a batch for each, the
-                members being the first dimension of its tensors.
+                members being the first dimension of its tensors (what is no tensor, such as a flag, is for all).
 
         Raises:
             FloatingPointError: for a member's loss or gradient that is not finite, with `on_nonfinite="raise"`.
             TypeError: if the state is none.
-            ValueError: for states that do not fit the population or that have taken different numbers of steps, or a
-                loss that is no scalar or does not depend on what is trained.
+            ValueError: for states that do not fit the population or that have taken different numbers of steps, a
+                batch with a packed sequence, or a loss that is no scalar or does not depend on what is trained.
         """
+        refuse_packed(batch)
         (state, named), step = checked_state(states), self.train_step
         self._check(state, named)
         named = named if step._options.donate else own_direct(named)
@@ -212,6 +222,9 @@ def population(
         raise ValueError(
             f"{refused[0]} mixes members or their learning rates: take SGD, Adam, AdamW or another such class"
         )
+    for name, module in train_step._pnet.named_modules():
+        if isinstance(module, _BatchNorm) and module.momentum is None and module.training:
+            raise ValueError(f"{name} has momentum=None, an average by count, which no vmap takes: give it a number")
     factors = None
     if lr_factors is not None:
         factors = torch.as_tensor(lr_factors, dtype=torch.float64)

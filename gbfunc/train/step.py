@@ -35,7 +35,7 @@ from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import Lazy, Remat, StepOptions
-from gbfunc.trees import BUFFERS, DIRECT, flat_genome, flatten_tree, like_genome, unflatten_tree
+from gbfunc.trees import BUFFERS, DIRECT, flat_genome, flatten_tree, like_genome, n_rows, unflatten_tree
 from gbfunc.types import Genome, GNets, Kernel, Params
 
 _MIX = 0x9E3779B97F4A7C15
@@ -195,7 +195,7 @@ class TrainStep:
             words = "no parameter is generated, and no direct one requires grad"
             raise ValueError(f"the loss does not depend on any trained leaf: there is none ({words})")
         if self._ranks > 1:
-            self._check_ranks(state, flat)
+            self._check_ranks(state, flat, batch)
         buffers = {k: v.clone() for k, v in state.buffers.items()}
         frozen = {k: named[k] for k in self._frozen}
         leaves, seed = self._rounded(flat | frozen), step_seed(state.seed, state.step)
@@ -261,11 +261,14 @@ class TrainStep:
         new, made = self._optimizer.update(gradients, some, held, self._roles, donate=donate, accept=accept)
         return params | new, made._replace(leaves=opt.leaves | made.leaves)
 
-    def _check_ranks(self, state: TrainState, flat: Params) -> None:
+    def _check_ranks(self, state: TrainState, flat: Params, batch: Any) -> None:
         """Compare what must be equal between ranks, at the first step and every so many."""
         if self._checked and (not self._options.check_every or int(state.step) % self._options.check_every):
             return
         self._checked = True
+        if not self._objective.takes_parts:
+            rows = {"rows of the batch": str(n_rows(batch))}
+            check_equal(self.mesh, rows, "tensor ranks must get the same batch", "tensor")
         same = {k: v for k, v in flat.items() if k not in self._layout.split}
         what = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
         check_equal(self.mesh, {**same, "step": state.step, "seed": state.seed}, what)
@@ -390,6 +393,10 @@ def make_train_step(
         warnings.warn(word, UserWarning, stacklevel=2)
     layout = make_layout(plan, single_rank_mesh() if mesh is None else mesh, placement, lazy=lazy is not False)
     options.check_placement(layout.sharded, layout.placement)
+    what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
+    check_equal(layout.mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
+    texts = {"options": text_of(options), "optimizer": text_of(optimizer.settings), "parallel": text_of(parallel)}
+    check_equal(layout.mesh, texts, "ranks must have the same options")
     if parallel is None and layout.mesh.sizes["tensor"] > 1:
         raise ValueError("the mesh has a tensor axis: parallel= must say how layers are split over it")
     if parallel is not None and compile:
@@ -404,8 +411,4 @@ def make_train_step(
         from gbfunc.parallel.tensor import TensorParallel
 
         tensor = TensorParallel(pnet, parallel, layout.mesh)
-    what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
-    check_equal(layout.mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
-    texts = {"options": text_of(options), "optimizer": text_of(optimizer.settings)}
-    check_equal(layout.mesh, texts, "ranks must have the same options")
     return TrainStep(pnet, Objective(pnet, loss_fn, layout, options, tensor), optimizer, layout, options)

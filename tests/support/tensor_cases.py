@@ -398,6 +398,18 @@ def no_styles(mesh: gb.Mesh) -> Any:
     return one_step(mesh, Toy().double(), None, ())
 
 
+@refused("tensor ranks must get the same batch: different from rank 0 are rank 1 in rows of the batch (4, not 6)")
+def other_rows(mesh: gb.Mesh) -> Any:
+    rows = 6 - 2 * mesh.rank
+    return one_step(mesh, Toy().double(), plain_styles(), (draw(rows, 10), draw(rows, 5)))
+
+
+@refused("ranks must have the same options: different from rank 0 are rank 1 in parallel (out_")
+def other_styles(mesh: gb.Mesh) -> Any:
+    styles = plain_styles() if mesh.rank == 0 else {"in_proj": ColwiseParallel()}
+    return one_step(mesh, Toy().double(), styles, (draw(6, 10), draw(6, 5)))
+
+
 @refused("split over ranks and made in pieces")
 def a_piece_is_read(mesh: gb.Mesh) -> Any:
     class Reader(Toy):

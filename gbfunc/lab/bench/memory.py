@@ -9,10 +9,9 @@ import multiprocessing
 import resource
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,16 +37,37 @@ class Memory(NamedTuple):
 
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> Memory | None:
-    """Run some steps of a variant in a new process; None if the system ends it, as it does when memory runs out."""
+    """Run some steps of a variant in a new process; None if the system ends it, as it does when memory runs out.
+
+    The process never outlives this call.
+    """
     # A server that starts before all else: a child of this process would begin with this one's peak.
     context = multiprocessing.get_context("forkserver")
     # Optimizers import the compiler.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    reader, writer = context.Pipe(duplex=False)
+    with reader:
+        process = context.Process(target=_send_memory, args=(writer, case, variant, setting), daemon=True)
+        process.start()
+        writer.close()
         try:
-            return pool.submit(run_steps, case, variant, setting).result()
-        except BrokenProcessPool:
+            measured = reader.recv()
+        except EOFError:
             return None
+        finally:
+            process.kill()
+            process.join()
+    if isinstance(measured, Exception):
+        raise measured
+    return measured
+
+
+def _send_memory(writer: Connection, case: Case, variant: str, setting: Setting) -> None:
+    try:
+        measured = run_steps(case, variant, setting)
+    except Exception as error:
+        measured = error
+    writer.send(measured)
 
 
 def run_steps(case: Case, variant: str, setting: Setting) -> Memory:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result
+from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result, outside_autocast
 from gbfunc.trees import mean_tree
 from gbfunc.types import Params
 
@@ -97,7 +97,8 @@ def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradie
     used = [k for k in sums if weights[k].requires_grad]
     if not used:
         return (None,) * len(wanted)
-    return torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
+    with outside_autocast(wanted[0]):
+        return torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
 
 
 def mean_of(ends: list[tuple[Tensor, Any, float]]) -> tuple[Tensor, Any]:

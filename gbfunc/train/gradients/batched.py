@@ -46,7 +46,8 @@ class Batched:
 
             return grad(loss_of, has_aux=True)(trained, buffers)
 
-        dims = (0, 0, None if noise is None else 0, 0, None if self._same else 0)
+        rows = None if self._same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
+        dims = (0, 0, None if noise is None else 0, 0, rows)
         with seeded(seeds[0], like.device):
             # Not a gradient around vmap: inside of it no tensor would be seen to require one.
             many = vmap(one, dims, randomness="different")

@@ -164,8 +164,15 @@ class GenomeLoss:
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
         """Gradients of a loss of the p-net; None for tensors that have no part in it."""
-        with self._split.backward():
+        # Backward under a caller's autocast would compute the products of generation in half precision.
+        with self._split.backward(), outside_autocast(loss):
             return torch.autograd.grad(loss, of, allow_unused=True)
+
+
+def outside_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """What switches a caller's autocast off for the device of a tensor."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @contextmanager

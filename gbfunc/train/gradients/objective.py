@@ -95,6 +95,11 @@ class Objective:
         return OneGraph(loss, self._scale)
 
     @property
+    def takes_parts(self) -> bool:
+        """Whether tensor ranks may have parts of the same rows."""
+        return self._divided.takes_parts
+
+    @property
     def dense_reads(self) -> dict[str, int]:
         """How often the p-net has read weights as dense tensors, of those that are not: by name."""
         loss = self._strategy.loss
