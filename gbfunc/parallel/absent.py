@@ -92,6 +92,8 @@ def absent(shape: Any, dtype: torch.dtype, device: torch.device, sources: Iterab
 
 def operate(func: Any, args: Any, kwargs: Mapping[str, Any], more: set[Source]) -> Any:
     """An operator of which an argument is absent: its result is."""
+    if func is torch.ops.aten.index.Tensor:  # A mask whose values are here has a known number of places.
+        args = (args[0], [y for x in args[1] for y in (x.nonzero().unbind(1) if _is_mask(x) else (x,))])
     flat, spec = pytree.tree_flatten((args, dict(kwargs)))
     tensors = [x for x in flat if isinstance(x, Tensor)]
     given = [x for x in tensors if isinstance(x, Absent)]
@@ -128,6 +130,10 @@ def operate(func: Any, args: Any, kwargs: Mapping[str, Any], more: set[Source]) 
         return Absent(x, device, storages.get(x.untyped_storage()._cdata, sources))
 
     return pytree.tree_map(lift, out)
+
+
+def _is_mask(x: Tensor | None) -> bool:
+    return x is not None and x.dtype in (torch.bool, torch.uint8) and not isinstance(x, Absent) and not x.is_meta
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -108,8 +108,9 @@ def next_token(net: Callable[..., Any], tokens: Tensor) -> Tensor:
 
 def of_hidden(net: Callable[..., Any], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     out, x, outs = net(tokens[:, :-1])
-    loss = F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
-    near = (outs[0] - outs[-1]).square().mean() + x[outs[1] > 0].square().sum() / x.numel()
+    kept = tokens[:, 1:] > 2
+    loss = F.cross_entropy(out[kept], tokens[:, 1:][kept])
+    near = (outs[0] - outs[-1]).square().mean() + torch.where(outs[1] > 0, x, 0).square().mean()
     return loss + near, {"near": near}
 
 
@@ -167,7 +168,7 @@ def gradient(mesh: gb.Mesh | None, make: Callable[[], nn.Module], loss_fn: Any, 
         moved = optree.tree_map(lambda x, y: x - y, (a.gnets, a.direct), (b.gnets, b.direct))  # pyright: ignore
         found.append({"loss": info.loss, "aux": info.aux, "moved": moved})
         state = new
-    return found
+    return {"reports": [x["loss"] for x in found], "state": found}
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
