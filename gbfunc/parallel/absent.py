@@ -78,7 +78,8 @@ class Absent(Tensor):
     def tolist(self) -> Any:  # noqa: D102
         raise refuse(self.sources, "no control flow may depend on the values of an absent tensor")
 
-    numpy = tolist
+    def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
+        return self.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D102

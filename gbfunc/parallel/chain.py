@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gbfunc.parallel.absent import Absent, Provenance, Source, absent, hide
 from gbfunc.pnet import PureNet, StopForward
+from gbfunc.types import Params
 
 WHOLE = "in a pipeline, where each rank has some blocks of the p-net, parts of it cannot be called alone"
 """Why parts cannot be called."""
@@ -150,7 +151,7 @@ def trace_chain(
         skeleton.register_forward_hook(end)
     place, last = device or torch.device("meta"), frozenset[Source]()
     weights = {k: absent(p.shape, p.dtype, place, [Source("parameter", k)]) for k, p in skeleton.named_parameters()}
-    buffers = {k: absent(b.shape, b.dtype, place, []) for k, b in skeleton.named_buffers()}
+    buffers: Params = {k: absent(b.shape, b.dtype, place, []) for k, b in skeleton.named_buffers()}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), mode, counter:
         try:
             out: Any = net.run(weights, buffers, run)

@@ -113,7 +113,8 @@ def _pack(values: Mapping[Source, Tensor], live: Sequence[Value], device: torch.
             room[: data.numel()] = data
             x = room.view(wire)
         parts.append(x.reshape(-1).to(wire))
-    sent = torch.cat(parts) if len(parts) != 1 else parts[0]
+    # Of one part too: torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
+    sent = torch.cat(parts)
     # A stage without trained tensors sends what nothing comes back to; torch's schedules ask for its gradient.
     return sent if sent.requires_grad else sent.detach().requires_grad_()
 

@@ -140,9 +140,8 @@ def hugging(name: str) -> nn.Module:
 
     if name == "t5":
         sizes: dict[str, Any] = {"vocab_size": 22, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_heads": 2, "num_layers": 2}
-        return tf.T5ForConditionalGeneration(
-            tf.T5Config(**sizes, num_decoder_layers=4, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
-        )
+        sizes |= {"num_decoder_layers": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+        return tf.T5ForConditionalGeneration(tf.T5Config(**sizes))
     sizes = {"vocab_size": 22, "n_positions": 8, "n_embd": 8, "n_layer": 4, "n_head": 2}
     return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
