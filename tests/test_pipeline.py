@@ -98,7 +98,7 @@ def test_blocks_and_their_operations() -> None:
     assert chain.flops[:2] == (block, block) and chain.flops[2] == block + 2 * tokens * width * 11
     assert chain.places["tokens.weight"] == {-1, 2}  # The head is tied to it.
     assert chain.places["head.weight"] == chain.places["norm.weight"] == {2}
-    assert chain.places["positions.weight"] == {-1}
+    assert chain.places["positions.weight"] == {0}  # Read between modules, for the first block.
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 4))
