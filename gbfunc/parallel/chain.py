@@ -113,6 +113,8 @@ def trace_chain(
         def traced(*args: Any, **kwargs: Any) -> Any:
             if mode.inside is not None:
                 return forward(*args, **kwargs)
+            if not begun:
+                raise RuntimeError(f"{WHOLE}: call net(...), not its {name!r}")
             if name in blocks:
                 order.append(blocks.index(name))
                 marks.append(counter.get_total_flops())
@@ -147,6 +149,8 @@ def trace_chain(
         raise StopForward
 
     replace_units(skeleton, blocks, unit)
+    begun: list[nn.Module] = []
+    skeleton.register_forward_pre_hook(lambda module, _: begun.append(module))
     if device is None:
         skeleton.register_forward_hook(end)
     place, last = device or torch.device("meta"), frozenset[Source]()
