@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.parallel.pipeline import Chain, find_blocks, spread, trace_chain
 from gbfunc.tasks.pnets.gpt import GPT
+from tests.support import pipeline_cases
 from tests.support.rank_cases import TYPES
 from tests.support.ranks import PATIENCE, launch, run_ranks
 from tests.support.tensor_cases import ADAMW, PIPELINES, Skip, language_model, next_token
@@ -95,8 +96,9 @@ def test_blocks_and_their_operations() -> None:
     tokens, width = 2 * 6, 8
     block = 2 * tokens * width * (3 * width + width + 2 * 16) + 2 * 2 * tokens * 6 * width
     assert chain.flops[:2] == (block, block) and chain.flops[2] == block + 2 * tokens * width * 11
-    assert chain.places["tokens.weight"] == {-1} and chain.places["head.weight"] == chain.places["norm.weight"] == {2}
-    assert chain.places["positions.weight"] == {-1}
+    assert chain.places["tokens.weight"] == {-1, 2}  # The head is tied to it.
+    assert chain.places["head.weight"] == chain.places["norm.weight"] == {2}
+    assert chain.places["positions.weight"] == {0}  # Read between modules, for the first block.
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 4))
@@ -122,10 +124,25 @@ def test_what_is_no_chain_is_refused() -> None:
         trace_chain(shared, ["0", "1", "2"], lambda net: net(torch.zeros(2, 3, device="meta")))
 
 
-def test_a_tensor_that_skips_a_stage_is_no_silent_error() -> None:
-    """What a stage does not have is not a number there, and the first step says so."""
-    for words in run_ranks(2, "tensor_cases:skip_a_stage", timeout=60):
-        assert "the first loss of the pipeline is nan" in words
+@lru_cache
+def by_two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, "pipeline_cases:run_cases", timeout=120)
+
+
+@pytest.mark.parametrize("name", pipeline_cases.CASES)
+def test_what_skips_a_stage_is_sent(name: str) -> None:
+    """Gates, sorted places, masks, skips, tuples, changes in place, and losses of what earlier stages make."""
+    if name.startswith(("t5", "gpt2")):
+        pytest.importorskip("transformers")
+    expected = pipeline_cases.CASES[name](None)
+    for result in by_two_ranks():
+        assert_equal(result[name], expected, 1e-9)
+
+
+@pytest.mark.parametrize("name", pipeline_cases.REFUSED)
+def test_what_cannot_be_sent_is_refused_by_name(name: str) -> None:
+    for result in by_two_ranks():
+        assert "in a pipeline" in result[name] and pipeline_cases.REFUSED[name][1] in result[name], result[name]
 
 
 def test_rows_of_a_pipeline_are_divided_by_its_microbatches_or_none() -> None:

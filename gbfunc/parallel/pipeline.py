@@ -3,10 +3,12 @@
     rank 0    embedding, blocks 0 .. i - 1    -- activations -->    rank 1    blocks i .., norm, head, loss
 
 No rank runs another part of the p-net, and none has its weights; yet each calls the user's `loss_fn(net, batch)` as it
-stands. On a later stage what comes before its blocks runs on parameters that are not a number (nan), blocks of other
-stages give nan too, and the first block of the stage gets what the rank before has sent; at the first block of the
-next stage the call ends. So which ranks take inputs and which take targets needs no configuration, and whatever would
-enter a stage by other ways than its first block makes the loss nan, never silently wrong.
+stands. A *unit* is a block, or a layer of no block. A trace (`gbfunc.parallel.absent`) finds of which units' outputs
+and of which parameters each unit and the loss are made, through every operator between. Those that a later stage needs
+are sent from stage to stage, integers and masks too. There, units of earlier stages give what was sent, or else an
+absent tensor, which has no values and names its module if they are asked for. Operators between units run in every
+stage. At the first unit of the next stage the call ends. So which ranks take inputs and which take targets needs no
+configuration, and what cannot be sent is refused by name.
 
 Schedules: `torch.distributed.pipelining` (GPipe: Huang et al., 2019; 1F1B and interleaved: Narayanan et al., 2021;
 ZBV: Qi et al., 2024). Blocks are spread so that the largest stage has the fewest operations, counted by torch on the
@@ -17,18 +19,23 @@ from __future__ import annotations
 
 import inspect
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils import _pytree as pytree
 
+from gbfunc.parallel.absent import Absent, Source, absent, refuse
+from gbfunc.parallel.chain import WHOLE, Chain, Constant, UnitCall, find_blocks, replace_units, spread, trace_chain
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.pnet import PureNet, StopForward, skeleton_of
+from gbfunc.pnet import StopForward
 from gbfunc.trees import tree_map
 from gbfunc.types import Params
+
+__all__ = ["SCHEDULES", "Chain", "Pipeline", "find_blocks", "spread", "trace_chain"]
 
 SCHEDULES: Mapping[str, tuple[str, int]] = {
     "gpipe": ("ScheduleGPipe", 1),
@@ -37,162 +44,10 @@ SCHEDULES: Mapping[str, tuple[str, int]] = {
     "zbv": ("ScheduleZBVZeroBubble", 2),
 }
 """Torch's class of each schedule, and its stages per rank."""
-_WHOLE = "in a pipeline, where each rank has some blocks of the p-net, parts of it cannot be called alone"
-
-
-class Chain(NamedTuple):
-    """The blocks that a p-net is cut between.
-
-    Attributes:
-        names: of the blocks, in their order.
-        flops: operations of each, with what follows it until the next; what comes before the first is in the first.
-        inputs: shape and dtype of what each block gets, for one microbatch.
-        places: after which block (-1: before the first) a parameter of no block is used, by name.
-    """
-
-    names: tuple[str, ...]
-    flops: tuple[float, ...]
-    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    places: Mapping[str, frozenset[int]]
-
-
-def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The blocks of a p-net: the children of its list of layers with the most parameters, or those that splits are of.
-
-    Args:
-        pnet: the p-net.
-        stages: how many there are to be; a list of fewer layers is no choice.
-        splits: names of blocks that begin a stage.
-
-    Raises:
-        ValueError: if there are none, or splits that are not children of one module.
-    """
-    if splits is not None:
-        parents = {name.rpartition(".")[0] for name in splits}
-        if len(splits) != stages - 1 or len(parents) != 1:
-            raise ValueError(f"stages must name {stages - 1} blocks of one module, got {list(splits)}")
-        parent = parents.pop()
-    else:
-        lists = {
-            name: sum(p.numel() for p in module.parameters())
-            for name, module in pnet.named_modules()
-            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= stages
-        }
-        if not lists:
-            raise ValueError(f"a {type(pnet).__name__} has no list of {stages} layers or more: name blocks by stages=")
-        parent = max(lists, key=lambda name: lists[name])
-    names = tuple(f"{parent}.{n}" if parent else n for n, _ in pnet.get_submodule(parent).named_children())
-    if splits is not None and not set(splits) <= set(names):
-        raise ValueError(f"stages must be among {list(names)}, got {list(splits)}")
-    return names
-
-
-def trace_chain(pnet: nn.Module, blocks: Sequence[str], run: Callable[[Any], Any]) -> Chain:
-    """What blocks cost and get, by a run of the p-net on the meta device.
-
-    Args:
-        pnet: the p-net.
-        blocks: names of the blocks.
-        run: calls what it is given as the loss function calls the p-net, on a microbatch of the meta device.
-
-    Raises:
-        ValueError: if the blocks do not run once each, in their order.
-    """
-    net, order, inputs = PureNet(pnet, whole=_WHOLE), [], []
-    skeleton = net.skeleton
-    marks: list[int] = []
-    places: dict[str, set[int]] = {}
-    index = {skeleton.get_submodule(name): i for i, name in enumerate(blocks)}
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        i = index.get(module)
-        if i is not None:
-            order.append(i)
-            marks.append(counter.get_total_flops())
-            x = _hidden(args, kwargs)
-            inputs.append((tuple(x.shape), x.dtype))
-        elif not inside:
-            for key in (*module._parameters, *module._buffers):
-                places.setdefault(f"{id(module)}.{key}", set()).add(len(order) - 1)
-        if i is not None:
-            inside.append(i)
-
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
-        if module in index:
-            inside.pop()
-
-    inside: list[int] = []
-    for module in skeleton.modules():
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave)
-
-    def end(*_: Any) -> None:
-        raise StopForward
-
-    skeleton.register_forward_hook(end)
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        try:
-            net.run(dict(skeleton.named_parameters()), dict(skeleton.named_buffers()), run)
-        except StopForward:
-            pass
-    if order != list(range(len(blocks))):
-        raise ValueError(f"the blocks {list(blocks)} must run once each in their order, they ran as {order}")
-    marks[0] = 0
-    flops = [b - a for a, b in zip(marks, [*marks[1:], counter.get_total_flops()], strict=True)]
-    return Chain(tuple(blocks), tuple(map(float, flops)), tuple(inputs), _places(skeleton, blocks, places))
-
-
-def _places(skeleton: nn.Module, blocks: Sequence[str], seen: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
-    """After which block each parameter of no block is used: as its module ran, or by where it stands."""
-    found: dict[str, frozenset[int]] = {}
-    for members in (skeleton.named_parameters, skeleton.named_buffers):
-        names = [name for name, _ in members(remove_duplicate=False)]
-        of_blocks = [name.startswith(tuple(f"{b}." for b in blocks)) for name in names]
-        for i, name in enumerate(names):
-            if not of_blocks[i]:
-                prefix, _, key = name.rpartition(".")
-                where = seen.get(f"{id(skeleton.get_submodule(prefix))}.{key}")
-                found[name] = frozenset(where or {-1 if any(of_blocks[i:]) else len(blocks) - 1})
-    return found
-
-
-def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The activations that a block gets: its first argument."""
-    first = args[0] if args else next(iter(kwargs.values()), None)
-    if not isinstance(first, Tensor):
-        raise ValueError(f"a block's first argument must be a tensor of activations, got a {type(first).__name__}")
-    return first
-
-
-def spread(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """First block of each stage, and their number, so that the most expensive stage costs the least.
-
-    >>> spread([1, 1, 1, 5], 2)
-    (0, 3, 4)
-    """
-    n, sums = len(costs), [0.0, *accumulate(costs)]
-    best = [[math.inf] * (n + 1) for _ in range(stages + 1)]
-    cut = [[0] * (n + 1) for _ in range(stages + 1)]
-    best[0][0] = 0.0
-    for s in range(1, stages + 1):
-        for end in range(s, n + 1):
-            for start in range(s - 1, end):
-                worst = max(best[s - 1][start], sums[end] - sums[start])
-                if worst < best[s][end]:
-                    best[s][end], cut[s][end] = worst, start
-    ends = [n]
-    for s in range(stages, 0, -1):
-        ends.append(cut[s][ends[-1]])
-    return tuple(reversed(ends))
 
 
 class _Cut(StopForward):
-    """The first block of the next stage has been reached, with these activations."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
+    """The first unit of the next stage has been reached."""
 
 
 class _Stage(nn.Module):
@@ -206,21 +61,77 @@ class _Stage(nn.Module):
         """What gradients are accumulated on."""
         return iter(self.pipeline.leaves.values())
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, sent: Tensor) -> Tensor:
         """One microbatch."""
         pipeline, number = self.pipeline, self.calls
         self.calls += 1
-        pipeline.stage, pipeline.received, pipeline.entered = self.index, hidden if self.index else None, 0
+        pipeline.stage, pipeline.position = self.index, 0
+        pipeline.values = _unpack(sent, pipeline.live[self.index]) if self.index else {}
         try:
-            return pipeline.call(number).reshape(1)
-        except _Cut as cut:
-            expected, dtype = pipeline.chain.inputs[pipeline.starts[self.index + 1]]
-            if tuple(cut.hidden.shape) != expected or cut.hidden.dtype != dtype:
-                raise ValueError(
-                    f"a stage must end with activations {expected} of {dtype}, got {tuple(cut.hidden.shape)} of "
-                    f"{cut.hidden.dtype}: they must be whole on every tensor rank, and of one dtype"
-                ) from None
-            return cut.hidden
+            loss = pipeline.call(number).reshape(1)
+        except _Cut:
+            return _pack(pipeline.values, pipeline.live[self.index + 1], sent.device)
+        if self.index < pipeline.stages - 1:
+            raise ValueError("in a pipeline the loss function must call the p-net once, as it did in the trace")
+        if isinstance(loss, Absent):
+            raise refuse(loss.sources, "the loss needs what its rank does not have")
+        return loss
+
+
+Value = tuple[Source, tuple[int, ...], torch.dtype]
+
+
+def _wire_dtype(values: Sequence[Value]) -> torch.dtype:
+    """In which values travel: the widest of those that are differentiable."""
+    dtypes = [d for _, _, d in values if d.is_floating_point or d.is_complex]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+
+def _wire_size(value: Value, wire: torch.dtype) -> int:
+    """Numbers that a value takes on its way."""
+    _, shape, dtype = value
+    n = math.prod(shape)
+    return n if dtype.is_floating_point or dtype.is_complex else -(-n * dtype.itemsize // wire.itemsize)
+
+
+def _pack(values: Mapping[Source, Tensor], live: Sequence[Value], device: torch.device) -> Tensor:
+    """All values as one tensor [n], which has their gradients; the bytes of integers and masks are sent as they are."""
+    wire, parts = _wire_dtype(live), []
+    for value in live:
+        source, shape, dtype = value
+        x = values.get(source)
+        if x is None or isinstance(x, Absent):
+            raise refuse([source], "a later stage needs what this one does not have")
+        if tuple(x.shape) != shape or x.dtype != dtype:
+            raise ValueError(
+                f"a stage must give {source} as {shape} of {dtype}, got {tuple(x.shape)} of {x.dtype}: activations "
+                "must be whole on every tensor rank, and of one dtype"
+            )
+        if not (dtype.is_floating_point or dtype.is_complex):
+            data = x.detach().reshape(-1).contiguous().view(torch.uint8)
+            room = torch.zeros(_wire_size(value, wire) * wire.itemsize, dtype=torch.uint8, device=x.device)
+            room[: data.numel()] = data
+            x = room.view(wire)
+        parts.append(x.reshape(-1).to(wire))
+    # Of one part too: torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
+    sent = torch.cat(parts)
+    # A stage without trained tensors sends what nothing comes back to; torch's schedules ask for its gradient.
+    return sent if sent.requires_grad else sent.detach().requires_grad_()
+
+
+def _unpack(sent: Tensor, live: Sequence[Value]) -> dict[Source, Tensor]:
+    """The values again."""
+    sizes = [_wire_size(value, sent.dtype) for value in live]
+    found, start = {}, 0
+    for (source, shape, dtype), n in zip(live, sizes, strict=True):
+        x, start = sent.narrow(0, start, n), start + n
+        if dtype.is_floating_point or dtype.is_complex:
+            # A copy, since a module may change it in place.
+            found[source] = x.clone().reshape(shape).to(dtype)
+        else:
+            data = x.detach().clone().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
+            found[source] = data.clone().view(dtype).reshape(shape)
+    return found
 
 
 class Pipeline:
@@ -244,7 +155,7 @@ class Pipeline:
         ValueError: for a schedule that is none, or a p-net without blocks.
     """
 
-    whole = _WHOLE
+    whole = WHOLE
 
     def __init__(
         self, pnet: nn.Module, schedule: str, mesh: Mesh, microbatches: int, splits: Sequence[str] | None = None
@@ -261,8 +172,9 @@ class Pipeline:
         self.mine = [rank] if each == 1 else [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]
         if microbatches < ranks:
             raise ValueError(f"a pipeline of {ranks} ranks needs at least as many microbatches, got {microbatches}")
-        self.stage, self.entered = 0, 0
-        self.received: Tensor | None = None
+        self.stage, self.position, self._inside = 0, 0, False
+        self.values: dict[Source, Tensor] = {}
+        self.live: list[list[Value]] = []
         self.leaves: Params = {}
         self.call: Callable[[int], Tensor] = lambda number: torch.zeros(())
         self._built: dict[Any, Any] = {}
@@ -271,18 +183,38 @@ class Pipeline:
         """Settle stages and shapes for microbatches of this form: `run(net, microbatch)` is the loss function."""
         key = tuple((tuple(x.shape), x.dtype) for x in _tensors(microbatch))
         if key in self._built:
-            self.chain, self._schedule = self._built[key]
+            self.chain, self.live, self._schedule = self._built[key]
             return
-        meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, microbatch)
-        self.chain = trace_chain(self._pnet, self._blocks, lambda net: run(net, meta))
+        device = next((x.device for x in _tensors(microbatch)), self._mesh.device)
+        self.chain = trace_chain(self._pnet, self._blocks, lambda net: run(net, tree_map(_copied, microbatch)), device)
         if not self._built:
             begins = [] if self._splits is None else [self._blocks.index(name) for name in self._splits]
             self.starts = (
                 spread(self.chain.flops, self.stages) if self._splits is None else (0, *begins, len(self._blocks))
             )
             self.names, self.buffers = self._needed(self._pnet.named_parameters), self._needed(self._pnet.named_buffers)
+        self.live = [self._find_live(stage) for stage in range(self.stages)]
         self._schedule = self._make_schedule()
-        self._built[key] = self.chain, self._schedule
+        self._built[key] = self.chain, self.live, self._schedule
+
+    def _stage_of(self, cell: int) -> int:
+        return bisect_right(self.starts, max(cell, 0)) - 1
+
+    def _find_live(self, stage: int) -> list[Value]:
+        """What is made before a stage and needed in it, or after; raises for what is needed and cannot be sent."""
+        calls, drawn = self.chain.calls, dict[Source, int]()
+        reads = [*((self._stage_of(c.cell), c.needs) for c in calls), (self.stages - 1, self.chain.end)]
+        needed: set[Source] = set()
+        for reader, needs in reads:
+            for source in needs:
+                if source.kind == "output" and reader >= stage > self._stage_of(calls[source.call].cell):
+                    needed.add(source)
+                elif source.kind == "inside" and self._stage_of(calls[source.call].cell) != reader:
+                    raise refuse([source], "a tensor reaches another stage by other ways than a module's output")
+                elif source.kind == "random" and drawn.setdefault(source, reader) != reader:
+                    raise refuse([source], "random numbers that several stages use must be drawn by one module")
+        values = (x for c in calls for x in c.leaves if isinstance(x, tuple) and not isinstance(x, Constant))
+        return [value for value in values if value[0] in needed]
 
     def _needed(self, members: Callable[..., Any]) -> frozenset[str]:
         """Parameters or buffers of this rank's stages, tied ones by their first name."""
@@ -306,8 +238,9 @@ class Pipeline:
         from torch.distributed import pipelining
 
         def like(stage: int) -> Tensor:
-            shape, dtype = self.chain.inputs[self.starts[stage]]
-            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+            wire = _wire_dtype(self.live[stage])
+            n = sum(_wire_size(value, wire) for value in self.live[stage])
+            return torch.empty(n, dtype=wire, device="meta", requires_grad=True)
 
         number = torch.empty(1, device="meta")
         loss = torch.empty(1, dtype=self._loss_dtype(), device="meta", requires_grad=True)
@@ -329,51 +262,70 @@ class Pipeline:
         return next((p.dtype for p in self._pnet.parameters() if p.is_floating_point()), torch.float32)
 
     def adapt(self, skeleton: nn.Module) -> tuple[str, ...]:
-        """Give the blocks of a skeleton the forward that stages need."""
-        shadow = skeleton_of(self._pnet)
-        for i, name in enumerate(self._blocks):
-            block = skeleton.get_submodule(name)
-            block.__dict__["forward"] = self._forward(i, block.forward, _Nowhere(shadow.get_submodule(name)))
-        inside = tuple(f"{name}." for name in self._blocks)
-        for name, plain in shadow.named_modules():
-            names = [f"{name}.{key}" if name else key for key in plain._parameters]
-            if names and not [*plain.children()] and not f"{name}.".startswith(inside):
-                module = skeleton.get_submodule(name)
-                module.__dict__["forward"] = self._elsewhere(names, module.forward, _Nowhere(plain))
+        """Give the units of a skeleton the forward that stages need."""
+        replace_units(skeleton, self._blocks, self._forward)
         return ()
 
-    def _elsewhere(self, names: list[str], forward: Callable[..., Any], nowhere: _Nowhere) -> Callable[..., Any]:
-        """The forward of a layer of no block, which is skipped in stages that use none of its parameters."""
-        runs = [any(self._runs(stage, name) for name in names) for stage in range(self.stages)]
+    def _forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A unit's forward: what was sent of it before its stage, and the end of the call after it."""
 
         def staged(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs) if runs[self.stage] else nowhere(args, kwargs)
-
-        return staged
-
-    def _forward(self, i: int, forward: Callable[..., Any], nowhere: _Nowhere) -> Callable[..., Any]:
-        """A block's forward: skipped before the stage, on what was received at its start, and the end after it."""
-
-        def staged(*args: Any, **kwargs: Any) -> Any:
-            first, last = self.starts[self.stage : self.stage + 2]
-            if i < first:
-                return nowhere(args, kwargs)
-            if i == last:
-                raise _Cut(_hidden(args, kwargs))
-            if i == first:
-                self.entered += 1
-                if self.entered > 1:
-                    raise ValueError("in a pipeline the loss function must call the p-net once")
-            if i == first and self.received is not None:
-                args, kwargs = (
-                    ((self.received, *args[1:]), kwargs) if args else ((), kwargs | {next(iter(kwargs)): self.received})
+            if self._inside:
+                return forward(*args, **kwargs)
+            number, calls = self.position, self.chain.calls
+            self.position += 1
+            if number >= len(calls) or calls[number].name != name:
+                raise ValueError(
+                    f"in a pipeline the p-net must call its modules as in the trace: {name!r} ran in the place of "
+                    f"{calls[number].name if number < len(calls) else 'nothing'!r}"
                 )
-            return forward(*args, **kwargs)
+            call = calls[number]
+            stage = self._stage_of(call.cell)
+            if stage > self.stage:
+                raise _Cut
+            if stage < self.stage:
+                return self._skip(call, args, kwargs)
+            self._inside = True
+            try:
+                out = forward(*args, **kwargs)
+            finally:
+                self._inside = False
+            self._keep(call, out)
+            return out
 
         return staged
+
+    def _skip(self, call: UnitCall, args: Any, kwargs: Any) -> Any:
+        """The output of a unit of an earlier stage."""
+        given, leaves = pytree.tree_leaves((args, kwargs)), []
+        for leaf in call.leaves:
+            if isinstance(leaf, int):
+                leaves.append(given[leaf])
+            elif isinstance(leaf, Constant):
+                leaves.append(leaf.value)
+            else:
+                source, shape, dtype = leaf
+                x = self.values.get(source)
+                leaves.append(absent(shape, dtype, self._mesh.device, [source]) if x is None else x)
+        return pytree.tree_unflatten(leaves, call.spec)
+
+    def _keep(self, call: UnitCall, out: Any) -> None:
+        """Keep what later stages need of an output."""
+        leaves, spec = pytree.tree_flatten(out)
+        if spec != call.spec:
+            raise ValueError(
+                f"in a pipeline {call.name!r} must return what it did in the trace, {call.spec}: got {spec}"
+            )
+        needed = {value[0] for value in self.live[self.stage + 1]} if self.stage < self.stages - 1 else set()
+        for leaf, x in zip(call.leaves, leaves, strict=True):
+            if isinstance(x, Absent) and not isinstance(leaf, int):
+                raise refuse(x.sources, f"{call.name!r} needs what its rank does not have")
+            if isinstance(leaf, tuple) and leaf[0] in needed:
+                # A copy, since operators after the module may change it in place, there and here.
+                self.values[leaf[0]] = x.clone()
 
     def fill(self, weights: Params, shapes: Mapping[str, tuple[int, ...]]) -> Params:
-        """The weights of this rank, and for all other parameters tensors of nan that take no memory.
+        """The weights of this rank, and for all other parameters absent tensors.
 
         Args:
             weights: those of this rank's stages.
@@ -382,7 +334,10 @@ class Pipeline:
         device = next((w.device for w in weights.values()), self._mesh.device)
         made = {name.rpartition("_form.")[0] or name for name in weights}
         others = {n: p for n, p in self._pnet.named_parameters() if n not in made}
-        return {n: _nan(shapes.get(n, p.shape), p.dtype, device) for n, p in others.items()} | weights
+        made_of = {
+            n: absent(shapes.get(n, p.shape), p.dtype, device, [Source("parameter", n)]) for n, p in others.items()
+        }
+        return made_of | weights
 
     def run(self, call: Callable[[int], Tensor], leaves: Params) -> dict[str, Tensor]:
         """Send microbatches through the stages: gradients of the leaves, summed over microbatches.
@@ -415,8 +370,8 @@ class Pipeline:
         for stage in self.mine:
             for other, start in ((stage + 1, stage + 1), (stage - 1, stage)):
                 if 0 <= other < self.stages and other not in self.mine:
-                    shape, dtype = self.chain.inputs[self.starts[start]]
-                    sent += math.prod(shape) * dtype.itemsize
+                    wire = _wire_dtype(self.live[start])
+                    sent += sum(_wire_size(value, wire) for value in self.live[start]) * wire.itemsize
         self._mesh.traffic.add("p2p", sent * self._microbatches, "pipeline")
 
 
@@ -426,25 +381,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return found
 
 
-def _nan(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of one number that is none, in any shape."""
-    number = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), number, dtype=dtype, device=device).expand(shape)
-
-
-class _Nowhere:
-    """What a module would return, as numbers that are none: its form is found on the meta device, once for a form."""
-
-    def __init__(self, shadow: nn.Module) -> None:
-        self._shadow, self._seen = shadow, dict[Any, Any]()
-
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = (args, dict(kwargs))
-        tensors = _tensors(given)
-        key = tuple((tuple(x.shape), x.dtype) for x in tensors)
-        if key not in self._seen:
-            args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, given)
-            with torch.no_grad():
-                self._seen[key] = self._shadow(*args, **kwargs)
-        device = tensors[0].device
-        return tree_map(lambda x: _nan(x.shape, x.dtype, device) if isinstance(x, Tensor) else x, self._seen[key])
+def _copied(x: Any) -> Any:
+    """A leaf of a batch that a trace may change."""
+    return x.clone() if isinstance(x, Tensor) else x

@@ -332,23 +332,6 @@ class Skip(nn.Module):
         return self.last(x + start)
 
 
-def skip_a_stage(init_method: str) -> str:
-    """The words of the error where a tensor goes past a stage."""
-    torch.manual_seed(0)
-    pnet = Skip()
-    plan = gb.make_plan(pnet, gb.periodic(2))
-    with gb.mesh(pipeline=2, timeout=20 * PATIENCE, init_method=init_method) as mesh:
-        adam = gb.torch_optimizer(torch.optim.Adam, lr=0.1)
-        step = gb.make_train_step(
-            plan, pnet, lambda net, x: net(x).square().mean(), adam, mesh=mesh, pipeline="gpipe", microbatches=2
-        )
-        try:
-            step(step.init(0), torch.randn(4, 4))
-        except ValueError as error:
-            return str(error)
-    return "nothing"
-
-
 REFUSED: dict[str, Callable[[gb.Mesh], Any]] = {}
 """What must be refused on tensor ranks, by what the error says."""
 

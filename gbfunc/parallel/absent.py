@@ -1,0 +1,206 @@
+"""Tensors that another rank has: their shape, dtype and device are known, their values are not.
+
+An `Absent` tensor can be computed with, on the meta device, and gives absent tensors; whatever needs its values
+(`.item()`, `if`, `.tolist()`, writing it into a tensor that has values) raises `AbsentError` and names its sources. So
+no placeholder becomes a number. In a trace the sources say what a tensor is made of, through all operators and views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Source(NamedTuple):
+    """What an absent tensor is made of.
+
+    Attributes:
+        kind: `"output"` of a module's call; `"inside"` of one, made there and not returned; `"parameter"`, or
+            `"random"`, drawn outside of all modules that run on one rank.
+        name: of the module or parameter, or of the operator that drew.
+        call: number of the call in a forward, or of the operator.
+        leaf: which tensor of its output.
+    """
+
+    kind: str
+    name: str
+    call: int = 0
+    leaf: int = 0
+
+    def __str__(self) -> str:
+        """In words."""
+        of = {"output": "the output of", "inside": "a tensor made inside of", "parameter": "the parameter"}
+        return f"{of.get(self.kind, 'random numbers of')} {self.name!r}"
+
+
+class AbsentError(ValueError):
+    """The values of a tensor are needed on a rank that does not have them."""
+
+
+def refuse(sources: Iterable[Source], why: str) -> AbsentError:
+    """The error, with the sources by name."""
+    names = ", ".join(dict.fromkeys(str(s) for s in sorted(sources))) or "the p-net's tensors"
+    return AbsentError(f"in a pipeline {why}: it depends on {names}")
+
+
+class Absent(Tensor):
+    """A tensor without values.
+
+    Attributes:
+        meta: the same tensor on the meta device.
+        sources: what it is made of; views of one tensor share the set.
+    """
+
+    meta: Tensor
+    sources: set[Source]
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, sources: set[Source]) -> Absent:  # noqa: D102
+        made: Any = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls,
+            meta.size(),
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+        )
+        made.meta, made.sources = meta, sources
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: D105
+        return f"Absent({tuple(self.shape)}, {self.dtype}, {sorted(self.sources)})"
+
+    def tolist(self) -> Any:  # noqa: D102
+        raise refuse(self.sources, "no control flow may depend on the values of an absent tensor")
+
+    def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
+        return self.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D102
+        return operate(func, args, kwargs or {}, set())
+
+
+def absent(shape: Any, dtype: torch.dtype, device: torch.device, sources: Iterable[Source]) -> Absent:
+    """An absent tensor."""
+    return Absent(torch.empty(shape, dtype=dtype, device="meta"), device, set(sources))
+
+
+def operate(func: Any, args: Any, kwargs: Mapping[str, Any], more: set[Source]) -> Any:
+    """An operator of which an argument is absent: its result is."""
+    if func is torch.ops.aten.index.Tensor:  # A mask whose values are here has a known number of places.
+        args = (args[0], [y for x in args[1] for y in (x.nonzero().unbind(1) if _is_mask(x) else (x,))])
+    flat, spec = pytree.tree_flatten((args, dict(kwargs)))
+    tensors = [x for x in flat if isinstance(x, Tensor)]
+    given = [x for x in tensors if isinstance(x, Absent)]
+    sources = set(more).union(*(x.sources for x in given))
+    for x in written(func, args, kwargs):
+        if not isinstance(x, Absent):
+            raise refuse(sources, f"{func} would write into a tensor that has values")
+        x.sources |= sources
+    device = next((x.device for x in tensors if x.ndim), tensors[0].device)
+    device = next((x for x in flat if isinstance(x, torch.device)), device)
+    metas = {id(x.meta): x for x in given}
+    storages = {x.meta.untyped_storage()._cdata: x.sources for x in given}
+
+    def lower(x: Any) -> Any:
+        if isinstance(x, Absent):
+            return x.meta
+        if isinstance(x, Tensor):
+            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta") if x.ndim else x
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    low, named = pytree.tree_unflatten([lower(x) for x in flat], spec)
+    try:
+        out = func(*low, **named)
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" in str(error).lower():
+            raise refuse(sources, f"{func} needs the values of an absent tensor") from error
+        raise
+
+    def lift(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in metas:
+            return metas[id(x)]
+        return Absent(x, device, storages.get(x.untyped_storage()._cdata, sources))
+
+    return pytree.tree_map(lift, out)
+
+
+def _is_mask(x: Tensor | None) -> bool:
+    return x is not None and x.dtype in (torch.bool, torch.uint8) and not isinstance(x, Absent) and not x.is_meta
+
+
+def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operator changes in place."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            x = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [y for y in pytree.tree_leaves(x) if isinstance(y, Tensor)]
+    return found
+
+
+class Provenance(TorchDispatchMode):
+    """While a p-net is traced, every operator notes of what its result is made.
+
+    Attributes:
+        inside: the call of the module that runs now; None between modules.
+        read: sources of what its operators have read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: Source | None = None
+        self.read: set[Source] = set()
+        self._made: list[Any] = []
+        self._drawn = 0
+
+    def enter(self, call: Source) -> None:
+        """A module that runs on one rank begins."""
+        self.inside, self.read, self._made = call, set(), []
+
+    def leave(self) -> None:
+        """It has ended."""
+        self.inside, self._made = None, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D102
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        more = set() if self.inside is None else {self.inside}
+        if any(isinstance(x, Absent) for x in leaves):
+            if self.inside is None and torch.Tag.nondeterministic_seeded in func.tags:
+                more = {self._draw(func)}
+            self.read |= set().union(*(x.sources for x in leaves if isinstance(x, Absent)))
+            return operate(func, args, kwargs, more)
+        made = {s._cdata for s in self._made}
+        drawn = torch.Tag.nondeterministic_seeded in func.tags and not more
+        for x in written(func, args, kwargs):
+            if drawn:
+                raise refuse([self._draw(func)], "random numbers in place are drawn by one module, or not at all")
+            if more and x.untyped_storage()._cdata not in made:
+                raise refuse(more, f"{func} inside of a module changes a tensor of others in place")
+        out = func(*args, **kwargs)
+        if drawn:
+            sources = {self._draw(func)}
+            return pytree.tree_map(lambda x: hide(x, sources) if isinstance(x, Tensor) else x, out)
+        if more:
+            given = {x.untyped_storage()._cdata for x in leaves if isinstance(x, Tensor)}
+            results = [x.untyped_storage() for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+            self._made += [s for s in results if s._cdata not in given]
+        return out
+
+    def _draw(self, func: Any) -> Source:
+        self._drawn += 1
+        return Source("random", str(func), self._drawn)
+
+
+def hide(x: Tensor, sources: Iterable[Source]) -> Absent:
+    """A new absent tensor of the same shape, dtype and device."""
+    return absent(x.shape, x.dtype, x.device, sources)

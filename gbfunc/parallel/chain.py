@@ -1,0 +1,236 @@
+"""The blocks of a p-net, as stages of a pipeline are made of them: what each costs, gets, and needs of the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from gbfunc.parallel.absent import Absent, Provenance, Source, absent, hide
+from gbfunc.pnet import PureNet, StopForward
+from gbfunc.types import Params
+
+WHOLE = "in a pipeline, where each rank has some blocks of the p-net, parts of it cannot be called alone"
+"""Why parts cannot be called."""
+
+
+class UnitCall(NamedTuple):
+    """One call of a block, or of a layer of no block.
+
+    Attributes:
+        name: of the module.
+        cell: the block that runs, or has run last; -1 before the first.
+        needs: what its operators read.
+        leaves: of its output: the number of a leaf of its arguments, a source with shape and dtype, or a constant.
+        spec: how the leaves make the output.
+    """
+
+    name: str
+    cell: int
+    needs: frozenset[Source]
+    leaves: tuple[Any, ...]
+    spec: Any
+
+
+class Chain(NamedTuple):
+    """The blocks that a p-net is cut between.
+
+    Attributes:
+        names: of the blocks, in their order.
+        flops: operations of each, with what follows it until the next; what comes before the first is in the first.
+        inputs: shape and dtype of what each block gets, for one microbatch.
+        places: after which block (-1: before the first) a parameter is used, by name; not of those of one block alone.
+        calls: of the units, in the order of a forward.
+        end: what the loss is made of.
+    """
+
+    names: tuple[str, ...]
+    flops: tuple[float, ...]
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    places: Mapping[str, frozenset[int]]
+    calls: tuple[UnitCall, ...] = ()
+    end: frozenset[Source] = frozenset()
+
+
+def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The blocks of a p-net: the children of its list of layers with the most parameters, or those that splits are of.
+
+    Args:
+        pnet: the p-net.
+        stages: how many there are to be; a list of fewer layers is no choice.
+        splits: names of blocks that begin a stage.
+
+    Raises:
+        ValueError: if there are none, or splits that are not children of one module.
+    """
+    if splits is not None:
+        parents = {name.rpartition(".")[0] for name in splits}
+        if len(splits) != stages - 1 or len(parents) != 1:
+            raise ValueError(f"stages must name {stages - 1} blocks of one module, got {list(splits)}")
+        parent = parents.pop()
+    else:
+        lists = {
+            name: sum(p.numel() for p in module.parameters())
+            for name, module in pnet.named_modules()
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= stages
+        }
+        if not lists:
+            raise ValueError(f"a {type(pnet).__name__} has no list of {stages} layers or more: name blocks by stages=")
+        parent = max(lists, key=lambda name: lists[name])
+    names = tuple(f"{parent}.{n}" if parent else n for n, _ in pnet.get_submodule(parent).named_children())
+    if splits is not None and not set(splits) <= set(names):
+        raise ValueError(f"stages must be among {list(names)}, got {list(splits)}")
+    return names
+
+
+def trace_chain(
+    pnet: nn.Module,
+    blocks: Sequence[str],
+    run: Callable[[Any], Any],
+    device: torch.device | None = None,
+) -> Chain:
+    """What blocks cost, get and need, by a run of the p-net on parameters without values.
+
+    Args:
+        pnet: the p-net.
+        blocks: names of the blocks.
+        run: calls what it is given as the loss function calls the p-net, on a microbatch.
+        device: where the parameters are said to be. None: on the meta device, and the run ends with the p-net.
+
+    Raises:
+        ValueError: if the blocks do not run once each, in their order, or what happens depends on absent values.
+    """
+    net, inputs, marks = PureNet(pnet, whole=WHOLE), [], []
+    skeleton, order, calls, counter, mode = net.skeleton, [], [], FlopCounterMode(display=False), Provenance()
+
+    def unit(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if mode.inside is not None:
+                return forward(*args, **kwargs)
+            if not begun:
+                raise RuntimeError(f"{WHOLE}: call net(...), not its {name!r}")
+            if name in blocks:
+                order.append(blocks.index(name))
+                marks.append(counter.get_total_flops())
+                x = _hidden(args, kwargs)
+                inputs.append((tuple(x.shape), x.dtype))
+            inside = Source("inside", name, len(calls))
+            mode.enter(inside)
+            try:
+                out = forward(*args, **kwargs)
+            finally:
+                needs = mode.read - {inside}
+                mode.leave()
+            given = {id(x): i for i, x in enumerate(pytree.tree_leaves((args, kwargs)))}
+            leaves, spec = pytree.tree_flatten(out)
+            kinds: list[Any] = []
+            for i, x in enumerate(leaves):
+                changed = isinstance(x, Absent) and inside in x.sources
+                if id(x) in given and not changed and not isinstance(x, int | str | None):
+                    kinds.append(given[id(x)])
+                elif isinstance(x, Tensor):
+                    source = Source("output", name, len(calls), i)
+                    leaves[i] = hide(x, [source])
+                    kinds.append((source, tuple(x.shape), x.dtype))
+                else:
+                    kinds.append(Constant(x))
+            calls.append(UnitCall(name, len(order) - 1, frozenset(needs), tuple(kinds), spec))
+            return pytree.tree_unflatten(leaves, spec)
+
+        return traced
+
+    def end(*_: Any) -> None:
+        raise StopForward
+
+    replace_units(skeleton, blocks, unit)
+    begun: list[nn.Module] = []
+    skeleton.register_forward_pre_hook(lambda module, _: begun.append(module))
+    if device is None:
+        skeleton.register_forward_hook(end)
+    place, last = device or torch.device("meta"), frozenset[Source]()
+    weights = {k: absent(p.shape, p.dtype, place, [Source("parameter", k)]) for k, p in skeleton.named_parameters()}
+    buffers: Params = {k: absent(b.shape, b.dtype, place, []) for k, b in skeleton.named_buffers()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), mode, counter:
+        try:
+            out: Any = net.run(weights, buffers, run)
+            last = frozenset().union(*(x.sources for x in pytree.tree_leaves(out) if isinstance(x, Absent)))
+        except StopForward:
+            pass
+    if order != list(range(len(blocks))):
+        raise ValueError(f"the blocks {list(blocks)} must run once each in their order, they ran as {order}")
+    marks[0] = 0
+    flops = [b - a for a, b in zip(marks, [*marks[1:], counter.get_total_flops()], strict=True)]
+    places = _places(skeleton, blocks, [*((c.cell, c.needs) for c in calls), (len(blocks) - 1, last)])
+    return Chain(tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last)
+
+
+class Constant(NamedTuple):
+    """A leaf of an output that is no tensor."""
+
+    value: Any
+
+
+def replace_units(skeleton: nn.Module, blocks: Sequence[str], make: Callable[[str, Any], Any]) -> None:
+    """Give blocks, and layers outside of them, the forward that `make(name, forward)` returns."""
+    inside = tuple(f"{name}." for name in blocks)
+    for name, module in skeleton.named_modules():
+        outside = name and not name.startswith(inside) and not [*module.children()]
+        if name in blocks or outside:
+            module.__dict__["forward"] = make(name, module.forward)
+
+
+def _places(
+    skeleton: nn.Module, blocks: Sequence[str], reads: Sequence[tuple[int, frozenset[Source]]]
+) -> dict[str, frozenset[int]]:
+    """After which block each parameter of no block is used, and each of a block that others read: by where they do."""
+    found: dict[str, set[int]] = {}
+    for cell, needs in reads:
+        for source in needs:
+            if source.kind == "parameter":
+                found.setdefault(source.name, set()).add(cell)
+    own = {f"{b}.{k}": i for i, b in enumerate(blocks) for k, _ in skeleton.get_submodule(b).named_parameters()}
+    places = {k: frozenset(v | ({own[k]} if k in own else set())) for k, v in found.items()}
+    places = {k: v for k, v in places.items() if k not in own or len(v) > 1}
+    for members in (skeleton.named_parameters, skeleton.named_buffers):
+        names = [name for name, _ in members(remove_duplicate=False)]
+        of_blocks = [name.startswith(tuple(f"{b}." for b in blocks)) for name in names]
+        for i, name in enumerate(names):
+            if not of_blocks[i]:
+                places.setdefault(name, frozenset({-1 if any(of_blocks[i:]) else len(blocks) - 1}))
+    return places
+
+
+def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The activations that a block gets: its first argument."""
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    if not isinstance(first, Tensor):
+        raise ValueError(f"a block's first argument must be a tensor of activations, got a {type(first).__name__}")
+    return first
+
+
+def spread(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """First block of each stage, and their number, so that the most expensive stage costs the least.
+
+    >>> spread([1, 1, 1, 5], 2)
+    (0, 3, 4)
+    """
+    n, sums = len(costs), [0.0, *accumulate(costs)]
+    best = [[math.inf] * (n + 1) for _ in range(stages + 1)]
+    cut = [[0] * (n + 1) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for s in range(1, stages + 1):
+        for end in range(s, n + 1):
+            for start in range(s - 1, end):
+                worst = max(best[s - 1][start], sums[end] - sums[start])
+                if worst < best[s][end]:
+                    best[s][end], cut[s][end] = worst, start
+    ends = [n]
+    for s in range(stages, 0, -1):
+        ends.append(cut[s][ends[-1]])
+    return tuple(reversed(ends))

@@ -1,0 +1,222 @@
+"""P-nets of which later stages need more than the first block's input, and what two ranks must find as one does."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gbfunc as gb
+from tests.support.ranks import PATIENCE
+
+WIDTH = 6
+
+
+class Blocks(nn.Module):
+    """Four blocks of which the function `use` makes an output: `use(net, embedded, tokens)`."""
+
+    def __init__(
+        self, use: Callable[..., Any], block: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)
+    ) -> None:
+        super().__init__()
+        self.tokens, self.head, self.use = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11), use
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.use(self, self.tokens(tokens), tokens)
+
+
+def run_blocks(net: Any, x: Any) -> list[Any]:
+    """The outputs of all blocks, each of the one before."""
+    found = []
+    for block in net.blocks:
+        x = torch.tanh(block(x))
+        found.append(x)
+    return found
+
+
+def gate(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = run_blocks(net, x)
+    return net.head(outs[-1] * (outs[0] > 0))
+
+
+def order(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = run_blocks(net, x)
+    return net.head(outs[-1].gather(-1, outs[0].argsort(-1)))
+
+
+def padding(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    kept = (x.sum(-1, keepdim=True) > 0).to(x.dtype)
+    return net.head(run_blocks(net, x)[-1] * kept)
+
+
+def unet(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    a = torch.tanh(net.blocks[0](x))
+    b = torch.tanh(net.blocks[1](a))
+    c = torch.tanh(net.blocks[2](b) + a)
+    return net.head(net.blocks[3](c) + x + net.shift)
+
+
+def in_place(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = run_blocks(net, x)
+    h = x.clone()
+    h[:, 0] = outs[1][:, 0]
+    h += net.shift
+    return net.head(outs[-1] + h) * (tokens != 0)[..., None]
+
+
+class Routed(nn.Module):
+    """Takes and gives activations, integers, a mask, and a tensor in half the precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, more: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        y = torch.tanh(self.line(x))
+        best, mask, kept = y.argmax(-1), y > 0, y.float()
+        if more is not None:
+            y = y * more["mask"] + more["kept"].double() * 0.1 + more["best"][..., None]
+        return y, {"best": best, "mask": mask, "kept": kept, "name": "routed", "none": None}
+
+
+def tuples(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    first = more = None
+    for block in net.blocks:
+        x, more = block(x, more)
+        first = more if first is None else first
+    assert more is not None and first is not None and more["name"] == "routed"
+    return net.head(x) + first["best"][..., None] * more["mask"].any()
+
+
+def hidden(net: Any, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    outs = run_blocks(net, x)
+    return net.head(outs[-1]), x, outs
+
+
+def next_token(net: Callable[..., Any], tokens: Tensor) -> Tensor:
+    out = net(tokens[:, :-1])
+    return F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def of_hidden(net: Callable[..., Any], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    out, x, outs = net(tokens[:, :-1])
+    kept = tokens[:, 1:] > 2
+    loss = F.cross_entropy(out[kept], tokens[:, 1:][kept])
+    near = (outs[0] - outs[-1]).square().mean() + torch.where(outs[1] > 0, x, 0).square().mean()
+    return loss + near, {"near": near}
+
+
+def branch(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = run_blocks(net, x)
+    return net.head(outs[-1] * 2 if bool(outs[0].sum() > 0) else outs[-1])
+
+
+class Leaves(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        self.__dict__["seen"] = super().forward(input)
+        return self.__dict__["seen"] * 1
+
+
+def by_the_side(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = run_blocks(net, x)
+    return net.head(outs[-1] + net.blocks[0].__dict__["seen"] * 2)
+
+
+def noise(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    drawn = torch.rand(x.shape, dtype=x.dtype)
+    return net.head(run_blocks(net, x + drawn)[-1] + drawn)
+
+
+def hugging(name: str) -> nn.Module:
+    import transformers as tf
+
+    if name == "t5":
+        sizes: dict[str, Any] = {"vocab_size": 22, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_heads": 2, "num_layers": 2}
+        sizes |= {"num_decoder_layers": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+        return tf.T5ForConditionalGeneration(tf.T5Config(**sizes))
+    sizes = {"vocab_size": 22, "n_positions": 8, "n_embd": 8, "n_layer": 4, "n_head": 2}
+    return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def hugging_loss(net: Callable[..., Any], tokens: Tensor) -> Tensor:
+    mask = (tokens != 0).long()
+    return net(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+
+
+def gradient(mesh: gb.Mesh | None, make: Callable[[], nn.Module], loss_fn: Any, schedule: str = "gpipe") -> Any:
+    """Loss, aux and the gradient: what plain SGD of rate 1 takes off the genome."""
+    torch.manual_seed(0)
+    pnet = make().double()
+    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=6)
+    sgd = gb.torch_optimizer(torch.optim.SGD, lr=1.0)
+    options: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "pipeline": schedule}
+    step = gb.make_train_step(plan, pnet, loss_fn, sgd, microbatches=4, **options)
+    state, found = step.init(3), []
+    for seed in (0, 1):
+        tokens = torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(seed))
+        new, info = step(state, tokens)
+        a, b = step.gather(state), step.gather(new)
+        moved = optree.tree_map(lambda x, y: x - y, (a.gnets, a.direct), (b.gnets, b.direct))  # pyright: ignore
+        found.append({"loss": info.loss, "aux": info.aux, "moved": moved})
+        state = new
+    return {"reports": [x["loss"] for x in found], "state": found}
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "gate": (partial(Blocks, gate), next_token),
+    "argsort": (partial(Blocks, order), next_token),
+    "padding": (partial(Blocks, padding), next_token),
+    "unet": (partial(Blocks, unet), next_token),
+    "in place": (partial(Blocks, in_place), next_token),
+    "tuples": (partial(Blocks, tuples, Routed), next_token),
+    "loss of hidden": (partial(Blocks, hidden), of_hidden),
+    "t5": (partial(hugging, "t5"), hugging_loss),
+    "gpt2": (partial(hugging, "gpt2"), hugging_loss),
+}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "branch": (partial(Blocks, branch), "'blocks.0'"),
+    "by the side": (partial(Blocks, by_the_side, lambda: Leaves(WIDTH, WIDTH)), "made inside of 'blocks.0'"),
+    "noise": (partial(Blocks, noise), "random numbers"),
+}
+CASES: dict[str, Callable[[gb.Mesh | None], Any]] = {
+    f"{name} {schedule}": partial(gradient, make=make, loss_fn=loss_fn, schedule=schedule)
+    for name, (make, loss_fn) in NETS.items()
+    for schedule in (("gpipe", "1f1b", "interleaved", "zbv") if name in ("unet", "tuples") else ("gpipe",))
+}
+
+
+def before_fork(**arguments: Any) -> None:
+    """Import what takes seconds."""
+    try:
+        for name in ("t5", "gpt2"):
+            hugging(name)
+    except ImportError:
+        pass
+
+
+def run_cases(init_method: str) -> dict[str, Any]:
+    """All cases on this rank, and the words of those that are refused."""
+    found: dict[str, Any] = {}
+    with gb.mesh(pipeline=2, init_method=init_method, timeout=60 * PATIENCE) as mesh:
+        for name, case in CASES.items():
+            try:
+                found[name] = case(mesh)
+            except gb.CollectiveError:
+                raise RuntimeError(f"case {name} on rank {mesh.rank}") from None
+            except Exception:
+                found[name] = traceback.format_exc()
+        for name, (make, _) in REFUSED.items():
+            try:
+                gradient(mesh, make, next_token)
+                found[name] = "nothing"
+            except ValueError as error:
+                found[name] = str(error)
+    return found
