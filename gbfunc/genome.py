@@ -91,6 +91,7 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
         raise ValueError(f"the plan was made for another p-net: this one differs in {other}")
 
 
+@torch.autocast("cpu", enabled=False)
 def init_genome(
     plan: Plan,
     pnet: nn.Module,

@@ -16,7 +16,7 @@ from gbfunc.parallel.absent import Absent, Provenance, Source, absent, hide
 from gbfunc.pnet import PureNet, StopForward
 from gbfunc.types import Params
 
-WHOLE = "in a pipeline, where each rank has some blocks of the p-net, parts of it cannot be called alone"
+SUBMODULE_CALL_ERROR = "in a pipeline, where each rank has some blocks of the p-net, parts of it cannot be called alone"
 """Why parts cannot be called."""
 
 
@@ -106,7 +106,7 @@ def trace_chain(
     Raises:
         ValueError: if the blocks do not run once each, in their order, or what happens depends on absent values.
     """
-    net, inputs, marks = PureNet(pnet, whole=WHOLE), [], []
+    net, inputs, marks = PureNet(pnet, submodule_call_error=SUBMODULE_CALL_ERROR), [], []
     skeleton, order, calls, counter, mode = net.skeleton, [], [], FlopCounterMode(display=False), Provenance()
 
     def unit(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +114,7 @@ def trace_chain(
             if mode.inside is not None:
                 return forward(*args, **kwargs)
             if not begun:
-                raise RuntimeError(f"{WHOLE}: call net(...), not its {name!r}")
+                raise RuntimeError(f"{SUBMODULE_CALL_ERROR}: call net(...), not its {name!r}")
             if name in blocks:
                 order.append(blocks.index(name))
                 marks.append(counter.get_total_flops())

@@ -29,7 +29,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gbfunc.parallel.absent import Absent, Source, absent, refuse
-from gbfunc.parallel.chain import WHOLE, Chain, Constant, UnitCall, find_blocks, replace_units, spread, trace_chain
+from gbfunc.parallel.chain import (
+    SUBMODULE_CALL_ERROR,
+    Chain,
+    Constant,
+    UnitCall,
+    find_blocks,
+    replace_units,
+    spread,
+    trace_chain,
+)
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.pnet import StopForward
 from gbfunc.trees import tree_map
@@ -155,7 +164,7 @@ class Pipeline:
         ValueError: for a schedule that is none, or a p-net without blocks.
     """
 
-    whole = WHOLE
+    submodule_call_error = SUBMODULE_CALL_ERROR
 
     def __init__(
         self, pnet: nn.Module, schedule: str, mesh: Mesh, microbatches: int, splits: Sequence[str] | None = None

@@ -66,7 +66,7 @@ class PureNet:
     For weights with `forms` that are not dense, by name, `weights` has the inputs, by the form's `keys`. `adapt`
     changes the skeleton further, and names the parameters that it takes in another shape or kind. The `frozen`
     buffers of a base are not passed, layers whose statistics they are stay in evaluation mode, and a call that changes
-    one is refused. `whole` says why no part of the p-net can be called alone, "" where it can.
+    one is refused. `submodule_call_error` says why no part of the p-net can be called alone, "" where it can.
 
     Attributes:
         compiled: whether functions that are run may be compiled: they get the skeleton itself.
@@ -78,11 +78,12 @@ class PureNet:
         forms: Mapping[str, WeightForm] | None = None,
         adapt: Callable[[nn.Module], Collection[str]] = lambda skeleton: (),
         frozen: FrozenBuffers | None = None,
-        whole: str = "",
+        submodule_call_error: str = "",
     ) -> None:
         check_pnet(pnet)
         forms = forms or {}
-        self.skeleton, self.whole, self.compiled = skeleton_of(pnet), whole, False
+        self.skeleton, self.compiled = skeleton_of(pnet), False
+        self.submodule_call_error = submodule_call_error
         self._parameters: dict[str, TensorSpec] = {}
         for name, _, tensor, *_ in parameter_infos(pnet):
             if name in forms:
@@ -311,9 +312,9 @@ class NetRun:
 
     def part(self, module: nn.Module, method: str = "") -> None:
         """Refuse the call of a part, or of a method, of a p-net of which only the whole can be called."""
-        if self._pure.whole and (method or module is not self._pure.skeleton):
+        if self._pure.submodule_call_error and (method or module is not self._pure.skeleton):
             what = f"its method {method!r}" if method else f"its {type(module).__name__}"
-            raise RuntimeError(f"{self._pure.whole}: call net(...), not {what}")
+            raise RuntimeError(f"{self._pure.submodule_call_error}: call net(...), not {what}")
 
     def own(self, method: str) -> None:
         """Watch whether a method of the p-net changes its modules."""

@@ -78,7 +78,7 @@ class Objective:
                 return make(
                     names=pipeline.names,
                     adapt=pipeline.adapt,
-                    submodule_call_error=pipeline.whole,
+                    submodule_call_error=pipeline.submodule_call_error,
                     others=pipeline.fill,
                 )
 
