@@ -121,6 +121,8 @@ def _pack(values: Mapping[Source, Tensor], live: Sequence[Value], device: torch.
             room = torch.zeros(_wire_size(value, wire) * wire.itemsize, dtype=torch.uint8, device=x.device)
             room[: data.numel()] = data
             x = room.view(wire)
+        if len(live) == 1 and dtype == wire:  # As it is, without another copy: what is kept is one.
+            return x if x.requires_grad else x.detach().requires_grad_()
         parts.append(x.reshape(-1).to(wire))
     # Of one part too: torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
     sent = torch.cat(parts)
@@ -130,6 +132,8 @@ def _pack(values: Mapping[Source, Tensor], live: Sequence[Value], device: torch.
 
 def _unpack(sent: Tensor, live: Sequence[Value]) -> dict[Source, Tensor]:
     """The values again."""
+    if len(live) == 1 and live[0][2] == sent.dtype:
+        return {live[0][0]: sent}
     sizes = [_wire_size(value, sent.dtype) for value in live]
     found, start = {}, 0
     for (source, shape, dtype), n in zip(live, sizes, strict=True):
@@ -249,7 +253,8 @@ class Pipeline:
         def like(stage: int) -> Tensor:
             wire = _wire_dtype(self.live[stage])
             n = sum(_wire_size(value, wire) for value in self.live[stage])
-            return torch.empty(n, dtype=wire, device="meta", requires_grad=True)
+            single = len(self.live[stage]) == 1 and self.live[stage][0][2] == wire
+            return torch.empty(self.live[stage][0][1] if single else n, dtype=wire, device="meta", requires_grad=True)
 
         number = torch.empty(1, device="meta")
         loss = torch.empty(1, dtype=self._loss_dtype(), device="meta", requires_grad=True)
