@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -95,3 +102,31 @@ def test_peak_memory_of_another_process() -> None:
     assert found is not None and 15 * 2**20 < found.peak < 40 * 2**20
     assert found.counted is not None and 4 * 2**20 <= found.counted <= 16 * 2**20
     assert peak_resident() > 2**20
+
+
+def group(pid: int) -> list[str]:
+    """Processes of a process group, as Linux has them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, leader = path.read_text().rpartition(")")[2].split()[:3]
+            found += [path.parent.name] if int(leader) == pid and state != "Z" else []
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_bench_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gbfunc", "bench", "--quick", "--cases", "small_mlp", "--out", str(tmp_path / "a")]
+    bench = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    try:
+        # Itself, a tracker of resources, the server, and the process that it made.
+        while len(group(bench.pid)) < 4 and bench.poll() is None:
+            time.sleep(0.05)
+        bench.send_signal(signal.SIGTERM)
+        assert bench.communicate()[1].endswith("gbfunc: stopped by SIGTERM\n") and bench.returncode == 143
+        while group(bench.pid):
+            time.sleep(0.05)
+    finally:
+        if group(bench.pid):
+            os.killpg(bench.pid, signal.SIGKILL)
+    assert not list(tmp_path.iterdir())

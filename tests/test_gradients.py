@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.train.gradients import _with_own_code
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import BUFFERS_ONLY, SGD, ZOO, loss_fn, step_of
 
@@ -238,3 +239,19 @@ def test_a_finite_loss_with_a_gradient_that_is_not_finite_counts_too() -> None:
     new, info = step(state, batch)
     assert float(info.loss) == 1.0 and not info.finite and not bool(info.grad_norm.isfinite())
     assert same_bits(new, state._replace(step=state.step + 1))
+
+
+def test_compiled_steps_learn_no_shapes_of_each_other() -> None:
+    class Double:
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    inputs: list[Any] = []
+
+    def backend(graph: Any, some: Any) -> Any:
+        inputs.append(some)
+        return graph.forward
+
+    for n in (3, 5):
+        torch.compile(_with_own_code(Double().forward), backend=backend)(torch.ones(n))
+    assert [[tuple(x.shape) for x in some] for some in inputs] == [[(3,)], [(5,)]]

@@ -180,7 +180,7 @@ class Pipeline:
         self._class, each = SCHEDULES[schedule]
         self.ranks, self.stages = self._axis.size, each * self._axis.size
         self._blocks = find_blocks(pnet, self.stages, splits)
-        self.rank, self.ran = self._axis.rank, False
+        self.rank = self._axis.rank
         rank, ranks = self.rank, self.ranks
         self.mine = [rank] if each == 1 else [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]
         if microbatches < ranks:
