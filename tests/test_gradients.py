@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.train.gradients import _with_own_code
+from gbfunc.train.gradients.one_graph import _own_code
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import BUFFERS_ONLY, SGD, ZOO, loss_fn, step_of
 
@@ -253,5 +253,5 @@ def test_compiled_steps_learn_no_shapes_of_each_other() -> None:
         return graph.forward
 
     for n in (3, 5):
-        torch.compile(_with_own_code(Double().forward), backend=backend)(torch.ones(n))
+        torch.compile(_own_code(Double().forward), backend=backend)(torch.ones(n))
     assert [[tuple(x.shape) for x in some] for some in inputs] == [[(3,)], [(5,)]]
