@@ -73,8 +73,10 @@ def unflatten_tree(flat: Mapping[str, Any], like: Any, prefix: str = "") -> Any:
         return None
     values = {
         key: flat[f"{prefix}{key}"] if isinstance(x, Tensor) else unflatten_tree(flat, x, f"{prefix}{key}/")
-        for key, x in _children(like, prefix)
+        for key, x in (like.items() if type(like) is dict else _children(like, prefix))
     }
+    if type(like) is dict:
+        return values
     if isinstance(like, tuple | list):
         make: Any = type(like)
         return make(*values.values()) if hasattr(like, "_fields") else make(values.values())

@@ -203,11 +203,11 @@ class Stack:
     def _of_tiles(self, tiles: Tensor | Factors) -> list[Made]:
         """Each slot, from all tiles."""
         if isinstance(tiles, Tensor):
-            values: Sequence[Tensor | Factors] = list(join_all(tiles, self._grids))
-        else:
-            left, right = (x.split(self._counts) if len(self._counts) > 1 else (x,) for x in tiles)
-            values = [Factors(*both) for both in zip(left, right, strict=True)]
-        return [Made(value, cut) for value, cut in zip(values, self.cuts, strict=True)]
+            return [Made(m, cut) for m, cut in zip(join_all(tiles, self._grids), self.cuts, strict=True)]
+        if len(self._counts) == 1:
+            return [Made(tiles, self.cuts[0])]
+        left, right = tiles.left.split(self._counts), tiles.right.split(self._counts)
+        return [Made(Factors(a, b), cut) for a, b, cut in zip(left, right, self.cuts, strict=True)]
 
 
 class RankStack(Stack):

@@ -86,11 +86,10 @@ class Waves(Sized):
         `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...].
         """
         # Weights for codes of width 0 are in no genome, and those that take their place are of tiles.
-        rows, cols = (
-            Side(codes, weight, groups=groups if codes.shape[-1] else None)
-            for codes, weight in ((row, leaves["row_weight"]), (col, leaves["col_weight"]))
-        )
-        return self._with_coefficients(rows, leaves, scale), cols._replace(cosine_first=self.cosine_first)
+        rows = Side(row, leaves["row_weight"], groups=groups if row.shape[-1] else None)
+        col_groups = groups if col.shape[-1] else None
+        cols = Side(col, leaves["col_weight"], groups=col_groups, cosine_first=self.cosine_first)
+        return self._with_coefficients(rows, leaves, scale), cols
 
     def _with_coefficients(self, rows: Side, leaves: Params, scale: Tensor | None) -> Side:
         """The rows' side, where it has coefficients."""

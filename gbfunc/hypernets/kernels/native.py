@@ -80,12 +80,13 @@ def is_available(*, warn: bool = True) -> bool:
     return True
 
 
-def has_memory(x: Tensor) -> bool:
-    """Whether a compiled program can read it: fake and meta tensors hold nothing, others bring their own operations."""
-    if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-        return False
+def have_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether a compiled program can read them: fake and meta tensors hold nothing, others bring own operations."""
     try:
-        x.data_ptr()
+        for x in tensors:
+            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+                return False
+            x.data_ptr()
     except RuntimeError:  # batched by `torch.autograd.grad(is_grads_batched=True)`, or of a transform of `torch.func`
         return False
     return True

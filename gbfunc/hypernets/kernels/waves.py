@@ -72,11 +72,6 @@ class Side(NamedTuple):
             return None
         return (coefficient if self.scale is None else coefficient * self.scale[:, None]).unsqueeze(-2)
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        """What it is differentiated by, as far as it is there."""
-        return [x for x in (self.weight, self.phase, self.sine, self.cosine) if x is not None]
-
 
 _THREAD_WORK = 2**14
 """Sines and cosines that repay one more thread."""
@@ -98,18 +93,21 @@ def _run(direction: str, sides: Sequence[Side], outputs: Sequence[Tensor], gradi
         step = 0 if len(side.codes) == 1 else rows * width
         fields += (tiles, len(weight), rows, width, features // 2, step, side.cosine_first)
     kind = {torch.float32: "f32", torch.float64: "f64"}[outputs[0].dtype]
-    threads = min(torch.get_num_threads(), 1 + sum(x.numel() for x in outputs) // _THREAD_WORK)
+    threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
     function = getattr(native.library(), f"waves_{direction}_{kind}")
     function((ctypes.c_int64 * len(fields))(*fields), ctypes.c_int64(len(sides)), threads)
 
 
 def _filled(sides: Sequence[Side], leaves: Sequence[Tensor]) -> list[Side]:
     """The sides with other leaves, those of one after those of the other."""
-    found = iter(leaves)
-    return [
-        side._replace(**{k: next(found) for k in ("weight", "phase", "sine", "cosine") if getattr(side, k) is not None})
-        for side in sides
-    ]
+    found, filled = iter(leaves), []
+    for side in sides:
+        weight = next(found)
+        phase = None if side.phase is None else next(found)
+        sine = None if side.sine is None else next(found)
+        cosine = None if side.cosine is None else next(found)
+        filled.append(side._replace(weight=weight, phase=phase, sine=sine, cosine=cosine))
+    return filled
 
 
 def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:
@@ -133,7 +131,7 @@ class _Waves(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         leaves = ctx.saved_tensors
-        if torch.is_grad_enabled() or not all(map(native.has_memory, cotangents)):
+        if torch.is_grad_enabled() or not native.have_memory(cotangents):
             pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.sides), *leaves)[1]
             return None, *pull(cotangents)
         gradients = [x.new_empty(x.shape) for x in leaves]
@@ -145,10 +143,10 @@ def _is_native(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) 
     """Whether the compiled program can make them, and is to."""
     if kernel not in ("auto", "compiled") or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
-    dtypes = {x.dtype for x in leaves}.union(side.codes.dtype for side in sides)
-    if dtypes not in ({torch.float32}, {torch.float64}) or any(x.device.type != "cpu" for x in leaves):
+    dtypes = {x.dtype for x in (*leaves, *[side.codes for side in sides])}
+    if dtypes not in ({torch.float32}, {torch.float64}) or {x.device.type for x in leaves} != {"cpu"}:
         return False
-    return all(map(native.has_memory, leaves)) and (kernel == "compiled" or native.is_available(warn=False))
+    return native.have_memory(leaves) and (kernel == "compiled" or native.is_available(warn=False))
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
@@ -163,7 +161,7 @@ def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
     Raises:
         RuntimeError: if "compiled" is asked for on a CPU, and there is no C++ compiler that works.
     """
-    leaves = [x for side in sides for x in side.leaves]
+    leaves = [x for s in sides for x in (s.weight, s.phase, s.sine, s.cosine) if x is not None]
     if leaves and _is_native(sides, leaves, kernel):
         made: Any = _Waves.apply(sides, *leaves)
         return list(made)

@@ -12,7 +12,7 @@ from gbfunc.parallel import Layout
 from gbfunc.parallel.undivided import Undivided
 from gbfunc.train.gradients.accumulated import Accumulated, Kept, Regenerated
 from gbfunc.train.gradients.batched import Batched
-from gbfunc.train.gradients.loss import GenomeLoss, Given, LossFn, noise_of, seeded
+from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, noise_of, seeded
 from gbfunc.train.gradients.one_graph import CompiledGraph, OneGraph
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import n_rows, split_batch, split_rows, tree_map
@@ -134,8 +134,7 @@ class Objective:
         assert self._strategy.loss is not None
         with seeded(seed, device), torch.enable_grad(), self._strategy.loss.net.held():
             loss, aux, gradients, counted = self._strategy(given, wanted)
-        named = zip(trained.items(), gradients, strict=True)
-        filled = {k: _filled(v, g, self._scale) for (k, v), g in named}
+        filled = _filled(trained, gradients, self._scale)
         self._divided.compare(loss)
         counted /= self._divided.ranks if self._divided.local_rows is None else 1
         return LossAndGrads(loss, aux, filled, counted if rows else 0, counts)
@@ -168,9 +167,11 @@ class Objective:
         return [(small, n_rows(small) or 0) for small in split_rows(batch, n)]
 
 
-def _filled(leaf: Tensor, gradient: Tensor | None, scale: float) -> Tensor:
-    """The gradient of a leaf, dense (`nn.Embedding(sparse=True)` has a sparse one), of the loss without its scale."""
-    if gradient is None:
-        return torch.zeros_like(leaf)
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    return gradient if scale == 1.0 else gradient / scale
+def _filled(leaves: Params, gradients: Gradients, scale: float) -> Params:
+    """Gradients of the leaves by name, of the loss without its scale; sparse ones (`nn.Embedding`) made dense."""
+    filled: Params = {}
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        gradient = torch.zeros_like(leaf) if gradient is None else gradient
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        filled[name] = gradient if scale == 1.0 else gradient / scale
+    return filled
