@@ -291,17 +291,6 @@ def test_small_leaves_are_one_parameter_and_long_ones_their_own() -> None:
     assert sorted(seen) == [[sum(p.numel() for p in normal(0).values())], [2**14 + 1]]
 
 
-@pytest.mark.parametrize("case", CASES, ids=ids)
-def test_a_step_that_is_not_accepted_changes_only_counts(case: Case) -> None:
-    optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)
-    params, state = run(optimizer, 2)
-    expected = optimizer.update(normal(5), state, params, ROLES)
-    assert same_bits(optimizer.update(normal(5), state, params, ROLES, accept=torch.tensor(True)), expected)
-    bad = {k: torch.full_like(g, torch.nan) for k, g in normal(5).items()}
-    kept, after = optimizer.update(bad, state, params, ROLES, accept=torch.tensor(False))
-    assert same_bits((kept, after), (params, state._replace(step=state.step + 1)))
-
-
 @given(cases)
 def test_goes_on_from_a_copied_state_with_its_names_in_another_order(case: Case) -> None:
     optimizer = gb.torch_optimizer(case.cls, schedule, **case.options)

@@ -56,12 +56,10 @@ class Optimizer(NamedTuple):
     Attributes:
         init: `(params, roles) -> state`; ValueError for leaves of no known role and classes that cannot be pure,
             TypeError for a class that keeps anything but tensors.
-        update: `(grads, state, params, roles, *, donate=False, accept=None) -> (params, state)`. Nothing given is
-            changed unless donated; donated buffers may be updated in place and returned, and only the results may be
-            used after. Results need no grad, have no graph and may be views of buffers that they share. `accept`, a
-            bool tensor, is for steps after the first: where it is False, the results on its device are what was given,
-            but for the count of steps. TypeError if `state` is no `OptState`; ValueError if it, the leaves or their
-            roles do not fit, or the learning rate is negative.
+        update: `(grads, state, params, roles, *, donate=False) -> (params, state)`. Nothing given is changed unless
+            donated; donated buffers may be updated in place and returned, and only the results may be used after.
+            Results need no grad, have no graph and may be views of buffers that they share. TypeError if `state` is no
+            `OptState`; ValueError if it, the leaves or their roles do not fit, or the learning rate is negative.
         settings: class, learning rate and options, which all ranks must have alike.
     """
 
@@ -126,13 +124,7 @@ def torch_optimizer(
         return OptState(torch.zeros((), dtype=torch.int64, device="cpu"), leaves, fingerprint.clone())
 
     def update(
-        grads: Params,
-        state: OptState,
-        params: Params,
-        roles: Roles,
-        *,
-        donate: bool = False,
-        accept: Tensor | None = None,
+        grads: Params, state: OptState, params: Params, roles: Roles, *, donate: bool = False
     ) -> tuple[Params, OptState]:
         """One step: the new parameters and the new state; errors for a state, leaves or a rate that do not fit."""
         prepared = prepare(params, roles)
@@ -144,7 +136,7 @@ def torch_optimizer(
         leaves: dict[str, Params] = {}
         with torch.no_grad():
             for call in prepared.calls:
-                stepped, after = call.update(step, grads, state.leaves, params, donate, accept)
+                stepped, after = call.update(step, grads, state.leaves, params, donate)
                 new |= stepped
                 leaves |= after
         if len(prepared.calls) > 1:
@@ -176,13 +168,7 @@ class _Call(NamedTuple):
     entries: dict[str, bool] | None = None
 
     def update(
-        self,
-        step: int,
-        grads: Params,
-        old: Mapping[str, Params],
-        params: Params,
-        donate: bool,
-        accept: Tensor | None,
+        self, step: int, grads: Params, old: Mapping[str, Params], params: Params, donate: bool
     ) -> tuple[Params, dict[str, Params]]:
         """New leaves and their new state; `old` is not read at the first step."""
         names, columns = self.names, {}
@@ -192,11 +178,11 @@ class _Call(NamedTuple):
             counts = [column for e, column in columns.items() if not self.entries[e]]
         if self.entries is None or not all(map(_known_equal, counts)):
             given = {k: params[k] for k in names}
-            return self._advance(step, grads, {k: old[k] for k in names} if step else {}, given, donate, accept)
+            return self._advance(step, grads, {k: old[k] for k in names} if step else {}, given, donate)
         leaves = [params[k] for k in names]
         state = {e: _join(x) if self.entries[e] else x[0].clone() for e, x in columns.items()}
         grad = {"": _join([grads[k] for k in names])}
-        new, after = self._advance(step, grad, {"": state} if step else {}, {"": _join(leaves)}, donate, accept)
+        new, after = self._advance(step, grad, {"": state} if step else {}, {"": _join(leaves)}, donate)
         # Each has its own count of changes: a forward may change one in place that another's backward does not read.
         parts = [x.data for x in _unflatten_dense_tensors(new[""], leaves)]
         rows = [
@@ -208,13 +194,7 @@ class _Call(NamedTuple):
         return dict(zip(names, parts, strict=True)), dict(zip(names, named, strict=True))
 
     def _advance(
-        self,
-        step: int,
-        grads: Params,
-        old: Mapping[str, Params],
-        params: Params,
-        donate: bool,
-        accept: Tensor | None,
+        self, step: int, grads: Params, old: Mapping[str, Params], params: Params, donate: bool
     ) -> tuple[Params, dict[str, Params]]:
         """Step copies of `params` and of their state, or donated ones in place."""
         new = {k: p.detach() if donate and p.is_contiguous() else p.clone() for k, p in params.items()}
@@ -225,15 +205,7 @@ class _Call(NamedTuple):
         # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
         copy = not donate and self.group.cls.__module__.partition(".")[0] != "torch"
         fitted = {k: _aligned(grads[k].clone() if copy else grads[k], p) for k, p in new.items()}
-        after = self.step(step, new, fitted, states)
-        if accept is None:
-            return new, after
-
-        def choose(x: Tensor, y: Tensor) -> Tensor:
-            return torch.where(accept, x, y) if x.device.type == accept.device.type else x
-
-        chosen = {k: {e: choose(x, old[k][e]) for e, x in state.items()} for k, state in after.items()}
-        return {k: choose(x, params[k]) for k, x in new.items()}, chosen
+        return new, self.step(step, new, fitted, states)
 
     def step(self, step: int, params: Params, grads: Params, old: dict[str, Params]) -> dict[str, Params]:
         """Step `params` in place; returns the new state of each. `old` is {} at the first step."""

@@ -35,7 +35,7 @@ from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import Lazy, Remat, StepOptions
-from gbfunc.trees import BUFFERS, DIRECT, flat_genome, flatten_tree, like_genome, n_rows, unflatten_tree
+from gbfunc.trees import BUFFERS, DIRECT, flat_genome, flatten_tree, like_genome, n_rows, tree_map, unflatten_tree
 from gbfunc.types import Genome, GNets, Kernel, Params
 
 _MIX = 0x9E3779B97F4A7C15
@@ -234,13 +234,15 @@ class TrainStep:
                 numbers = f"loss {float(info.loss)}, gradient norm {float(info.grad_norm)}"
                 raise FloatingPointError(f"step {int(state.step)}: {numbers}; the state is as it was")
             return state._replace(step=state.step + 1)
-        accept = None if read else info.finite
-        new, opt = self._update(gradients, state.opt, params, options.donate and read, accept)
-        if accept is not None:
-            buffers = {
-                k: torch.where(accept, x, state.buffers[k]) if x.device.type == device else x
-                for k, x in buffers.items()
-            }
+        new, opt = self._update(gradients, state.opt, params, donate=options.donate and read)
+        if not read:
+            old = (params, state.opt.leaves, state.buffers)
+
+            def choose(x: Tensor, y: Tensor) -> Tensor:
+                return torch.where(info.finite, x, y) if x.device.type == device else x
+
+            new, leaves, buffers = tree_map(choose, (new, opt.leaves, buffers), old)
+            opt = opt._replace(leaves=leaves)
         return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
     @staticmethod
@@ -248,17 +250,15 @@ class TrainStep:
         """Whether reading a number of a device of this type costs nothing."""
         return device == "cpu"
 
-    def _update(
-        self, gradients: Params, opt: OptState, params: Params, donate: bool, accept: Tensor | None
-    ) -> tuple[Params, OptState]:
+    def _update(self, gradients: Params, opt: OptState, params: Params, donate: bool) -> tuple[Params, OptState]:
         """The optimizer's step on the leaves of which this rank has rows."""
         empty = {k for k in self._layout.split if not len(params[k])}
         if not empty:
-            return self._optimizer.update(gradients, opt, params, self._roles, donate=donate, accept=accept)
+            return self._optimizer.update(gradients, opt, params, self._roles, donate=donate)
         held = {k: v for k, v in params.items() if k not in empty}
         some = opt._replace(leaves={k: opt.leaves[k] for k in held})
         gradients = {k: gradients[k] for k in held}
-        new, made = self._optimizer.update(gradients, some, held, self._roles, donate=donate, accept=accept)
+        new, made = self._optimizer.update(gradients, some, held, self._roles, donate=donate)
         return params | new, made._replace(leaves=opt.leaves | made.leaves)
 
     def _check_ranks(self, state: TrainState, flat: Params, batch: Any) -> None:
