@@ -125,10 +125,10 @@ def test_sides_and_gradients_equal_the_loop_and_the_parts(kernel: Kernel, case: 
     torch.testing.assert_close(found[0], loop(side), rtol=1e-12, atol=1e-12)
     assert_close(found, with_gradients(side, "reference"), 1e-12)
     single = side._replace(**{k: None if x is None else x.detach().float() for k, x in _floats(side).items()})
-    for leaf in single.leaves:
+    for leaf in leaves_of(single):
         leaf.requires_grad_()
     exact = single._replace(**{k: None if x is None else x.detach().double() for k, x in _floats(single).items()})
-    for leaf in exact.leaves:
+    for leaf in leaves_of(exact):
         leaf.requires_grad_()
     assert_close(with_gradients(single, kernel), with_gradients(exact, "reference"), 1e-5)
 
@@ -261,7 +261,7 @@ def test_what_is_frozen_or_not_used_has_no_gradient() -> None:
     assert {type(x.grad_fn) for x in made} == {type(made[0].grad_fn)}
     made[1].sum().backward()
     parts = waves(sides, kernel="reference")[1]
-    leaves = [x for x in sides[1].leaves if x.requires_grad]
+    leaves = [x for x in leaves_of(sides[1]) if x.requires_grad]
     for x, y in zip(leaves, torch.autograd.grad(parts.sum(), leaves), strict=True):
         torch.testing.assert_close(x.grad, y)
     assert sides[0].weight.grad is None
