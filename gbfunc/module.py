@@ -176,7 +176,7 @@ class GenomeModule(nn.Module):
         see it.
 
         Raises:
-            RuntimeError: for what would change the p-net (see `gb.GrownNet`).
+            RuntimeError: for what would change the p-net (see `GrownNet`).
             ValueError: as `forward`.
         """
         return self._on_weights(self._net.run, function, *args, **kwargs)

@@ -20,6 +20,7 @@ from gbfunc.cli.teacher import digest, teacher_file
 from gbfunc.parallel import sum_ranks
 from gbfunc.tasks import Recipe, Task
 from gbfunc.tasks.training import Position, total_steps
+from gbfunc.train import TrainStep
 from gbfunc.types import JSON
 
 FOLDER = "checkpoints"
@@ -48,7 +49,7 @@ class Kept:
         signals: that came and ask for an end.
     """
 
-    train_step: gb.TrainStep
+    train_step: TrainStep
     settings: JSON
     source: Path | None
     needed: bool
@@ -151,9 +152,7 @@ class Kept:
 
 
 @contextmanager
-def checkpoints(
-    options: RunOptions, task: Task, recipe: Recipe, train_step: gb.TrainStep | None
-) -> Iterator[Kept | None]:
+def checkpoints(options: RunOptions, task: Task, recipe: Recipe, train_step: TrainStep | None) -> Iterator[Kept | None]:
     """The checkpoints that the options ask for; while they are open, SIGINT and SIGTERM save before they stop.
 
     Raises:

@@ -101,7 +101,7 @@ class GenomeOptions:
     """Largest genome, in parameters, everything counted."""
 
     compression: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
-    """The same as a ratio: parameters of the p-net / parameters of the genome."""
+    """Size of the genome as a ratio: parameters of the p-net / parameters of the genome."""
 
     hypernet: Annotated[
         HypernetName | None,

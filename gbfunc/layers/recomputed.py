@@ -138,7 +138,7 @@ class _Recompute(torch.autograd.Function):
 
 
 class _RecomputeForward(_Recompute):
-    """The same with forward-mode derivatives, which torch.compile does not trace."""
+    """`_Recompute` with forward-mode derivatives, which torch.compile does not trace."""
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -63,15 +63,15 @@ class Wire(NamedTuple):
         return self.move(x, "reduce_scatter", "gather", dim, sizes)
 
     def whole_in_part(self, x: Tensor) -> Tensor:
-        """The same tensor, of which each rank then uses something else."""
+        """Mark a tensor that is equal on all ranks, and of which each then uses another part: gradients are summed."""
         return self.move(x, "keep", "all_reduce")
 
     def split_in_part(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """The whole tensor, of which each rank then uses something else."""
+        """Gather the parts along `dim`; each rank then uses the result in another way: gradients are summed."""
         return self.move(x, "gather", "reduce_scatter", dim, sizes)
 
     def split_to_whole(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """The whole tensor, of which all ranks then use the same."""
+        """Gather the parts along `dim`; all ranks then compute the same from the result: gradients are equal."""
         return self.move(x, "gather", "slice", dim, sizes)
 
     def whole_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
@@ -126,6 +126,6 @@ class _Scaled(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """The same tensor, with `factor` times the gradient."""
+    """Return `x` unchanged, and multiply its gradient by `factor`."""
     scaled: Any = _Scaled.apply(x, factor) if factor != 1.0 else x
     return scaled

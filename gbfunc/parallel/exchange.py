@@ -48,7 +48,7 @@ class Gather(NamedTuple):
         return {e.name: Factors(next(whole), next(whole)) if as_factors(e) else next(whole) for e in ensembles}
 
     def slot(self, e: Ensemble, mine: Tensor | Factors, sizes: Sizes) -> Tensor | Factors:
-        """The same of one slot; `sizes` are every rank's tiles of it."""
+        """Every rank's outputs of one slot of an ensemble; `sizes` are the numbers of its tiles on every rank."""
         parts = self._sent(e, mine)
         whole = self._silenced(all_gather(self.layout.mesh, parts, [sizes] * len(parts)))
         return Factors(*whole) if len(whole) == 2 else whole[0]

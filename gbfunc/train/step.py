@@ -355,8 +355,8 @@ def make_train_step(
             `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
         check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
         parallel: how layers are split over the mesh's tensor axis: styles of `torch.distributed.tensor.parallel` by
-            name of module, wildcards too, as `parallelize_module` takes them; `gb.tensor_styles(pnet)` has those of
-            some p-nets. Each rank generates and applies its pieces, and with `lazy` it is thin products that travel.
+            name of module, wildcards too, as `parallelize_module` takes them; `gbfunc.parallel.styles.tensor_styles`
+            has those of some p-nets. Each rank generates and applies its pieces; with `lazy`, thin products travel.
             All ranks along the axis get the same rows, or, where the first layer takes a sharded input, each its part.
         pipeline: the schedule by which microbatches go through the mesh's pipeline axis, each rank running some of the
             p-net's blocks: `"gpipe"`, `"1f1b"`, `"interleaved"` or `"zbv"` (torch's). All ranks along the axis get the
