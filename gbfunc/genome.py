@@ -278,12 +278,12 @@ def init_leaves(
     tile_scope = [k for k in leaves if specs[k].scope == "tile"]
     linear = [k for k in tile_scope if specs[k].role == "linear"]
     groups_T = torch.from_numpy(e.groups)
-    whole = Run.bare(hypernet, e.dims, "eager", *codes_of(e, dtype, torch.device("cpu")))
+    bare = Run.bare(hypernet, e.dims, "eager", *codes_of(e, dtype, torch.device("cpu")))
     for p in e.spans:
         grid = p.slot.grid
         span = slice(p.first, p.first + grid.n_tiles)
         mine = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
-        slot = _Slot(whole.of(span), grid)
+        slot = _Slot(bare.of(span), grid)
         if hypernet.spreads and not hypernet.factorised and e.dims.rows * e.dims.cols > 1:
             mine |= _interacting(slot, mine, linear)
         for _ in range(_DRAWS if grid.numel > 1 else 0):

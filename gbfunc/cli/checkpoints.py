@@ -59,7 +59,7 @@ class Kept:
     signals: list[int] = field(default_factory=list)
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
-        """The state to begin with and how far it has come, which is told on standard error.
+        """The state to begin with and how far it has come, which is reported on standard error.
 
         Raises:
             FileNotFoundError: where there must be a checkpoint and is none.
@@ -124,7 +124,7 @@ class Kept:
 
         Raises:
             Stopped: after a signal, with this checkpoint on disk.
-            OSError: after a signal, if it cannot be written; otherwise that is told on standard error.
+            OSError: after a signal, if it cannot be written; otherwise that is reported on standard error.
         """
         if self.writer is None:
             return

@@ -97,11 +97,11 @@ def in_turn(mesh: Mesh, prepare: Callable[[], T]) -> T:
                 made.append(prepare())
             except Exception as error:
                 failure = error
-        told = gather_objects(mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
+        failures = gather_objects(mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        if failed := [rank for rank, words in enumerate(told) if words is not None]:
-            raise ValueError(f"rank {failed[0]} cannot begin: {told[failed[0]]}")
+        if failed := [rank for rank, words in enumerate(failures) if words is not None]:
+            raise ValueError(f"rank {failed[0]} cannot begin: {failures[failed[0]]}")
     return made[0]
 
 

@@ -128,7 +128,7 @@ class Traced(NamedTuple):
 
 
 def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
-    """A network's call as a graph, without what tells where in the source its operations stand.
+    """A network's call as a graph, without the places in the source of its operations.
 
     Raises:
         ValueError: if `torch.export` cannot trace it.

@@ -107,7 +107,7 @@ class Hypernet:
             row_rp: codes of the rows: [r, p].
             col_cq: codes of the columns: [c, q].
             noise: what `noise_shapes` asked for, or None for the mean.
-            kernel: implementation, where the type has several.
+            kernel: implementation, where the type has several (`gbfunc.types.Kernel`).
         """
         raise NotImplementedError
 

@@ -81,11 +81,11 @@ class Wire(NamedTuple):
     def sizes_of(self, n: int) -> Sizes:
         """How long a tensor is on each rank, from how long it is here; all ranks must call."""
         mine = torch.tensor([n], dtype=torch.int64, device=self.mesh.device)
-        whole = _run(self, mine, "gather", 0, (1,) * self.axis.size)
-        return tuple(whole.tolist())
+        sizes = _moved(self, mine, "gather", 0, (1,) * self.axis.size)
+        return tuple(sizes.tolist())
 
 
-def _run(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
+def _moved(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
     mesh, axis = wire.mesh, wire.axis
     if move == "keep" or axis.size == 1:
         return x.view_as(x)
@@ -106,12 +106,12 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, wire: Wire, there: Move, back: Move, dim: int, sizes: Sizes) -> Tensor:
         ctx.back = wire, back, dim, sizes
-        return _run(wire, x, there, dim, sizes)
+        return _moved(wire, x, there, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         wire, back, dim, sizes = ctx.back
-        return _run(wire, grads[0], back, dim, sizes), None, None, None, None, None
+        return _moved(wire, grads[0], back, dim, sizes), None, None, None, None, None
 
 
 class _Scaled(torch.autograd.Function):

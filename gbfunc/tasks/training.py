@@ -192,7 +192,7 @@ def fit(
         recipe: batch size, length, how often to measure.
         seed: of the order of the examples.
         checkpoints: where to go on from, and when to save; training then is the same as without an interruption.
-        report: is told how it goes.
+        report: gets the progress.
         validate: whether to measure on validation data.
         on_log: is given the steps done and metrics: means of `train_` ones every so many steps, `val_` ones with each
             validation.
