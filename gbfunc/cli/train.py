@@ -77,7 +77,6 @@ def finished(out: Path) -> bool:
 
 
 def _learn(options: Train, path: Path) -> None:
-    """Train the network that a genome grows."""
     output = replace(CheckpointOptions(), out=options.output.out)
     plain = replace(options, dense=False, genome=GenomeOptions(), output=output, teacher=TeacherOptions())
     plain = replace(plain, execution=ExecutionOptions())

@@ -66,7 +66,6 @@ class Objective:
     def _chosen(
         self, pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions
     ) -> OneGraph | Accumulated | Pipelined:
-        """The strategy that the options ask for."""
         make = partial(GenomeLoss, pnet, loss_fn, layout, options, self._divided)
         source = Regenerated if options.remat == "generate" else Kept
         if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
