@@ -5,9 +5,9 @@ the gradient of a whole tensor whole, of a split one split alike, the moves are
 
     from        to           forward          backward
     partial     whole        all-reduce       nothing             end of a row-parallel layer
-    partial     split        reduce-scatter   gather              the same, sequence parallel
+    partial     split        reduce-scatter   gather              its end, sequence parallel
     whole       used in part nothing          all-reduce          start of a column-parallel layer
-    split       used in part gather           reduce-scatter      the same, sequence parallel
+    split       used in part gather           reduce-scatter      its start, sequence parallel
     split       whole        gather           slice
     whole       split        slice            gather
 

@@ -110,7 +110,7 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
 def _send(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], axis: Axis) -> None:
     """Send `given[i][rank]` to every other rank, and receive `taken[i][rank]` from it; empty ones stay where they are.
 
-    Receives come first: gloo tells a sender that its receiver is ready on the connection that the receiver's rows
+    Receives come first: gloo signals a sender that its receiver is ready on the connection that the receiver's rows
     take, and behind these if they were there before.
     """
     others = [(i, rank) for i, rank in enumerate(axis.ranks) if i != axis.rank]

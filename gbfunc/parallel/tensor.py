@@ -198,7 +198,7 @@ class TensorParallel(Undivided):
         return frozenset(self._placements)
 
     def _by_torch(self, name: str, module: nn.Module, style: ParallelStyle) -> None:
-        """Let torch apply a style to a module of a skeleton, and note what it has made of the parameters."""
+        """Let torch apply a style to a module of a skeleton, and record what it has made of the parameters."""
         before = dict(module.named_parameters())
         parallelize_module(module, self.device_mesh, style)
         for key, parameter in module.named_parameters():
