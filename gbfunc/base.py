@@ -53,9 +53,9 @@ class BaseTensors:
     def __init__(self, pnet: nn.Module, new: Collection[str]) -> None:
         with torch.inference_mode(False):
             params = {p.name: _shared(p.tensor.detach()) for p in parameter_infos(pnet) if p.name not in new}
-            held = {k: pair for k, pair in buffers_of(pnet).items() if k not in new}
-            buffers = {k: b.detach().clone() for k, (b, _) in held.items()}
-        self._saved = {k: saved for k, (_, saved) in held.items()}
+            originals = {k: pair for k, pair in buffers_of(pnet).items() if k not in new}
+            buffers = {k: b.detach().clone() for k, (b, _) in originals.items()}
+        self._saved = {k: saved for k, (_, saved) in originals.items()}
         self._first = params, buffers
         self._on: dict[torch.device, tuple[Params, Params]] = {}
 

@@ -33,7 +33,7 @@ _MAX_DEPTH = 3
 
 
 def bit_width(n: int) -> int:
-    """Bits that tell `n` things apart: ceil(log2(n)), 0 for one thing."""
+    """Bits that distinguish `n` things: ceil(log2(n)), 0 for one thing."""
     return (n - 1).bit_length()
 
 
@@ -59,14 +59,14 @@ def _halves(i_k: Any, units: list[int]) -> Any:
 
 
 def _places(n: int) -> list[int]:
-    """Values of the bits that tell `n` things apart, most significant first."""
+    """Values of the bits that distinguish `n` things, most significant first."""
     return [1 << bit for bit in reversed(range(bit_width(n)))]
 
 
 def _quotient(i: Any, m: int) -> Any:
     """`i // m` of positions, which in a graph would be a dozen operations."""
-    whole = i - i % m
-    return (whole.double() / m).to(i.dtype) if isinstance(i, Tensor) else whole // m
+    multiple = i - i % m
+    return (multiple.double() / m).to(i.dtype) if isinstance(i, Tensor) else multiple // m
 
 
 def _joined(codes: list[Any], i: Any) -> Any:

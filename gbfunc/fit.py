@@ -189,7 +189,6 @@ def _fit(
     lr: float,
     progress: Callable[[int, int], None] | None,
 ) -> Fit:
-    """Fit each ensemble to its tiles."""
     targets = {t.name: given[t.name].double() for t in plan.generated}
     if base is not None:
         present = base.on(next(iter(given.values())).device)[0]

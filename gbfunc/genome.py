@@ -278,12 +278,12 @@ def init_leaves(
     tile_scope = [k for k in leaves if specs[k].scope == "tile"]
     linear = [k for k in tile_scope if specs[k].role == "linear"]
     groups_T = torch.from_numpy(e.groups)
-    whole = Run.bare(hypernet, e.dims, "eager", *codes_of(e, dtype, torch.device("cpu")))
+    bare = Run.bare(hypernet, e.dims, "eager", *codes_of(e, dtype, torch.device("cpu")))
     for p in e.spans:
         grid = p.slot.grid
         span = slice(p.first, p.first + grid.n_tiles)
         mine = {k: v[groups_T[span]] if specs[k].scope == "group" else v[span] for k, v in leaves.items()}
-        slot = _Slot(whole.of(span), grid)
+        slot = _Slot(bare.of(span), grid)
         if hypernet.spreads and not hypernet.factorised and e.dims.rows * e.dims.cols > 1:
             mine |= _interacting(slot, mine, linear)
         for _ in range(_DRAWS if grid.numel > 1 else 0):
@@ -346,11 +346,11 @@ def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list
     with torch.enable_grad():
         weights = slot.matrix(mine | drawn)
         mean = weights.mean()
-    spread = _deviation(weights)
-    if not spread > 0:
+    deviation = _deviation(weights)
+    if not deviation > 0:
         return {}
     centred = _zeroed(mean, drawn)
-    if (left := _deviation(slot.matrix(mine | centred))) <= _FLAT * spread:
+    if (left := _deviation(slot.matrix(mine | centred))) <= _FLAT * deviation:
         # The linear leaves are nothing but the mean (one feature, one gene): move all of the tiles' leaves instead.
         centred = {k: mine[k] for k in tile_scope}
         for _ in range(_NEWTON_STEPS):
@@ -359,8 +359,8 @@ def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list
                 weights = slot.matrix(mine | v)
                 centred = _zeroed(weights.mean() / weights.std(correction=0), v)
         left = _deviation(slot.matrix(mine | centred))
-    if left <= _FLAT * spread:
-        centred, left = {k: mine[k] for k in linear}, spread
+    if left <= _FLAT * deviation:
+        centred, left = {k: mine[k] for k in linear}, deviation
     return centred | {k: centred[k] / left for k in linear}
 
 
@@ -369,13 +369,13 @@ def _deviation(weights: Tensor) -> float:
 
 
 def _zeroed(value: Tensor, leaves: Params) -> Params:
-    """The leaves after the smallest change that makes a number zero, to first order."""
+    """The leaves after one Newton step of least norm towards `value` = 0."""
     slopes = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     return _moved(float(value.detach()), leaves, dict(zip(leaves, slopes, strict=True)))
 
 
 def _moved(value: float, leaves: Params, slopes: Params) -> Params:
-    """The same for a number with these slopes."""
+    """The leaves after one Newton step of least norm towards `value` = 0, from its gradients `slopes`."""
     square = sum(float(m.square().sum()) for m in slopes.values())
     change = value / square if 0 < square < math.inf else 0.0
     return {k: leaf.detach() - change * slopes[k] for k, leaf in leaves.items()}

@@ -45,7 +45,7 @@ class _Frame:
         generator = Generator(self.plan, pnet=self.pnet, lazy=self.lazy, base=self.base)
         return generator, PureNet(self.pnet, generator.forms, frozen=self.base)
 
-    def still(self, net: nn.Module) -> None:
+    def freeze_statistics(self, net: nn.Module) -> None:
         """Put what would change the base's statistics in training mode into evaluation mode."""
         if self.base is not None:
             keep_statistics(net, self.base.buffer_names)
@@ -126,7 +126,7 @@ class GenomeModule(nn.Module):
             genome = init_genome(plan, pnet, seed)
         check_genome(plan, genome)
         self._frame = _Frame(plan, skeleton_of(pnet), plan.base_tensors(pnet), lazy)
-        self._frame.still(self._frame.pnet)
+        self._frame.freeze_statistics(self._frame.pnet)
         frozen = {info.name for info in parameter_infos(pnet) if not info.tensor.requires_grad}
         persistent = {b.name: b.persistent for b in plan.buffers}
         gnets, direct = nn.Module(), nn.Module()
@@ -176,7 +176,7 @@ class GenomeModule(nn.Module):
         see it.
 
         Raises:
-            RuntimeError: for what would change the p-net (see `gb.GrownNet`).
+            RuntimeError: for what would change the p-net (see `GrownNet`).
             ValueError: as `forward`.
         """
         return self._on_weights(self._net.run, function, *args, **kwargs)
@@ -198,7 +198,7 @@ class GenomeModule(nn.Module):
         super().train(mode)
         for net in (self._frame.pnet, self._net.skeleton):
             net.train(mode)
-            self._frame.still(net)
+            self._frame.freeze_statistics(net)
         return self
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:

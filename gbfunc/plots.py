@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gbfunc.parallel.schedule import Kind, Span, Timeline
 
-# M. Okabe and K. Ito, Color Universal Design (2008): told apart with every common colour vision deficiency.
+# M. Okabe and K. Ito, Color Universal Design (2008): distinct with every common colour vision deficiency.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX*"
@@ -192,7 +192,7 @@ def tradeoff_curves(
     Args:
         curves: points (bytes, metric of each seed) of each method by its label.
         ylabel: what the metric is, with its unit.
-        yscale: `"linear"`, or `"log"` for errors: it tells 1 % from 2 % beside one of 70 %.
+        yscale: `"linear"`, or `"log"` for errors: it separates 1 % from 2 % beside one of 70 %.
 
     Raises:
         ValueError: if there is no method, or one without points or seeds.

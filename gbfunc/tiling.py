@@ -193,8 +193,8 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
         raise ValueError(f"expected the tiles of {list(grids)}, got {tuple(tiles_Trc.shape)}")
     if 1 < len(counts) == sum(counts):
         return tiles_Trc.unbind()
-    whole = len(grids) == 1 and grids[0].rows % r == 0 and grids[0].cols % c == 0
-    if not whole and not torch.compiler.is_compiling():
+    divides = len(grids) == 1 and grids[0].rows % r == 0 and grids[0].cols % c == 0
+    if not divides and not torch.compiler.is_compiling():
         return _Retile.apply(True, tuple(grids), tiles_Trc)  # pyright: ignore[reportReturnType]
     # The compiler fuses the plain expression, and knows no Function with a jvp. What `split` returns allows no
     # change in place.

@@ -14,7 +14,11 @@ GNets: TypeAlias = dict[str, Params]
 """`{ensemble: {leaf: tensor}}`; a leaf has a leading dimension of tiles [T, ...] or of groups [G, ...]."""
 
 Kernel: TypeAlias = Literal["auto", "eager", "compiled", "reference"]
-"""Which implementation generates the tiles of ReLU and periodic g-nets."""
+"""Which implementation evaluates g-nets of the types that have several: ReLU, periodic and bilinear ones.
+
+`"compiled"` is C++ on a CPU and, for ReLU g-nets alone, a Triton kernel on a GPU; `"eager"` is PyTorch; `"reference"`
+is the definition, in PyTorch; `"auto"` is `"compiled"` where that is available and pays, otherwise `"eager"`.
+"""
 
 JSON: TypeAlias = dict[str, Any]
 

@@ -28,6 +28,7 @@ from sklearn.datasets import load_digits
 
 import gbfunc as gb
 from gbfunc.plots import WEIGHTS
+from gbfunc.tiling import join_tiles, split_tiles, tile_grid
 
 # %% [markdown]
 # ## Codes
@@ -141,10 +142,10 @@ plt.show()
 # most the given size; what the last ones generate beyond the edge is cropped.
 
 # %%
-grid = gb.tile_grid((52, 90), max_tile=(20, 25))
+grid = tile_grid((52, 90), max_tile=(20, 25))
 number = torch.arange(grid.n_tiles).reshape(-1, 1, 1).expand(-1, grid.tile_rows, grid.tile_cols)
 fig, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
-ax.imshow(gb.join_tiles(number, grid), cmap="cividis", alpha=0.6)
+ax.imshow(join_tiles(number, grid), cmap="cividis", alpha=0.6)
 for t in range(grid.n_tiles):
     i, j = divmod(t, grid.n_cols)
     right, bottom = min((j + 1) * grid.tile_cols, grid.cols), min((i + 1) * grid.tile_rows, grid.rows)
@@ -168,12 +169,12 @@ tried = 0
 def join_undoes_split(rows, cols, tile, seed):
     global tried
     tried += 1
-    grid = gb.tile_grid((rows, cols), tile)
+    grid = tile_grid((rows, cols), tile)
     matrix = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
-    tiles = gb.split_tiles(matrix, grid)
+    tiles = split_tiles(matrix, grid)
     assert tiles.shape == (grid.n_tiles, grid.tile_rows, grid.tile_cols)
     assert grid.tile_rows <= tile[0] and grid.tile_cols <= tile[1]
-    assert torch.equal(gb.join_tiles(tiles, grid), matrix)
+    assert torch.equal(join_tiles(tiles, grid), matrix)
 
 
 join_undoes_split()

@@ -35,7 +35,9 @@ from IPython.display import display
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.generate import generate_piece
 from gbfunc.parallel import make_schedule, simulate
+from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.plots import PALETTE, plot_schedule
 
 # %% [markdown]
@@ -55,8 +57,8 @@ x = torch.randn(64, 96)
 halves = [slice(0, 64), slice(64, 128)]
 outputs = []
 for half in halves:
-    A = gb.generate_piece(plan, genome, "0.weight", rows=half)
-    B = gb.generate_piece(plan, genome, "2.weight", cols=half)
+    A = generate_piece(plan, genome, "0.weight", rows=half)
+    B = generate_piece(plan, genome, "2.weight", cols=half)
     outputs.append(torch.relu(x @ A.T + genome.direct["0.bias"][half]) @ B.T)
 together = outputs[0] + outputs[1] + genome.direct["2.bias"]
 whole = gb.materialize(plan, genome, pnet)(x)
@@ -222,7 +224,7 @@ with torch.device("meta"):
 embeddings = ["embed_tokens", "lm_head"]
 plan = gb.make_plan(llama, gb.periodic(32, share="layers"), max_tile=4096, include=embeddings)
 batch = torch.zeros(64, 2048, dtype=torch.int64, device="meta")
-device = gb.DeviceSpec(flops=200e12, bandwidth=2e12, link=12.5e9, memory=80e9)
+device = DeviceSpec(flops=200e12, bandwidth=2e12, link=12.5e9, memory=80e9)
 layouts = gb.plan_parallel(plan, llama, batch, ranks=8, device=device)
 
 print(f"{'seconds':>8} {'memory':>9} {'sent':>9}   layout")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import gbfunc as gb
+from gbfunc.train import Optimizer, TrainStep
 from gbfunc.train.gradients import noise_of
 from gbfunc.train.step import step_seed
 
@@ -52,7 +53,7 @@ def reconstruction(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return F.mse_loss(net(x), x)
 
 
-def make(hypernet: Any, optimizer: gb.Optimizer) -> tuple[gb.Plan, nn.Module, gb.TrainStep]:
+def make(hypernet: Any, optimizer: Optimizer) -> tuple[gb.Plan, nn.Module, TrainStep]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         pnet = Tied().double()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.plan import parse_bytes
 from gbfunc.lab.bench import calibrate
+from gbfunc.parallel.planner import DeviceSpec
 
 SMALL = ["plan", "--compression", "5", "--sizes", "64", "32", "32", "10"]
 
@@ -25,7 +25,7 @@ def test_plan_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_reads_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "device.json"
-    path.write_text(gb.DeviceSpec(memory=1e4).to_json())
+    path.write_text(DeviceSpec(memory=1e4).to_json())
     assert main([*SMALL, "--ranks", "2", "--device", str(path)]) == 0
     assert "0 layouts of 2 ranks fit" in capsys.readouterr().out
 
@@ -72,6 +72,6 @@ def test_calibrate_prints_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("gbfunc.lab.bench.calibrate.measure_ceilings", lambda device, rounds: {"gflops": 2, "gb_s": 3})
     monkeypatch.setattr(calibrate, "_SENT_BYTES", 2**20)
     assert main(["bench", "--calibrate"]) == 0
-    device = gb.DeviceSpec.from_json(capsys.readouterr().out)
+    device = DeviceSpec.from_json(capsys.readouterr().out)
     assert (device.flops, device.bandwidth) == (2e9, 3e9)
     assert device.link > 0 and device.memory > 1e8 and device.latency > 0

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gbfunc as gb
-from gbfunc.parallel import single_rank_mesh
+from gbfunc.parallel import CollectiveError, single_rank_mesh
 from gbfunc.parallel.faults import Faults
 from gbfunc.trees import split_rows
 from tests.support.rank_cases import pnet_of
@@ -169,7 +169,7 @@ GLOO = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0
     ids=repr,
 )
 def test_what_a_backend_says_is_a_failed_collective(error: RuntimeError) -> None:
-    with pytest.raises(gb.CollectiveError, match="rank 0 of 2: gather failed or timed out") as caught:
+    with pytest.raises(CollectiveError, match="rank 0 of 2: gather failed or timed out") as caught:
         failing(error)
     assert caught.value.__cause__ is error
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.plan import Plan
+from gbfunc.tiling import split_tiles
 from tests.support import oracles
 from tests.support.strategies import linear_end
 from tests.support.trees_equal import same_bits
@@ -93,7 +94,7 @@ def test_low_rank_is_the_best_there_is(rank: int, max_tile: int | None) -> None:
     weights = {k: torch.randn(v.shape, generator=generator) for k, v in pnet.named_parameters()}
     errors = gb.fit_genome(plan, weights | dict(pnet.named_buffers())).errors
     for tensor in plan.generated:
-        tiles = gb.split_tiles(weights[tensor.name].double(), tensor.slots[0].grid)
+        tiles = split_tiles(weights[tensor.name].double(), tensor.slots[0].grid)
         best = torch.linalg.svdvals(tiles)[:, rank:].norm() / weights[tensor.name].double().norm()
         assert errors[tensor.name] == pytest.approx(float(best), rel=1e-5)
 

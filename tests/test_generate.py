@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import gbfunc as gb
+from gbfunc.generate import generate_piece
 from gbfunc.hypernets import Hypernet
 from gbfunc.layers import KINDS
 from gbfunc.pnet import PureNet
@@ -307,7 +308,7 @@ def test_a_piece_is_that_part_of_the_matrix(net: str, hypernet: Any, data: st.Da
     whole = torch.cat(matrices) if part is None else matrices[part]
     a, b = sorted(data.draw(st.tuples(*[st.integers(0, whole.shape[0])] * 2)))
     c, d = sorted(data.draw(st.tuples(*[st.integers(0, whole.shape[1])] * 2)))
-    piece = gb.generate_piece(plan, genome, tensor.name, slice(a, b), slice(c, d), part=part)
+    piece = generate_piece(plan, genome, tensor.name, slice(a, b), slice(c, d), part=part)
     torch.testing.assert_close(piece, whole[a:b, c:d], rtol=1e-12, atol=1e-14)
     if piece.requires_grad and piece.numel():
         weight = torch.randn(piece.shape, dtype=torch.float64)
@@ -324,8 +325,8 @@ def test_a_piece_of_nothing_is_refused() -> None:
     plan = gb.make_plan(pnet, gb.periodic(2))
     genome = gb.init_genome(plan, pnet)
     with pytest.raises(ValueError, match=r"'fc' is no parameter of the plan; it has \['in_proj_weight'"):
-        gb.generate_piece(plan, genome, "fc")
+        generate_piece(plan, genome, "fc")
     with pytest.raises(ValueError, match=r"has the parts \[0, 1, 2\], got 3"):
-        gb.generate_piece(plan, genome, "in_proj_weight", part=3)
+        generate_piece(plan, genome, "in_proj_weight", part=3)
     with pytest.raises(ValueError, match="without a step"):
-        gb.generate_piece(plan, genome, "in_proj_weight", slice(0, 4, 2))
+        generate_piece(plan, genome, "in_proj_weight", slice(0, 4, 2))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gbfunc as gb
-from gbfunc.train import OptState
+from gbfunc.train import Optimizer, OptState
 from gbfunc.trees import flatten_tree
 from tests.support.trees_equal import copy_tree, same_bits
 
@@ -95,9 +95,7 @@ def schedule(step: int) -> float:
     return 0.1 / (1 + step)
 
 
-def run(
-    optimizer: gb.Optimizer, steps: int, dtype: torch.dtype = torch.float32, **options: Any
-) -> tuple[Any, OptState]:
+def run(optimizer: Optimizer, steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, OptState]:
     params = normal(0, dtype)
     state = optimizer.init(params, ROLES)
     for step in range(steps):

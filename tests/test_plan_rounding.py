@@ -12,6 +12,7 @@ from torch import Tensor
 
 import gbfunc as gb
 from gbfunc.plan.rounding import BITS, BLOCK, block_size, decode, encode, rounded
+from gbfunc.train import TrainStep
 from gbfunc.trees import flat_genome
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import ZOO, Animal, dtype_of, loss_fn
@@ -76,7 +77,7 @@ def test_zero_stays_zero() -> None:
 # --- in the loop ---------------------------------------------------------------------------------------------------
 
 
-def step_of(animal: Animal, **options: Any) -> tuple[gb.TrainStep, Tensor]:
+def step_of(animal: Animal, **options: Any) -> tuple[TrainStep, Tensor]:
     pnet = animal.pnet()
     sgd = gb.torch_optimizer(torch.optim.SGD, lr=0.1)
     return gb.make_train_step(animal.plan(pnet), pnet, loss_fn, sgd, **options), animal.batch(dtype_of(pnet))

@@ -13,6 +13,7 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.parallel.dry_run import DryRun
+from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.parallel.planner_costs import Model
 from gbfunc.parallel.planner_stages import Footprint, RankLayout
 from gbfunc.tasks.pnets.gpt import GPT
@@ -77,7 +78,7 @@ def test_ten_thousand_ranks_are_planned() -> None:
         pnet = GPT(50304, 1024, 24, 19200, 80, 76800)
     plan = gb.make_plan(pnet, gb.periodic(64), include=["tokens"])
     assert plan.pnet_params > 1e11
-    device = gb.DeviceSpec(flops=4e14, bandwidth=2e12, link=5e10, memory=80e9, latency=1e-5)
+    device = DeviceSpec(flops=4e14, bandwidth=2e12, link=5e10, memory=80e9, latency=1e-5)
     batch = torch.empty((10_000, 1025), dtype=torch.int64, device="meta")
     found = gb.plan_parallel(plan, pnet, batch, ranks=10_000, device=device, loss_fn=next_token)
     assert found.fits and all(p.peak <= 80e9 for p in found.fits)
@@ -87,13 +88,13 @@ def test_ten_thousand_ranks_are_planned() -> None:
 
 def test_layouts_that_cannot_be_are_refused_with_a_reason() -> None:
     pnet, plan, batch = make_case()
-    found = gb.plan_parallel(plan, pnet, batch, ranks=6, loss_fn=next_token, device=gb.DeviceSpec(memory=1e9))
+    found = gb.plan_parallel(plan, pnet, batch, ranks=6, loss_fn=next_token, device=DeviceSpec(memory=1e9))
     reasons = dict(found.refused)
     assert "cannot be split over 3 tensor ranks, 1, 2, 4" in reasons["tensor 3"]
     assert reasons["data 1 x pipeline 6 x tensor 1, gpipe"] == "6 stages of 4 blocks"
     odd = gb.plan_parallel(plan, pnet, batch[:15], ranks=2, loss_fn=next_token, microbatches=5)
     assert {p.layout.schedule for p in odd.fits} == {None, "gpipe", "1f1b", "zbv"}
-    tiny = gb.plan_parallel(plan, pnet, batch, ranks=2, loss_fn=next_token, device=gb.DeviceSpec(memory=1e4))
+    tiny = gb.plan_parallel(plan, pnet, batch, ranks=2, loss_fn=next_token, device=DeviceSpec(memory=1e4))
     assert not tiny.fits and tiny.smallest is None
     assert "needs" in tiny.refused[0][1] and "do not" in tiny.report()
 
@@ -108,15 +109,15 @@ def test_a_linear_stack_needs_no_styles_and_no_loss() -> None:
 @pytest.mark.parametrize("values", [{"flops": 0.0}, {"link": -1.0}, {"memory": float("nan")}, {"latency": True}])
 def test_devices_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(values))} of a device must be"):
-        gb.DeviceSpec(**values)
+        DeviceSpec(**values)
 
 
 def test_a_device_is_read_as_it_is_written() -> None:
-    device = gb.DeviceSpec(flops=1e12, latency=0.0)
-    assert gb.DeviceSpec.from_json(device.to_json()) == device
+    device = DeviceSpec(flops=1e12, latency=0.0)
+    assert DeviceSpec.from_json(device.to_json()) == device
     for text in ("[]", "{", '{"speed": 1}'):
         with pytest.raises(ValueError, match="a device must be a JSON object with flops, bandwidth"):
-            gb.DeviceSpec.from_json(text)
+            DeviceSpec.from_json(text)
 
 
 class Backwards(nn.Sequential):

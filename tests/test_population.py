@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.train import Optimizer, Population, StepInfo, TrainStep
 from gbfunc.trees import flatten_tree
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import ZOO, Animal, dtype_of, loss_fn
@@ -30,7 +31,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 
 
-def adam(lr: Any = 0.02, **options: Any) -> gb.Optimizer:
+def adam(lr: Any = 0.02, **options: Any) -> Optimizer:
     return gb.torch_optimizer(torch.optim.Adam, lr=lr, **options)
 
 
@@ -42,14 +43,14 @@ def exact(animal: Animal) -> tuple[nn.Module, gb.Plan, Tensor, float]:
     return pnet, animal.plan(pnet), animal.batch(dtype_of(pnet)), 2e-2 if half else 1e-9
 
 
-def mlp_step(optimizer: gb.Optimizer | None = None, loss: Any = loss_fn, **options: Any) -> tuple[gb.TrainStep, Tensor]:
+def mlp_step(optimizer: Optimizer | None = None, loss: Any = loss_fn, **options: Any) -> tuple[TrainStep, Tensor]:
     pnet, plan, batch, _ = exact(ZOO["mlp"])
     return gb.make_train_step(plan, pnet, loss, optimizer or adam(), **options), batch
 
 
 def alone(
-    steps: Sequence[gb.TrainStep], states: Sequence[gb.TrainState], batches: Sequence[Any], rounds: int = 3
-) -> tuple[list[gb.TrainState], list[gb.StepInfo]]:
+    steps: Sequence[TrainStep], states: Sequence[gb.TrainState], batches: Sequence[Any], rounds: int = 3
+) -> tuple[list[gb.TrainState], list[StepInfo]]:
     """Every member trained by itself."""
     made, infos = list(states), []
     for _ in range(rounds):
@@ -58,14 +59,14 @@ def alone(
     return made, infos
 
 
-def together(many: gb.Population, states: gb.TrainState, batch: Any, rounds: int = 3) -> Any:
+def together(many: Population, states: gb.TrainState, batch: Any, rounds: int = 3) -> Any:
     info = None
     for _ in range(rounds):
         states, info = many(states, batch)
     return states, info
 
 
-def assert_members(many: gb.Population, states: gb.TrainState, members: Sequence[gb.TrainState], tol: float) -> None:
+def assert_members(many: Population, states: gb.TrainState, members: Sequence[gb.TrainState], tol: float) -> None:
     for i, member in enumerate(members):
         got, expected = flatten_tree(many.member(states, i)), flatten_tree(member)
         assert got.keys() == expected.keys()
@@ -95,7 +96,7 @@ def test_each_member_is_trained_as_alone(name: str) -> None:
 def test_each_member_has_its_learning_rate(cls: str, donate: bool) -> None:
     options, factors = CLASSES[cls], [0.3, 1.0, 2.0]
 
-    def made(factor: float) -> gb.Optimizer:
+    def made(factor: float) -> Optimizer:
         def times(lr: Any) -> Callable[[int], float]:
             return lambda step: factor * float(lr(step) if callable(lr) else lr)  # pyright: ignore[reportArgumentType]
 

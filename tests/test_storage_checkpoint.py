@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import gbfunc as gb
 from gbfunc import files
+from gbfunc.train import Optimizer, TrainStep
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import ZOO, loss_fn, mlp, step_of
 
@@ -31,13 +32,13 @@ if hasattr(torch.optim, "Muon"):  # Younger than the oldest torch that is suppor
     OPTIMIZERS["muon"] = gb.torch_optimizer(torch.optim.Muon, lr=0.01)
 
 
-def advance(step: gb.TrainStep, state: Any, batch: Any, steps: int) -> Any:
+def advance(step: TrainStep, state: Any, batch: Any, steps: int) -> Any:
     for _ in range(steps):
         state, _ = step(state, batch)
     return state
 
 
-def save(folder: Path, step: gb.TrainStep, *states: Any, extra: Any = None, keep: int = 9) -> None:
+def save(folder: Path, step: TrainStep, *states: Any, extra: Any = None, keep: int = 9) -> None:
     with gb.Checkpointer(folder, step, keep=keep) as checkpointer:
         for state in states:
             checkpointer.save(state, extra)
@@ -50,7 +51,7 @@ def names(folder: Path) -> list[str]:
 # --- what goes on is what would have been --------------------------------------------------------------------------
 
 
-def goes_on(step: gb.TrainStep, batch: Any, folder: Path) -> None:
+def goes_on(step: TrainStep, batch: Any, folder: Path) -> None:
     """Two steps, a checkpoint, two steps are bit for bit four steps; the copy is taken before the step goes on."""
     straight = advance(step, step.init(seed=7), batch, 4)
     with gb.Checkpointer(folder, step) as checkpointer:
@@ -69,7 +70,7 @@ def test_every_training_goes_on(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_goes_on(optimizer: gb.Optimizer, tmp_path: Path) -> None:
+def test_every_optimizer_goes_on(optimizer: Optimizer, tmp_path: Path) -> None:
     goes_on(*step_of("mixed", optimizer=optimizer, donate=True), tmp_path)
 
 
@@ -127,7 +128,7 @@ def test_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[gb.TrainStep, Path, bytes]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainStep, Path, bytes]]:
     """A step, a folder with its checkpoints 1 and 2, and the bytes of the second."""
     folder = tmp_path_factory.mktemp("pair")
     step, batch = step_of("conv_bn", optimizer=ADAM)
@@ -136,7 +137,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[gb.TrainSte
     yield step, folder, (folder / "step-00000002.safetensors").read_bytes()
 
 
-def skips(pair: tuple[gb.TrainStep, Path, bytes], data: bytes) -> None:
+def skips(pair: tuple[TrainStep, Path, bytes], data: bytes) -> None:
     """The second is passed over, and said to be damaged; by itself it is refused."""
     step, folder, _ = pair
     newest = folder / "step-00000002.safetensors"
@@ -148,7 +149,7 @@ def skips(pair: tuple[gb.TrainStep, Path, bytes], data: bytes) -> None:
         gb.load_checkpoint(newest, step, step.init())
 
 
-def test_the_pair_is_valid(pair: tuple[gb.TrainStep, Path, bytes]) -> None:
+def test_the_pair_is_valid(pair: tuple[TrainStep, Path, bytes]) -> None:
     step, folder, data = pair
     (folder / "step-00000002.safetensors").write_bytes(data)
     found = gb.load_checkpoint(folder, step, step.init())
@@ -156,7 +157,7 @@ def test_the_pair_is_valid(pair: tuple[gb.TrainStep, Path, bytes]) -> None:
 
 
 @given(st.data())
-def test_a_flipped_bit_is_seen(pair: tuple[gb.TrainStep, Path, bytes], data: st.DataObject) -> None:
+def test_a_flipped_bit_is_seen(pair: tuple[TrainStep, Path, bytes], data: st.DataObject) -> None:
     whole = pair[2]
     header = 8 + int.from_bytes(whole[:8], "little")
     # Half of them in the header, which is the smaller part.
@@ -167,7 +168,7 @@ def test_a_flipped_bit_is_seen(pair: tuple[gb.TrainStep, Path, bytes], data: st.
 
 
 @given(st.data())
-def test_a_cut_file_is_seen(pair: tuple[gb.TrainStep, Path, bytes], data: st.DataObject) -> None:
+def test_a_cut_file_is_seen(pair: tuple[TrainStep, Path, bytes], data: st.DataObject) -> None:
     skips(pair, pair[2][: data.draw(st.integers(0, len(pair[2]) - 1))])
 
 
@@ -175,7 +176,7 @@ def test_a_cut_file_is_seen(pair: tuple[gb.TrainStep, Path, bytes], data: st.Dat
 @example(b"\xff" * 64)
 @example((24).to_bytes(8, "little") + b'{"__metadata__": {"a":1}}')
 @example((10**5).to_bytes(8, "little") + b"[" * 10**5)
-def test_any_bytes_are_seen(pair: tuple[gb.TrainStep, Path, bytes], noise: bytes) -> None:
+def test_any_bytes_are_seen(pair: tuple[TrainStep, Path, bytes], noise: bytes) -> None:
     skips(pair, noise)
     skips(pair, pair[2] + noise + b"\0")
 
@@ -290,7 +291,7 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000000.safetensors"]
 
 
-def held_for_others(folder: Path, step: gb.TrainStep) -> bool:
+def held_for_others(folder: Path, step: TrainStep) -> bool:
     """Whether another process is refused the folder."""
     child = os.fork()
     if not child:

@@ -16,17 +16,18 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import gbfunc as gb
 from gbfunc.storage import checkpoint
+from gbfunc.train import Optimizer, TrainStep
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import loss_fn, mlp, step_of
 
 PLAN = gb.make_plan(mlp(), gb.periodic(2), max_tile=4)
 
 
-def step_with(optimizer: gb.Optimizer, **options: Any) -> gb.TrainStep:
+def step_with(optimizer: Optimizer, **options: Any) -> TrainStep:
     return gb.make_train_step(PLAN, mlp(), loss_fn, optimizer, **options)
 
 
-def adam(lr: Any = 0.1, **options: Any) -> gb.Optimizer:
+def adam(lr: Any = 0.1, **options: Any) -> Optimizer:
     return gb.torch_optimizer(torch.optim.Adam, lr=lr, **options)
 
 
@@ -34,7 +35,7 @@ def one_cycle(steps: int, lr: float = 0.1) -> Any:
     return gb.torch_schedule(OneCycleLR, lr, steps)
 
 
-def saved(folder: Path, step: gb.TrainStep, extra: Any = None) -> gb.TrainState:
+def saved(folder: Path, step: TrainStep, extra: Any = None) -> gb.TrainState:
     state, _ = step(step.init(seed=3), step_of("mlp")[1])
     with gb.Checkpointer(folder, step) as checkpointer:
         checkpointer.save(state, extra)
@@ -62,7 +63,7 @@ OTHER = {
 
 @pytest.mark.parametrize(("before", "after", "words"), OTHER.values(), ids=OTHER)
 def test_another_training_is_refused_unless_it_is_allowed(
-    before: gb.Optimizer, after: gb.Optimizer, words: str, tmp_path: Path
+    before: Optimizer, after: Optimizer, words: str, tmp_path: Path
 ) -> None:
     state, now = saved(tmp_path, step_with(before)), step_with(after)
     with pytest.raises(ValueError, match=f"step-00000001.safetensors is not a .* it was trained otherwise .*{words}"):
@@ -88,7 +89,7 @@ def test_another_norm_to_clip_to_is_refused(tmp_path: Path) -> None:
         (adam(direct={"lr": 0.1}), adam()),
     ],
 )
-def test_the_same_training_in_other_words_goes_on(before: gb.Optimizer, after: gb.Optimizer, tmp_path: Path) -> None:
+def test_the_same_training_in_other_words_goes_on(before: Optimizer, after: Optimizer, tmp_path: Path) -> None:
     state, now = saved(tmp_path, step_with(before)), step_with(after, donate=True, microbatches=2)
     assert same_bits(gb.load_checkpoint(tmp_path, now, now.init()).state, state)
 

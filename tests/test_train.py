@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 import gbfunc as gb
+from gbfunc.train import Optimizer, TrainStep
 from tests.support.trees_equal import copy_tree, photograph, same_bits
 from tests.support.zoo import ZOO, Animal, dtype_of, loss_fn, small
 
@@ -26,18 +27,18 @@ STILL = {
 """Animals whose loss on a batch is the mean of its losses on the parts, and always the same."""
 
 
-def sgd(lr: Any = 0.1, **options: Any) -> gb.Optimizer:
+def sgd(lr: Any = 0.1, **options: Any) -> Optimizer:
     return gb.torch_optimizer(torch.optim.SGD, lr=lr, **options)
 
 
-def step_of(animal: Animal, **options: Any) -> tuple[gb.TrainStep, Tensor]:
+def step_of(animal: Animal, **options: Any) -> tuple[TrainStep, Tensor]:
     pnet = animal.pnet()
     optimizer = options.pop("optimizer", sgd())
     step = gb.make_train_step(animal.plan(pnet), pnet, options.pop("loss", loss_fn), optimizer, **options)
     return step, animal.batch(dtype_of(pnet))
 
 
-def run(step: gb.TrainStep, state: gb.TrainState, batch: Any, steps: int = 3) -> tuple[gb.TrainState, list[Tensor]]:
+def run(step: TrainStep, state: gb.TrainState, batch: Any, steps: int = 3) -> tuple[gb.TrainState, list[Tensor]]:
     losses = []
     for _ in range(steps):
         state, info = step(state, batch)
@@ -315,5 +316,5 @@ def test_a_device_chooses_as_the_processor_does(
         return states
 
     read = states_of()
-    monkeypatch.setattr(gb.TrainStep, "_reads", staticmethod(lambda device: False))
+    monkeypatch.setattr(TrainStep, "_reads", staticmethod(lambda device: False))
     assert same_bits(states_of(), read)

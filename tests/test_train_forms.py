@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.train import TrainStep
 from tests.support.dense_oracle import READ_GRADIENTS, assert_same, dense_answer, step_answer
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import SGD, ZOO, loss_fn
@@ -146,10 +147,10 @@ def test_two_runs_and_a_resumed_one_are_equal_to_the_bit(name: str, mode: str, t
     pnet = animal.pnet()
     plan = animal.plan(pnet, hypernet=gb.low_rank(1))
 
-    def made() -> gb.TrainStep:
+    def made() -> TrainStep:
         return gb.make_train_step(plan, pnet, loss_fn, ADAM, **MODES[mode])
 
-    def run(step: gb.TrainStep, state: Any, steps: range) -> Any:
+    def run(step: TrainStep, state: Any, steps: range) -> Any:
         for n in steps:
             state, _ = step(state, animal.batch(seed=n))
         return state
@@ -227,7 +228,7 @@ def test_complex_direct_parameters_learn(mode: str) -> None:
 # --- one clear error -------------------------------------------------------------------------------------------------
 
 
-def mlp_step(loss: Any = loss_fn, **options: Any) -> gb.TrainStep:
+def mlp_step(loss: Any = loss_fn, **options: Any) -> TrainStep:
     pnet, plan = planned("mlp", 4)
     return gb.make_train_step(plan, pnet, loss, SGD, **options)
 

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name, by default those of the process.
 
     Returns:
-        Exit code: 0; 2 after an error that the user can mend, told in one line on standard error; 128 + the number
+        Exit code: 0; 2 after a user's error, reported in one line on standard error; 128 + the number
         of the signal that ended it.
 
     Raises:

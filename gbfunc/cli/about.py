@@ -52,7 +52,6 @@ def described(path: Path, options: Options) -> Options:
 
 
 def _option(path: Path, name: str, value: Any, usual: str | None) -> str:
-    """An option's value from a file."""
     if isinstance(value, dict) and usual == "{}":
         return json.dumps(value)
     if not isinstance(value, str) or usual == "{}":

@@ -37,7 +37,6 @@ def run(options: Bench) -> None:
 
 
 def _run_cases(options: Bench) -> None:
-    """Measure what the options say."""
     if options.distributed:
         run_wire("quick" if options.quick else "full", options.cases, options.ranks, options.links, options.out)
         return

@@ -20,6 +20,7 @@ from gbfunc.cli.teacher import digest, teacher_file
 from gbfunc.parallel import sum_ranks
 from gbfunc.tasks import Recipe, Task
 from gbfunc.tasks.training import Position, total_steps
+from gbfunc.train import TrainStep
 from gbfunc.types import JSON
 
 FOLDER = "checkpoints"
@@ -48,7 +49,7 @@ class Kept:
         signals: that came and ask for an end.
     """
 
-    train_step: gb.TrainStep
+    train_step: TrainStep
     settings: JSON
     source: Path | None
     needed: bool
@@ -58,7 +59,7 @@ class Kept:
     signals: list[int] = field(default_factory=list)
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
-        """The state to begin with and how far it has come, which is told on standard error.
+        """The state to begin with and how far it has come, which is reported on standard error.
 
         Raises:
             FileNotFoundError: where there must be a checkpoint and is none.
@@ -123,7 +124,7 @@ class Kept:
 
         Raises:
             Stopped: after a signal, with this checkpoint on disk.
-            OSError: after a signal, if it cannot be written; otherwise that is told on standard error.
+            OSError: after a signal, if it cannot be written; otherwise that is reported on standard error.
         """
         if self.writer is None:
             return
@@ -151,9 +152,7 @@ class Kept:
 
 
 @contextmanager
-def checkpoints(
-    options: RunOptions, task: Task, recipe: Recipe, train_step: gb.TrainStep | None
-) -> Iterator[Kept | None]:
+def checkpoints(options: RunOptions, task: Task, recipe: Recipe, train_step: TrainStep | None) -> Iterator[Kept | None]:
     """The checkpoints that the options ask for; while they are open, SIGINT and SIGTERM save before they stop.
 
     Raises:

@@ -89,7 +89,6 @@ def _problems(options: Compare, task: Task, dtype: torch.dtype) -> list[Problem]
 
 
 def _budgets(options: Compare, task: Task) -> list[tuple[int, int]]:
-    """Parameters and bytes."""
     from gbfunc.lab.compare import is_pretrained, reference_bytes, size_within
 
     pretrained = is_pretrained(task)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import gbfunc as gb
 from gbfunc.cli.output import make_folder
 from gbfunc.lab.bench.memory import peak_resident
-from gbfunc.parallel import ScheduleCosts, gather_objects, make_schedule, simulate
+from gbfunc.parallel import Mesh, ScheduleCosts, gather_objects, make_schedule, simulate
 from gbfunc.pnet import skeleton_of
 from gbfunc.tasks import Task
 from gbfunc.tasks.base import LossFn
 from gbfunc.tasks.training import Trainer
+from gbfunc.train import TrainStep
 from gbfunc.trees import tree_map
 
 _PROFILED = 3
@@ -49,7 +49,7 @@ class Meter:
         self._after: Callable[[], None] = lambda: None
 
     def metered(self, trainer: Trainer, split: dict[str, Any] | None = None) -> Trainer:
-        """The same trainer, watched; `split` says how the p-net is split over ranks."""
+        """A trainer whose steps are counted, with what they send; `split` says how the p-net is split over ranks."""
         self._split = split or {}
         if trainer.train_step is None:
             return trainer
@@ -68,7 +68,7 @@ class Meter:
         return trainer._replace(step=step)
 
     @contextmanager
-    def profiling(self, mesh: gb.Mesh, steps: int) -> Iterator[None]:
+    def profiling(self, mesh: Mesh, steps: int) -> Iterator[None]:
         """Profile a few early ones of the `steps` that are taken inside: a trace of each rank, and rank 0's table.
 
         Raises:
@@ -97,7 +97,7 @@ class Meter:
             yield
 
     def metrics(
-        self, train_step: gb.TrainStep, task: Task, pnet: nn.Module, batch_size: int, steps_per_second: float
+        self, train_step: TrainStep, task: Task, pnet: nn.Module, batch_size: int, steps_per_second: float
     ) -> dict[str, object]:
         """How a training ran, on every rank; all of them call. Bytes and memory are those of the rank that has most."""
         mesh, steps = train_step.mesh, max(1, self._steps)
@@ -117,7 +117,7 @@ class Meter:
         }
 
     def _speed(
-        self, task: Task, pnet: nn.Module, mesh: gb.Mesh, batch_size: int, steps_per_second: float
+        self, task: Task, pnet: nn.Module, mesh: Mesh, batch_size: int, steps_per_second: float
     ) -> dict[str, object]:
         """Samples, tokens and operations of the dense p-net per second of all ranks together."""
         found: dict[str, object] = {"samples_per_second": steps_per_second * batch_size}
@@ -133,7 +133,7 @@ class Meter:
             found["peak_flops_share"] = steps_per_second * flops / (self._peak_flops * mesh.world)
         return found
 
-    def _split_metrics(self, task: Task, pnet: nn.Module, mesh: gb.Mesh) -> dict[str, object]:
+    def _split_metrics(self, task: Task, pnet: nn.Module, mesh: Mesh) -> dict[str, object]:
         """Microbatches, and the pipeline's schedule with its bubble, where there is one."""
         microbatches, pipeline = self._split.get("microbatches", 1), self._split.get("pipeline")
         found: dict[str, object] = {"microbatches": microbatches}

@@ -118,7 +118,7 @@ def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
 
 
 def with_teacher(job: Job, options: TeacherOptions, device: str) -> Job:
-    """The same job, whose loss follows the teacher that the options name, if they do.
+    """The job with a loss that follows the teacher that the options name, if they name one.
 
     Raises:
         FileNotFoundError: if there is no such file.

@@ -101,7 +101,7 @@ class GenomeOptions:
     """Largest genome, in parameters, everything counted."""
 
     compression: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
-    """The same as a ratio: parameters of the p-net / parameters of the genome."""
+    """Size of the genome as a ratio: parameters of the p-net / parameters of the genome."""
 
     hypernet: Annotated[
         HypernetName | None,
@@ -211,7 +211,7 @@ class OutputOptions(StoredOptions):
     best.safetensors (the best one by validation); such files are replaced."""
 
     finetune: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: none)")] = None
-    """So many steps more, in which the network is the one of the rounded genome: mends most of what --dtype costs."""
+    """So many steps more, in which the network is that of the rounded genome: recovers most of what --dtype costs."""
 
     log: Annotated[tuple[LogName, ...], arg(metavar=" ".join(get_args(LogName)), help_behavior_hint=NONE)] = ()
     """Where metrics go while it trains: OUT/log.csv, OUT/tensorboard, Weights & Biases."""
@@ -235,7 +235,7 @@ class CheckpointOptions(OutputOptions):
     """Go on from the newest valid checkpoint of OUT, if there is any (auto), or from a file or folder."""
 
     allow_changes: bool = False
-    """Go on although learning rate, schedule, length or optimizer are others than before; each is told."""
+    """Go on although learning rate, schedule, length or optimizer are others than before; each is reported."""
 
     overwrite: bool = False
     """Train anew although OUT holds the genome of a training that is finished, which is then replaced."""
@@ -244,7 +244,7 @@ class CheckpointOptions(OutputOptions):
     """Folder for a Chrome trace of a few early steps of each rank, and a table of rank 0's operations (table.txt)."""
 
     peak_flops: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
-    """Most operations a second of one rank, as gbfunc bench --calibrate measures them: tells the share that is used."""
+    """Most operations a second of one rank, as gbfunc bench --calibrate measures them: for the share that is used."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class BirthOptions:
 
     from_birth: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
     """A genome file of the task: train the network that it grows, and the same p-net from random weights beside it;
-    a table tells both accuracies at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on
+    a table gives both accuracies at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on
     the validation data all along, unless --lr says one. OUT gets the taught weights, too (net.safetensors)."""
 
     other: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=NONE)] = None

@@ -206,7 +206,7 @@ class Best:
 def open_logs(
     names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
 ) -> Iterator[OnLog | None]:
-    """One hook for all logs of some names, which is told the learning rate too; None without a name.
+    """One hook for all logs of some names, which gets the learning rate too; None without a name.
 
     Raises:
         ValueError: without a folder.

@@ -28,7 +28,7 @@ def parse(argv: Sequence[str]) -> Any:
     """The command that the arguments ask for, as one of the dataclasses of `COMMANDS`.
 
     Raises:
-        SystemExit: after `--help` and `--version` (0), and for arguments that are none, told on standard error (2).
+        SystemExit: after `--help` and `--version` (0), and for arguments that are none, reported on standard error (2).
         ValueError: for a file of `--config` that cannot be read, or holds an option that there is not.
         OSError: if there is no such file.
     """
@@ -38,10 +38,10 @@ def parse(argv: Sequence[str]) -> Any:
     name, path = next(iter(argv), ""), config_of(argv)
     given = [] if path is None else config_words(path, COMMANDS[name], Train)
     words = [*argv[:1], *given, *argv[1:]]
-    told = io.StringIO()
+    message = io.StringIO()
     commands: Any = reduce(or_, (Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()))
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(message):
             return tyro.cli(
                 commands,
                 prog="gbfunc",
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> Any:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        wrong = explain(words, told.getvalue())
+        wrong = explain(words, message.getvalue())
         option = re.search(r"--[\w-]+", wrong)
         # What the arguments say too wins: the file is not to blame.
         where = [[word.partition("=")[0] for word in some] for some in (given, argv)]
@@ -69,12 +69,12 @@ def config_of(argv: Sequence[str]) -> Path | None:
     return finder.parse_known_args(argv[1:])[0].config if takes else None
 
 
-def explain(argv: Sequence[str], told: str) -> str:
+def explain(argv: Sequence[str], message: str) -> str:
     """What is wrong with arguments that the parser refused, in one line.
 
     Args:
         argv: the arguments.
-        told: what the parser says of them, in a box.
+        message: what the parser says of them, in a box.
     """
     name = next(iter(argv), None)
     if name not in COMMANDS:
@@ -86,13 +86,13 @@ def explain(argv: Sequence[str], told: str) -> str:
         option = word.partition("=")[0].replace("_", "-")
         if option.startswith("--") and option not in options:
             return f"{name} has no option {option}{_nearest(option, options)}: see gbfunc {name} --help"
-    return f"{_first_paragraph(told)}: see gbfunc {name} --help"
+    return f"{_first_paragraph(message)}: see gbfunc {name} --help"
 
 
-def _first_paragraph(told: str) -> str:
+def _first_paragraph(message: str) -> str:
     """What stands in a box above its first empty line or rule, help texts (which are indented further) left out."""
-    lines = [line.strip("│")[1:].rstrip() for line in told.splitlines()[1:]]
-    lines = [line.removeprefix(" ") if "│" not in told else line for line in lines]
+    lines = [line.strip("│")[1:].rstrip() for line in message.splitlines()[1:]]
+    lines = [line.removeprefix(" ") if "│" not in message else line for line in lines]
     rules = [i for i, line in enumerate(lines) if not line.strip("─-╰╯ ")]
     # Without a box (where the terminal knows no such characters) the title stands above a rule too.
     lines, rules = (lines[1:], [i - 1 for i in rules[1:]]) if rules[:1] == [0] else (lines, rules)

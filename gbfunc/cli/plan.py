@@ -10,6 +10,7 @@ import torch
 import gbfunc as gb
 from gbfunc.cli.commands import Plan
 from gbfunc.cli.job import Job, make_job
+from gbfunc.parallel.planner import DeviceSpec, ParallelPlan
 from gbfunc.tasks.base import example_batches
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -31,13 +32,13 @@ def run(options: Plan) -> None:
         print(layouts(options, job, device).report())
 
 
-def read_device(options: Plan) -> gb.DeviceSpec:
+def read_device(options: Plan) -> DeviceSpec:
     """What a rank has: of the file, and what other options say."""
-    device = gb.DeviceSpec()
+    device = DeviceSpec()
     if options.device is not None:
         if not options.device.is_file():
             raise FileNotFoundError(f"no such device file: {options.device} (gbfunc bench --calibrate prints one)")
-        device = gb.DeviceSpec.from_json(options.device.read_text(encoding="utf-8"))
+        device = DeviceSpec.from_json(options.device.read_text(encoding="utf-8"))
     if options.memory is not None:
         device = replace(device, memory=parse_bytes("--memory", options.memory))
     if options.link is not None:
@@ -45,7 +46,7 @@ def read_device(options: Plan) -> gb.DeviceSpec:
     return device
 
 
-def layouts(options: Plan, job: Job, device: gb.DeviceSpec) -> gb.ParallelPlan:
+def layouts(options: Plan, job: Job, device: DeviceSpec) -> ParallelPlan:
     """The layouts of a job on the ranks."""
     task, recipe = job.task, job.recipe
     if task.batches is not example_batches:

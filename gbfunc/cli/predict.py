@@ -49,8 +49,8 @@ def run(options: Predict) -> None:
     for path in options.inputs:
         for name, probabilities_K in predicted(net, read_inputs(path, task, said)):
             best = probabilities_K.topk(min(options.top, len(names)))
-            told = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            print("\t".join([name, *(f"{names[k]}\t{value:.4f}" for k, value in told)]), flush=True)
+            ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            print("\t".join([name, *(f"{names[k]}\t{value:.4f}" for k, value in ranked)]), flush=True)
 
 
 def task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.cli.options import ExecutionOptions, PipelineName
-from gbfunc.parallel import Placement, gather_objects
+from gbfunc.parallel import Mesh, Placement, gather_objects
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ _SLOW = 1.5
 """Slowdown by autocast from which it is warned of: the memory that it saves may be worth less."""
 
 
-def open_mesh(options: ExecutionOptions, device: str) -> gb.Mesh:
+def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
     """The ranks that the command was started on; `ValueError` for a mesh that is no grid of all, or a bad device."""
     find_device(device)
     axes = parse_mesh(options.mesh)
@@ -80,7 +80,7 @@ def amp_warning(amp: str, slowdown: float) -> str | None:
     )
 
 
-def in_turn(mesh: gb.Mesh, prepare: Callable[[], T]) -> T:
+def in_turn(mesh: Mesh, prepare: Callable[[], T]) -> T:
     """What `prepare` returns, on every rank: rank 0 calls it first, then a rank of each other machine, then the rest.
 
     So what one downloads or writes, the others read. They wait for as long as the mesh's timeout.
@@ -97,11 +97,11 @@ def in_turn(mesh: gb.Mesh, prepare: Callable[[], T]) -> T:
                 made.append(prepare())
             except Exception as error:
                 failure = error
-        told = gather_objects(mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
+        failures = gather_objects(mesh, None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        if failed := [rank for rank, words in enumerate(told) if words is not None]:
-            raise ValueError(f"rank {failed[0]} cannot begin: {told[failed[0]]}")
+        if failed := [rank for rank, words in enumerate(failures) if words is not None]:
+            raise ValueError(f"rank {failed[0]} cannot begin: {failures[failed[0]]}")
     return made[0]
 
 
@@ -116,14 +116,14 @@ class Spread(NamedTuple):
         options: others of `make_train_step`.
     """
 
-    mesh: gb.Mesh
+    mesh: Mesh
     placement: Placement | Literal["auto"] = "auto"
     pipeline: PipelineName | None = None
     microbatches: int | None = None
     options: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
-    def asked(cls, mesh: gb.Mesh, options: ExecutionOptions) -> Spread:
+    def asked(cls, mesh: Mesh, options: ExecutionOptions) -> Spread:
         """As the command's options have it."""
         amp = None if options.amp is None else getattr(torch, options.amp)
         more = {"amp": amp, "compile": options.compile}

@@ -41,5 +41,5 @@ def is_genome(path: Path) -> bool:
 
 
 def digest(path: Path) -> str:
-    """What tells one file from others."""
+    """The first 16 digits of a file's SHA-256."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -31,6 +31,7 @@ from gbfunc.lab.birth import RATES
 from gbfunc.tasks.logs import OnLog
 from gbfunc.tasks.rounding import going_on, joined, slowed
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
+from gbfunc.train import TrainStep
 
 
 def run(options: Train) -> None:
@@ -76,7 +77,6 @@ def finished(out: Path) -> bool:
 
 
 def _learn(options: Train, path: Path) -> None:
-    """Train the network that a genome grows."""
     output = replace(CheckpointOptions(), out=options.output.out)
     plain = replace(options, dense=False, genome=GenomeOptions(), output=output, teacher=TeacherOptions())
     plain = replace(plain, execution=ExecutionOptions())
@@ -145,7 +145,7 @@ def train_genome(
     def write(genome: gb.TrainState, path: Path) -> None:
         gb.save(path, job.plan, genome, output.dtype, metadata)
 
-    def hooks(on_log: OnLog | None, best: Best, step: gb.TrainStep) -> dict[str, Any]:
+    def hooks(on_log: OnLog | None, best: Best, step: TrainStep) -> dict[str, Any]:
         # All ranks gather, whichever of them finds its network better.
         keep = {} if output.out is None else {"on_validation": lambda state, rows: best(step.gather(state), rows)}
         return {"on_log": on_log, "log_every": output.log_every, **keep}

@@ -99,7 +99,7 @@ def export(
 def export_module(
     path: str | os.PathLike[str], net: nn.Module, example: Any = None, to: str | None = None, **options: Any
 ) -> Exported:
-    """The same for a network with weights, which is put into evaluation mode; options and errors as `export`."""
+    """Write a network with its dense weights to a file, in evaluation mode; options and errors as of `export`."""
     place = Path(path)
     kind = _kind(place, to)
     if kind == SAFETENSORS:

@@ -134,11 +134,11 @@ def run_onnx(data: bytes, folder: Path) -> Run:
     session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     names = [x.name for x in session.get_inputs()]
 
-    def run(inputs: Inputs) -> list[Tensor]:
+    def outputs(inputs: Inputs) -> list[Tensor]:
         given = {name: x.numpy() for name, x in zip(names, inputs.tensors, strict=True)}
         return [torch.from_numpy(x) for x in session.run(None, given)]
 
-    return run
+    return outputs
 
 
 def to_iree(traced: Traced) -> bytes:
@@ -161,11 +161,11 @@ def run_iree(data: bytes, folder: Path) -> Run:
     module = runtime.load_vm_flatbuffer(data, driver="local-sync")
     name = next(n for n in module.vm_module.function_names if not n.startswith("__") and not n.endswith("$async"))
 
-    def run(inputs: Inputs) -> list[Tensor]:
+    def outputs(inputs: Inputs) -> list[Tensor]:
         made = module[name](*(x.numpy() for x in inputs.tensors))
         return [torch.from_numpy(x.to_host().copy()) for x in (made if isinstance(made, tuple) else (made,))]
 
-    return run
+    return outputs
 
 
 class Format(NamedTuple):

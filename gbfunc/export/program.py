@@ -57,12 +57,12 @@ class Inputs(NamedTuple):
         return tensors_of(tuple(self))
 
     def mapped(self, change: Callable[[Any], Any]) -> Inputs:
-        """The same with every value changed."""
+        """Inputs with `change(value)` in the place of every value."""
         made: Any = optree.tree_map(change, cast("Any", tuple(self)))
         return Inputs(*made)
 
     def longer(self) -> Inputs:
-        """The same with the first row of every tensor once more: no batch that a program could take for constant."""
+        """Append the first row of every tensor to it, for a batch size that a traced program has not seen."""
         return self.mapped(lambda x: torch.cat([x, x[:1]]) if _has_rows(x) else x)
 
     def shapes(self) -> Any:
@@ -128,7 +128,7 @@ class Traced(NamedTuple):
 
 
 def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
-    """A network's call as a graph, without what tells where in the source its operations stand.
+    """A network's call as a graph, without the places in the source of its operations.
 
     Raises:
         ValueError: if `torch.export` cannot trace it.

@@ -38,7 +38,7 @@ class Generator:
 
     Args:
         plan: the plan.
-        kernel: implementation of ReLU g-nets.
+        kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
         layout: of a genome that is split over ranks: each makes its tiles, and all are gathered.
         pnet: where its layers are looked at, weights can have other forms than dense.
         lazy: whether they stay factors: True wherever they can, `"auto"` where it pays (see `FactoredWeight`).
@@ -222,7 +222,7 @@ def generate(
         plan: the plan.
         genome: a `Genome` or `TrainState`; one that is split over ranks must be gathered first.
         noise: noise of stochastic g-nets (see `sample_noise`); None gives the mean weights.
-        kernel: implementation of ReLU g-nets.
+        kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
         base: the pretrained p-net that the genome changes, where the plan has a base: what has no delta is its tensor.
             For many calls, and inside of `torch.func` transforms, `plan.base_tensors(pnet)`, which is checked once.
 

@@ -71,7 +71,6 @@ def generate_piece(
 def _block(
     plan: Plan, genome: GenomeLike, tensor: TensorPlan, part: int, piece: Piece, noise: Noise, kernel: Kernel
 ) -> Tensor:
-    """A block of one matrix of a parameter."""
     if not tensor.slots:
         return piece.of(KINDS[tensor.kind].unfold(genome.direct[tensor.name])[part])
     slot, narrow = tensor.slots[part], DTYPES[tensor.dtype]

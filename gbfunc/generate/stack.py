@@ -94,7 +94,7 @@ class Stack:
 
     Args:
         ensemble: the ensemble.
-        kernel: implementation of ReLU g-nets.
+        kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
         cuts: the tiles to make, by number of slot.
         needs: what is asked of the slots.
 

@@ -68,7 +68,7 @@ class Hypernet:
         return None if self.sizable else 0
 
     def with_size(self, size: int) -> Hypernet:
-        """The same type with another size."""
+        """A copy with another size."""
         raise NotImplementedError
 
     def max_size(self, dims: TileDims) -> int | None:
@@ -107,7 +107,7 @@ class Hypernet:
             row_rp: codes of the rows: [r, p].
             col_cq: codes of the columns: [c, q].
             noise: what `noise_shapes` asked for, or None for the mean.
-            kernel: implementation, where the type has several.
+            kernel: implementation, where the type has several (`gbfunc.types.Kernel`).
         """
         raise NotImplementedError
 
@@ -183,7 +183,7 @@ class Sized(Hypernet):
         return getattr(self, self.size_field)
 
     def with_size(self, size: int) -> Hypernet:
-        """The same type with another size."""
+        """A copy with another size."""
         return replace(self, **{self.size_field: size})
 
     @property

@@ -141,7 +141,7 @@ class Run(NamedTuple):
         return len(next(iter(self.leaves.values()), ()) if self.groups is None else self.groups)
 
     def filled(self, leaves: Params, noise: Params | None) -> Run:
-        """The same with other leaves and noise."""
+        """The run on other leaves and noise."""
         return self._replace(leaves=leaves, noise=noise)
 
     def of(self, tiles: slice | Tensor) -> Run:

@@ -58,7 +58,7 @@ def teach(
     seed: int,
     *,
     rates: Sequence[float] = RATES,
-    report: Callable[[str], AbstractContextManager[Report]] = lambda label: nullcontext(lambda *told: None),
+    report: Callable[[str], AbstractContextManager[Report]] = lambda label: nullcontext(lambda *progress: None),
 ) -> dict[str, Taught]:
     """Train a grown network, and the same p-net from random weights, on the same batches with Adam.
 
@@ -70,7 +70,7 @@ def teach(
         recipe: from `lessons`.
         seed: of the random weights and the order of the examples.
         rates: learning rates to choose from, as parts of the recipe's `dense_lr`.
-        report: from a label to what is told how that training goes.
+        report: from a label to what gets the progress of that training.
     """
     device = next(grown.parameters()).device
     starts = {GROWN: grown, RANDOM: task.build(seed).to(device)}
@@ -90,8 +90,8 @@ def _taught(
 
     def trained(rate: float, task: Task, label: str) -> tuple[nn.Module, list[dict[str, float]]]:
         net, slower = copy.deepcopy(start), replace(recipe, dense_lr=rate * recipe.dense_lr)
-        with report(label) as told:
-            return net, fit(dense_trainer(net, task, slower), task, slower, seed, report=told).history
+        with report(label) as progress:
+            return net, fit(dense_trainer(net, task, slower), task, slower, seed, report=progress).history
 
     def all_along(rate: float) -> float:
         _, rows = trained(rate, task, f"{name}, choosing, rate {rate * recipe.dense_lr:.1e}")

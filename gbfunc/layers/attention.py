@@ -55,7 +55,7 @@ def attention_forward(
 def _is_usual(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
 ) -> bool:
-    """Whether it is a batch, with masks, that torch's forward takes; for all else that one answers, or refuses it."""
+    """Whether it is a batch, with masks, that can be computed here; otherwise torch's forward runs."""
     if any(x.is_nested or x.ndim != 3 for x in (query, key, value)) or query.shape[-1] != layer.embed_dim:
         return False
     (targets, rows), (sources, others) = ((x.shape[:2][:: -1 if layer.batch_first else 1]) for x in (query, key))

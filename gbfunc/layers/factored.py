@@ -136,8 +136,8 @@ class FactoredWeight(WeightForm):
     ) -> Tensor | None:
         """A convolution with k filters per tile, then a 1x1 convolution; tiles must not cut kernels."""
         positions = math.prod(self.shape[2:])
-        whole = options["groups"] == 1 and self.grid.tile_cols % positions == 0
-        if not whole or not self._thin(_positions(x, self.shape[2:], options), conv=True):
+        fits = options["groups"] == 1 and self.grid.tile_cols % positions == 0
+        if not fits or not self._thin(_positions(x, self.shape[2:], options), conv=True):
             return None
         if x.ndim == len(self.shape) - 1:
             y = self.thin_conv(conv, x.unsqueeze(0), bias, options)

@@ -210,7 +210,7 @@ class WeightForm(nn.Module):
             self.call.used.add(self.name)
 
     def read(self) -> Tensor:
-        """The dense weight for someone else than the layer."""
+        """The dense weight, read outside of the layer's forward."""
         self.reads += 1
         late = self.name in self.call.used and self.held is None
         weight = self.dense()

@@ -31,7 +31,7 @@ def linear_forward(layer: Any, input: Tensor) -> Tensor:
 
 
 def conv_forward(layer: Any, input: Tensor) -> Tensor:
-    """That of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`."""
+    """The forward of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` on whatever form the weight has."""
     conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
     options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
     if layer.padding_mode != "zeros":
@@ -41,7 +41,7 @@ def conv_forward(layer: Any, input: Tensor) -> Tensor:
 
 
 def embedding_forward(layer: Any, input: Tensor) -> Tensor:
-    """That of `nn.Embedding`."""
+    """The forward of `nn.Embedding` on whatever form its weight has."""
     return layer.weight_form.embedding(input, layer.padding_idx)
 
 

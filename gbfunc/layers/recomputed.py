@@ -41,7 +41,7 @@ class RecomputedWeight(WeightForm):
         return dict(zip(self.keys, (x for source in sources for x in source.inputs()), strict=True))
 
     def read(self) -> Tensor:
-        """The dense weight for someone else than the layer; RuntimeError where this rank has but a piece."""
+        """The dense weight, read outside of the layer's forward; RuntimeError where this rank has a piece of it."""
         if self.split:
             raise RuntimeError(f"{self.name!r} is split over ranks and made in pieces: read it with remat='none'")
         return super().read()
@@ -51,7 +51,7 @@ class RecomputedWeight(WeightForm):
         return self.maker(*(self.given[k] for k in self.inputs))
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
-        """`x @ W[rows].T + bias`; the whole weight is made for some rows, too."""
+        """`x @ W[rows].T + bias`; all of the weight is made, for some rows too."""
 
         def forward(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return dense_linear(weight, self.transposed, rows, x, bias)
@@ -138,7 +138,7 @@ class _Recompute(torch.autograd.Function):
 
 
 class _RecomputeForward(_Recompute):
-    """The same with forward-mode derivatives, which torch.compile does not trace."""
+    """`_Recompute` with forward-mode derivatives, which torch.compile does not trace."""
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -183,10 +183,10 @@ def _vjp(
 def _of_some(function: Callable[..., Tensor], values: Sequence[Tensor], places: list[int]) -> Callable[..., Tensor]:
     """A function of the values at some places alone."""
 
-    def run(*chosen: Tensor) -> Tensor:
+    def of_chosen(*chosen: Tensor) -> Tensor:
         merged = list(values)
         for i, x in zip(places, chosen, strict=True):
             merged[i] = x
         return function(*merged)
 
-    return run
+    return of_chosen

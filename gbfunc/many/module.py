@@ -178,11 +178,11 @@ class ManyGenomes(nn.Module):
                 self._built |= {} if way.looped else {tuple(paths): way}
                 return way
             if paths == [""]:
-                (whole,) = way.modules
-                if whole.looped or problem is not None:
+                (pnet,) = way.modules
+                if pnet.looped or problem is not None:
                     raise ValueError(f"{_RANDOM}{'' if problem is None else f': {problem}'}") from problem
                 self._built.pop(("",), None)
-                whole.looped, self._built[("",)] = True, way
+                pnet.looped, self._built[("",)] = True, way
                 continue
             wider = {path for path in called if any(path != q and _inside(q, path) for q in paths)} - {*paths}
             paths = _outermost([*paths, _outward(failed, wider | {""})])

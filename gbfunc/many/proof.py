@@ -3,7 +3,7 @@
 It is made on the first call of a kind, with tensors made of the genomes' own by random factors, so that they differ
 more than rounding. Some rows come twice, on other tensors and in reverse order, so that what is sorted moves, and a
 dimension that has as many entries as the batch by chance has not. Outputs of all modules are compared, and the first
-one that differs tells where the p-net does something else with rows than to keep them.
+one that differs is where the p-net does something else with rows than to keep them.
 """
 
 from __future__ import annotations

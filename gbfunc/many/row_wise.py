@@ -65,8 +65,8 @@ class RowWise:
             else:
                 given = owner._parameters
                 weights[name] = given[attribute]
-        held: Params = dict(module.named_buffers(remove_duplicate=False))
-        return weights, {name: held[name] for name in self.buffers}
+        buffers: Params = dict(module.named_buffers(remove_duplicate=False))
+        return weights, {name: buffers[name] for name in self.buffers}
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs, row by row."""

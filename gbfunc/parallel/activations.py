@@ -5,9 +5,9 @@ the gradient of a whole tensor whole, of a split one split alike, the moves are
 
     from        to           forward          backward
     partial     whole        all-reduce       nothing             end of a row-parallel layer
-    partial     split        reduce-scatter   gather              the same, sequence parallel
+    partial     split        reduce-scatter   gather              its end, sequence parallel
     whole       used in part nothing          all-reduce          start of a column-parallel layer
-    split       used in part gather           reduce-scatter      the same, sequence parallel
+    split       used in part gather           reduce-scatter      its start, sequence parallel
     split       whole        gather           slice
     whole       split        slice            gather
 
@@ -63,15 +63,15 @@ class Wire(NamedTuple):
         return self.move(x, "reduce_scatter", "gather", dim, sizes)
 
     def whole_in_part(self, x: Tensor) -> Tensor:
-        """The same tensor, of which each rank then uses something else."""
+        """Mark a tensor that is equal on all ranks, and of which each then uses another part: gradients are summed."""
         return self.move(x, "keep", "all_reduce")
 
     def split_in_part(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """The whole tensor, of which each rank then uses something else."""
+        """Gather the parts along `dim`; each rank then uses the result in another way: gradients are summed."""
         return self.move(x, "gather", "reduce_scatter", dim, sizes)
 
     def split_to_whole(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """The whole tensor, of which all ranks then use the same."""
+        """Gather the parts along `dim`; all ranks then compute the same from the result: gradients are equal."""
         return self.move(x, "gather", "slice", dim, sizes)
 
     def whole_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
@@ -81,11 +81,11 @@ class Wire(NamedTuple):
     def sizes_of(self, n: int) -> Sizes:
         """How long a tensor is on each rank, from how long it is here; all ranks must call."""
         mine = torch.tensor([n], dtype=torch.int64, device=self.mesh.device)
-        whole = _run(self, mine, "gather", 0, (1,) * self.axis.size)
-        return tuple(whole.tolist())
+        sizes = _moved(self, mine, "gather", 0, (1,) * self.axis.size)
+        return tuple(sizes.tolist())
 
 
-def _run(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
+def _moved(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
     mesh, axis = wire.mesh, wire.axis
     if move == "keep" or axis.size == 1:
         return x.view_as(x)
@@ -106,12 +106,12 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, wire: Wire, there: Move, back: Move, dim: int, sizes: Sizes) -> Tensor:
         ctx.back = wire, back, dim, sizes
-        return _run(wire, x, there, dim, sizes)
+        return _moved(wire, x, there, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         wire, back, dim, sizes = ctx.back
-        return _run(wire, grads[0], back, dim, sizes), None, None, None, None, None
+        return _moved(wire, grads[0], back, dim, sizes), None, None, None, None, None
 
 
 class _Scaled(torch.autograd.Function):
@@ -126,6 +126,6 @@ class _Scaled(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """The same tensor, with `factor` times the gradient."""
+    """Return `x` unchanged, and multiply its gradient by `factor`."""
     scaled: Any = _Scaled.apply(x, factor) if factor != 1.0 else x
     return scaled

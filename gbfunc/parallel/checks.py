@@ -101,8 +101,8 @@ def _parts(x: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
         return {"function": x.func, "args": x.args, "keywords": x.keywords}
     x = getattr(x, "__wrapped__", x) if hasattr(x, "cache_info") else x
     if isinstance(x, FunctionType) and (x.__closure__ or x.__defaults__):
-        held = dict(zip(x.__code__.co_freevars, (cell.cell_contents for cell in x.__closure__ or ()), strict=True))
-        return {"function": f"{x.__module__}.{x.__qualname__}", "defaults": x.__defaults__ or (), **held}
+        cells = dict(zip(x.__code__.co_freevars, (cell.cell_contents for cell in x.__closure__ or ()), strict=True))
+        return {"function": f"{x.__module__}.{x.__qualname__}", "defaults": x.__defaults__ or (), **cells}
     return None
 
 

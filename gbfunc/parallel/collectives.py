@@ -1,4 +1,4 @@
-"""Collectives on rows of tensors, in autograd graphs and outside; `CollectiveError` tells that a rank is missing.
+"""Collectives on rows of tensors, in autograd graphs and outside; `CollectiveError` reports that a rank is missing.
 
 A gather stacks the rows of all ranks; a reduce-scatter sums over ranks and leaves each its rows; each is the gradient
 of the other. Ranks have uneven, maybe empty numbers of rows, sent without padding. One autograd node exchanges many
@@ -42,7 +42,7 @@ class _Exchange(NamedTuple):
     mesh: Mesh | None
 
 
-def _run(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _exchanged(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     kind, sizes, axis, _, mesh = exchange
     move = _gather if kind == "gather" else _reduce_scatter
     if mesh is None:
@@ -58,20 +58,20 @@ def _run(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _gather(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows of all ranks, tensor by tensor: [n, ...] -> [sum(sizes), ...]."""
     _, sizes, axis, transport, _ = exchange
-    whole = tuple(x.new_empty((sum(s), *x.shape[1:])) for x, s in zip(xs, sizes, strict=True))
+    gathered = tuple(x.new_empty((sum(s), *x.shape[1:])) for x, s in zip(xs, sizes, strict=True))
     if transport == "p2p":
-        taken = [out.split(s) for out, s in zip(whole, sizes, strict=True)]
+        taken = [out.split(s) for out, s in zip(gathered, sizes, strict=True)]
         for parts, x in zip(taken, xs, strict=True):
             parts[axis.rank].copy_(x)
         _send([[parts[axis.rank]] * axis.size for parts in taken], taken, axis)
-        return whole
-    for out, x, s in zip(whole, xs, sizes, strict=True):
+        return gathered
+    for out, x, s in zip(gathered, xs, sizes, strict=True):
         if transport == "nccl" and len(set(s)) == 1:
             _gather_even(out, x.contiguous(), group=axis.group)
         else:
             copies = x.repeat(axis.size, *(1 for _ in x.shape[1:]))
             dist.all_to_all_single(out, copies, list(s), [s[axis.rank]] * axis.size, group=axis.group)
-    return whole
+    return gathered
 
 
 def _reduce_scatter(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -110,7 +110,7 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
 def _send(given: Sequence[Sequence[Tensor]], taken: Sequence[Sequence[Tensor]], axis: Axis) -> None:
     """Send `given[i][rank]` to every other rank, and receive `taken[i][rank]` from it; empty ones stay where they are.
 
-    Receives come first: gloo tells a sender that its receiver is ready on the connection that the receiver's rows
+    Receives come first: gloo signals a sender that its receiver is ready on the connection that the receiver's rows
     take, and behind these if they were there before.
     """
     others = [(i, rank) for i, rank in enumerate(axis.ranks) if i != axis.rank]
@@ -126,7 +126,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(exchange: _Exchange, *xs: Tensor) -> tuple[Tensor, ...]:
-        return _run(exchange, xs)
+        return _exchanged(exchange, xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -168,7 +168,7 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
 def exchange_rows(mesh: Mesh, axis: Axis, kind: Kind, rows: Tensor, sizes: Sizes) -> Tensor:
     """A gather or reduce-scatter of one tensor's rows along an axis of more than one rank, without a graph."""
     transport: Transport = "nccl" if dist.get_backend(axis.group) == "nccl" else "p2p"
-    return _run(_Exchange(kind, (sizes,), axis, transport, mesh), [rows])[0]
+    return _exchanged(_Exchange(kind, (sizes,), axis, transport, mesh), [rows])[0]
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:

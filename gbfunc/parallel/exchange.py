@@ -43,15 +43,15 @@ class Gather(NamedTuple):
         sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
         pieces = [piece for parts in sent.values() for piece in parts]
         sizes = [self.layout.sizes[name] for name, parts in sent.items() for _ in parts]
-        whole = iter(self._silenced(_gather_in_buckets(self.layout, pieces, sizes)))
+        gathered = iter(self._silenced(_gather_in_buckets(self.layout, pieces, sizes)))
         as_factors = self.layout.as_factors
-        return {e.name: Factors(next(whole), next(whole)) if as_factors(e) else next(whole) for e in ensembles}
+        return {e.name: Factors(next(gathered), next(gathered)) if as_factors(e) else next(gathered) for e in ensembles}
 
     def slot(self, e: Ensemble, mine: Tensor | Factors, sizes: Sizes) -> Tensor | Factors:
-        """The same of one slot; `sizes` are every rank's tiles of it."""
+        """Every rank's outputs of one slot of an ensemble; `sizes` are the numbers of its tiles on every rank."""
         parts = self._sent(e, mine)
-        whole = self._silenced(all_gather(self.layout.mesh, parts, [sizes] * len(parts)))
-        return Factors(*whole) if len(whole) == 2 else whole[0]
+        gathered = self._silenced(all_gather(self.layout.mesh, parts, [sizes] * len(parts)))
+        return Factors(*gathered) if len(gathered) == 2 else gathered[0]
 
     def _sent(self, e: Ensemble, out: Tensor | Factors) -> list[Tensor]:
         """What is gathered of an ensemble's outputs: factors or tiles, as the layout has it."""
@@ -60,11 +60,11 @@ class Gather(NamedTuple):
         dtype = sent_dtype(self.layout.plan, e, as_factors)
         return parts if dtype is None else [part.to(dtype) for part in parts]
 
-    def _silenced(self, whole: list[Tensor]) -> list[Tensor]:
+    def _silenced(self, gathered: list[Tensor]) -> list[Tensor]:
         if self.counts:
-            return whole
+            return gathered
         # The same values, and a gradient of exact zeros whatever comes: the graph stays, for the others wait in it.
-        return [torch.where(x.new_zeros((), dtype=torch.bool), x, x.detach()) for x in whole]
+        return [torch.where(x.new_zeros((), dtype=torch.bool), x, x.detach()) for x in gathered]
 
 
 def no_tiles(layout: Layout, e: Ensemble, leaves: Params) -> Tensor | Factors:
@@ -88,29 +88,29 @@ def _gather_in_buckets(layout: Layout, pieces: list[Tensor], sizes: list[Sizes])
     # [ranks, tensors of the bucket]: first all of rank 0's, then all of rank 1's, and so on.
     numbers = [[*zip(*(counts[i] for i in b), strict=True)] for b in buckets]
     flat = all_gather(layout.mesh, sent, [tuple(map(sum, of_ranks)) for of_ranks in numbers])
-    whole: dict[int, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
     for b, of_ranks, x in zip(buckets, numbers, flat, strict=True):
         parts = x.split([n for of_rank in of_ranks for n in of_rank]) if len(b) > 1 else (x,)
         for k, i in enumerate(b):
             joined = torch.cat(parts[k :: len(b)]) if len(b) > 1 else x
-            whole[i] = joined.reshape(sum(sizes[i]), *pieces[i].shape[1:])
-    return [whole[i] for i in range(len(pieces))]
+            gathered[i] = joined.reshape(sum(sizes[i]), *pieces[i].shape[1:])
+    return [gathered[i] for i in range(len(pieces))]
 
 
 def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
     """Which tensors travel together: the large alone, the small of a dtype, in order, until they are a bucket."""
     buckets: list[list[int]] = []
     small: dict[torch.dtype, list[int]] = {}
-    held: dict[torch.dtype, int] = {}
+    filled: dict[torch.dtype, int] = {}
     for i, (dtype, size) in enumerate(pieces):
         if size >= BUCKET_BYTES:
             buckets.append([i])
             continue
         small.setdefault(dtype, []).append(i)
-        held[dtype] = held.get(dtype, 0) + size
-        if held[dtype] >= BUCKET_BYTES:
+        filled[dtype] = filled.get(dtype, 0) + size
+        if filled[dtype] >= BUCKET_BYTES:
             buckets.append(small.pop(dtype))
-            del held[dtype]
+            del filled[dtype]
     return [*buckets, *small.values()]
 
 
@@ -158,12 +158,12 @@ def reduce_step(
         square = square + sum(torch.linalg.vector_norm(g).square() for g in split.values())
     leaves, structure = optree.tree_flatten(aux)
     numbers = [_number(x) for x in leaves]
-    whole = [k for k in gradients if k not in split]
+    replicated = [k for k in gradients if k not in split]
     # What stays, infinities too, must stay bit for bit.
     changes = [torch.where(x == buffers[k], torch.zeros_like(x), buffers[k] - x) for k, x in before.items()]
     means = [loss, *(x for x in numbers if x is not None), *changes]
     weighted = [x.detach() * rows if rows else torch.zeros_like(x) for x in means]
-    counted = [gradients[k] for k in whole]
+    counted = [gradients[k] for k in replicated]
     n, square, *sums = _sum_flat(layout, [torch.tensor(float(rows)), square, *weighted, *counted], "world")
     if not n > 0:
         raise ValueError("the global batch is empty: no rank has a row of it")
@@ -171,8 +171,8 @@ def reduce_step(
     loss = next(reduced)
     mean_aux = [x if number is None else next(reduced) for x, number in zip(leaves, numbers, strict=True)]
     buffers = buffers | {k: x + next(reduced) for k, x in before.items()}
-    mean = {k: g / n.to(g) for k, g in split.items()} | dict(zip(whole, reduced, strict=True))
-    squares = [torch.linalg.vector_norm(mean[k]).square() for k in whole]
+    mean = {k: g / n.to(g) for k, g in split.items()} | dict(zip(replicated, reduced, strict=True))
+    squares = [torch.linalg.vector_norm(mean[k]).square() for k in replicated]
     norm = (sum(squares, square.to(loss) / n.to(loss).square())).sqrt()
     aux = optree.tree_unflatten(structure, mean_aux)
     return loss, aux, {k: mean[k] for k in gradients}, buffers, norm
@@ -205,7 +205,7 @@ def shard_state(layout: Layout, state: Any) -> Any:
     flat = flatten_tree(state)
     for name, leaf in _split_tensors(layout, flat).items():
         first, count, _ = layout.ownership[leaf]
-        # A copy: a view would keep the whole alive.
+        # A copy: a view would keep all rows alive.
         flat[name] = flat[name][first : first + count].clone() if flat[name].ndim else flat[name]
     return unflatten_tree(flat, state)
 
@@ -220,10 +220,10 @@ def gather_state(layout: Layout, state: Any) -> Any:
     tiles = [layout.sizes[leaf.removeprefix(GNET).rpartition("/")[0]] for leaf, _ in sent.values()]
     sizes = [of if x.ndim else (1,) * len(of) for of, (_, x) in zip(tiles, sent.values(), strict=True)]
     pieces = [torch.atleast_1d(x.detach()).to(layout.mesh.device) for _, x in sent.values()]
-    for name, of, whole in zip(sent, tiles, _gather_in_buckets(layout, pieces, sizes), strict=True):
+    for name, of, gathered in zip(sent, tiles, _gather_in_buckets(layout, pieces, sizes), strict=True):
         # A number for all rows (the step of Adam) is that of a rank that has rows.
         x = flat[name]
-        flat[name] = (whole if x.ndim else whole[next(r for r, n in enumerate(of) if n)]).to(x.device)
+        flat[name] = (gathered if x.ndim else gathered[next(r for r, n in enumerate(of) if n)]).to(x.device)
     return unflatten_tree(flat, state)
 
 

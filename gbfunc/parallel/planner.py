@@ -158,7 +158,7 @@ def plan_parallel(
         device: what each has, by default some cores of a server.
         loss_fn: as for `make_train_step`; None calls the p-net with the batch (of a tuple its first, of a mapping its
             items as keywords), and leaves the loss itself out.
-        parallel: styles of the layers, as for `make_train_step`; None takes those of `gb.tensor_styles`, where there
+        parallel: styles of the layers, as for `make_train_step`; None takes those of `tensor_styles`, where there
             are any.
         microbatches: of a step; None takes the fastest number for each layout.
         lazy: as for `make_train_step`.

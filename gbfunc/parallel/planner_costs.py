@@ -285,13 +285,13 @@ class Model:
             largest = max(stages[s].largest for s in own)
             parts.append(self._memory(layout, kept + formed, graph, saved, 2 * m * ends * hidden + largest))
         memory = max(parts, key=lambda part: sum(part.values()))
-        generation, held = [0.0] * len(stages), [0.0] * len(stages)
+        generation, made = [0.0] * len(stages), [0.0] * len(stages)
         for s, of in enumerate(of_stage):
             for w in (own_weights[s], *(w for w in shared if w.cells & of)):
                 generation[s] += w.operations / sizes["gnets"]
-                held[s] += w.bytes + w.passing_bytes
+                made[s] += w.bytes + w.passing_bytes
         sent = self._sent(layout, mine, of_stage, stages, hidden)
-        return Footprint(memory, sent, mine, stages, generation, held, hidden)
+        return Footprint(memory, sent, mine, stages, generation, made, hidden)
 
     def _hidden(self, rows: int, stages: int) -> float:
         """Most bytes between two stages, for a microbatch."""
@@ -300,21 +300,21 @@ class Model:
 
     def genome(self, gnets: int) -> tuple[float, float, float]:
         """Numbers of the genome on a rank: of split leaves, of other trained ones, and of frozen ones."""
-        split = whole = 0.0
+        split = replicated = 0.0
         for e in self.plan.ensembles:
             share = shares_of(e.n_tiles, gnets, 0)[0] / e.n_tiles
             for k, shape in e.shapes.items():
                 if gnets > 1 and e.leaves[k].scope == "tile":
                     split += share * math.prod(shape)
                 else:
-                    whole += math.prod(shape)
-        return split, whole + self._trained, sum(t.numel for t in self.plan.direct) - self._trained
+                    replicated += math.prod(shape)
+        return split, replicated + self._trained, sum(t.numel for t in self.plan.direct) - self._trained
 
     def _memory(
         self, layout: RankLayout, weights: float, graph: float, saved: float, passing: float
     ) -> dict[str, float]:
-        item, (split, whole, frozen) = self.plan.dtype.itemsize, self.genome(layout.sizes["gnets"])
-        trained = item * (split + whole)
+        item, (split, replicated, frozen) = self.plan.dtype.itemsize, self.genome(layout.sizes["gnets"])
+        trained = item * (split + replicated)
         flat = trained if math.prod(layout.sizes.values()) > 1 else 0.0
         # Where gradients do not add up over microbatches, activations are freed as those of weights come.
         once = layout.microbatches == 1 and layout.schedule is None
@@ -348,7 +348,7 @@ class Model:
         if sizes["pipeline"] > 1:
             ends = [sum((s + d not in own) and 0 <= s + d < n for s in own for d in (-1, 1)) for own in mine]
             sent["pipeline"] = m * hidden * max(ends)
-        split, whole, _ = self.genome(layout.sizes["gnets"])
+        split, replicated, _ = self.genome(layout.sizes["gnets"])
         replicas = world // sizes["gnets"]
         if sizes["gnets"] > 1:
             used = [set().union(*(of_stage[s] for s in own)) for own in mine]
@@ -359,7 +359,7 @@ class Model:
             aux = self.dry(1, self.lazy is not False).aux
             # Buffers are averaged too.
             kept = [b for b in self.plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
-            numbers = whole + 3 + aux + sum(math.prod(b.shape) for b in kept)
+            numbers = replicated + 3 + aux + sum(math.prod(b.shape) for b in kept)
             sent["world"] = all_reduce_bytes(numbers * item, world)
         return {axis: n for axis, n in sent.items() if n}
 

@@ -69,9 +69,9 @@ class Made(NamedTuple):
         cells: where it is used.
         bytes: of its weight or factors, where these are kept.
         graph: kept for backward through its generation: as many numbers again as the factors have.
-        passing: bytes of the weight and its factors where they are made for each use: the most of several.
+        passing: bytes of the weight and its factors where they are made for each use: the peak of several.
         operations: of generation and its backward.
-        passing_bytes: of all of several.
+        passing_bytes: the sum of several.
     """
 
     cells: frozenset[int]

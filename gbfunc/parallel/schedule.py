@@ -109,9 +109,9 @@ class Timeline(NamedTuple):
     @property
     def bubble(self) -> float:
         """Part of the ranks' time, from 0 to 1, in which they wait."""
-        whole = len(self.ranks) * self.duration
+        total = len(self.ranks) * self.duration
         busy = sum(span.event.duration for spans in self.ranks for span in spans)
-        return max(0.0, 1 - busy / whole) if whole else 0.0
+        return max(0.0, 1 - busy / total) if total else 0.0
 
 
 def simulate(schedule: Schedule) -> Timeline:

@@ -54,7 +54,7 @@ class PackedColwiseParallel(ColwiseParallel):
 
     Args:
         parts: how many.
-        heads: attention heads in each part, which stay whole; None is none.
+        heads: attention heads in each part, none of which is divided; None where there are none.
         **options: as for `ColwiseParallel`.
     """
 
@@ -102,10 +102,10 @@ class TensorParallel(Undivided):
         mesh: the ranks.
 
     Attributes:
-        pieces: which part of a parameter's matrix this rank has, by name; of all others it has the whole.
+        pieces: which part of a parameter's matrix this rank has, by name; all others are replicated.
         shapes: shape of that part, as the layer stores it.
-        by_class: whether the last layer's classes are spread over ranks.
-        local_rows: rows of this rank's part of the last layer's output, None where it is whole: whose loss it is.
+        by_class: whether the last layer's classes are split over ranks.
+        local_rows: rows of this rank's part of the last layer's output, None where it is replicated.
         takes_parts: whether some layer takes a part of the rows or of the sequence.
 
     Raises:
@@ -198,7 +198,7 @@ class TensorParallel(Undivided):
         return frozenset(self._placements)
 
     def _by_torch(self, name: str, module: nn.Module, style: ParallelStyle) -> None:
-        """Let torch apply a style to a module of a skeleton, and note what it has made of the parameters."""
+        """Let torch apply a style to a module of a skeleton, and record what it has made of the parameters."""
         before = dict(module.named_parameters())
         parallelize_module(module, self.device_mesh, style)
         for key, parameter in module.named_parameters():
@@ -241,13 +241,13 @@ class TensorParallel(Undivided):
         return (Piece((mine,), (0, shape[1])) if placement.dim == 0 else Piece(((0, shape[0]),), mine)), mine
 
     def note(self, placement: Any, local: Tensor) -> None:
-        """Remember how the last layer's output is spread: whether the loss is that of this rank's part of it."""
+        """Record the placement of the last layer's output: whether the loss is of this rank's part of it alone."""
         split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
         self.local_rows = math.prod(local.shape[:-1]) if split else None
         self.by_class = isinstance(placement, Shard) and not split
 
     def backward(self) -> AbstractContextManager[Any]:
-        """What backward needs around it: `loss_parallel`, where the last layer's classes are spread over ranks."""
+        """What backward needs around it: `loss_parallel`, where the last layer's classes are split over ranks."""
         # Torch's context cannot be entered twice: the caller's, around the whole step, is as good.
         handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
         active = torch.ops.aten._log_softmax.default in handlers
@@ -261,7 +261,7 @@ class TensorParallel(Undivided):
         """At the first step, check that ranks agree in what they must have alike.
 
         Raises:
-            ValueError: if the loss of whole outputs, or the gradient of what no style names, differs between ranks.
+            ValueError: if the loss of replicated outputs, or a replicated parameter's gradient, differs between ranks.
             CollectiveError: if a rank is missing.
         """
         if self.ranks == 1 or self._alike is None:
@@ -296,18 +296,18 @@ class TensorParallel(Undivided):
             if placement is None and weight in self.pieces and given not in ("left", "right"):
                 placed[name] = x  # What this rank's piece is made of.
             elif placement is None:
-                placed[name] = _whole(x, 1 / self.ranks, self._watch(name)) if x.requires_grad else x
+                placed[name] = _replicated(x, 1 / self.ranks, self._watch(name)) if x.requires_grad else x
             else:
                 placed[name] = _as_dtensor(x, self.device_mesh, placement, shape)
         return placed
 
     def watch(self, what: str, x: Tensor) -> None:
-        """Note a floating-point tensor of the first step that must be the same on all ranks."""
+        """Record a floating-point tensor of the first step, which must be equal on all ranks."""
         if self._alike is not None and x.is_floating_point():
             self._alike.setdefault(what, []).append(x)
 
     def _watch(self, name: str) -> list[Tensor] | None:
-        """Where to note the gradient of what no style names."""
+        """Where gradients of a replicated parameter are recorded, for `compare`; None where they are not."""
         if self._alike is None or "_form." in name or name.rpartition(".")[0] in self._splits:
             return None
         return self._alike.setdefault(f"the gradient of {name}", [])
@@ -340,10 +340,10 @@ def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
     return found
 
 
-# Gradients of what ranks hold.
+# Gradients of a rank's part of the parameters.
 
 
-class _Whole(torch.autograd.Function):
+class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float, seen: list[Tensor] | None) -> Tensor:
         ctx.factor, ctx.seen = factor, seen
@@ -356,9 +356,9 @@ class _Whole(torch.autograd.Function):
         return grads[0] * ctx.factor, None, None
 
 
-def _whole(x: Tensor, factor: float, seen: list[Tensor] | None) -> Tensor:
-    whole: Any = _Whole.apply(x, factor, seen)
-    return whole
+def _replicated(x: Tensor, factor: float, seen: list[Tensor] | None) -> Tensor:
+    y: Any = _Replicated.apply(x, factor, seen)
+    return y
 
 
 class _AsDTensor(torch.autograd.Function):
@@ -376,7 +376,7 @@ class _AsDTensor(torch.autograd.Function):
         if isinstance(ctx.placement, Shard) and found != ctx.placement:
             grad, found = grad.redistribute(placements=(ctx.placement,)), ctx.placement
         local = grad.to_local()
-        # A whole gradient is the same on all ranks, a partial one is a summand already.
+        # A replicated gradient is equal on all ranks, a partial one is a summand already.
         return (local / ctx.ranks if isinstance(found, Replicate) else local), None, None, None
 
 

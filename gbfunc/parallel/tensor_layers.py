@@ -85,12 +85,12 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     if isinstance(form, FactoredWeight):
         if form.held is None:
             return F.linear(x, _piece_of(form, split), bias)
-        whole = scale_gradient(form.held, split.wire.axis.size)
-        whole = whole.t() if form.transposed else whole
+        weight = scale_gradient(form.held, split.wire.axis.size)
+        weight = weight.t() if form.transposed else weight
         piece = (
-            torch.cat([whole[a:b] for a, b in split.ranges])
+            torch.cat([weight[a:b] for a, b in split.ranges])
             if split.by == "rows"
-            else whole[:, slice(*split.ranges[0])]
+            else weight[:, slice(*split.ranges[0])]
         )
         return F.linear(x, piece, bias)
     if form is not None:
@@ -218,7 +218,7 @@ def _embedding(layer: Any, input: Tensor) -> Any:
 
 
 def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
-    """A layer's input here, how it is spread (whole, or split along a dimension), and its length on every rank."""
+    """A layer's local input, its placement (`Replicate` or `Shard`), and the lengths of the parts on all ranks."""
     split: Split = layer.split
     wire = split.wire
     if isinstance(input, DTensor):

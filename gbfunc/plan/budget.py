@@ -162,8 +162,8 @@ class Unit:
         """
         if self.fixed or self.spreads:
             return [(self.cost, self.cut, self.size)]
-        whole = self.max_tile is None and self.cut == (1, 1)
-        cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if whole else [self.cut]
+        one_tile = self.max_tile is None and self.cut == (1, 1)
+        cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if one_tile else [self.cut]
         least, most = max(1, self.size // 2, self.size - _NEAR), min(2 * self.size, self.size + _NEAR)
         pairs = [
             (c, s) for c in cuts for s in range(least, 1 + min(most, self.largest(c, math.inf))) if self.fits(c, s)

@@ -112,7 +112,7 @@ _WORDS = (
 )
 
 
-# The same for compact files, which hold what `gbfunc train` says of task and inputs too.
+# Frequent text in compact files, which hold what `gbfunc train` says of task and inputs too.
 _COMPACT_WORDS = (
     b'"hypernets":[{"type":"periodic","features":,"frequency":[0.5,1.0]},{"type":"constant"},{"type":"periodic",'
     b'"features":,"frequency":[1.0,0.5]}],"encodings":[{"type":"binary"},{"type":"grid","dims":[1,28,28],"code":'

@@ -106,9 +106,9 @@ class TensorPlan:
         """Whether g-nets of a dtype can leave it as factors: factorised ones, of one tiling for all its matrices."""
         first = self.slots[0]
         alike = all((s.hypernet, s.grid) == (first.hypernet, first.grid) for s in self.slots)
-        whole = len(self.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
+        divides = len(self.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
         wide = self.base or DTYPES[self.dtype].itemsize >= dtype.itemsize
-        return first.hypernet.factorised and self.kind in _FACTORED_KINDS and alike and whole and wide
+        return first.hypernet.factorised and self.kind in _FACTORED_KINDS and alike and divides and wide
 
     @property
     def matrices(self) -> tuple[MatrixDims, ...]:

@@ -130,7 +130,7 @@ def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
     for module in pnet.modules():
         for value in tensors_in(list(vars(module).values())):
             # Activations that a forward left behind carry a graph, which deepcopy refuses; a view of a weight that was
-            # copied could not be told from any constant.
+            # copied could not be distinguished from a constant.
             if id(value) not in memo and (not value.is_leaf or own.have(value)):
                 memo[id(value)] = value.detach()
     try:

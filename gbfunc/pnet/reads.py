@@ -169,15 +169,15 @@ class _Watched:
         functools.update_wrapper(self, net.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        held, net = vars(self._net), self._net
+        attributes, net = vars(self._net), self._net
         if torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        held.pop("forward", None)
-        held |= {} if self._before is None else {"forward": self._before}
+        attributes.pop("forward", None)
+        attributes |= {} if self._before is None else {"forward": self._before}
         try:
             return self._own.call((), net.forward, *args, **kwargs)
         except ValueError:
-            held["forward"] = self
+            attributes["forward"] = self
             raise
 
     def __reduce__(self) -> Any:

@@ -196,15 +196,15 @@ def load_checkpoint(
         like: a state with the structure, shapes, dtypes and devices to restore, such as a fresh one.
         check: gets the `extra` of the checkpoint before all else is compared; raises ValueError to refuse it.
         changed: allows another learning rate, schedule or length of it, other options of the optimizer or another norm
-            to clip to, and is told each of them, such as `"lr 0.1, now 0.05"`; None refuses them.
+            to clip to, and gets each of them as text, such as `"lr 0.1, now 0.05"`; None refuses them.
 
     Raises:
         FileNotFoundError: for a file that does not exist.
         CollectiveError: if a rank is missing.
         ValueError: for a file that is damaged; for a valid checkpoint of another plan or optimizer.
     """
-    mesh, whole = train_step.mesh, train_step.gather(like)
-    flat = flatten_tree(whole)
+    mesh, state = train_step.mesh, train_step.gather(like)
+    flat = flatten_tree(state)
 
     def restore() -> tuple[_Restored, list[str]]:
         found = _restore(Path(path), train_step.plan, flat, check)
@@ -221,7 +221,7 @@ def load_checkpoint(
     if found.path is None:
         return Checkpoint(like, {}, None, found.skipped)
     restored = dict(zip(flat, from_rank_0(mesh, list(flat.values())), strict=True))
-    return Checkpoint(train_step.shard(unflatten_tree(restored, whole)), found.extra, found.path, found.skipped)
+    return Checkpoint(train_step.shard(unflatten_tree(restored, state)), found.extra, found.path, found.skipped)
 
 
 class _Restored(NamedTuple):
@@ -279,7 +279,7 @@ def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check
 
 
 def _plan_summary(plan: Plan) -> JSON:
-    """What tells two plans apart, for the machine and for the reader."""
+    """A summary of a plan by which checkpoints of other plans are refused."""
     return {
         "genome_params": plan.genome_params,
         "pnet_params": plan.pnet_params,

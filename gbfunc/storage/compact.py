@@ -66,9 +66,9 @@ class Compact(NamedTuple):
         data = tensors[COMPACT]
         if data.dtype != torch.uint8 or data.ndim != 1 or len(tensors) > 1:
             raise ValueError(f"expected one tensor of bytes, got {len(tensors)}, of {data.dtype}, {tuple(data.shape)}")
-        whole = data.numpy().tobytes()
-        body = whole[DIGEST_BYTES:]
-        if whole[:DIGEST_BYTES] != hashlib.sha256(body).digest()[:DIGEST_BYTES]:
+        stored = data.numpy().tobytes()
+        body = stored[DIGEST_BYTES:]
+        if stored[:DIGEST_BYTES] != hashlib.sha256(body).digest()[:DIGEST_BYTES]:
             raise ValueError("its digest does not fit its content: the file is damaged")
         first = body[0] if body else 0
         if (bits := first & ~_NARROW) not in BITS.values():

@@ -280,11 +280,11 @@ class Task:
         return self.metrics[0]
 
     def to(self, device: torch.device | str) -> Task:
-        """The same task with its examples on `device`."""
+        """A copy of the task whose examples are on `device`."""
         return replace(self, train=self.train.to(device), val=self.val.to(device), test=self.test.to(device))
 
     def with_pnet(self, pnet: PNet) -> Task:
-        """The same task with another p-net."""
+        """A copy of the task with `pnet` in the place of its p-net."""
         return replace(self, pnet=pnet)
 
     def build(self, seed: int) -> nn.Module:

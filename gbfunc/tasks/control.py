@@ -187,7 +187,7 @@ class Rollouts:
         return self.settings.n_envs * self.settings.horizon * self.settings.epochs
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """The same; `ValueError` for a device that environments are not on."""
+        """Return itself; ValueError for any device but the CPU, where environments are."""
         if torch.device(device).type != "cpu":
             raise ValueError(f"the control task runs on the CPU, where its environments are; got --device {device}")
         return self
@@ -202,7 +202,7 @@ class Episodes:
     number: int
 
     def to(self, device: torch.device | str) -> Episodes:
-        """The same: environments are on the CPU."""
+        """Return itself: environments are on the CPU."""
         return self
 
 

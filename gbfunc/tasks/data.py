@@ -41,7 +41,7 @@ class Data(Protocol):
         ...
 
     def to(self, device: torch.device | str) -> Data:
-        """The same examples on `device`."""
+        """Move the examples to `device`."""
         ...
 
 
@@ -72,7 +72,7 @@ class Split:
         return zip(self.x.split(size), self.y.split(size), strict=True)
 
     def to(self, device: torch.device | str) -> Split:
-        """The same examples on `device`."""
+        """A copy whose examples are on `device`."""
         return Split(self.x.to(device), self.y.to(device))
 
 
@@ -107,7 +107,7 @@ class Windows:
             yield windows[:, :-1], windows[:, 1:]
 
     def to(self, device: torch.device | str) -> Windows:
-        """The same text on `device`."""
+        """A copy whose tokens are on `device`."""
         return Windows(self.tokens.to(device), self.context, self.chars)
 
 

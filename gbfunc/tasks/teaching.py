@@ -17,7 +17,7 @@ from gbfunc.tasks.base import LossFn, Net, Task, example_batches, logits_of
 
 
 def taught(task: Task, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> Task:
-    r"""The same task with a loss that follows a teacher.
+    r"""Distillation: the task with a loss that follows a teacher, too.
 
     With $z$ the logits of the network in training and $t$ those of the teacher, at temperature $T$:
     $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$, where $L$ is the task's loss.

@@ -112,7 +112,7 @@ class PaddedTexts:
         return int(self.lengths[index_B].max())
 
     def to(self, device: torch.device | str) -> PaddedTexts:
-        """The same texts on `device`."""
+        """A copy whose texts and labels are on `device`; lengths stay where they are."""
         return PaddedTexts(self.x.to(device), self.y.to(device), self.lengths)
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.parallel import Placement
+from gbfunc.parallel import Mesh, Placement
 from gbfunc.plan import StoredDtype, rounded
 from gbfunc.tasks.base import Net, Recipe, Task
 from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.tasks.logs import OnLog
+from gbfunc.train import TrainStep
 from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, unflatten_tree
 
 _SECONDS_BETWEEN_REPORTS, _STEPS_BETWEEN_LOGS = 0.2, 10
@@ -36,7 +37,7 @@ class Trainer(NamedTuple):
     state: Any
     step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
     net: Callable[[Any], Net]
-    train_step: gb.TrainStep | None = None
+    train_step: TrainStep | None = None
 
 
 class Fit(NamedTuple):
@@ -111,7 +112,7 @@ def genome_trainer(
     task: Task,
     recipe: Recipe,
     seed: int,
-    mesh: gb.Mesh | None = None,
+    mesh: Mesh | None = None,
     placement: Placement | Literal["auto"] = "auto",
     rounding: StoredDtype | None = None,
     **options: Any,
@@ -191,7 +192,7 @@ def fit(
         recipe: batch size, length, how often to measure.
         seed: of the order of the examples.
         checkpoints: where to go on from, and when to save; training then is the same as without an interruption.
-        report: is told how it goes.
+        report: gets the progress.
         validate: whether to measure on validation data.
         on_log: is given the steps done and metrics: means of `train_` ones every so many steps, `val_` ones with each
             validation.

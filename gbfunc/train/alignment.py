@@ -63,8 +63,8 @@ def update_alignment(
     noise = noise_of(plan, seed, leaf)
     with torch.no_grad():
         old, new = (generate(plan, genome, noise=noise, base=base) for genome in (before, after))
-    still = {p.name for p in parameter_infos(pnet) if not p.tensor.requires_grad}
-    weights = {t.name: old[t.name].detach() for t in plan.tensors if t.slots or t.name not in still}
+    frozen = {p.name for p in parameter_infos(pnet) if not p.tensor.requires_grad}
+    weights = {t.name: old[t.name].detach() for t in plan.tensors if t.slots or t.name not in frozen}
     weights = {k: w.requires_grad_() for k, w in weights.items()}
     net, buffers = PureNet(pnet, frozen=base), {k: x.clone() for k, x in before.buffers.items()}
     with seeded(seed, leaf.device), torch.enable_grad(), net.held():

@@ -69,9 +69,9 @@ def param_groups(
     muon = getattr(torch.optim, "Muon", None)  # Younger than the oldest torch that is supported.
     matrices_only = muon is not None and issubclass(cls, muon)
     mixes = matrices_only or issubclass(cls, torch.optim.Adafactor)
-    whole = _make_group(cls, options, "all leaves")
-    stacked = replace(whole, by_tile=True) if mixes else whole
-    groups: dict[str, ParamGroup] = {"code": stacked, "linear": stacked, "direct": whole}
+    plain = _make_group(cls, options, "all leaves")
+    stacked = replace(plain, by_tile=True) if mixes else plain
+    groups: dict[str, ParamGroup] = {"code": stacked, "linear": stacked, "direct": plain}
 
     def adamw(options: dict[str, Any]) -> ParamGroup:
         kept = {k: v for k, v in options.items() if k in ("lr", "weight_decay")}

@@ -99,8 +99,8 @@ class TrainStep:
         self._roles |= {f"direct/{t.name}": "direct" for t in plan.direct}
         # Running statistics; caches, which are not persistent, stay each rank's.
         self._averaged = [b.name for b in plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
-        still = {f"direct/{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
-        self._frozen = still & self._roles.keys()
+        frozen = {f"direct/{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
+        self._frozen = frozen & self._roles.keys()
         self._expected = layout.shapes | {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
 
     @torch.inference_mode(False)
@@ -255,10 +255,10 @@ class TrainStep:
         empty = {k for k in self._layout.split if not len(params[k])}
         if not empty:
             return self._optimizer.update(gradients, opt, params, self._roles, donate=donate)
-        held = {k: v for k, v in params.items() if k not in empty}
-        some = opt._replace(leaves={k: opt.leaves[k] for k in held})
-        gradients = {k: gradients[k] for k in held}
-        new, made = self._optimizer.update(gradients, some, held, self._roles, donate=donate)
+        present = {k: v for k, v in params.items() if k not in empty}
+        some = opt._replace(leaves={k: opt.leaves[k] for k in present})
+        gradients = {k: gradients[k] for k in present}
+        new, made = self._optimizer.update(gradients, some, present, self._roles, donate=donate)
         return params | new, made._replace(leaves=opt.leaves | made.leaves)
 
     def _check_ranks(self, state: TrainState, flat: Params, batch: Any) -> None:
@@ -345,7 +345,8 @@ def make_train_step(
             the genome is split each is gathered again, none stays factors, and all ranks must use the same layers).
         on_nonfinite: what to do on a loss or gradient that is not finite: `"skip"` keeps the state and reports it,
             `"raise"` raises.
-        kernel: implementation of ReLU g-nets.
+        kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU; on a GPU Triton, for
+            ReLU g-nets alone), "eager" (PyTorch), "reference" (the definition) or "auto", compiled where that pays.
         compile: generation, p-net and loss become one compiled graph (`torch.compile`); the first step takes long.
         mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
             over the global batch, and all ranks call with the same arguments. None is this process alone.
@@ -355,8 +356,8 @@ def make_train_step(
             `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
         check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
         parallel: how layers are split over the mesh's tensor axis: styles of `torch.distributed.tensor.parallel` by
-            name of module, wildcards too, as `parallelize_module` takes them; `gb.tensor_styles(pnet)` has those of
-            some p-nets. Each rank generates and applies its pieces, and with `lazy` it is thin products that travel.
+            name of module, wildcards too, as `parallelize_module` takes them; `gbfunc.parallel.styles.tensor_styles`
+            has those of some p-nets. Each rank generates and applies its pieces; with `lazy`, thin products travel.
             All ranks along the axis get the same rows, or, where the first layer takes a sharded input, each its part.
         pipeline: the schedule by which microbatches go through the mesh's pipeline axis, each rank running some of the
             p-net's blocks: `"gpipe"`, `"1f1b"`, `"interleaved"` or `"zbv"` (torch's). All ranks along the axis get the
@@ -364,7 +365,7 @@ def make_train_step(
             the p-net's call.
         stages: names of the blocks that begin a stage, but for the first one; None balances counted operations.
         rounding: the loss sees the genome as `save` with this dtype stores it, and gradients go straight through the
-            rounding: a short training so, after another, mends most of what rounding alone costs.
+            rounding: a short training with it, after one without, recovers most of what rounding alone costs.
 
     Raises:
         ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see

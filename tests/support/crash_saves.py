@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import gbfunc as gb
+from gbfunc.train import TrainStep
 from tests.support.zoo import step_of
 
 KEEP = 2
@@ -25,14 +26,14 @@ STRIDE = 1_000
 """Steps are counted on from round to round by so many."""
 
 
-def state_at(step: gb.TrainStep, steps: int) -> gb.TrainState:
+def state_at(step: TrainStep, steps: int) -> gb.TrainState:
     """A state that any process can tell from its number alone."""
     state = step.init(seed=0)
     gnets = {e: {k: torch.full_like(v, steps) for k, v in leaves.items()} for e, leaves in state.gnets.items()}
     return state._replace(gnets=gnets, step=torch.tensor(steps))
 
 
-def save_without_end(step: gb.TrainStep, folder: Path, first: int, told: int) -> None:
+def save_without_end(step: TrainStep, folder: Path, first: int, told: int) -> None:
     """Save one state after the other; each that is on disk is told through a pipe."""
     with gb.Checkpointer(folder, step, keep=KEEP) as checkpointer:
         # Every third without waiting: then the next save waits for it.
@@ -43,7 +44,7 @@ def save_without_end(step: gb.TrainStep, folder: Path, first: int, told: int) ->
                 os.write(told, f"{steps}\n".encode())
 
 
-def kill_one(step: gb.TrainStep, folder: Path, first: int, delay: float) -> int:
+def kill_one(step: TrainStep, folder: Path, first: int, delay: float) -> int:
     """The last step that a killed process had told to be on disk; at least one is."""
     reader, writer = os.pipe()
     child = os.fork()

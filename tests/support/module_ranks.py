@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import gbfunc as gb
+from gbfunc.parallel import Mesh
 from gbfunc.trees import flatten_tree
 from tests.support.adapters import RATE, adapter, tokens, trained
 from tests.support.ranks import PATIENCE
@@ -32,7 +33,7 @@ def by_ddp(module: gb.GenomeModule, share: Tensor) -> tuple[list[Tensor], list[i
     return losses, sent, module.to_genome()
 
 
-def by_step(plan: gb.Plan, pnet: nn.Module, share: Tensor, mesh: gb.Mesh) -> tuple[list[Tensor], gb.TrainState]:
+def by_step(plan: gb.Plan, pnet: nn.Module, share: Tensor, mesh: Mesh) -> tuple[list[Tensor], gb.TrainState]:
     """Losses over the global batch, and the state at the end."""
     step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.SGD, lr=RATE), mesh=mesh)
     state, losses = step.init(0), []

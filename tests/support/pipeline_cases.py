@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.parallel import CollectiveError, Mesh
 from tests.support.ranks import PATIENCE
 
 WIDTH = 6
@@ -151,7 +152,7 @@ def hugging_loss(net: Callable[..., Any], tokens: Tensor) -> Tensor:
     return net(input_ids=tokens, attention_mask=mask, labels=tokens).loss
 
 
-def gradient(mesh: gb.Mesh | None, make: Callable[[], nn.Module], loss_fn: Any, schedule: str = "gpipe") -> Any:
+def gradient(mesh: Mesh | None, make: Callable[[], nn.Module], loss_fn: Any, schedule: str = "gpipe") -> Any:
     """Loss, aux and the gradient: what plain SGD of rate 1 takes off the genome."""
     torch.manual_seed(0)
     pnet = make().double()
@@ -186,7 +187,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "by the side": (partial(Blocks, by_the_side, lambda: Leaves(WIDTH, WIDTH)), "made inside of 'blocks.0'"),
     "noise": (partial(Blocks, noise), "random numbers"),
 }
-CASES: dict[str, Callable[[gb.Mesh | None], Any]] = {
+CASES: dict[str, Callable[[Mesh | None], Any]] = {
     f"{name} {schedule}": partial(gradient, make=make, loss_fn=loss_fn, schedule=schedule)
     for name, (make, loss_fn) in NETS.items()
     for schedule in (("gpipe", "1f1b", "interleaved", "zbv") if name in ("unet", "tuples") else ("gpipe",))
@@ -209,7 +210,7 @@ def run_cases(init_method: str) -> dict[str, Any]:
         for name, case in CASES.items():
             try:
                 found[name] = case(mesh)
-            except gb.CollectiveError:
+            except CollectiveError:
                 raise RuntimeError(f"case {name} on rank {mesh.rank}") from None
             except Exception:
                 found[name] = traceback.format_exc()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.generate import Generator
 from gbfunc.lab.bench.live import LiveBytes
+from gbfunc.parallel import CollectiveError
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.plan import Plan
 from gbfunc.tasks.pnets.gpt import GPT
@@ -154,7 +155,7 @@ def run_layouts(init_method: str, names: list[str]) -> dict[str, Any]:
         for name in names:
             try:
                 results[name] = measure(LAYOUTS[name])
-            except gb.CollectiveError:
+            except CollectiveError:
                 raise
             except Exception:
                 results[name] = traceback.format_exc()

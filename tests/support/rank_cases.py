@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.hypernets import HYPERNETS, Hypernet
+from gbfunc.parallel import CollectiveError, Mesh
+from gbfunc.train import Optimizer
 from tests.support.ranks import PATIENCE
 from tests.support.zoo import ZOO, loss_fn
 
@@ -76,11 +78,11 @@ def batches(rows: tuple[int, ...] = SIZES, sizes: tuple[int, int, int] = (6, 14,
 
 
 def trajectory(
-    mesh: gb.Mesh | None,
+    mesh: Mesh | None,
     placement: Any = "auto",
     hypernet: Hypernet = TYPES["periodic"],
     *,
-    optimizer: gb.Optimizer = ADAMW,
+    optimizer: Optimizer = ADAMW,
     max_tile: Any = (4, 4),
     rows: tuple[int, ...] = SIZES,
     sizes: tuple[int, int, int] = (6, 14, 5),
@@ -110,7 +112,7 @@ def trajectory(
     return {"reports": torch.stack(reports), "state": whole, "held": held}
 
 
-def animal(mesh: gb.Mesh | None, placement: Any, name: str) -> Any:
+def animal(mesh: Mesh | None, placement: Any, name: str) -> Any:
     """Two steps of an animal of the zoo, in float64."""
     pnet = ZOO[name].pnet().double()
     plan = ZOO[name].plan(pnet)
@@ -122,7 +124,7 @@ def animal(mesh: gb.Mesh | None, placement: Any, name: str) -> Any:
     return {"reports": torch.stack(losses), "state": step.gather(state), "held": 0}
 
 
-def gradient(mesh: gb.Mesh | None, placement: Any, hypernet: Hypernet) -> Any:
+def gradient(mesh: Mesh | None, placement: Any, hypernet: Hypernet) -> Any:
     """The gradient itself: what plain SGD of rate 1 takes off the genome."""
     pnet = pnet_of()
     plan = gb.make_plan(pnet, hypernet, max_tile=(4, 4))
@@ -138,7 +140,7 @@ STILL = ("attention", "tied", "lstm", "conv1d", "weight_norm", "mixed", "frozen"
 STILL += ("transposed_conv", "conv_bn_eval")
 
 ADAPTER = {"base": "own", "modules_to_save": ["2"]}
-CASES: dict[str, Callable[[gb.Mesh | None], Any]] = {}
+CASES: dict[str, Callable[[Mesh | None], Any]] = {}
 for _placement in PLACEMENTS:
     for _lazy in (True, False) if _placement != "sharded" else (False,):
         CASES[f"AdamW {_placement} adapter lazy={_lazy}"] = partial(
@@ -180,7 +182,7 @@ def run_cases(init_method: str, data: int, names: list[str]) -> dict[str, Any]:
         for name in names:
             try:
                 found[name] = (CASES | COMPILED)[name](mesh)
-            except gb.CollectiveError:
+            except CollectiveError:
                 raise RuntimeError(f"case {name} on rank {mesh.rank}; {found}") from None
             except Exception:
                 found[name] = traceback.format_exc()

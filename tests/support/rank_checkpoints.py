@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.parallel import CollectiveError, Mesh
+from gbfunc.train import TrainStep
 from tests.support.rank_cases import ADAMW, batches, pnet_of, squared
 from tests.support.ranks import PATIENCE
 
 PLACEMENTS = ("replicated", "sharded", "factors")
 
 
-def make(mesh: gb.Mesh | None, placement: Any = "auto") -> gb.TrainStep:
+def make(mesh: Mesh | None, placement: Any = "auto") -> TrainStep:
     """A step with uneven tiles and an optimizer that remembers."""
     pnet = pnet_of()
     plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
@@ -30,7 +32,7 @@ def make(mesh: gb.Mesh | None, placement: Any = "auto") -> gb.TrainStep:
 
 
 def course(
-    mesh: gb.Mesh | None, folder: Path, until: int, placement: Any = "auto", kill: tuple[int, int, str] | None = None
+    mesh: Mesh | None, folder: Path, until: int, placement: Any = "auto", kill: tuple[int, int, str] | None = None
 ) -> dict[str, Any]:
     """Go on from what is in a folder, save after every step; `kill` is a rank, a step and a moment."""
     step, data = make(mesh, placement), batches()
@@ -55,7 +57,7 @@ def die_at(moment: str) -> None:
     os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore
 
 
-def refusals(mesh: gb.Mesh, folder: Path) -> list[str]:
+def refusals(mesh: Mesh, folder: Path) -> list[str]:
     """What every rank is told where rank 0 finds that it cannot be."""
     step, told = make(mesh), []
     other_pnet = nn.Linear(6, 5).double()
@@ -85,7 +87,7 @@ def killed(init_method: str, folder: str, victim: int, moment: str, timeout: flo
     mesh, start = gb.mesh(init_method=init_method, timeout=timeout), time.monotonic()
     try:
         course(mesh, Path(folder), 50, "sharded", (victim, 3, moment))
-    except gb.CollectiveError as error:
+    except CollectiveError as error:
         return str(error), time.monotonic() - start
     return "", 0.0
 

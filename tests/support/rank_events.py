@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gbfunc as gb
 from gbfunc.hypernets.ensemble import dense_tiles
 from gbfunc.lab.bench.dense_parallel import fully_shard
-from gbfunc.parallel import Gather, Layout, Mesh, all_gather, check_equal, reduce_scatter, text_of
+from gbfunc.parallel import CollectiveError, Gather, Layout, Mesh, all_gather, check_equal, reduce_scatter, text_of
+from gbfunc.train import TrainStep
 from tests.support.rank_cases import ADAMW, SGD, batches, pnet_of, squared
 from tests.support.ranks import PATIENCE
 from tests.support.versions import TRACES_WHOLE_NETS
@@ -158,7 +159,7 @@ def not_finite(mesh: Mesh) -> dict[str, Any]:
         x = x * float("nan")
     for placement in ("replicated", "sharded"):
 
-        def make(placement: Any = placement, **options: Any) -> gb.TrainStep:
+        def make(placement: Any = placement, **options: Any) -> TrainStep:
             return gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, placement=placement, **options)
 
         step = make()
@@ -331,10 +332,10 @@ def die(init_method: str, victim: int, how: str, timeout: float) -> tuple[str, f
                 dist.recv(torch.empty(1), 0, tag=1)
         for _ in range(3):
             state, _ = step(state, batch)
-    except gb.CollectiveError as error:
+    except CollectiveError as error:
         words, seconds = str(error), time.monotonic() - start
         try:
             mesh.barrier()
-        except gb.CollectiveError:
+        except CollectiveError:
             return words, seconds
     return "", 0.0

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 import gbfunc as gb
+from gbfunc.parallel import Mesh
 from gbfunc.parallel.styles import tensor_styles
+from gbfunc.train import TrainStep
 from tests.support.rank_cases import TYPES
 from tests.support.ranks import PATIENCE
 from tests.support.tensor_cases import language_model, next_token
@@ -41,7 +43,7 @@ class Course(NamedTuple):
     until: int
 
 
-def make(mesh: gb.Mesh | None) -> gb.TrainStep:
+def make(mesh: Mesh | None) -> TrainStep:
     """The step, split as the mesh asks."""
     pnet = language_model("gpt", 4).double()
     plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=10)
@@ -54,7 +56,7 @@ def make(mesh: gb.Mesh | None) -> gb.TrainStep:
     return gb.make_train_step(plan, pnet, next_token, ADAMW, **split)
 
 
-def take(mesh: gb.Mesh | None, course: Course) -> dict[str, Any]:
+def take(mesh: Mesh | None, course: Course) -> dict[str, Any]:
     """The whole state that was loaded, that at the end, and the bytes of its genome's file."""
     step = make(mesh)
     found = gb.load_checkpoint(course.source, step, step.init(3))

@@ -9,6 +9,7 @@ from typing import Any
 
 import gbfunc as gb
 from gbfunc.cli.ranks import in_turn
+from gbfunc.parallel import Mesh
 from tests.support.ranks import PATIENCE
 
 
@@ -41,7 +42,7 @@ def prepare_files(init_method: str, folder: str) -> dict[str, Any]:
         }
 
 
-def words_of(mesh: gb.Mesh, prepare: Callable[[], None]) -> str:
+def words_of(mesh: Mesh, prepare: Callable[[], None]) -> str:
     """The error that a rank sees."""
     try:
         in_turn(mesh, prepare)

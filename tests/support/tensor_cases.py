@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import gbfunc as gb
+from gbfunc.parallel import CollectiveError, Mesh
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.rank_cases import TYPES
@@ -67,7 +68,7 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
 
 
 def toy(
-    mesh: gb.Mesh | None,
+    mesh: Mesh | None,
     hypernet: Any,
     lead: tuple[int, ...],
     styles: Callable[[], dict[str, Any]] = sequence_styles,
@@ -92,7 +93,7 @@ def toy(
     return {"reports": torch.stack(reports), "state": step.gather(state)}
 
 
-CASES: dict[str, Callable[[gb.Mesh | None], Any]] = {}
+CASES: dict[str, Callable[[Mesh | None], Any]] = {}
 for _name, _hypernet in TYPES.items():
     for _lead in ((20,), (12, 12)):
         CASES[f"sequence {_lead} {_name}"] = partial(toy, hypernet=_hypernet, lead=_lead)
@@ -136,7 +137,7 @@ class Residual(nn.Module):
         return self.head(self.norm2(x))
 
 
-def residual(mesh: gb.Mesh | None, manner: str, **options: Any) -> Any:
+def residual(mesh: Mesh | None, manner: str, **options: Any) -> Any:
     """Steps on a sequence of 7: split over ranks and whole at the head, or with the classes split in the loss."""
     torch.manual_seed(0)
     pnet = Residual().double()
@@ -213,7 +214,7 @@ def language_model(name: str, layers: int = 2) -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-def text(mesh: gb.Mesh | None, name: str, hypernet: Any, include: Any = (), layers: int = 2, **options: Any) -> Any:
+def text(mesh: Mesh | None, name: str, hypernet: Any, include: Any = (), layers: int = 2, **options: Any) -> Any:
     """Steps on a language model, its vocabulary split where there is a tensor axis."""
     pnet = language_model(name, layers).double()
     plan = gb.make_plan(pnet, hypernet, max_tile=10, include=include)
@@ -238,7 +239,7 @@ for _name in ("gpt", "gpt2", "llama"):
     CASES[f"{_name} layer"] = partial(text, name=_name, hypernet=TYPES["gnet"], remat="layer")
 
 
-SHARDED: dict[str, Callable[[gb.Mesh | None], Any]] = {}
+SHARDED: dict[str, Callable[[Mesh | None], Any]] = {}
 """With a genome that is split over ranks."""
 for _placement in ("sharded", "factors"):
     for _kind in ("periodic", "gnet", "shared", "stochastic"):
@@ -256,7 +257,7 @@ for _placement in ("sharded", "factors"):
         microbatches=2,
     )
 
-PIPELINES: dict[str, Callable[[gb.Mesh | None], Any]] = {}
+PIPELINES: dict[str, Callable[[Mesh | None], Any]] = {}
 for _schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
     _options: dict[str, Any] = {"layers": 4, "pipeline": _schedule, "microbatches": 4}
     for _kind in ("periodic", "gnet", "shared"):
@@ -284,7 +285,7 @@ def run_cases(init_method: str, names: list[str], **axes: Any) -> Mapping[str, A
         for name in names:
             try:
                 results[name] = (CASES | PIPELINES | SHARDED)[name](mesh)
-            except gb.CollectiveError:
+            except CollectiveError:
                 raise
             except Exception:
                 results[name] = traceback.format_exc()
@@ -312,7 +313,7 @@ def die_in_a_pipeline(init_method: str, victim: int, timeout: float) -> tuple[st
         for i in range(3):
             died = time.monotonic()
             state, _ = step(state, torch.randint(0, 22, (8, 9), generator=torch.Generator().manual_seed(i)))
-    except gb.CollectiveError as error:
+    except CollectiveError as error:
         return str(error), time.monotonic() - died
     return "nobody died", 0.0
 
@@ -332,69 +333,69 @@ class Skip(nn.Module):
         return self.last(x + start)
 
 
-REFUSED: dict[str, Callable[[gb.Mesh], Any]] = {}
+REFUSED: dict[str, Callable[[Mesh], Any]] = {}
 """What must be refused on tensor ranks, by what the error says."""
 
 
-def refused(words: str) -> Callable[[Callable[[gb.Mesh], Any]], Callable[[gb.Mesh], Any]]:
+def refused(words: str) -> Callable[[Callable[[Mesh], Any]], Callable[[Mesh], Any]]:
     """Note a case of `REFUSED`."""
     return lambda case: REFUSED.setdefault(words, case)
 
 
-def one_step(mesh: gb.Mesh, pnet: nn.Module, parallel: Any, batch: Any, **options: Any) -> Any:
+def one_step(mesh: Mesh, pnet: nn.Module, parallel: Any, batch: Any, **options: Any) -> Any:
     plan = gb.make_plan(pnet, gb.periodic(2))
     step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, parallel=parallel, **options)
     return step(step.init(0), batch)
 
 
 @refused("tensor ranks must get the same batch")
-def another_batch(mesh: gb.Mesh) -> Any:
+def another_batch(mesh: Mesh) -> Any:
     return one_step(mesh, Toy().double(), plain_styles(), (draw(6, 10, seed=mesh.rank), draw(6, 5)))
 
 
 @refused("needs a style")
-def no_style_in_a_sequence(mesh: gb.Mesh) -> Any:
+def no_style_in_a_sequence(mesh: Mesh) -> Any:
     pnet = nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 8), nn.Linear(8, 5)).double()
     styles = {"1": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
     return one_step(mesh, pnet, styles, (draw(6, 10, seed=mesh.rank), draw(6, 5, seed=mesh.rank)))
 
 
 @refused(r"parallel['in_project'] names no module; on that level there are ['in_proj', 'relu', 'out_proj']")
-def no_such_module(mesh: gb.Mesh) -> Any:
+def no_such_module(mesh: Mesh) -> Any:
     return one_step(mesh, Toy().double(), {"in_project": ColwiseParallel()}, ())
 
 
 @refused("must be a ParallelStyle of torch, got str")
-def no_style(mesh: gb.Mesh) -> Any:
+def no_style(mesh: Mesh) -> Any:
     return one_step(mesh, Toy().double(), {"in_proj": "colwise"}, ())
 
 
 @refused("tied between layers that split it in different ways")
-def tied_in_two_ways(mesh: gb.Mesh) -> Any:
+def tied_in_two_ways(mesh: Mesh) -> Any:
     pnet = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)).double()
     pnet[1].weight = pnet[0].weight
     return one_step(mesh, pnet, {"0": ColwiseParallel(), "1": RowwiseParallel()}, ())
 
 
 @refused("the mesh has a tensor axis: parallel= must say")
-def no_styles(mesh: gb.Mesh) -> Any:
+def no_styles(mesh: Mesh) -> Any:
     return one_step(mesh, Toy().double(), None, ())
 
 
 @refused("tensor ranks must get the same batch: different from rank 0 are rank 1 in rows of the batch (4, not 6)")
-def other_rows(mesh: gb.Mesh) -> Any:
+def other_rows(mesh: Mesh) -> Any:
     rows = 6 - 2 * mesh.rank
     return one_step(mesh, Toy().double(), plain_styles(), (draw(rows, 10), draw(rows, 5)))
 
 
 @refused("ranks must have the same options: different from rank 0 are rank 1 in parallel (out_")
-def other_styles(mesh: gb.Mesh) -> Any:
+def other_styles(mesh: Mesh) -> Any:
     styles = plain_styles() if mesh.rank == 0 else {"in_proj": ColwiseParallel()}
     return one_step(mesh, Toy().double(), styles, (draw(6, 10), draw(6, 5)))
 
 
 @refused("split over ranks and made in pieces")
-def a_piece_is_read(mesh: gb.Mesh) -> Any:
+def a_piece_is_read(mesh: Mesh) -> Any:
     class Reader(Toy):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self.in_proj.weight.sum()

@@ -10,10 +10,11 @@ import gbfunc as gb
 from gbfunc.lab.bench.cases import mlp_case
 from gbfunc.lab.bench.dense_parallel import layer_styles
 from gbfunc.lab.bench.variants import first_net, loss_fn, plan_of
+from gbfunc.parallel import Mesh
 from tests.support.ranks import PATIENCE
 
 
-def train(mesh: gb.Mesh | None, width: int, steps: int = 3) -> dict[str, Any]:
+def train(mesh: Mesh | None, width: int, steps: int = 3) -> dict[str, Any]:
     """Steps on an MLP as the bench has it, by gradients as they are: losses, norms and the state."""
     case = mlp_case((width, width, width, 10), 256, (), h=32)
     assert case.periodic is not None

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
+from gbfunc.train import Optimizer, TrainStep
 
 BATCH = 8
 
@@ -203,9 +204,7 @@ def noise_of(plan: gb.Plan) -> Any:
 SGD = gb.torch_optimizer(torch.optim.SGD, lr=0.1)
 
 
-def step_of(
-    name: str, loss: Any = loss_fn, optimizer: gb.Optimizer = SGD, **options: Any
-) -> tuple[gb.TrainStep, Tensor]:
+def step_of(name: str, loss: Any = loss_fn, optimizer: Optimizer = SGD, **options: Any) -> tuple[TrainStep, Tensor]:
     """A training step for an animal, and a batch."""
     pnet = ZOO[name].pnet()
     step = gb.make_train_step(ZOO[name].plan(pnet), pnet, loss, optimizer, **options)

@@ -1,4 +1,4 @@
-"""Generation of tiles at the machine's limit: the fused ReLU tile, and row blocks for every other g-net."""
+"""Generation of tiles at the machine's limit: ReLU tiles and sines by native operators, row blocks for other g-nets."""
 
 from gbfunc.hypernets.kernels.chunked import chunked_apply
 from gbfunc.hypernets.kernels.relu_tile import relu_matrix, relu_tiles

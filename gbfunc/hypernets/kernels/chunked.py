@@ -91,10 +91,10 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
                 if not outputs:
                     outputs += [x.new_empty(tiles, length, *x.shape[2:]) for x in block[0]]
                     outputs += [x.new_zeros(tiles, *x.shape[1:]) for x in block[1]]
-                for whole, part in zip(outputs, block[0], strict=False):
-                    whole[t, i] = part
-                for whole, part in zip(outputs[m.outputs[0] :], block[1], strict=True):
-                    whole[t] += part
+                for out, part in zip(outputs, block[0], strict=False):
+                    out[t, i] = part
+                for out, part in zip(outputs[m.outputs[0] :], block[1], strict=True):
+                    out[t] += part
     return tuple(outputs)
 
 

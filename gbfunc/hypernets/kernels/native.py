@@ -107,7 +107,7 @@ class Sides(NamedTuple):
     u: Tensor | None = None  # [T, H]
 
     def ready(self) -> Sides:
-        """The same as the program reads them."""
+        """The arrays as C++ reads them: contiguous, in float32 or float64."""
         return Sides(*(x if x is None else _ready(x) for x in self))
 
 
@@ -142,7 +142,7 @@ def _parts(grid: TileGrid) -> int:
 
 
 def _ready(x: Tensor) -> Tensor:
-    """An input as the program reads it."""
+    """An array as C++ reads it: contiguous, in float32 or float64."""
     return x.detach().to(compute_dtype(x.dtype)).contiguous()
 
 

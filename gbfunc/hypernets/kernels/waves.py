@@ -77,7 +77,7 @@ _THREAD_WORK = 2**14
 """Sines and cosines that repay one more thread."""
 
 
-def _run(direction: str, sides: Sequence[Side], outputs: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
+def _call(direction: str, sides: Sequence[Side], outputs: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
     """Call the compiled program, with the fields of each `Wave` of `waves.cpp`."""
     fields: list[int] = []
     found, copies = iter(gradients), []
@@ -123,7 +123,7 @@ class _Waves(torch.autograd.Function):
         for side in sides:
             tiles = len(side.weight if side.groups is None else side.groups)
             outputs.append(side.weight.new_empty(tiles, side.codes.shape[1], 2 * side.weight.shape[2]))
-        _run("forward", sides, outputs)
+        _call("forward", sides, outputs)
         ctx.sides = sides  # with leaves, as small as a genome; those that are read are the saved ones
         ctx.save_for_backward(*leaves)
         return tuple(outputs)
@@ -135,7 +135,7 @@ class _Waves(torch.autograd.Function):
             pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.sides), *leaves)[1]
             return None, *pull(cotangents)
         gradients = [x.new_empty(x.shape) for x in leaves]
-        _run("backward", _filled(ctx.sides, leaves), cotangents, gradients)
+        _call("backward", _filled(ctx.sides, leaves), cotangents, gradients)
         return None, *gradients
 
 

@@ -52,7 +52,6 @@ def _lora(plan: Plan, pnet: nn.Module, loss: Loss, batch: Batch, lr: float) -> S
 
 
 def _genomes(plan: Plan, pnet: nn.Module, n: int) -> list[gb.Genome]:
-    """Genomes with different deltas."""
     genomes = []
     for seed in range(n):
         genome, draw = gb.init_genome(plan, pnet, seed), torch.Generator().manual_seed(seed)

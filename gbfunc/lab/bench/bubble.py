@@ -80,7 +80,7 @@ def _sleep(seconds: float) -> float:
 
 
 class WaitingBlock(nn.Module):
-    """A small layer that takes as long as it is told, forward and backward."""
+    """A small layer whose forward and backward take given times."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()

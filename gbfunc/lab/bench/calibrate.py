@@ -21,13 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gbfunc as gb
 from gbfunc.lab.bench.links import run_module
 from gbfunc.lab.bench.report import measure_ceilings
-from gbfunc.parallel import sum_ranks
+from gbfunc.parallel import Mesh, sum_ranks
+from gbfunc.parallel.planner import DeviceSpec
 
 _SENT_BYTES = 2**25
 _TIMEOUT = 120.0
 
 
-def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[gb.DeviceSpec, bool]:
+def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[DeviceSpec, bool]:
     """What a rank has on this machine, and whether this process is to say so (one of many ranks is).
 
     Args:
@@ -43,7 +44,7 @@ def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[gb.DeviceSpec, 
     else:
         link, latency = loopback(rounds)
     speeds = ceilings["gflops"] * 1e9, ceilings["gb_s"] * 1e9
-    spec = gb.DeviceSpec(*speeds, link, memory_of(device), latency, measure_overhead(device, rounds))
+    spec = DeviceSpec(*speeds, link, memory_of(device), latency, measure_overhead(device, rounds))
     return spec, first
 
 
@@ -77,7 +78,7 @@ def measure_overhead(device: torch.device, rounds: int, layers: int = 100) -> fl
     return statistics.median(times[1:]) / counted.count
 
 
-def measure_link(mesh: gb.Mesh, rounds: int) -> tuple[float, float]:
+def measure_link(mesh: Mesh, rounds: int) -> tuple[float, float]:
     """Bytes that a rank sends in a second of a large all-reduce, and seconds of one of a single number."""
     large, small = (torch.zeros(n, device=mesh.device) for n in (_SENT_BYTES // 4, 1))
     seconds = {}
@@ -96,7 +97,7 @@ def measure_link(mesh: gb.Mesh, rounds: int) -> tuple[float, float]:
 
 
 def loopback(rounds: int) -> tuple[float, float]:
-    """The same between two processes on this machine.
+    """Measure the link between two processes on this machine: bytes in a second, and seconds of a small message.
 
     Raises:
         OSError: if one of them fails.

@@ -128,7 +128,6 @@ class CollectiveBytes(TorchDispatchMode):
 
 
 def _ranks_of(schema: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """The ranks that take part in a collective."""
     names = [argument.name for argument in schema.arguments]
     if "process_group" in names:
         boxed = args[names.index("process_group")]

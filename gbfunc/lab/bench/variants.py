@@ -156,7 +156,7 @@ def _population(plan: Plan, pnet: nn.Module, batch: Batch, setting: Setting, *, 
 
 
 def _naive(plan: Plan, pnet: nn.Module, loss: Callable[..., Tensor], setting: Setting) -> Step:
-    """The same with the code of every single weight, without the library's step."""
+    """A step that evaluates the g-nets on the codes of every weight, one by one, written without the library's."""
     net, generator = PureNet(pnet), NaiveGenerator(plan, plan.dtype, setting.device)
     genome = gb.init_genome(plan, pnet, 0)
     leaves = {k: x.requires_grad_() for k, x in flat_genome(genome).items()}

@@ -111,6 +111,6 @@ def methods_for(task: Task, dtype: torch.dtype) -> Mapping[str, Method]:
 
 
 def reference_problem(problem: Problem) -> Problem:
-    """The same problem for the methods of `REFERENCES`, whose budget is what all weights take."""
+    """A problem for the methods of `REFERENCES`: its budget is the file of all weights, dense."""
     budget = FULL.file_bytes(problem.task, problem.dtype)
     return problem._replace(size=budget // problem.dtype.itemsize, budget=budget)

@@ -269,7 +269,7 @@ def lora_shapes(linears: Linears) -> list[Ladder]:
 
 
 def vera_shapes(linears: Linears) -> list[Ladder]:
-    """The same with two vectors a layer beside seeded matrices, whose rank is that of the shorter vector."""
+    """As `lora_shapes`, for VeRA: two trained vectors a layer, around seeded matrices of higher rank."""
     seed = {"save_projection": False}
     return [ladder for roles in _WHERE for ladder in _growing(linears, roles, "r", (64, 128, 256, 512, 1024), **seed)]
 

@@ -57,7 +57,7 @@ class Results(NamedTuple):
 
 
 def _head(problem: Problem, method: str) -> tuple[str, str, int, int, str, int]:
-    """What tells experiments apart: the first six fields of choices and rows."""
+    """The key of an experiment: the first six fields of choices and rows."""
     dtype = str(problem.dtype).removeprefix("torch.")
     return problem.task.name, method, problem.size, problem.budget, dtype, problem.steps
 
@@ -155,7 +155,7 @@ def run_missing(
         seeds: rows of each method and problem.
         results: of earlier runs.
         folder: for the data of every network.
-        report: told of everything that is done.
+        report: gets a line for everything that is done.
         most: candidates that a choice tries.
     """
     for problem in problems:

@@ -74,7 +74,7 @@ class PlanOptions(NamedTuple):
     modules_to_save: tuple[str, ...] = ()
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
-        """The same with another type of g-net, also in rules that only tune the type that it replaces."""
+        """Options with another type of g-net, also in rules that only tune the type that it replaces."""
 
         def replaced(rule: Hypernet | None) -> Hypernet | None:
             tunes = rule is not None and rule.type == self.hypernet.type and rule.size is None
@@ -116,7 +116,7 @@ class PNet:
             return self.make()
 
     def planned(self, change: Callable[[PlanOptions], PlanOptions]) -> PNet:
-        """The same p-net with its plan's options changed, for a genome of whatever size."""
+        """A copy of the p-net whose options of a plan are `change(options)`, for a genome of any size."""
         return replace(self, plan=lambda genome_params: change(self.plan(genome_params)))
 
 

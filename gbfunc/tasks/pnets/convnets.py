@@ -154,7 +154,6 @@ def _check(name: str, interface: Interface, smallest: int, width: Any) -> int:
 
 
 def _width(name: str, shapes: Shapes) -> int:
-    """Output channels of a convolution."""
     if len(shapes.get(name, ())) != 4:
         raise ValueError(f"expected the parameters of a convolutional net with {name}")
     return shapes[name][0]

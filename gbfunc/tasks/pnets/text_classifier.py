@@ -157,7 +157,7 @@ def _pretrained(source: str, folder: Path, fields: Mapping[str, Any]) -> nn.Modu
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """What tells that a folder's files are other ones."""
+    """Names, sizes and times of a folder's files: a key for what is read from them."""
     files = ((path, path.stat()) for path in sorted(folder.iterdir()))
     return tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in files)
 

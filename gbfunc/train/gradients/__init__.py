@@ -2,7 +2,7 @@
 
 * `one_graph`: one graph from the loss through the p-net's weights to the g-nets, eager or compiled;
 * `accumulated`: microbatches add up gradients on the weights, which go through the g-nets once;
-* `pipelined`: the same, with microbatches that go through stages on several ranks;
+* `pipelined`: microbatches go through stages on several ranks, and add up gradients on the weights likewise;
 * `batched`: many genomes at once, under `vmap`.
 
 In each of them weights may stay factors, or be made again in backward: that is the form of a weight (`gbfunc.layers`).

@@ -26,7 +26,7 @@ _FP16_SCALE = 2.0**10
 """Loss scale under float16, which keeps small gradients of activations from underflow (Micikevicius et al., 2018)."""
 
 _FP16_SCALE_PER_ROW = 2.0**4
-"""The same with a mesh, where each rank's loss is scaled by its rows: equal at 64 rows."""
+"""Loss scale under float16 with a mesh, for each row of a rank's share: as large at 64 rows."""
 
 _RANK_MIX = 0xBF58476D1CE4E5B9
 """An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of ranks."""
@@ -66,7 +66,6 @@ class Objective:
     def _chosen(
         self, pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions
     ) -> OneGraph | Accumulated | Pipelined:
-        """The strategy that the options ask for."""
         make = partial(GenomeLoss, pnet, loss_fn, layout, options, self._divided)
         source = Regenerated if options.remat == "generate" else Kept
         if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
@@ -106,7 +105,7 @@ class Objective:
         return {} if loss is None else loss.net.dense_reads
 
     def batched(self, same: bool) -> Batched:
-        """The same of many genomes at once; `same` says whether they have the same batch."""
+        """Losses and gradients of many genomes by one call; `same` says whether all have one batch."""
         assert self._strategy.loss is not None
         return Batched(self._plan, self._strategy.loss, self._scale, same)
 

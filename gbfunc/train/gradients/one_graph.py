@@ -46,7 +46,7 @@ class OneGraph:
 
 
 class CompiledGraph(OneGraph):
-    """The same graph, compiled by `torch.compile`.
+    """The loss as one graph, compiled by `torch.compile`.
 
     Args:
         loss: of the genome.
