@@ -308,7 +308,7 @@ def test_labels_and_characters_mean_what_they_did(tmp_path: Path, capsys: pytest
     (tmp_path / "high.txt").write_text("A SMALL TEXT OF LOWER CASE\n" * 300)
     small = ["--pnet-config", json.dumps({"layers": 1, "width": 16, "heads": 2, "hidden": 16}), "--steps", "2"]
     low, high = (["--task", "text", "--data-dir", str(tmp_path / f"{name}.txt")] for name in ("low", "high"))
-    assert main(["train", *low, *small, "--compression", "2", "--out", str(out)]) == 0
+    assert main(["train", *low, *small, "--compression", "2", "--overwrite", "--out", str(out)]) == 0
     for command in ("eval", "sample"):
         assert main([command, "--genome", str(out / "genome.safetensors"), *low[2:]]) == 0
         assert main([command, "--genome", str(out / "genome.safetensors"), *high[2:]]) == 2

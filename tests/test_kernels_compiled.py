@@ -92,7 +92,7 @@ def test_every_width_of_vectors_makes_the_matrix(width: str, cache: Path, monkey
         leaves = [x.requires_grad_() for x in (weight, phase, sine, cosine)]
         side = Side(codes, leaves[0], leaves[1], leaves[2], leaves[3])
         one, other = (waves([side], kernel=kernel)[0] for kernel in ("compiled", "reference"))
-        found, expected = ([x, *torch.autograd.grad(x, leaves_of(side), torch.ones_like(x))] for x in (one, other))
+        found, expected = ([x, *torch.autograd.grad(x, leaves, torch.ones_like(x))] for x in (one, other))
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * float(y.detach().abs().max()))
 
