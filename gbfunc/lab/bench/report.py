@@ -108,7 +108,7 @@ _FLOPS = {"relu": 10, "periodic": 12}
 _BYTES = 8
 
 
-_TIMED = ("step_ms", "first_ms", "ratio_to_dense", "ratio_to_naive", "gflops", "gb_s")
+_TIMED = ("step_ms", "ratio_to_dense", "ratio_to_naive", "gflops", "gb_s")
 Row = dict[str, Any]
 """One variant of a case, as `bench.json` has it (see `_row`); None is what was not measured."""
 
@@ -137,7 +137,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
 
 
 def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """The rows of several runs of a bench as one: medians of what depends on time, the rest as in the first run."""
+    """The rows of several runs of a bench as one: medians of times and ratios, the rest as in the first run."""
     rows = []
     for same in zip(*runs, strict=True):
         timed = [k for k in _TIMED if same[0][k] is not None]
