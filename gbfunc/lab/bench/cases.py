@@ -54,7 +54,7 @@ class Case:
 
 
 class Variant(NamedTuple):
-    """A way to run a case: its g-nets, options of `make_train_step`, and a package that must be installed for it.
+    """A way to run a case: its g-nets, options of its step, and a package that must be installed for it.
 
     No g-nets is the dense p-net itself.
     """
@@ -87,8 +87,9 @@ VARIANTS: Mapping[str, Variant] = {
     "one genome merged, one row": Variant("adapter", {}),
     "16 genomes together": Variant("periodic", {"lazy": "auto"}),
     "16 genomes one by one": Variant("periodic", {"lazy": "auto"}),
-    "jax dense": Variant("periodic", {}, "jax"),
-    "jax thin": Variant("periodic", {}, "jax"),
+    "jax dense": Variant("periodic", {"thin": False}, "jax"),
+    "jax thin": Variant("periodic", {"thin": True}, "jax"),
+    "jax thin transposed": Variant("periodic", {"thin": True, "transposed": True}, "jax"),
 }
 """Every variant by name. "naive" is `gbfunc.lab.bench.naive` and "jax" `gbfunc.lab.bench.jax_steps`, the others'
 generation is the library's. Its steps have `donate=True` unless they say otherwise; "periodic module" is a
@@ -209,7 +210,7 @@ def demo_case() -> Case:
 
 def jax_case(sizes: tuple[int, ...], *, h: int = 32) -> Case:
     """Training steps of an MLP, beside those that a user of JAX would write by hand."""
-    variants = ("dense", "periodic auto", "periodic compiled step", "jax dense", "jax thin")
+    variants = ("dense", "periodic auto", "periodic compiled step", "jax dense", "jax thin", "jax thin transposed")
     return mlp_case(sizes, 256, variants, name="jax, mlp " + "-".join(map(str, sizes)), h=h)
 
 

@@ -1,7 +1,8 @@
 r"""What a user of JAX would write by hand: the training step of an MLP under one `jax.jit`, dense or of thin products.
 
 With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
-$L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$: a layer gives $(x R) L^T + b$.
+$L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$: a layer gives $(x R) L^T + b$. XLA's sines are faster
+where the units come last in memory: `transposed` makes $L^T$ and $R^T$ in the place of $L$ and $R$.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gbfunc.plan import Plan
 _BETAS, _EPS, _DECAY = (0.9, 0.999), 1e-8, 1e-2
 
 
-def jax_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, thin: bool) -> Step:
+def jax_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, thin: bool, transposed: bool = False) -> Step:
     """A step of AdamW on the CPU, all of it in one compiled function whose state is donated.
 
     Args:
@@ -28,6 +29,7 @@ def jax_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, thin: bool
         batch: inputs [B, n] and classes [B].
         lr: learning rate.
         thin: train the plan's genome by thin products; else the p-net's own weights.
+        transposed: make the factors with the units as their last dimension.
     """
     import jax  # pyright: ignore[reportMissingImports]
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
@@ -49,15 +51,23 @@ def jax_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, thin: bool
     inputs, classes = (array(x) for x in batch)
     layers = [name.removesuffix(".weight") for name in params if name.endswith(".weight")]
 
+    features = 0 if transposed else 1
+
+    def side(codes: Any, weight: Any) -> Any:
+        return weight.T @ codes.T if transposed else codes @ weight
+
+    def of_feature(v: Any) -> Any:
+        return v[:, None] if transposed else v
+
     def product(x: Any, weight: Any, name: str) -> Any:
         if name not in codes:
             return x @ weight.T
         (rows, cols), scale = codes[name]
-        a, b = rows @ weight["row_weight"] + weight["phase"], cols @ weight["col_weight"]
-        v = scale * weight["amplitude"]
-        left = jnp.concatenate([v * jnp.sin(a), v * jnp.cos(a)], 1)
-        right = jnp.concatenate([jnp.cos(b), jnp.sin(b)], 1)
-        return (x @ right) @ left.T
+        a, b = side(rows, weight["row_weight"]) + of_feature(weight["phase"]), side(cols, weight["col_weight"])
+        v = of_feature(scale * weight["amplitude"])
+        left = jnp.concatenate([v * jnp.sin(a), v * jnp.cos(a)], features)
+        right = jnp.concatenate([jnp.cos(b), jnp.sin(b)], features)
+        return (x @ right.T) @ left if transposed else (x @ right) @ left.T
 
     def loss_of(params: Any, x: Any, classes: Any) -> Any:
         for i, layer in enumerate(layers):

@@ -110,7 +110,7 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     elif "genomes" in variant:
         step = _population(plan, pnet, batch, setting, together="together" in variant)
     elif variant.startswith("jax"):
-        step = jax_step(plan, pnet, batch, setting.lr, thin=variant == "jax thin")
+        step = jax_step(plan, pnet, batch, setting.lr, **options)
     elif variant == "periodic module":
         module = gb.GenomeModule(plan, pnet)
         step = plain_step(lambda: loss(module), module.parameters(), setting.lr)
