@@ -1,8 +1,8 @@
 r"""What a user of JAX would write by hand: the training step of an MLP under one `jax.jit`, dense or of thin products.
 
 With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
-$L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$: a layer gives $(x R) L^T + b$. XLA's sines are faster
-where the units come last in memory: `transposed` makes $L^T$ and $R^T$ in the place of $L$ and $R$.
+$L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$: a layer gives $(x R) L^T + b$. XLA's sines are
+faster where the units come last in memory: `transposed` makes $L^T$ and $R^T$ in the place of $L$ and $R$.
 """
 
 from __future__ import annotations
