@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from gbfunc.cli.output import make_folder, open_folder, wide_console, write_figu
 from gbfunc.cli.ranks import find_device
 from gbfunc.cli.signals import sigterm_raises
 from gbfunc.lab.bench import cases
-from gbfunc.lab.bench.report import describe, growth_curves, log_slope, measure_ceilings, run_bench
-from gbfunc.lab.bench.variants import Setting
+from gbfunc.lab.bench.report import Row, describe, growth_curves, log_slope, measure_ceilings, over_runs, run_bench
+from gbfunc.lab.bench.variants import Setting, why_not
 
 _ROUNDS = 7
 _GROWTH = {"growth_weights": ("weights", "weights"), "growth_features": ("features", "features H")}
@@ -29,6 +30,8 @@ _GROWTH = {"growth_weights": ("weights", "weights"), "growth_features": ("featur
 
 def run(options: Bench) -> None:
     """Run the cases, print one table, write the results."""
+    if options.repeat < 1 or (options.repeat > 1 and (options.calibrate or options.distributed)):
+        raise ValueError(f"--repeat must be at least 1, and 1 with --calibrate and --distributed, got {options.repeat}")
     if options.calibrate:
         print_device(find_device(options.device), options.threads)
         return
@@ -49,7 +52,8 @@ def _run_cases(options: Bench) -> None:
     setting = Setting(device, torch.bfloat16 if on_cuda else None, options.threads or torch.get_num_threads())
     benches = cases.choose(cases.BENCHES["quick" if options.quick else "cuda" if on_cuda else "full"], options.cases)
     with open_folder(options.out) as folder:
-        print_results(measure(benches, setting, folder, visit=0.02 if options.quick else 0.1))
+        visit = 0.02 if options.quick else 0.1
+        print_results(measure(benches, setting, folder, visit=visit, repeat=options.repeat))
 
 
 def print_device(device: torch.device, threads: int | None) -> None:
@@ -63,7 +67,13 @@ def print_device(device: torch.device, threads: int | None) -> None:
 
 
 def measure(
-    benches: Mapping[str, cases.Bench], setting: Setting, folder: Path, *, rounds: int = _ROUNDS, visit: float
+    benches: Mapping[str, cases.Bench],
+    setting: Setting,
+    folder: Path,
+    *,
+    rounds: int = _ROUNDS,
+    visit: float,
+    repeat: int = 1,
 ) -> dict[str, Any]:
     """Run benches one after the other, and write `bench.json` and the figures of growth.
 
@@ -73,6 +83,7 @@ def measure(
         folder: where to write.
         rounds: timings of each variant.
         visit: seconds of each timing, about.
+        repeat: runs of all benches, one after the other; the rows are medians over them (see `over_runs`).
 
     Returns:
         What `bench.json` holds.
@@ -82,14 +93,18 @@ def measure(
     torch.set_num_threads(setting.threads)
     results: dict[str, Any] = describe(setting.device, setting.threads)
     results |= {"device": setting.device.type, "dtype": str(setting.amp or torch.float32).removeprefix("torch.")}
-    results |= {"ceilings": measure_ceilings(setting.device, rounds=rounds), "slopes": {}, "rows": []}
-    for i, (name, bench) in enumerate(benches.items(), 1):
-        print(f"{name} ({i} of {len(benches)})", file=sys.stderr, flush=True)
-        rows = run_bench(bench, setting, rounds=rounds, visit=visit)
-        results["rows"] += rows
+    results |= {"ceilings": measure_ceilings(setting.device, rounds=rounds), "slopes": {}, "rows": [], "skipped": []}
+    reasons = {case.name: why_not(case, setting) for bench in benches.values() for case in bench}
+    results["skipped"] = [reason for reason in reasons.values() if reason]
+    chosen = {k: some for k, bench in benches.items() if (some := tuple(c for c in bench if not reasons[c.name]))}
+    runs: dict[str, list[list[Row]]] = {name: [] for name in chosen}
+    for run, (i, (name, bench)) in product(range(repeat), enumerate(chosen.items(), 1)):
+        print(f"{name} ({i} of {len(chosen)}, run {run + 1} of {repeat})", file=sys.stderr, flush=True)
+        runs[name].append(run_bench(bench, setting, rounds=rounds, visit=visit, memory=run == 0))
+        results["rows"] = [row for some in runs.values() for row in over_runs(some)]
         if name in _GROWTH:
             by, label = _GROWTH[name]
-            curves = growth_curves(rows, by)
+            curves = growth_curves(over_runs(runs[name]), by)
             results["slopes"][name] = {variant: log_slope(points) for variant, points in curves.items()}
             write_figure(folder / f"{name}.png", cost_curves(curves, label))
         # After each bench: what is measured is kept, should a later one fail.
@@ -135,6 +150,12 @@ def _print_rows(
         console.print(note, style="dim")
 
 
+def _range(row: Mapping[str, Any]) -> str:
+    """Least and largest ratio to dense of all runs."""
+    ratios = [ratio for ratio in row["ratios_to_dense"] if ratio is not None]
+    return f"{min(ratios):.3g} to {max(ratios):.3g} in {len(ratios)} runs" if ratios else ""
+
+
 def _listed(values: Mapping[str, float], form: str) -> str:
     return ", ".join(f"{name} {value:{form}}" for name, value in values.items())
 
@@ -158,7 +179,9 @@ def print_results(results: Mapping[str, Any]) -> None:
 
     columns = [
         ("step", _number("step_ms", ",.2f", " ms")),
+        ("first", _number("first_ms", ",.0f", " ms")),
         ("x dense", _number("ratio_to_dense", ".3g")),
+        *([("range", _range)] if any(len(row["ratios_to_dense"]) > 1 for row in r["rows"]) else []),
         ("x naive", _number("ratio_to_naive", ".3g")),
         ("peak MB", lambda row: _number("peak_mb", ",.0f")(row) or "out of memory"),
         ("", notes),
@@ -168,7 +191,7 @@ def print_results(results: Mapping[str, Any]) -> None:
         f"{ceilings['gflops']:.0f} GFLOP/s, copy {ceilings['gb_s']:.1f} GB/s"
     )
     slopes = [f"{name}, exponent of the step's time: {_listed(slopes, '.2f')}" for name, slopes in r["slopes"].items()]
-    _print_rows(r["rows"], ["case"], columns, [machine, *slopes])
+    _print_rows(r["rows"], ["case"], columns, [machine, *slopes, *r["skipped"]])
 
 
 def run_wire(

@@ -190,8 +190,11 @@ class Bench(Command):
     """Fewer and smaller cases: under a minute."""
 
     cases: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
-    """Only these: small_mlp, population, mlp_2048, mlp_4096, generation, gpt, resnet18, remat, checkpoint, adapter,
-    serving, growth_weights, growth_features."""
+    """Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, checkpoint,
+    adapter, serving, growth_weights, growth_features."""
+
+    repeat: Annotated[int, arg(metavar="N")] = 1
+    """Runs of all these cases, one after the other: ratios are then the median over the runs, with their range."""
 
     device: str = "cpu"
     """Where to run: cpu, or cuda for larger sizes in bfloat16."""

@@ -37,15 +37,9 @@ def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[
 
 
 def _lora(plan: Plan, pnet: nn.Module, loss: Loss, batch: Batch, lr: float) -> Step:
-    """LoRA of rank 1 (Hu et al., 2022) as peft has it, on the layers that the plan changes.
+    """LoRA of rank 1 (Hu et al., 2022) as peft has it, on the layers that the plan changes."""
+    from peft import LoraConfig, get_peft_model
 
-    Raises:
-        ImportError: if peft is missing.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("the bench of adapters needs peft: pip install peft") from error
     layers = [t.name.removesuffix(".weight") for t in plan.tensors if t.base]
     net: Any = get_peft_model(pnet, LoraConfig(r=1, lora_alpha=1, target_modules=layers))  # pyright: ignore[reportArgumentType]
     return plain_step(lambda: loss(net), [p for p in net.parameters() if p.requires_grad], lr)

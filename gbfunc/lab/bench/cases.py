@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from gbfunc.hypernets import Hypernet, bilinear, gnet, periodic
 from gbfunc.tasks.pnets.convnets import ResNet18
 from gbfunc.tasks.pnets.gpt import GPT
-from gbfunc.tasks.pnets.mlp import mlp
+from gbfunc.tasks.pnets.mlp import mlp, mlp_plan
 
 Scale = Literal["quick", "full", "cuda"]
 T = TypeVar("T")
 
 
 class Genes(NamedTuple):
-    """Options of a case's plan: which g-nets, how large a tile, and which tensors beyond the default ones."""
+    """A case's plan: its g-nets, and other options of `make_plan`."""
 
     hypernet: Hypernet
-    max_tile: int | None = None
-    include: tuple[str, ...] = ()
+    options: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,14 @@ class Case:
 
 
 class Variant(NamedTuple):
-    """A way to run a case: its g-nets and options of `make_train_step`; no g-nets is the dense p-net itself."""
+    """A way to run a case: its g-nets, options of its step, and a package that must be installed for it.
+
+    No g-nets is the dense p-net itself.
+    """
 
     gnets: Literal["periodic", "relu", "adapter", ""]
     options: Mapping[str, Any]
+    needs: str = ""
 
 
 VARIANTS: Mapping[str, Variant] = {
@@ -66,6 +69,8 @@ VARIANTS: Mapping[str, Variant] = {
     "periodic materialised": Variant("periodic", {"lazy": False}),
     "periodic lazy": Variant("periodic", {"lazy": True}),
     "periodic auto": Variant("periodic", {"lazy": "auto"}),
+    "periodic without donate": Variant("periodic", {"lazy": "auto", "donate": False}),
+    "periodic module": Variant("periodic", {}),
     "periodic saved": Variant("periodic", {"lazy": "auto"}),
     "periodic compiled step": Variant("periodic", {"lazy": "auto", "compile": True}),
     "periodic remat generate": Variant("periodic", {"lazy": False, "remat": "generate"}),
@@ -75,17 +80,21 @@ VARIANTS: Mapping[str, Variant] = {
     "relu auto": Variant("relu", {}),
     "naive": Variant("relu", {}),
     "adapter": Variant("adapter", {}),
-    "lora rank 1": Variant("adapter", {}),
+    "lora rank 1": Variant("adapter", {}, "peft"),
     "base, all rows": Variant("adapter", {}),
     "a genome per row, together": Variant("adapter", {}),
     "a genome per row, one by one": Variant("adapter", {}),
     "one genome merged, one row": Variant("adapter", {}),
     "16 genomes together": Variant("periodic", {"lazy": "auto"}),
     "16 genomes one by one": Variant("periodic", {"lazy": "auto"}),
+    "jax dense": Variant("periodic", {"thin": False}, "jax"),
+    "jax thin": Variant("periodic", {"thin": True}, "jax"),
+    "jax thin transposed": Variant("periodic", {"thin": True, "transposed": True}, "jax"),
 }
-"""Every variant by name. "naive" is `gbfunc.lab.bench.naive`, the others' generation is the library's; "periodic saved"
-begins to write a checkpoint before every step; "lora rank 1" is peft's, on the layers of the adapter; genomes together
-are a `gb.population`."""
+"""Every variant by name. "naive" is `gbfunc.lab.bench.naive` and "jax" `gbfunc.lab.bench.jax_steps`, the others'
+generation is the library's. Its steps have `donate=True` unless they say otherwise; "periodic module" is a
+`gb.GenomeModule` with torch's AdamW; "periodic saved" begins to write a checkpoint before every step; "lora rank 1" is
+peft's, on the layers of the adapter; genomes together are a `gb.population`."""
 
 _MERGED = "one genome merged, one row"
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
@@ -121,7 +130,8 @@ def _case(
     **options: Any,
 ) -> Case:
     """A case with periodic g-nets of `h` features and ReLU g-nets."""
-    genes = Genes(periodic(h), tile, include), Genes(gnet((32,)), _RELU_TILE, include)
+    tiles, relu_tiles = ({"max_tile": most, "include": include} for most in (tile, _RELU_TILE))
+    genes = Genes(periodic(h), tiles), Genes(gnet((32,)), relu_tiles)
     return Case(name, net, batch, tuple(variants), *genes, **options)
 
 
@@ -190,6 +200,20 @@ def checkpoint_case(h: int, tile: int) -> Case:
     return mlp_case((2048, 2048, 2048, 10), 256, variants, name=name, h=h, tile=tile)
 
 
+def demo_case() -> Case:
+    """Training steps of the net and the genome of `gbfunc demo`: 64-1100-10, 450 parameters."""
+    sizes, variants = (64, 1100, 10), ("periodic without donate", "periodic auto", "periodic compiled step")
+    options = mlp_plan(sizes, (1, 8, 8), 3.0)._asdict()
+    genes = Genes(options.pop("hypernet"), options | {"genome_params": 450})
+    return replace(mlp_case(sizes, 48, ("dense", *variants, "periodic module"), name="demo"), periodic=genes)
+
+
+def jax_case(sizes: tuple[int, ...], *, h: int = 32) -> Case:
+    """Training steps of an MLP, beside those that a user of JAX would write by hand."""
+    variants = ("dense", "periodic auto", "periodic compiled step", "jax dense", "jax thin", "jax thin transposed")
+    return mlp_case(sizes, 256, variants, name="jax, mlp " + "-".join(map(str, sizes)), h=h)
+
+
 Bench = tuple[Case, ...]
 
 
@@ -203,14 +227,17 @@ def growth_features(width: int, features_: tuple[int, ...], batch: int) -> Bench
     return tuple(mlp_case((width,) * 3, batch, _GROWTH, name=f"mlp {width} H={h}", h=h) for h in features_)
 
 
+_SMALL = (784, 256, 256, 64, 10)
+
+
 def _small(*more: str) -> Bench:
-    return (mlp_case((784, 256, 256, 64, 10), 256, (*_PERIODIC, *more), h=16),)
+    return (mlp_case(_SMALL, 256, (*_PERIODIC, *more), h=16),)
 
 
 def _population(batch: int) -> Bench:
     """A step of 16 genomes of a small net."""
     variants = ("dense", "16 genomes together", "16 genomes one by one")
-    return (mlp_case((784, 256, 256, 64, 10), batch, variants, name=f"population, batch {batch}", h=16),)
+    return (mlp_case(_SMALL, batch, variants, name=f"population, batch {batch}", h=16),)
 
 
 def _square(width: int, batch: int, *more: str) -> Bench:
@@ -219,10 +246,12 @@ def _square(width: int, batch: int, *more: str) -> Bench:
 
 BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
     "full": {
+        "demo": (demo_case(),),
         "small_mlp": _small("periodic compiled step", *_RELU, "naive"),
         "population": _population(256) + _population(64),
         "mlp_2048": _square(2048, 256, *_RELU, "naive"),
         "mlp_4096": _square(4096, 256),
+        "jax": (jax_case(_SMALL, h=16), jax_case((2048, 2048, 2048, 10)), jax_case((4096, 4096, 4096, 10))),
         "generation": (generation_case(2048, _ALONE),),
         "gpt": (gpt_case(4, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
         "resnet18": (resnet_case(16, 64, "relu compiled"),),
@@ -235,6 +264,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "growth_features": growth_features(2048, (8, 16, 32, 64, 128, 256), 256),
     },
     "quick": {
+        "demo": (demo_case(),),
         "small_mlp": _small("relu eager", "naive"),
         "population": _population(32),
         "mlp_1024": _square(1024, 256, "relu eager"),

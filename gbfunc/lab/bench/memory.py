@@ -131,7 +131,10 @@ def peak_resident() -> int:
 
 def _tiny(case: Case) -> Case:
     """A case of the same kind that needs no memory."""
-    genes = {name: g and g._replace(include=()) for name, g in (("periodic", case.periodic), ("relu", case.relu))}
+    genes = {
+        name: g and g._replace(options={k: v for k, v in g.options.items() if k == "max_tile"})
+        for name, g in (("periodic", case.periodic), ("relu", case.relu))
+    }
     alone = case.kind == "generation"
     net = partial(nn.Linear, 32, 32, bias=False) if alone else partial(mlp, (32, 32, 10), 0)
     return replace(case, net=net, batch=partial(features, (8, 32), 10), **genes)

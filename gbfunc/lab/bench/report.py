@@ -31,6 +31,7 @@ class Timing(NamedTuple):
     """Time of one function."""
 
     seconds: float  # of one call, the median over the rounds
+    first: float  # seconds of the first call, with whatever it compiles
     repeats: int  # rounds that it took part in
 
 
@@ -59,7 +60,8 @@ def time_together(
         rounds: rounds; functions that take seconds leave after two.
         visit: seconds of a visit, about.
     """
-    once = {key: _warm_up(function, device) for key, function in functions.items()}
+    warm_ups = {key: _warm_up(function, device) for key, function in functions.items()}
+    once = {key: min(seconds) for key, seconds in warm_ups.items()}
     times: dict[Key, list[float]] = {key: [] for key in functions}
     for i in range(rounds):
         for key, function in functions.items():
@@ -69,15 +71,15 @@ def time_together(
             if calls > 1:
                 function()
             times[key].append(time_calls(function, calls, device))
-    return {key: Timing(statistics.median(seconds), len(seconds)) for key, seconds in times.items()}
+    return {key: Timing(statistics.median(t), warm_ups[key][0], len(t)) for key, t in times.items()}
 
 
-def _warm_up(function: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the shortest of the first calls."""
+def _warm_up(function: Callable[[], Any], device: torch.device) -> list[float]:
+    """Seconds of each of the first calls."""
     seconds = [time_calls(function, 1, device)]
     while len(seconds) < 3 and (sum(seconds) < _WARM_UP_SECONDS or len(seconds) == 1):
         seconds.append(time_calls(function, 1, device))
-    return min(seconds)
+    return seconds
 
 
 def measure_ceilings(device: torch.device, *, rounds: int) -> dict[str, float]:
@@ -106,11 +108,12 @@ _FLOPS = {"relu": 10, "periodic": 12}
 _BYTES = 8
 
 
+_TIMED = ("step_ms", "ratio_to_dense", "ratio_to_naive", "gflops", "gb_s")
 Row = dict[str, Any]
 """One variant of a case, as `bench.json` has it (see `_row`); None is what was not measured."""
 
 
-def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float) -> list[Row]:
+def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memory: bool = True) -> list[Row]:
     """Time all variants of all cases of a bench in this process, side by side; then measure the memory of each.
 
     Args:
@@ -118,6 +121,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float) -> l
         setting: where.
         rounds: timings of each variant.
         visit: seconds of each timing, about.
+        memory: whether to measure memory.
     """
     torch.set_num_threads(setting.threads)
     pairs = [(case, variant) for case in bench for variant in case.variants]
@@ -126,11 +130,24 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float) -> l
     # The networks themselves must not be in memory when other processes need it.
     sizes = {key: b._replace(step=int) for key, b in built.items()}
     del built
-    return [_row(case, v, times, sizes[case.name, v], measure_memory(case, v, setting)) for case, v in pairs]
+    return [
+        _row(case, v, times, sizes[case.name, v], measure_memory(case, v, setting) if memory else None)
+        for case, v in pairs
+    ]
+
+
+def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of several runs of a bench as one: medians of times and ratios, the rest as in the first run."""
+    rows = []
+    for same in zip(*runs, strict=True):
+        timed = [k for k in _TIMED if same[0][k] is not None]
+        row = same[0] | {k: statistics.median(run[k] for run in same) for k in timed}
+        rows.append(row | {"ratios_to_dense": [run["ratio_to_dense"] for run in same]})
+    return rows
 
 
 def _row(case: Case, variant: str, times: Mapping[tuple[str, str], Timing], sizes: Built, memory: Memory | None) -> Row:
-    seconds, repeats = times[case.name, variant]
+    seconds, first, repeats = times[case.name, variant]
     dense, naive = (times.get((case.name, other)) for other in ("dense", "naive"))
     counted = memory and memory.counted
     alone, flops = case.kind == "generation", _FLOPS["periodic" if variant.startswith("periodic") else "relu"]
@@ -138,6 +155,7 @@ def _row(case: Case, variant: str, times: Mapping[tuple[str, str], Timing], size
         "case": case.name,
         "variant": variant,
         "step_ms": seconds * 1e3,  # median time of a step (of one generation, forward and backward)
+        "first_ms": first * 1e3,  # time of the first step, with whatever it compiles
         "ratio_to_dense": dense and seconds / dense.seconds,
         "ratio_to_naive": naive and seconds / naive.seconds,
         "peak_mb": memory and memory.peak / _MEGA,  # of the steps in another process, in 10^6 bytes

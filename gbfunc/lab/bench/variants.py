@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ import gbfunc as gb
 from gbfunc.generate import Generator
 from gbfunc.lab.bench.adapters import ADAPTERS, Batch, Step, plain_step
 from gbfunc.lab.bench.cases import VARIANTS, Case, Genes
+from gbfunc.lab.bench.jax_steps import jax_step
 from gbfunc.lab.bench.naive import NaiveGenerator
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
@@ -45,7 +48,7 @@ class Built(NamedTuple):
 
     step: Step
     weights: int  # of the matrices that are generated, or trained themselves in the dense p-net
-    features: int  # of their g-nets; 0 where there are none
+    features: int  # most of their g-nets; 0 where there are none
 
 
 def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
@@ -64,7 +67,19 @@ def first_net(case: Case) -> nn.Module:
 
 def plan_of(pnet: nn.Module, genes: Genes, **options: Any) -> Plan:
     """The plan of a case's genome, with more options of `make_plan`."""
-    return gb.make_plan(pnet, genes.hypernet, max_tile=genes.max_tile, include=genes.include, **options)
+    return gb.make_plan(pnet, genes.hypernet, **genes.options, **options)
+
+
+def why_not(case: Case, setting: Setting) -> str:
+    """Why a case cannot be measured here; "" where it can."""
+    needs = {VARIANTS[variant].needs for variant in case.variants} - {""}
+    if missing := sorted(name for name in needs if find_spec(name) is None):
+        return f"{case.name}: not measured, pip install {' '.join(missing)}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if "jax" in needs and cores != setting.threads:
+        run = "taskset -c 0 gbfunc bench --threads 1"
+        return f"{case.name}: not measured, JAX would use {cores} cores and torch {setting.threads} threads: {run}"
+    return ""
 
 
 def build(case: Case, variant: str, setting: Setting) -> Built:
@@ -73,7 +88,7 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
     Raises:
         ValueError: if the case has no genome for it.
     """
-    gnets, options = VARIANTS[variant]
+    gnets, options, _ = VARIANTS[variant]
     pnet, (x, target) = first_net(case).to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)
 
@@ -94,16 +109,22 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
         step = _generation(plan, pnet, variant, setting.device)
     elif "genomes" in variant:
         step = _population(plan, pnet, batch, setting, together="together" in variant)
+    elif variant.startswith("jax"):
+        step = jax_step(plan, pnet, batch, setting.lr, **options)
+    elif variant == "periodic module":
+        module = gb.GenomeModule(plan, pnet)
+        step = plain_step(lambda: loss(module), module.parameters(), setting.lr)
     elif variant == "naive":
         step = _naive(plan, pnet, loss, setting)
     else:
         save = variant == "periodic saved"
         step = genome_step(plan, pnet, batch, setting.lr, save=save, amp=setting.amp, **options)
-    return Built(step, sum(t.numel for t in plan.generated), genes.hypernet.size or 0)
+    size = max(slot.hypernet.size or 0 for t in plan.generated for slot in t.slots)
+    return Built(step, sum(t.numel for t in plan.generated), size)
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: bool = False, **options: Any) -> Step:
-    """The library's training step with such options, its state donated as the command line does.
+    """The library's training step with such options; its state is donated, as by the command line, unless they differ.
 
     Args:
         plan: the plan.
@@ -114,7 +135,7 @@ def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: b
         options: of `make_train_step`.
     """
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
-    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, **options)
+    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, **{"donate": True, **options})
     state, stack = train_step.init(seed=0), ExitStack()
     checkpointer = None
     if save:

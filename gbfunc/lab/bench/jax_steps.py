@@ -1,0 +1,101 @@
+r"""What a user of JAX would write by hand: the training step of an MLP under one `jax.jit`, dense or of thin products.
+
+With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
+$L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$: a layer gives $(x R) L^T + b$. XLA's sines are
+faster where the units come last in memory: `transposed` makes $L^T$ and $R^T$ in the place of $L$ and $R$.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gbfunc.genome import codes_of, init_genome
+from gbfunc.lab.bench.adapters import Batch, Step
+from gbfunc.plan import Plan
+
+# Of torch.optim.AdamW.
+_BETAS, _EPS, _DECAY = (0.9, 0.999), 1e-8, 1e-2
+
+
+def jax_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, thin: bool, transposed: bool = False) -> Step:
+    """A step of AdamW on the CPU, all of it in one compiled function whose state is donated.
+
+    Args:
+        plan: periodic g-nets of whole matrices.
+        pnet: an `MLP`.
+        batch: inputs [B, n] and classes [B].
+        lr: learning rate.
+        thin: train the plan's genome by thin products; else the p-net's own weights.
+        transposed: make the factors with the units as their last dimension.
+    """
+    import jax  # pyright: ignore[reportMissingImports]
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+
+    cpu = jax.devices("cpu")[0]
+
+    def array(x: torch.Tensor) -> Any:
+        return jax.device_put(x.detach().cpu().numpy().copy(), cpu)
+
+    params: dict[str, Any] = {name: array(p) for name, p in pnet.named_parameters()}
+    codes: dict[str, Any] = {}
+    genome = init_genome(plan, pnet, 0)
+    for ensemble in plan.ensembles if thin else ():
+        tables = [array(x) for x in codes_of(ensemble, plan.dtype, torch.device("cpu"))]
+        for number, _, first, slot in ensemble.spans:
+            name = plan.tensors[number].name
+            params[name] = {k: array(x[first]) for k, x in genome.gnets[ensemble.name].items()}
+            codes[name] = [x[first % len(x)] for x in tables], slot.scale
+    inputs, classes = (array(x) for x in batch)
+    layers = [name.removesuffix(".weight") for name in params if name.endswith(".weight")]
+
+    features = 0 if transposed else 1
+
+    def side(codes: Any, weight: Any) -> Any:
+        return weight.T @ codes.T if transposed else codes @ weight
+
+    def of_feature(v: Any) -> Any:
+        return v[:, None] if transposed else v
+
+    def product(x: Any, weight: Any, name: str) -> Any:
+        if name not in codes:
+            return x @ weight.T
+        (rows, cols), scale = codes[name]
+        a, b = side(rows, weight["row_weight"]) + of_feature(weight["phase"]), side(cols, weight["col_weight"])
+        v = of_feature(scale * weight["amplitude"])
+        left = jnp.concatenate([v * jnp.sin(a), v * jnp.cos(a)], features)
+        right = jnp.concatenate([jnp.cos(b), jnp.sin(b)], features)
+        return (x @ right.T) @ left if transposed else (x @ right) @ left.T
+
+    def loss_of(params: Any, x: Any, classes: Any) -> Any:
+        for i, layer in enumerate(layers):
+            x = jax.nn.relu(x) if i else x
+            x = product(x, params[f"{layer}.weight"], f"{layer}.weight") + params[f"{layer}.bias"]
+        return -jnp.take_along_axis(jax.nn.log_softmax(x), classes[:, None], 1).mean()
+
+    def update(state: Any, x: Any, classes: Any) -> Any:
+        params, means, squares, step = state
+        loss, grads = jax.value_and_grad(loss_of)(params, x, classes)
+        step, tree = step + 1, jax.tree.map
+        means = tree(lambda m, g: _BETAS[0] * m + (1 - _BETAS[0]) * g, means, grads)
+        squares = tree(lambda s, g: _BETAS[1] * s + (1 - _BETAS[1]) * g * g, squares, grads)
+        rate, root = lr / (1 - _BETAS[0] ** step), (1 - _BETAS[1] ** step) ** 0.5
+
+        def moved(p: Any, m: Any, s: Any) -> Any:
+            return p * (1 - lr * _DECAY) - rate * m / (jnp.sqrt(s) / root + _EPS)
+
+        return (tree(moved, params, means, squares), means, squares, step), loss
+
+    jitted = jax.jit(update, donate_argnums=0)
+    zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
+    state = (params, *zeros, jax.device_put(jnp.float32(0), cpu))
+
+    def step() -> Any:
+        nonlocal state
+        state, loss = jitted(state, inputs, classes)
+        # Calls return before their work is done.
+        return jax.block_until_ready((loss, state))[0]
+
+    return step
