@@ -75,10 +75,12 @@ class _Stage(nn.Module):
         pipeline, number = self.pipeline, self.calls
         self.calls += 1
         pipeline.stage, pipeline.position = self.index, 0
+        pipeline.kept = {}
         pipeline.values = _unpack(sent, pipeline.live[self.index]) if self.index else {}
         try:
             loss = pipeline.call(number).reshape(1)
         except _Cut:
+            pipeline.check_kept()
             return _pack(pipeline.values, pipeline.live[self.index + 1], sent.device)
         if self.index < pipeline.stages - 1:
             raise ValueError("in a pipeline the loss function must call the p-net once, as it did in the trace")
@@ -187,6 +189,9 @@ class Pipeline:
             raise ValueError(f"a pipeline of {ranks} ranks needs at least as many microbatches, got {microbatches}")
         self.stage, self.position, self._inside = 0, 0, False
         self.values: dict[Source, Tensor] = {}
+        # Outputs that were kept in this call, with their counts of changes; and which were changed in the first ones.
+        self.kept: dict[Source, tuple[Tensor, int]] = {}
+        self._changes: dict[Source, bool] = {}
         self.live: list[list[Value]] = []
         self.leaves: Params = {}
         self.call: Callable[[int], Tensor] = lambda number: torch.zeros(())
@@ -335,8 +340,18 @@ class Pipeline:
             if isinstance(x, Absent) and not isinstance(leaf, int):
                 raise refuse(x.sources, f"{call.name!r} needs what its rank does not have")
             if isinstance(leaf, tuple) and leaf[0] in needed:
-                # A copy, since operators after the module may change it in place, there and here.
-                self.values[leaf[0]] = x.clone()
+                # Operators after the module may change it in place, there and here: then a copy is sent. Nor is a view.
+                copied = self._changes.get(leaf[0], True) or x._is_view()
+                self.values[leaf[0]] = x.clone() if copied else x
+                self.kept[leaf[0]] = x, x._version
+
+    def check_kept(self) -> None:
+        """Find which outputs were changed in place after they were kept, of which copies are sent from then on."""
+        kept, self.kept = self.kept, {}
+        for source, (x, version) in kept.items():
+            changed = x._version != version
+            if not self._changes.setdefault(source, changed) and changed:
+                raise refuse([source], "it is changed in place, which it was not in the first microbatch")
 
     def fill(self, weights: Params, shapes: Mapping[str, tuple[int, ...]]) -> Params:
         """The weights of this rank, and for all other parameters absent tensors.

@@ -224,7 +224,8 @@ class Model:
                 continue
             numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
-            # Tiles of a split genome are gathered whole, from those that this rank makes of its factors.
+            # Tiles of a split genome are gathered whole, from those that this rank makes of its factors. Graphs are
+            # those of PyTorch's operators, as on a GPU; the compiled loop of a CPU keeps the leaves alone.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * factors / gnets * (share if gnets == 1 else 1.0)
             again = (0.0, 0.0, kept + graph) if remat and is_formable(t, self.pnet) else (kept, graph, 0.0)

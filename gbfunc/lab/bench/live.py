@@ -34,7 +34,8 @@ class LiveBytes(TorchDispatchMode):
         """Run the operation and count."""
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= self._at_least:
+            # Absent tensors of a pipeline have a size, and no memory.
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= self._at_least and tensor.data_ptr():
                 self._alive.add(tensor.untyped_storage())
         alive = [storage.nbytes() for storage in self._alive]
         self.peak, self.peak_tensors = max(self.peak, sum(alive)), max(self.peak_tensors, len(alive))
