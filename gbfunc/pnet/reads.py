@@ -66,8 +66,9 @@ class OwnTensors:
             ValueError: for any other that an operator reads, now or in the backward of the output.
         """
         allowed = {storage._cdata for x in tensors_in((*given, args, kwargs)) for storage in _storages(x)}
-        watch = _Watch({key: name for key, (_, name) in self._names.items() if key not in allowed})
-        with torch.enable_grad():
+        # With the weak references: backward may come when nothing else has them.
+        watch = _Watch({key: named for key, named in self._names.items() if key not in allowed})
+        with torch.inference_mode(False), torch.enable_grad():
             first = _number(torch.zeros((), requires_grad=True).view(()).grad_fn)
         with watch:
             out = function(*args, **kwargs)
@@ -80,7 +81,7 @@ class _Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, tuple[StorageWeakRef, str]]) -> None:
         super().__init__()
         self._names = names
 
@@ -88,7 +89,7 @@ class _Watch(TorchDispatchMode):
         for x in tensors_in((args, kwargs)):
             for storage in _storages(x):
                 if storage._cdata in self._names:
-                    name = self._names[storage._cdata]
+                    _, name = self._names[storage._cdata]
                     path = name.partition("'")[2].rstrip("'")
                     raise ValueError(f"the p-net's forward reads its {name} {_OTHERWISE}{path}")
         return func(*args, **kwargs or {})
