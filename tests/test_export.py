@@ -160,7 +160,7 @@ def test_ties_several_inputs_and_outputs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     made = gb.export(tmp_path / "net.pt2", *grown(mlp(dtype)), torch.randn(2, 12, dtype=dtype))
-    assert made.max_error == 0.0
+    assert made.max_error is not None and made.max_error <= 1e-15
 
 
 def test_what_a_runtime_cannot_run_is_told_in_one_line(tmp_path: Path) -> None:
