@@ -150,7 +150,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "config.toml").read_bytes() == config
     # A new training does not mix with an old one.
     assert main(keeping(tmp_path, 100)) == 2
-    assert "holds checkpoints: go on from them with --resume auto" in capsys.readouterr().err
+    assert "holds a finished training: --overwrite replaces it" in capsys.readouterr().err
 
 
 def test_changes_that_are_allowed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ def test_tensors_without_memory_stay_out_of_compiled_programs(without_memory: An
 
 def test_a_device_without_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     # The meta device stands for one whose tensors have memory and that Triton does not know.
-    monkeypatch.setattr(native, "have_memory", lambda _: True)
+    monkeypatch.setattr(relu_tile, "have_memory", lambda _: True)
     relu_tile._accelerator_form.cache_clear()
     leaves = [x.to("meta").requires_grad_() for x in draw((2, 80, 70, 100), dtype=torch.float32)[1:]]
     with pytest.warns(RuntimeWarning, match="Triton does not work on 'meta'.*install triton") as caught:

@@ -118,7 +118,7 @@ def test_a_teacher_of_other_classes_is_refused() -> None:
 def test_a_dense_file_teaches_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense, out = tmp_path / "dense", tmp_path / "out"
     assert main(["train", "--dense", *SIZES, "--epochs", "8", "--out", str(dense)]) == 0
-    genome = ["train", *SIZES, "--genome-params", "500", "--epochs", "1", "--out"]
+    genome = ["train", *SIZES, "--genome-params", "500", "--epochs", "1", "--overwrite", "--out"]
     for path in (dense, dense / "genome.safetensors"):
         assert main([*genome, str(out), "--teacher", str(path), "--teacher-weight", "1"]) == 0
         config = json.loads((out / "metrics.json").read_text())["config"]

@@ -24,6 +24,7 @@ from gbfunc.hypernets.base import project
 from gbfunc.hypernets.kernels import eager, native
 from gbfunc.hypernets.kernels.chunked import InputsOnly, RowMap, Tensors, batch_tiles, filled_tangents
 from gbfunc.hypernets.kernels.eager import compute_dtype, reference_tiles, traced_tiles
+from gbfunc.hypernets.kernels.native import have_memory
 from gbfunc.tiling import TileGrid, join_stack, split_stack
 from gbfunc.types import Kernel
 
@@ -51,7 +52,7 @@ def _accelerator_form(device_type: str) -> ModuleType:
 
 def _form(kernel: Kernel, work: int, *tensors: Tensor) -> ModuleType:
     """The module that makes tiles of so many hidden activations from such tensors, or computes their gradients."""
-    if kernel == "eager" or (kernel == "auto" and work < COMPILE_WORK) or not native.have_memory(tensors):
+    if kernel == "eager" or (kernel == "auto" and work < COMPILE_WORK) or not have_memory(tensors):
         return eager
     if tensors[0].device.type != "cpu":
         return _accelerator_form(tensors[0].device.type)
@@ -202,7 +203,7 @@ class _ReluMatrix(InputsOnly):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         *sides, v, _ = ctx.saved_tensors
-        if torch.is_grad_enabled() or not native.have_memory((g,)):
+        if torch.is_grad_enabled() or not have_memory((g,)):
             return None, *_pull(ctx)[1](g)
         d = native.matrix_gradients(g, native.Sides(None, None, *sides), v, ctx.what)
         return None, None, None, *(d[name] for name in ("U", "V", "u", "v", "b"))

@@ -27,7 +27,8 @@ Gradients = tuple[Tensor | None, ...]
 
 NO_GRADIENT = (
     "the loss does not depend on any trained leaf: it must come from net(...), the first argument of loss_fn, with its "
-    "graph, and not from the p-net itself"
+    "graph, and not from the p-net itself, nor from one that calls torch.utils.checkpoint inside its forward "
+    "(use_reentrant=True), which cuts the graph"
 )
 
 _DEFAULT_GENERATORS = threading.RLock()
