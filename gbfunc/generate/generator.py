@@ -70,7 +70,7 @@ class Generator:
             raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
         # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
-        self._plan, self._dtype, self._base, self._pieces = plan, plan.dtype, base, pieces or {}
+        self._dtype, self._base, self._pieces = plan.dtype, base, pieces or {}
         layout = layout if layout is not None and layout.sharded else None
         self._layout, self._gather = layout, None if layout is None else Gather(layout)
         chooser = Chooser(plan, pnet, layout, lazy, remat, self._pieces, base, self._remade)
