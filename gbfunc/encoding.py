@@ -1,19 +1,21 @@
 """Codes of the rows and columns of a weight matrix: what a g-net sees instead of an index.
 
 `binary`, `gray` and `one_hot` number the rows *of a tile*, so all tiles of a shape share them; `grid` describes a
-position on an axis with a geometry (an image, a kernel), so it is global and sliced per tile. Bits come from integer
-arithmetic alone: the same on every device. The arithmetic is that of numpy's arrays and of torch's alike, so that a
-graph of torch operations can hold it in the place of tables.
+position on an axis with a geometry (an image, a kernel), so it is global and sliced per tile, and so is a `table` of
+the user's own codes. Bits come from integer arithmetic alone: the same on every device. The arithmetic is that of
+numpy's arrays and of torch's alike, so that a graph of torch operations can hold it in the place of tables.
 
 Suffixes: n rows or columns of the axis, k width of a code, u blocks (distinct tiles along the axis), t rows of a tile.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +29,7 @@ Numbers = Callable[[int], Any]
 """From n to the integers 0 .. n-1, as numpy's array or torch's."""
 
 _MAX_AXIS = 1 << 31
-_MAX_BANDWIDTH = 1e9
+_MAX_BANDWIDTH = 1e9  # Of any number of a table, too
 _MAX_GRID_AXES = 16
 _MAX_DEPTH = 3
 
@@ -175,13 +177,25 @@ class OneHot(Encoding):
 
 @dataclass(frozen=True)
 class Grid(Encoding):
-    """Positions on a (row-major) grid, coded axis by axis; axes of length 1 need no code."""
+    """Positions on a (row-major) grid, coded axis by axis, as `grid` makes it; axes of length 1 need no code."""
 
     dims: tuple[int, ...]
     code: Literal["coordinate", "gray", "binary"] = "coordinate"
     bandwidth: float = 6.0
     type: ClassVar[str] = "grid"
     local: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        dims, code, bandwidth = self.dims, self.code, self.bandwidth
+        if len(dims) > _MAX_GRID_AXES:
+            raise ValueError(f"grid expects at most {_MAX_GRID_AXES} axes, got {len(dims)}")
+        if not dims or any(not isinstance(d, int) or isinstance(d, bool) or not 1 <= d <= _MAX_AXIS for d in dims):
+            raise ValueError(f"grid expects one or more axis lengths >= 1, got {dims}")
+        if code not in ("coordinate", "gray", "binary"):
+            raise ValueError(f"code must be 'coordinate', 'gray' or 'binary', got {code!r}")
+        if not (isinstance(bandwidth, int | float) and 0 < bandwidth <= _MAX_BANDWIDTH):
+            raise ValueError(f"bandwidth must be a positive number, at most {_MAX_BANDWIDTH:g}, got {bandwidth!r}")
+        object.__setattr__(self, "bandwidth", float(bandwidth))
 
     def check(self, n: int) -> None:
         """Raise `ValueError` unless the grid has `n` positions."""
@@ -256,6 +270,91 @@ class PerAxis(Encoding):
         return _joined([self.channels.at(_quotient(i, m), n // m), self.positions.at(i % m, m)], i)
 
 
+@dataclass(frozen=True, repr=False)
+class Table(Encoding):
+    """Codes of the user's own, `[n, k]`: a row of numbers for each position of the whole axis; made by `table`.
+
+    Args:
+        shape: (n, k).
+        dtype: of the numbers: int8, float16, float32 or float64.
+        data: the numbers row by row, little-endian, in base64.
+
+    Raises:
+        ValueError: if these do not fit each other, or a number is not finite or above 1e9.
+    """
+
+    shape: tuple[int, int]
+    dtype: str
+    data: str
+    type: ClassVar[str] = "table"
+    local: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        sizes = len(self.shape) == 2 and all(type(n) is int and 1 <= n <= _MAX_AXIS for n in self.shape)
+        if not sizes or self.dtype not in _TABLE_DTYPES:
+            raise ValueError(f"a table is [n, k] of {', '.join(_TABLE_DTYPES)}, got {self.shape!r} of {self.dtype!r}")
+        if len(self.data) != 4 * -(-math.prod(self.shape) * np.dtype(self.dtype).itemsize // 3):
+            raise ValueError(
+                f"a table of {self.shape} in {self.dtype} has other data than {len(self.data):,} characters"
+            )
+        if not (np.abs(self.rows) <= _MAX_BANDWIDTH).all():
+            raise ValueError(f"codes must be finite numbers, at most {_MAX_BANDWIDTH:g}")
+
+    def __repr__(self) -> str:
+        return f"table({self.shape[0]}x{self.shape[1]}, {self.dtype})"
+
+    @cached_property
+    def rows(self) -> Array:
+        """The codes: [n, k]."""
+        numbers = np.frombuffer(base64.b64decode(self.data, validate=True), np.dtype(self.dtype).newbyteorder("<"))
+        return numbers.reshape(self.shape).astype(np.float64)
+
+    def check(self, n: int) -> None:
+        """Raise `ValueError` unless there is a row for each of `n` positions."""
+        if n != self.shape[0]:
+            raise ValueError(f"a table of {self.shape[0]} codes, but the axis has {n}")
+
+    def width(self, n: int) -> int:
+        """Columns of the table."""
+        return self.shape[1]
+
+    def at(self, i: Any, n: int) -> Any:
+        """[..., k]."""
+        return torch.tensor(self.rows, device=i.device)[i] if isinstance(i, Tensor) else self.rows[i]
+
+
+_TABLE_DTYPES = ("int8", "float16", "float32", "float64")
+
+
+def table(codes: Any) -> Encoding:
+    """Codes of one's own for an axis: kinds of units, places of neurons, rows of a connectome.
+
+    Positions with the same code get the same weights: put a number of each (`gb.binary().codes(n)`) beside what they
+    have in common. A genome's file holds the codes, in the narrowest of int8, float16, float32 and float64 that holds
+    them exactly; for a formula, subclass `Encoding`, and `gb.register` the class.
+
+    Args:
+        codes: [n, k], an array or tensor of real numbers: a row for each position of the axis.
+
+    Raises:
+        ValueError: for another shape, or numbers that are not real, not finite, or above 1e9.
+
+    >>> table([[0.0, 1.0], [0.5, -1.0], [2.0, 1.0]])
+    table(3x2, float16)
+    """
+    values = codes.detach().cpu().numpy() if isinstance(codes, Tensor) and codes.dtype != torch.bfloat16 else codes
+    array = np.asarray(values.float().cpu() if isinstance(values, Tensor) else values)
+    if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "biuf":
+        raise ValueError(f"a table of codes must be [n, k] of real numbers, got {array.shape} of {array.dtype}")
+    wide = array.astype(np.float64)
+    if not (np.abs(wide) <= _MAX_BANDWIDTH).all():
+        raise ValueError(f"codes must be finite numbers, at most {_MAX_BANDWIDTH:g}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        dtype = next(name for name in _TABLE_DTYPES if (wide.astype(name).astype(np.float64) == wide).all())
+    data = base64.b64encode(wide.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()
+    return Table((array.shape[0], array.shape[1]), dtype, data)
+
+
 def _depth(code: Encoding) -> int:
     return 1 + max(_depth(code.channels), _depth(code.positions)) if isinstance(code, PerAxis) else 0
 
@@ -274,26 +373,13 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
     Raises:
         ValueError: for no axis or too many, one shorter than 1, an unknown code, or a bandwidth that is not positive.
     """
-    if len(dims) > _MAX_GRID_AXES:
-        raise ValueError(f"grid expects at most {_MAX_GRID_AXES} axes, got {len(dims)}")
-    if not dims or any(not isinstance(d, int) or isinstance(d, bool) or not 1 <= d <= _MAX_AXIS for d in dims):
-        raise ValueError(f"grid expects one or more axis lengths >= 1, got {dims}")
-    if code not in ("coordinate", "gray", "binary"):
-        raise ValueError(f"code must be 'coordinate', 'gray' or 'binary', got {code!r}")
-    if not (isinstance(bandwidth, int | float) and 0 < bandwidth <= _MAX_BANDWIDTH):
-        raise ValueError(f"bandwidth must be a positive number, at most {_MAX_BANDWIDTH:g}, got {bandwidth!r}")
-    return Grid(tuple(dims), code, float(bandwidth))
+    return Grid(dims, code, bandwidth)
 
 
-def _grid(dims: Sequence[int], **options: Any) -> Encoding:
-    return grid(*dims, **options)
-
-
-TYPES: dict[str, Callable[..., Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, PerAxis)}
-TYPES["grid"] = _grid
+TYPES: dict[str, type[Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, Grid, PerAxis, Table)}
 """`gb.register` adds to it."""
-ENCODINGS: Mapping[str, Callable[..., Encoding]] = MappingProxyType(TYPES)
-"""Every encoding by its type, as its factory."""
+ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(TYPES)
+"""Every encoding by its type."""
 
 UNKNOWN = "a class of your own is known after gb.register(its class)"
 

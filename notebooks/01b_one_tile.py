@@ -34,7 +34,7 @@ from gbfunc.tiling import join_tiles, split_tiles, tile_grid
 # ## Codes
 #
 # Bits number the rows of a tile: `binary` plainly, `gray` so that neighbours differ in one bit. An axis that has a
-# geometry, such as the pixels of an image, is better told by its coordinates: two numbers for each of the 64 pixels
+# geometry, such as the pixels of an image, is better coded by its coordinates: two numbers for each of the 64 pixels
 # of an 8 x 8 image, where bits would be six.
 
 # %%

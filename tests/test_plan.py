@@ -14,9 +14,9 @@ from torch import nn
 import gbfunc as gb
 from gbfunc.plan import Plan, genome_file_bytes
 from tests.support.plans import PLANS, Tied, plans
-from tests.support.strategies import ALL_EXAMPLES, FACTORIES, Conv1D, pnets
+from tests.support.strategies import ALL_EXAMPLES, FACTORIES, Conv1D, named, pnets
 
-contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=repr)
+contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 every_plan = pytest.mark.parametrize("name", PLANS)
 
 

@@ -146,8 +146,8 @@ def test_vectors_spill_where_they_would_take_over_a_quarter() -> None:
     small, large = gb.make_plan(mnist(), genome_params=613), gb.make_plan(mnist(), genome_params=20_000)
     assert "0.bias" in slots(small) and "0.bias" not in slots(large)
     assert slots(small)["0.bias"].grid.n_tiles == 1
-    (line,) = [line for line in small.report().splitlines() if line.startswith("0.bias")]
-    assert line.endswith("generated: direct vectors would take over a quarter of the target")
+    (bias,) = [tensor for tensor in small.tensors if tensor.name == "0.bias"]
+    assert bias.note == "generated: direct vectors would take over a quarter of the target" in small.report()
     assert "2.bias" in {t.name for t in small.direct}
 
 
@@ -192,7 +192,9 @@ def test_bytes_are_those_of_the_dtype_that_is_stored(dtype: Any, tmp_path: Path)
     pnet = mnist()
     plan = gb.make_plan(pnet, genome_bytes=3_000, stored=dtype)
     size = gb.save(tmp_path / "genome", plan, gb.init_genome(plan, pnet), dtype)
-    assert 0.93 * 3_000 <= size <= genome_file_bytes(plan, dtype) <= 3_000
+    most = genome_file_bytes(plan, dtype)
+    # What is coded takes fewer bytes than it may.
+    assert 0.98 * 3_000 <= most <= 3_000 and 0.84 * 3_000 <= size <= most
 
 
 def test_a_stored_dtype_needs_a_target_in_bytes() -> None:

@@ -112,7 +112,11 @@ def test_a_pattern_that_matches_nothing_lists_the_names(what: str) -> None:
         ({"encodings": {"0.weight": (None, None)}}, ValueError, "'0.weight', which is direct: add it to include"),
         ({"encodings": {"1.bias": (None, None)}}, ValueError, "'1.bias', which is direct: add it to include"),
         ({"encodings": {"1.weight": gb.binary()}}, ValueError, "must be a pair of encodings"),
-        ({"encodings": {"1.weight": ("gray", None)}}, ValueError, "must be a pair of encodings"),
+        (
+            {"encodings": {"1.weight": ("gray", None)}},
+            ValueError,
+            "rows: expected an encoding, an array or None, got 'gray'",
+        ),
         (
             {"encodings": {"1.weight": (gb.grid(7), None)}},
             ValueError,
@@ -194,15 +198,16 @@ def test_integer_weights_of_a_linear_layer_stay_direct() -> None:
 
 
 def test_scales_are_the_deviations_of_the_pnet() -> None:
+    """In three digits."""
     pnet = net()
     plan = gb.make_plan(pnet, include=["."])
     for tensor in plan.generated:
         values = pnet.get_parameter(tensor.name).detach().double()
         std, own = float(values.std(correction=0)), tensor.slots[0]
         if std > 0:
-            assert own.scale == pytest.approx(std)
+            assert own.scale == pytest.approx(std, rel=5e-3)
         vector = values.ndim < 2
-        assert own.offset == pytest.approx(float(values.mean()) if vector else 0.0)
+        assert own.offset == pytest.approx(float(values.mean()) if vector else 0.0, rel=5e-3)
 
 
 def test_each_part_of_an_in_projection_has_its_own_scale() -> None:
@@ -211,7 +216,7 @@ def test_each_part_of_an_in_projection_has_its_own_scale() -> None:
         pnet.in_proj_weight[6:12] *= 3
     scales = [s.scale for s in gb.make_plan(pnet).tensors[0].slots]
     parts = pnet.in_proj_weight.detach().double().chunk(3)
-    assert scales == pytest.approx([float(p.std(correction=0)) for p in parts])
+    assert scales == pytest.approx([float(p.std(correction=0)) for p in parts], rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +237,7 @@ def test_a_zero_or_unknown_deviation_is_that_of_the_fan_in(
     pnet: nn.Module, name: str, scale: float, offset: float
 ) -> None:
     own = slot(gb.make_plan(pnet, include=["."]), name)
-    assert (own.scale, own.offset) == (pytest.approx(scale), pytest.approx(offset))
+    assert (own.scale, own.offset) == (pytest.approx(scale, rel=5e-3), pytest.approx(offset))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

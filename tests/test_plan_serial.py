@@ -101,7 +101,10 @@ def test_mangled_json_is_a_value_error_or_a_valid_plan(name: str, seed: int) -> 
         ("null", "not a plan"),
         ("{}", "not a plan"),
         ("[" * 100_000, "not a plan"),
-        ('{"version": 99, "hypernets": [], "encodings": [], "tensors": []}', "version 99 is not 1"),
+        (
+            '{"version": 99, "hypernets": [], "encodings": [], "tensors": []}',
+            "version 99 is not one of",
+        ),
         ('{"version": 1, "hypernets": [{"type": "x"}], "encodings": [], "tensors": []}', "not a hypernetwork"),
         ('{"version": 1, "hypernets": [], "encodings": [{"type": "x"}], "tensors": []}', "not an encoding"),
     ],
@@ -120,18 +123,18 @@ def _changed(**fields: Any) -> str:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"shape": [12, 3]}, "a tile of 4 cols does not fit a matrix of 3 cols"),
+        ({"shape": [12, 3], "slots": [[0, 0, 0, 1.0, 0.0, "", 4, 4]] * 3}, "a tile of 4 cols does not fit"),
         ({"shape": [14, 4]}, "do not fold"),
         ({"shape": [12, 4, 1, 2]}, "do not fold"),
         ({"shape": [-12, 4]}, "not a plan"),
         ({"kind": "nothing"}, "unknown kind 'nothing'"),
         ({"dtype": "float7"}, "unknown kind 'attention_in' or dtype 'float7'"),
         ({"name": "in_proj_bias"}, "name of its own"),
-        ({"slots": [[0, 1 << 40, 4, 0, 0, 1.0, 0.0]] * 3}, "does not fit"),
-        ({"slots": [[0, 4, 4, 0, 0, math.inf, 0.0]] * 3}, "must be finite"),
-        ({"slots": [[0, 4, 4, 0, 0, 10**400, 0.0]] * 3}, "not a plan"),
-        ({"slots": [[7, 4, 4, 0, 0, 1.0, 0.0]] * 3}, "not a plan"),
-        ({"shape": [3 << 20, 1 << 20], "slots": [[0, 1, 1, 0, 0, 1.0, 0.0]] * 3}, "tiles; at most"),
+        ({"slots": [[0, 0, 0, 1.0, 0.0, "", 1 << 40, 4]] * 3}, "does not fit"),
+        ({"slots": [[0, 0, 0, math.inf]] * 3}, "must be finite"),
+        ({"slots": [[0, 0, 0, 10**400]] * 3}, "not a plan"),
+        ({"slots": [[7, 0, 0, 1.0]] * 3}, "not a plan"),
+        ({"shape": [3 << 20, 1 << 20], "slots": [[0, 0, 0, 1.0, 0.0, "", 1, 1]] * 3}, "tiles; at most"),
     ],
 )
 def test_a_tensor_that_does_not_fit_together(fields: dict[str, Any], words: str) -> None:

@@ -14,8 +14,7 @@ from torch import nn
 import gbfunc as gb
 from gbfunc.parallel.dry_run import DryRun
 from gbfunc.parallel.planner import DeviceSpec
-from gbfunc.parallel.planner_costs import Model
-from gbfunc.parallel.planner_stages import Footprint, RankLayout
+from gbfunc.parallel.planner_costs import Footprint, Model, RankLayout
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.planner_cases import AXES, LAYOUTS, make_case
 from tests.support.ranks import run_ranks
@@ -136,11 +135,11 @@ def test_layers_that_run_in_another_order_are_planned_without_a_pipeline() -> No
 
 def test_equal_blocks_run_once_and_cost_as_much_as_if_each_ran() -> None:
     pnet, plan, batch = make_case()
-    kinds = Model(plan, pnet, batch, len(batch), next_token, None, "auto", 2)._kinds
-    assert len(set(kinds.values())) == 1 and len(kinds) == 4
-    each = {name: name for name in kinds}
-    given = batch.to("meta")
-    assert DryRun(plan, pnet, kinds)(next_token, given) == DryRun(plan, pnet, each)(next_token, given)
+    model = Model(plan, pnet, batch, len(batch), next_token, None, "auto", 2)
+    assert len(set(model.kinds.values())) == 1 and len(model.kinds) == 4
+    each, given = DryRun(plan, pnet, {name: name for name in model.kinds}), batch.to("meta")
+    assert model.dry(1, True)(next_token, given) == each(next_token, given)
+    assert len(each.forms) == 4 * len(model.dry(1, True).forms)
 
 
 def test_importing_the_library_leaves_dtensor_and_the_counter_of_operations_alone() -> None:

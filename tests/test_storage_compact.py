@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from base64 import b85decode
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from gbfunc.plan import genome_file_bytes
 from gbfunc.plan.file_layout import deflate
 from gbfunc.plan.rounding import rounded
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
+from tests.support.former_files import FORMER
 from tests.support.plans import PLANS
 from tests.support.strategies import FACTORIES
-from tests.support.trees_equal import copy_tree, same_bits
+from tests.support.trees_equal import bytes_of, copy_tree, same_bits
 from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, genome_of
 
 ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
@@ -34,13 +36,19 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
 
 @pytest.fixture(scope="module")
 def body(genuine: Genuine) -> bytes:
-    """What stands behind the digest of a file in codes of 6 bits."""
+    """All but the checksum of a file in codes of 6 bits."""
     gb.save(genuine.folder / "codes", genuine.plan, genuine.genome, "int6")
-    return (genuine.folder / "codes").read_bytes()[8 + 72 + 16 :]
+    data = (genuine.folder / "codes").read_bytes()
+    return data[3:4] + data[8:]
 
 
-def forged(body: bytes, name: str = "gbfunc-genome-3", **entry: Any) -> bytes:
-    """A file with any body, and the digest that fits it."""
+def forged(body: bytes) -> bytes:
+    """A file with any body, and the checksum that fits it."""
+    return b"GB4" + body[:1] + zlib.crc32(body).to_bytes(4, "little") + body[1:]
+
+
+def forged_3(body: bytes, name: str = "gbfunc-genome-3", **entry: Any) -> bytes:
+    """The same of the format before."""
     data = hashlib.sha256(body).digest()[:16] + body
     fields = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)], **entry}
     text = json.dumps({name: fields}).encode()
@@ -85,9 +93,27 @@ def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -
     assert same_bits(leaves_of(gb.load(tmp_path / "g")[1]), rounded(leaves_of(genome), "int8"))
 
 
-def test_a_file_of_this_version_is_read_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FORMER)
+def test_files_of_former_versions_are_read(name: str, tmp_path: Path) -> None:
     """Other words in the packer, or other rounding, would be another format."""
-    (tmp_path / "former").write_bytes(FORMER)
+    digest, params, text = FORMER[name]
+    (tmp_path / "former").write_bytes(b85decode(text))
+    plan, genome = gb.load(tmp_path / "former")
+    assert digest_of(genome) == digest and plan.genome_params == params
+    gb.save(tmp_path / "now", plan, genome)
+    again, same = gb.load(tmp_path / "now")
+    assert again == plan and same_bits(leaves_of(same), leaves_of(genome))
+
+
+def digest_of(genome: gb.Genome) -> str:
+    digest = hashlib.sha256()
+    for name, leaf in sorted(leaves_of(genome).items()):
+        digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode() + bytes_of(leaf))
+    return digest.hexdigest()[:16]
+
+
+def test_a_file_of_format_3_with_metadata(tmp_path: Path) -> None:
+    (tmp_path / "former").write_bytes(FORMER_3)
     plan, genome = gb.load(tmp_path / "former")
     assert gb.load_metadata(tmp_path / "former") == {"task": "mnist", "classes": ["no", "yes"]}
     assert same_bits(genome.direct["bias"], torch.tensor([1.0, -2.0, 0.3]).half().float())
@@ -198,33 +224,38 @@ def test_bodies_that_are_none(genuine: Genuine, body: bytes, tmp_path: Path) -> 
     plan, rest = deflate(genuine.plan.to_json()), numbers(body, genuine.plan)
     flood = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
     bomb = flood.compress(b" " * (1 << 25)) + flood.flush()
+    ends = "its codes do not end where they should"
     for data, words in {
-        b"": "it has codes of 0 bits",
+        b"\x00": "it has codes of 0 bits",
         b"\x01" + body[1:]: "it has codes of 1 bits, known here are 2 to 8",
         b"\x09" + body[1:]: "it has codes of 9 bits",
-        b"\x26" + body[1:]: "it has codes of 38 bits",
-        b"\x06" + body[1:]: "bytes of codes are not those of",
-        b"\x15" + body[1:]: "bytes of codes are not those of",
+        b"\x46" + body[1:]: "it has codes of 70 bits",
+        b"\x26" + body[1:]: ends,
+        b"\x35" + body[1:]: ends,
+        b"\x16" + body[1:]: "bytes of codes are not those of",
         body[:50]: "its plan cannot be unpacked: it is cut short",
-        b"\x06" + bomb: "longer than 4,194,304 bytes as JSON",
-        b"\x06" + b"\x01\x02\x00\xfd\xff{}" + rest: "not a plan",
-        b"\x16" + plan: "declares g-nets of more parameters than the 0 ",
-        b"\x16" + plan + rest[:20]: "it holds 20 bytes of numbers, expected",
-        b"\x16" + plan + rest[:-1]: "bytes of codes are not those of",
-        b"\x16" + plan + rest + b"\0": "bytes of codes are not those of",
+        b"\x36" + bomb: "longer than 4,194,304 bytes as JSON",
+        b"\x36" + b"\x01\x02\x00\xfd\xff{}" + rest: "not a plan",
+        b"\x36" + plan: "declares g-nets of more parameters than the 0 ",
+        b"\x36" + plan + rest[:20]: "it holds 20 bytes of numbers, expected 64 or more",
+        b"\x16" + plan + rest[:70]: "it holds 6 bytes of scales, expected ",
+        b"\x36" + plan + rest[:64]: f"declares|{ends}",
+        b"\x36" + plan + rest[:-1]: ends,
+        b"\x36" + plan + rest + b"\0": ends,
+        b"\x36" + plan + rest + b"x" * 5000: ends,
     }.items():
         refused_cheaply(forged(data), tmp_path, words)
 
 
-def test_numbers_that_are_not_finite(genuine: Genuine, body: bytes, tmp_path: Path) -> None:
-    plan, rest = deflate(genuine.plan.to_json()), numbers(body, genuine.plan)
-    plain = 8 + 2 * 10 + 2 * 18  # A count; running mean and variance, and direct vectors in float16
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    """A scale of 255 as exponent, where there are no runs."""
+    plan = gb.make_plan(torch.nn.Linear(64, 1, bias=False), rules=[(".", None)])
     for scale in (b"\xc0\x7f", b"\x80\x7f"):
-        data = b"\x16" + plan + rest[:plain] + scale + rest[plain + 2 :]
-        refused_cheaply(forged(data), tmp_path, "not finite in 'gnets/")
+        data = b"\x08" + deflate(plan.to_json()) + scale + b"\x00" + b"\x01" * 64
+        refused_cheaply(forged(data), tmp_path, "not finite in 'direct/weight'")
 
 
-def test_codes_that_unpack_to_more_or_larger_ones(genuine: Genuine, tmp_path: Path) -> None:
+def test_codes_that_unpack_to_more_or_larger_ones(tmp_path: Path) -> None:
     plan = gb.make_plan(torch.nn.Linear(64, 64), rules=[(".", None)])
     head = b"\x02" + deflate(plan.to_json()) + bytes(2 * 64 + 2 * 64)
 
@@ -234,31 +265,38 @@ def test_codes_that_unpack_to_more_or_larger_ones(genuine: Genuine, tmp_path: Pa
 
     for symbols in (b"\x01" * 4160, b"\x01" * 4161, b"\x01" * (1 << 25), b"\x04" * 4160, b""):
         refused_cheaply(coded(symbols), tmp_path, "bytes of codes are not those of 4,160 codes of 2 bits")
-    refused_cheaply(forged(head + bytes(100)), tmp_path, "it holds 100 bytes of codes, too few for 4,160")
+    refused_cheaply(forged(head + bytes(400)), tmp_path, "it holds 400 bytes of codes, too few for 4,160")
+
+
+def test_more_codes_than_runs_may_hold(tmp_path: Path) -> None:
+    plan = gb.make_plan(torch.nn.Linear(1024, 512, bias=False), rules=[(".", None)])
+    refused_cheaply(
+        forged(b"\x28" + deflate(plan.to_json()) + bytes(60_000)), tmp_path, "codes in runs, which are too many"
+    )
 
 
 @pytest.mark.parametrize("entry", [{"dtype": "I8"}, {"shape": [1, -1]}, {"shape": [0]}], ids=str)
 def test_tensors_that_are_not_of_bytes(entry: Any, body: bytes, tmp_path: Path) -> None:
     entry = {k: [1, len(body) + 16] if v == [1, -1] else v for k, v in entry.items()}
-    refused_cheaply(forged(body, **entry), tmp_path, "")
+    refused_cheaply(forged_3(body, **entry), tmp_path, "")
 
 
 @pytest.mark.parametrize("name", ["gbfunc-genome-", "gbfunc-genome-2", "gbfunc-genome-4", "float32"])
 def test_other_names(name: str, body: bytes, tmp_path: Path) -> None:
-    refused_cheaply(forged(body, name), tmp_path, "it is a safetensors file, but not a genome")
+    refused_cheaply(forged_3(body, name), tmp_path, "it is a safetensors file, but not a genome")
 
 
 def test_metadata_of_what_is_no_plan(body: bytes, tmp_path: Path) -> None:
     for text in ("[]", "3", "[" * 5_000, "x", '{"metadata":'):
         packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
-        (tmp_path / "g").write_bytes(forged(b"\x06" + packer.compress(text.encode()) + packer.flush()))
+        (tmp_path / "g").write_bytes(forged(b"\x26" + packer.compress(text.encode()) + packer.flush()))
         with pytest.raises(ValueError, match="is not a valid genome"):
             gb.load_metadata(tmp_path / "g")
     with pytest.raises(FileNotFoundError):
         gb.load_metadata(tmp_path / "missing")
 
 
-FORMER = (
+FORMER_3 = (
     b"H\x00\x00\x00\x00\x00\x00\x00"
     b'{"gbfunc-genome-3":{"dtype":"U8","shape":[104],"data_offsets":[0,104]}} '
     b'\xfc\xe3\x89\xa3\x9b\r\x90\x92R\xc2\xebx\x9f\xf4>v\x05#"r\xb1F\xa4!\xc1\xf6\x1d\xf6@\xc7'

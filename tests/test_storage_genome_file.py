@@ -23,7 +23,7 @@ import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from gbfunc.plan import genome_file_bytes
 from tests.support.forgery import Genuine, joined, leaves_of, refused
-from tests.support.strategies import ALL_EXAMPLES, FACTORIES, linear_end
+from tests.support.strategies import ALL_EXAMPLES, FACTORIES, linear_end, named
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, small
 
@@ -64,7 +64,7 @@ def test_leaves_of_a_dtype_are_one_tensor_in_the_order_of_their_names(animal: An
     assert header < len(plan.to_json()) + 300
 
 
-@pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=str)
+@pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 def test_every_hypernetwork_is_read_back(hypernet: Hypernet, tmp_path: Path) -> None:
     _, plan, genome = small(hypernet)
     gb.save(tmp_path / "g", plan, genome)

@@ -151,7 +151,7 @@ def huge(plan: Any, side: int, tile: int, kind: str = "periodic", code: Any = No
     entry["shape"] = [side, side]
     (slot,) = entry["slots"]
     plan["encodings"].append(code or {"type": "binary"})
-    slot[1:5] = [tile, tile, len(plan["encodings"]) - 1, len(plan["encodings"]) - 1]
+    slot[1:] = [len(plan["encodings"]) - 1, len(plan["encodings"]) - 1, 1.0, 0.0, "", tile, tile]
     if kind == "constant":
         plan["hypernets"].append({"type": "constant", "value": 0.0})
         slot[0] = len(plan["hypernets"]) - 1
@@ -174,7 +174,7 @@ def deep_encoding(plan: Any, depth: int) -> None:
 
 def another_kind(plan: Any) -> None:
     entry = tensor(plan, "0.weight")
-    entry["kind"], entry["slots"][0][2:5] = "linear", [2, 0, 0]
+    entry["kind"], entry["slots"][0][1:] = "linear", [0, 0, 1.0, 0.0, "", 2, 2]
 
 
 HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -201,15 +201,15 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "module": (lambda p: hypernet(p, type="module", factory="os:system"), "needs the g-net factory 'os:system'"),
     "module elsewhere": (lambda p: hypernet(p, type="module", factory="torch.nn:Linear"), "needs the g-net factory"),
     "deep encoding": (lambda p: deep_encoding(p, 250), ""),
-    "numbers without end": (lambda p: tensor(p)["slots"][0].__setitem__(5, float("inf")), "must be finite"),
+    "numbers without end": (lambda p: tensor(p)["slots"][0].__setitem__(3, float("inf")), "must be finite"),
     "a side that no tensor has": (lambda p: tensor(p, "5.bias").__setitem__("shape", [0, 1 << 63]), "expected a shape"),
     "dimensions": (
         lambda p: tensor(p, "5.bias").__setitem__("shape", [1] * 65),
         "has 65 dimensions in a shape; a file holds at most 64",
     ),
-    "half a kernel": (lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(2, 10), "whole kernels"),
+    "half a kernel": (lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(slice(4, 8), [0.0, "", 2, 10]), "whole"),
     "another kind": (another_kind, "cannot have shape|do not fold"),
-    "version": (lambda p: p.__setitem__("version", 2), "plan version 2 is not 1"),
+    "version": (lambda p: p.__setitem__("version", 3), "plan version 3 is not one of those known here, 1 and 2"),
     "same name twice": (lambda p: tensor(p).__setitem__("name", "0.bias"), "a name of its own"),
     "no hypernetworks": (lambda p: p.__setitem__("hypernets", []), "not a plan: IndexError"),
 }

@@ -12,9 +12,8 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from gbfunc.export.formats import FORMATS, Format
-from gbfunc.export.program import BATCH, Inputs, Weights, module_of, ready, tensors_of, trace
+from gbfunc.export.program import AUTO, BATCH, Inputs, Weights, module_of, ready, trace
 from gbfunc.files import replace_file
-from gbfunc.materialize import materialize
 from gbfunc.plan import Plan
 from gbfunc.types import GenomeLike
 
@@ -44,7 +43,7 @@ def export(
     weights: Weights | None = None,
     to: str | None = None,
     *,
-    dynamic_shapes: Any = BATCH,
+    dynamic_shapes: Any = AUTO,
     check: bool = True,
 ) -> Exported:
     """Write the network that a genome makes as a file that other programs run without gbfunc.
@@ -71,8 +70,10 @@ def export(
         weights: `"genome"` or `"dense"`; None is the genome, but for safetensors and for a genome that changes a base.
         to: the format; None takes it from the path's suffix.
         dynamic_shapes: which dimensions may have other sizes than in the example: `"batch"`, the first one of every
-            tensor; None, none; or what `torch.export.export` takes.
-        check: run the program where its runtime is installed, on the example and on one row more.
+            tensor; `"auto"`, and where the network and the format allow it the length of texts (integers [B, L]) too;
+            None, none; or what `torch.export.export` takes.
+        check: run the program where its runtime is installed, on the example, on one row more, and on texts that are
+            shorter by a token.
 
     Returns:
         The file's size, and the largest difference of its outputs.
@@ -82,31 +83,25 @@ def export(
         ValueError: for an unknown format, a p-net that cannot be traced, or a program whose outputs differ.
         OSError: if the file cannot be written.
     """
-    place = Path(path)
-    kind = _kind(place, to)
+    kind = _kind(Path(path), to)
     chosen = weights or ("dense" if kind == SAFETENSORS or plan.base is not None else "genome")
     if chosen not in ("genome", "dense"):
         raise ValueError(f"weights must be 'genome' or 'dense', got {weights!r}")
-    if kind == SAFETENSORS:
-        if chosen == "genome":
-            raise ValueError("safetensors holds tensors and no program: weights='dense', or gb.save for the genome")
-        return write_weights(place, materialize(plan, genome, pnet))
-    inputs, net = Inputs.of(example, pnet), module_of(plan, genome, pnet, chosen)
+    if kind == SAFETENSORS and chosen == "genome":
+        raise ValueError("safetensors holds tensors and no program: weights='dense', or gb.save for the genome")
+    inputs = None if kind == SAFETENSORS else Inputs.of(example, pnet)
+    net = module_of(plan, genome, pnet, chosen)
     like = net if chosen == "dense" else module_of(plan, genome, pnet, "dense")
-    return write_program(place, FORMATS[kind], net, like, inputs, dynamic_shapes, check)
+    return _write(Path(path), kind, net, like, inputs, dynamic_shapes, check)
 
 
 def export_module(
     path: str | os.PathLike[str], net: nn.Module, example: Any = None, to: str | None = None, **options: Any
 ) -> Exported:
     """Write a network with its dense weights to a file, in evaluation mode; options and errors as of `export`."""
-    place = Path(path)
-    kind = _kind(place, to)
-    if kind == SAFETENSORS:
-        return write_weights(place, net)
-    options = {"dynamic_shapes": BATCH, "check": True, **options}
-    ready(net)
-    return write_program(place, FORMATS[kind], net, net, Inputs.of(example, net), **options)
+    kind = _kind(Path(path), to)
+    inputs = None if kind == SAFETENSORS else Inputs.of(example, net)
+    return _write(Path(path), kind, ready(net), net, inputs, **{"dynamic_shapes": AUTO, "check": True, **options})
 
 
 def _kind(path: Path, to: str | None) -> str:
@@ -121,22 +116,35 @@ def _kind(path: Path, to: str | None) -> str:
     return to
 
 
-def write_weights(path: Path, net: nn.Module) -> Exported:
-    """Write a network's state dict, tied weights under each of their names."""
-    data = to_safetensors({k: x.detach().cpu().clone().contiguous() for k, x in net.state_dict().items()})
-    replace_file(path, data)
-    return Exported(len(data), None)
-
-
-def write_program(
-    path: Path, kind: Format, net: nn.Module, like: nn.Module, inputs: Inputs, dynamic_shapes: Any, check: bool
+def _write(
+    path: Path, kind: str, net: nn.Module, like: nn.Module, inputs: Inputs | None, dynamic_shapes: Any, check: bool
 ) -> Exported:
-    """Write the program of `net`, whose outputs must be those of `like`."""
-    data = kind.write(trace(net, inputs, dynamic_shapes))
-    tried = [inputs, inputs.longer()] if dynamic_shapes == BATCH else [inputs]
-    error = _error(kind, data, like, tried) if check else None
+    """Write the program of `net`, whose outputs must be those of `like`; without inputs its weights."""
+    if inputs is None:
+        # Tied weights are under each of their names.
+        weights = {k: x.detach().cpu().clone().contiguous() for k, x in net.state_dict().items()}
+        data, error = to_safetensors(weights), None
+    else:
+        data, error = _program(FORMATS[kind], net, like, inputs, dynamic_shapes, check)
     replace_file(path, data)
     return Exported(len(data), error)
+
+
+def _program(
+    kind: Format, net: nn.Module, like: nn.Module, inputs: Inputs, dynamic_shapes: Any, check: bool
+) -> tuple[bytes, float | None]:
+    """A file's bytes, and the largest difference of its outputs."""
+    try:
+        traced = trace(net, inputs, dynamic_shapes)
+        data = kind.write(traced)
+        tried = [inputs, inputs.longer()] if dynamic_shapes in (AUTO, BATCH) else [inputs]
+        tried += [inputs.shorter()] if traced.lengths else []
+        return data, _error(kind, data, like, tried) if check else None
+    except ValueError:
+        if dynamic_shapes != AUTO or not inputs.has_texts:
+            raise
+        # Of texts of any length not every network can be traced, nor compiled by every format.
+        return _program(kind, net, like, inputs, BATCH, check)
 
 
 def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> float | None:
@@ -158,7 +166,7 @@ def _error(kind: Format, data: bytes, like: nn.Module, tried: list[Inputs]) -> f
 def _compared(got: list[Tensor], like: nn.Module, inputs: Inputs) -> float:
     """Largest difference of outputs; ValueError for more than rounding."""
     with torch.no_grad():
-        expected = tensors_of(like(*inputs.args, **inputs.kwargs))
+        expected = inputs.outputs_of(like)
     shapes = [[list(x.shape) for x in xs] for xs in (got, expected)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the exported program gives outputs of shapes {shapes[0]}, the p-net {shapes[1]}")

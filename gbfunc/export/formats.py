@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gbfunc.export.program import Inputs, Run, Traced, quiet, tensors_of
+from gbfunc.export.program import Inputs, Run, Traced, quiet
 
 _FOLDED = 16
 """Entries of a constant up to which it may stand in the place of what computes it: sizes and indices, no weights."""
@@ -63,7 +63,7 @@ def run_pt2(data: bytes, folder: Path) -> Run:
     """By torch."""
     with quiet():
         net = torch.export.load(io.BytesIO(data)).module()
-    return lambda inputs: tensors_of(net(*inputs.args, **inputs.kwargs))
+    return lambda inputs: inputs.outputs_of(net)
 
 
 def to_aoti(traced: Traced) -> bytes:
@@ -80,7 +80,7 @@ def run_aoti(data: bytes, folder: Path) -> Run:
     path = folder / "model.pt2"
     path.write_bytes(data)
     net = torch._inductor.aoti_load_package(str(path))
-    return lambda inputs: tensors_of(net(*inputs.args, **inputs.kwargs))
+    return lambda inputs: inputs.outputs_of(net)
 
 
 def to_onnx(traced: Traced) -> bytes:

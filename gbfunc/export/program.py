@@ -11,9 +11,8 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # which Hugging Face makes its outputs known to
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves  # which Hugging Face makes its outp
 from gbfunc.materialize import materialize
 from gbfunc.plan import Plan
 from gbfunc.pnet import skeleton_of
+from gbfunc.trees import tree_map
 from gbfunc.types import GenomeLike
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 Weights = Literal["genome", "dense"]
-BATCH = "batch"
+AUTO, BATCH = "auto", "batch"
 
 
 class Inputs(NamedTuple):
@@ -58,24 +58,62 @@ class Inputs(NamedTuple):
 
     def mapped(self, change: Callable[[Any], Any]) -> Inputs:
         """Inputs with `change(value)` in the place of every value."""
-        made: Any = optree.tree_map(change, cast("Any", tuple(self)))
-        return Inputs(*made)
+        return Inputs(*tree_map(change, tuple(self)))
 
     def longer(self) -> Inputs:
         """Append the first row of every tensor to it, for a batch size that a traced program has not seen."""
         return self.mapped(lambda x: torch.cat([x, x[:1]]) if _has_rows(x) else x)
 
-    def shapes(self) -> Any:
-        """Dynamic shapes, as `torch.export` takes them: the first dimension of every tensor is the batch."""
+    def outputs_of(self, net: Callable[..., Any]) -> list[Tensor]:
+        """The tensors that a network gives for them, in order."""
+        return tensors_of(net(*self.args, **self.kwargs))
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether there are tokens among them."""
+        return any(map(_is_text, self.tensors))
+
+    def shorter(self) -> Inputs:
+        """Leave out the last token of every text, for a length that a traced program has not seen."""
+        return self.mapped(lambda x: x[:, :-1] if _is_text(x) else x)
+
+    def shapes(self, lengths: bool) -> Any:
+        """Dynamic shapes, as `torch.export` takes them: the first dimension of every tensor is the batch.
+
+        With `lengths`, the second one of texts has any size that the network takes.
+        """
         from torch.export import Dim
 
         batch = Dim(BATCH)
-        shapes = self.mapped(lambda x: {0: batch} if _has_rows(x) else None)
-        return shapes.kwargs or shapes.args
+        return self._by_tensor(lambda x: {0: batch, 1: Dim.AUTO} if lengths and _is_text(x) else {0: batch})
+
+    def names(self, program: ExportedProgram) -> tuple[Any, dict[str, str]]:
+        """Names of the dimensions that have any size in a program, and those of lengths by the program's own."""
+        given = set(program.graph_signature.user_inputs)
+        values = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder" and n.name in given]
+        shapes = dict(zip(map(id, self.tensors), [v.shape for v in values if isinstance(v, Tensor)], strict=True))
+        sizes = {id(x): shapes[id(x)][1] for x in self.tensors if _is_text(x)}
+        symbols = dict.fromkeys(str(n) for n in sizes.values() if not isinstance(n, int))
+        lengths = {symbol: f"length_{i}" if i else "length" for i, symbol in enumerate(symbols)}
+
+        def named(x: Tensor) -> dict[int, str]:
+            length = lengths.get(str(sizes.get(id(x))))
+            return {0: BATCH} | ({} if length is None else {1: length})
+
+        return self._by_tensor(named), lengths
+
+    def _by_tensor(self, describe: Callable[[Tensor], Any]) -> Any:
+        described = self.mapped(lambda x: describe(x) if _has_rows(x) else None)
+        return described.kwargs or described.args
 
 
 def _has_rows(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim > 0
+
+
+def _is_text(x: Any) -> bool:
+    """Tokens [B, L], or a mask of them, of three or more: of two, a shorter one would be a size of its own to torch."""
+    return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -120,11 +158,13 @@ class Traced(NamedTuple):
         program: the graph, with the genome's leaves or the weights.
         dynamic_shapes: names of the dimensions of its inputs that may have any size, as `torch.export` takes them.
         outputs: names of its outputs.
+        lengths: whether texts may have any length.
     """
 
     program: ExportedProgram
     dynamic_shapes: Any
     outputs: list[str]
+    lengths: bool
 
 
 def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
@@ -138,9 +178,9 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
 
     if torch.__version__ < "2.6":
         raise ImportError(f"exports are traced by torch >= 2.6, this is {torch.__version__}")
-    batched = isinstance(dynamic_shapes, str) and dynamic_shapes == BATCH
+    batched = dynamic_shapes in (AUTO, BATCH)
     given = inputs.longer() if batched else inputs
-    shapes: Any = given.shapes() if batched else dynamic_shapes
+    shapes: Any = given.shapes(dynamic_shapes == AUTO) if batched else dynamic_shapes
     try:
         with torch.no_grad(), quiet():
             outputs = net(*given.args, **given.kwargs)
@@ -151,8 +191,12 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     for node in program.graph.nodes:
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
             node.meta.pop(key, None)
+    lengths: dict[str, str] = {}
+    if batched:
+        shapes, lengths = given.names(program)
     taken = {node.name for node in program.graph.nodes if node.op == "placeholder"}
-    return Traced(program, shapes, [f"{name}_out" if name in taken else name for name in _names(outputs)])
+    names = [f"{name}_out" if name in taken else name for name in _names(outputs)]
+    return Traced(program, shapes, names, bool(lengths))
 
 
 def _names(outputs: Any) -> list[str]:

@@ -7,10 +7,11 @@ stored, and `file_layout` what stands where in the genome's file.
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.forms import factored_form, is_formable
+from gbfunc.plan.report import document, file_bytes, genome_file_bytes
 from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, bytes_each, rounded, stored_name
 from gbfunc.plan.serial import register
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
-from gbfunc.plan.spec import Plan, genome_file_bytes
+from gbfunc.plan.spec import Plan
 
 __all__ = [
     "DTYPES",
@@ -22,6 +23,8 @@ __all__ = [
     "Slot",
     "StoredDtype",
     "bytes_each",
+    "document",
+    "file_bytes",
     "factored_form",
     "TensorPlan",
     "genome_file_bytes",

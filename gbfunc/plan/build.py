@@ -12,23 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from gbfunc.base import BaseTensors, hub_name
-from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis
+from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis, table
 from gbfunc.hypernets import Hypernet, bilinear, low_rank, periodic
 from gbfunc.layers import KINDS
 from gbfunc.plan.budget import Unit, allocate, spend
+from gbfunc.plan.report import genome_file_bytes
 from gbfunc.plan.rounding import StoredDtype, bytes_each
 from gbfunc.plan.select import Candidate, Rule, check_targets, choose
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, dtype_name
-from gbfunc.plan.spec import Plan, genome_file_bytes
+from gbfunc.plan.spec import Plan
 from gbfunc.pnet import buffers_of, check_pnet
 from gbfunc.tiling import MaxTile, check_max_tile
 from gbfunc.types import MatrixDims
 
 Codes = tuple[Encoding | None, Encoding | None]
+OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
+"""Of one axis, as the user gives them."""
 _DIRECT_SHARE = 0.25  # What may be direct or not takes this part of a size target; beyond it the longest are generated
 _EMBEDDING_SHARE = 0.25  # Larger embeddings are factors that take this part of a size target, or the p-net's part
 _EMBEDDING_SAVING = 2 / 3  # that they are, if that is more; where factors have at most this part of their parameters
@@ -48,7 +52,7 @@ def make_plan(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rules: Sequence[Rule] = (),
-    encodings: Mapping[str, Codes] | None = None,
+    encodings: Mapping[str, tuple[OwnCodes, OwnCodes]] | None = None,
     max_tile: MaxTile = None,
     base: Literal["own"] | None = None,
     target_modules: str | Sequence[str] | None = None,
@@ -59,8 +63,8 @@ def make_plan(
     By default the weights of linear, convolution and attention layers are generated, and biases, norms and embeddings
     are direct parameters; of those that would take over a quarter of a size target, embeddings become products of two
     thin matrices (`low_rank`), and the longest vectors are generated. At most one size target may be given, and none
-    with an explicit size; with neither, every matrix has one tile and its type's default size (32 features, 32 hidden
-    units, rank 4, 8 genes).
+    with an explicit size of `hypernet` (those in `rules` are kept); with neither, every matrix has one tile and its
+    type's default size (32 features, 32 hidden units, rank 4, 8 genes).
 
     With `base="own"` the p-net's present weights are the base, and the genome an adapter: `weights = base + delta`. The
     deltas are generated and start at exactly zero; all that has no delta is frozen, and neither trained, nor counted,
@@ -73,11 +77,13 @@ def make_plan(
         genome_bytes: most bytes of the genome's file, header and buffers included.
         compression: least ratio of the p-net's parameters to the genome's.
         stored: the `dtype` that `save` will be given, which `genome_bytes` are then of; None is the p-net's own. Of
-            codes, with running statistics in 16 bits: 2 bytes more for each where training makes them need 32.
+            codes the most that any values need (trained ones some 5 to 15 % less), with running statistics in 16 bits:
+            2 bytes more for each where training makes them need 32.
         include: regular expressions (`re.search`) for parameters to generate beside the default ones.
         exclude: regular expressions for parameters to keep direct, whatever else names them.
         rules: `(pattern, hypernetwork or None)`: other types for some parameters, None for direct; the first wins.
-        encodings: `{parameter: (rows, columns)}`: codes of the axes of its matrix, None for the default (`binary`).
+        encodings: `{parameter: (rows, columns)}`: codes of the axes of its matrix, None for the default (`binary`); an
+            array or tensor [n, k] has codes of one's own (`table`).
         max_tile: largest tile: None for the fewest tiles with `2 * size <= min(r, c)`, a length, or (rows, columns);
             columns coded per axis, as a convolution's are, count channels.
         base: `"own"`: the p-net's present tensors, but for those of `modules_to_save`, are the base, in the dtype that
@@ -316,29 +322,43 @@ def _too_small(choices: list[Candidate], target: int, direct: int, least: int, a
     return TargetTooSmall(words, smallest)
 
 
-def _check_encodings(encodings: Mapping[str, Codes], choices: list[Candidate], promotes: bool) -> dict[str, Codes]:
+def _check_encodings(
+    encodings: Mapping[str, tuple[OwnCodes, OwnCodes]], choices: list[Candidate], promotes: bool
+) -> dict[str, Codes]:
     """The user's codes by parameter name; `promotes`: a size target may turn direct vectors into generated ones."""
     by_name = {n: c for c in choices for n in (c.tensor.name, *c.tensor.aliases)}
     checked: dict[str, Codes] = {}
     for name, pair in encodings.items():
         if name not in by_name:
             raise ValueError(f"encodings names {name!r}, which is no parameter; the p-net has {list(by_name)}")
-        good = isinstance(pair, tuple | list) and len(pair) == 2
-        if not good or not all(e is None or isinstance(e, Encoding) for e in pair):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(f"encodings[{name!r}] must be a pair of encodings (rows, columns), got {pair!r}")
+        rows, columns = _encoding(name, "rows", pair[0]), _encoding(name, "columns", pair[1])
         choice = by_name[name]
         may_be = promotes and choice.movable and choice.tensor.kind != "embedding"
         if choice.hypernet is None and not may_be:
             raise ValueError(f"encodings names {name!r}, which is direct: add it to include or rules")
         for matrix in choice.tensor.matrices:
-            for axis, encoding, n in (("rows", pair[0], matrix.rows), ("columns", pair[1], matrix.cols)):
+            for axis, encoding, n in (("rows", rows, matrix.rows), ("columns", columns, matrix.cols)):
                 try:
                     if encoding is not None:
                         encoding.check(n)
                 except ValueError as error:
                     raise ValueError(f"encodings[{name!r}], {axis}: {error}") from error
-        checked[choice.tensor.name] = (pair[0], pair[1])
+        checked[choice.tensor.name] = rows, columns
     return checked
+
+
+def _encoding(name: str, axis: str, codes: OwnCodes) -> Encoding | None:
+    """The encoding of an axis of a parameter."""
+    if codes is None or isinstance(codes, Encoding):
+        return codes
+    if not isinstance(codes, torch.Tensor | np.ndarray):
+        raise ValueError(f"encodings[{name!r}], {axis}: expected an encoding, an array or None, got {codes!r}")
+    try:
+        return table(codes)
+    except ValueError as error:
+        raise ValueError(f"encodings[{name!r}], {axis}: {error}") from error
 
 
 def _default_codes(matrix: MatrixDims, given: Codes) -> tuple[Encoding, Encoding]:
@@ -354,7 +374,7 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
 
     A vector keeps its mean as the offset. Where the deviation is zero or undefined (one entry, a meta-device p-net) it
     is 1 / sqrt(fan_in), fan_in being the columns of a matrix and the length of a vector. That of a delta is a tenth,
-    of three digits, and has no offset.
+    and has no offset. All in three digits: more would be as many bytes of a genome's file.
     """
     # Kept: a target in bytes is met by many plans, and all of them have the same.
     if part in choice.scales:
@@ -371,5 +391,6 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, part: int) -> tuple[fl
         raise ValueError(f"parameter {choice.tensor.name!r} of the p-net holds values that are not finite")
     tiny = std <= 1e-8 * max(1.0, largest)
     scale, offset = (fallback if tiny else std), float(values.mean()) if vector else 0.0
-    choice.scales[part] = (float(f"{_DELTA_SCALE * scale:.3g}"), 0.0) if choice.base else (scale, offset)
+    scale, offset = (_DELTA_SCALE * scale, 0.0) if choice.base else (scale, offset)
+    choice.scales[part] = float(f"{scale:.3g}"), float(f"{offset:.3g}")
     return choice.scales[part]

@@ -47,12 +47,7 @@ class Ensemble:
     @cached_property
     def n_groups(self) -> int:
         """Groups that share leaves."""
-        if not self.hypernet.shares:
-            return self.n_tiles
-        sizes: dict[str, int] = {}
-        for slot in (span.slot for span in self.spans):
-            sizes[slot.group] = max(sizes.get(slot.group, 0), slot.grid.n_tiles)
-        return sum(sizes.values())
+        return int(self.groups.max()) + 1 if self.hypernet.shares else self.n_tiles
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
@@ -87,9 +82,9 @@ class Ensemble:
 
     def codes_of(self, numbers: Numbers) -> tuple[Any, Any]:
         """The codes as an expression in the integers 0 .. n-1 that `numbers(n)` gives, of numpy or torch."""
-        grids = [span.slot.grid for span in self.spans]
-        rows = [(s.slot.row_code, g.rows, g.tile_rows) for s, g in zip(self.spans, grids, strict=True)]
-        cols = [(s.slot.col_code, g.cols, g.tile_cols) for s, g in zip(self.spans, grids, strict=True)]
+        slots = [(span.slot, span.slot.grid) for span in self.spans]
+        rows = [(slot.row_code, grid.rows, grid.tile_rows) for slot, grid in slots]
+        cols = [(slot.col_code, grid.cols, grid.tile_cols) for slot, grid in slots]
         return self._of_tiles(rows, numbers, 1), self._of_tiles(cols, numbers, 0)
 
     def _of_tiles(self, sides: list[tuple[Encoding, int, int]], numbers: Numbers, other: int) -> Any:

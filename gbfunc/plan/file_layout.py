@@ -4,26 +4,24 @@
     header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and place of every tensor
     data       one tensor [n] per dtype, wider ones first: its leaves in the order of their names
 
-The plan in the header is compressed JSON, in an alphabet that JSON need not escape.
+The plan in the header is compressed JSON, in an alphabet that JSON need not escape. Genomes in codes of 2 to 8 bits are
+other files: `compact`.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import math
 import zlib
 
 import torch
 
-from gbfunc.plan.rounding import block_size, stored_dtype
+from gbfunc.plan.rounding import stored_dtype
 from gbfunc.plan.serial import check_limits
 from gbfunc.plan.slots import DTYPES, dtype_name
 from gbfunc.types import Params, TensorMap
 
 FORMAT, COMPACT = "gbfunc-genome-2", "gbfunc-genome-3"
-DIGEST_BYTES = 16
-"""Of the digest in a compact file."""
 
 # What is read at most: a few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON,
 # takes 64 bytes; a leaf, of one number perhaps, takes 20 us.
@@ -76,25 +74,6 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     return len(text).to_bytes(8, "little") + text
 
 
-def compact_header(size: int) -> bytes:
-    """All that stands before the bytes, so many of them, of a compact file (`gbfunc.storage.compact`)."""
-    entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
-    header = json.dumps({COMPACT: entry}, separators=(",", ":")).encode()
-    header = header.ljust(-(-len(header) // 8) * 8)
-    return len(header).to_bytes(8, "little") + header
-
-
-def compact_bytes(document: str, leaves: TensorMap, bits: int) -> int:
-    """The most bytes that a compact file of a document and of leaves of these shapes has, running statistics narrow."""
-    plain = stored_leaves(leaves, f"int{bits}")
-    coded = [x for name, x in leaves.items() if name not in plain]
-    blocks = sum(x.numel() // max(1, block_size(tuple(x.shape))) for x in coded)
-    symbols = blocks + sum(x.numel() for x in coded)
-    size = DIGEST_BYTES + 1 + len(deflate(document)) + sum(x.nbytes for x in plain.values())
-    size += 2 * blocks + math.ceil(symbols * bits / 8)
-    return len(compact_header(size)) + size
-
-
 # What plans are made of, the most frequent last, so that a small plan's text need not spell it out. It is part of
 # the format: with other words, older files cannot be read.
 _WORDS = (
@@ -112,8 +91,8 @@ _WORDS = (
 )
 
 
-# Frequent text in compact files, which hold what `gbfunc train` says of task and inputs too.
-_COMPACT_WORDS = (
+# Frequent text in compact files of format 3, which hold what `gbfunc train` says of task and inputs too.
+FORMER_WORDS = (
     b'"hypernets":[{"type":"periodic","features":,"frequency":[0.5,1.0]},{"type":"constant"},{"type":"periodic",'
     b'"features":,"frequency":[1.0,0.5]}],"encodings":[{"type":"binary"},{"type":"grid","dims":[1,28,28],"code":'
     b'"coordinate","bandwidth":6.0}],"tensors":[{"name":"0.weight","shape":[00,00],"kind":"linear","note":"by rule",'
@@ -130,6 +109,42 @@ _COMPACT_WORDS = (
     b'"pnet":"mlp","interface":[[1,8,8],10],"mean":4.8,"std":6.0,"metadata":{"task":"mnist","pnet":"mlp","interface":'
     b'[[1,28,28],10],"mean":33.3,"std":78.'
 ) + _WORDS
+
+
+# The same of format 4, whose plans are shorter.
+WORDS = FORMER_WORDS + (
+    b'{"version":2,"hypernets":[{"type":"gnet","hidden":[32],"activation":"relu"},{"type":"xox","genes":{"type":"bilinear",'
+    b'"features":2,"share":"shapes"},{"type":"low_rank","rank":4},{"type":"periodic","features":9,"share":"layers"},'
+    b'{"type":"constant","value":1.0},{"type":"periodic","features":9,"share":"shapes","frequency":2.5}],"encodings":'
+    b'[{"type":"gray"},{"type":"table","dtype":"int8","shape":[,"data":"},{"type":"binary"}],"tensors":['
+    b'{"name":"tokens.weight","shape":[64,128],"kind":"embedding","aliases":["head.weight"]},{"name":"positions.weight",'
+    b'{"name":"blocks.0.attention_norm.weight","shape":[128]},{"name":"blocks.0.attention_norm.bias","shape":[128]},'
+    b'{"name":"blocks.0.qkv.weight","shape":[384,128],"slots":[[0,0,0,0.02,0.0,"blocks.*.qkv.weight:0:384x128",64,64]]},'
+    b'{"name":"blocks.0.out.weight","blocks.*.out.weight:0:128x128","blocks.0.mlp_norm.weight","blocks.0.up.weight",'
+    b'"blocks.*.up.weight:0:512x128",64,64]]},{"name":"blocks.0.down.weight","blocks.*.down.weight:0:128x512",64,64]]},'
+    b'{"name":"blocks.layers.0.self_attn.in_proj_weight","shape":[192,64],"kind":"attention_in","slots":[[0,0,0,0.08,0.0,'
+    b'"blocks.layers.*.self_attn.in_proj_weight:1:64x64",16,16],[.self_attn.in_proj_bias","shape":[.self_attn.out_proj.'
+    b'weight","shape":[.linear1.weight","shape":[.linear1.bias","shape":[.linear2.weight","shape":[.linear*.weight:0:'
+    b'.norm1.weight","shape":[.norm1.bias","shape":[.norm2.weight","shape":["base":true},{"name":"encoder.layer.0.attention.'
+    b'self.query.weight","encoder.layer.0.attention.output.dense.weight","encoder.layer.0.intermediate.dense.weight",'
+    b'"classifier.weight","classifier.bias"],"base":["{"name":"stem.weight","shape":[16,3,3,3],"slots":[[0,0,1,0.2,0.0,"'
+    b'{"name":"stem_norm.weight","blocks.0.first.weight","blocks.0.first_norm.weight","blocks.0.second.weight",'
+    b'"blocks.0.second_norm.bias","shortcut","head.weight","head.bias","actor.0.weight","critic.0.weight"'
+    b'"note":"generated: direct vectors would take over a quarter of the target","slots":[[1,0,0,0.1]]},'
+    b'"buffers":[["running_mean",[96],"float32",true],["1.running_var",[96],"float32",true],["1.num_batches_tracked",[],'
+    b'"int64",true],["4.running_mean",[16],"float32",true],["target":"at most 10,000 parameters"}'
+    b'],"metadata":{"task":"cifar10","pnet":"resnet20","interface":[[3,32,32],10],"mean":[125.3,122.9,113.8],"std":[62.9,'
+    b'62.0,66.7],"classes":["airplane",,"metadata":{"task":"mnist","pnet":"lenet5","interface":[[1,28,28],10],"mean":33.3,'
+    b'"std":78.{"version":2,"hypernets":[{"type":"periodic","features":12,"frequency":[0.5,1.0]},{"type":"constant"},'
+    b'{"type":"periodic","features":16,"frequency":[1.0,0.5]}],"encodings":[{"type":"binary"},{"type":"grid","dims":[1,28,28],'
+    b'"code":"coordinate","bandwidth":6.0}],"tensors":[{"type":"constant"},{"type":"periodic","features":8},{"type":'
+    b'"periodic","features":3}],"encodings":[{"type":"binary"},{"type":"per_axis","channels":{"type":"binary"},"positions":'
+    b'{"type":"grid","dims":[3,3],"code":"coordinate","bandwidth":2.0},"n_positions":9}],"tensors":['
+    b'{"name":"0.weight","shape":[6,1,5,5],"slots":[[0,0,1,0.1]]},{"name":"0.bias","shape":[100],"note":"by rule",'
+    b'"slots":[[1,0,0,1.0]]},{"name":"2.weight","shape":[10,100],"note":"by rule","slots":[[2,0,0,0.01]]},'
+    b'{"name":"4.bias","shape":[10],"slots":[[0,0,0,0.02]]},{"name":"2.bias","shape":[10]}],'
+    b'"target":"at most 1,000 bytes"}'
+)
 
 
 def pack_plan(text: str) -> str:
@@ -171,16 +186,16 @@ def deflate(text: str) -> bytes:
     check_limits(json.loads(text))
     data = text.encode()
     _check_size(data)
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=_COMPACT_WORDS)
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=WORDS)
     packed = packer.compress(data) + packer.flush()
     if len(packed) > _MAX_PACKED:
         raise ValueError(f"the plan has {len(packed):,} bytes when packed; a file holds at most {_MAX_PACKED:,}")
     return packed
 
 
-def inflate(data: bytes) -> tuple[str, int]:
+def inflate(data: bytes, words: bytes) -> tuple[str, int]:
     """Undo `deflate`, and count the bytes that follow; `ValueError` for anything else, as `unpack_plan`."""
-    unpacker = zlib.decompressobj(-15, zdict=_COMPACT_WORDS)
+    unpacker = zlib.decompressobj(-15, zdict=words)
     try:
         text = unpacker.decompress(data, MAX_PLAN_BYTES + 1)
         _check_size(text)

@@ -33,5 +33,6 @@ def factored_form(
         return None
     first = tensor.slots[0].grid
     grid = TileGrid(len(tensor.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
-    options = (tensor.name, tensor.shape, grid, tensor.kind == "transposed_linear", lazy == "auto")
+    rank, transposed = tensor.slots[0].hypernet.factor_width, tensor.kind == "transposed_linear"
+    options = (tensor.name, tensor.shape, grid, rank, transposed, lazy == "auto")
     return DeltaWeight(base, *options) if tensor.base else FactoredWeight(*options)

@@ -67,11 +67,10 @@ def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True
     buffer = name.startswith(BUFFERS)
     if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype
-    if buffer:
-        return min(leaf.dtype, _STATS[name.rpartition(".")[2]], key=lambda d: d.itemsize)
-    if dtype in BITS and not (name.startswith(DIRECT) and leaf.ndim < 2):
+    if not buffer and dtype in BITS and not (name.startswith(DIRECT) and leaf.ndim < 2):
         return None
-    return min(leaf.dtype, STORED_DTYPES.get(dtype, torch.float16), key=lambda d: d.itemsize)
+    wanted = _STATS[name.rpartition(".")[2]] if buffer else STORED_DTYPES.get(dtype, torch.float16)
+    return min(leaf.dtype, wanted, key=lambda d: d.itemsize)
 
 
 def is_stat(name: str) -> bool:
@@ -82,15 +81,17 @@ def is_stat(name: str) -> bool:
 def narrow_stats(leaves: TensorMap) -> bool:
     """Whether 16 bits are enough for running statistics: no mean is off by more than 1/64 of the deviation."""
     for name, x in leaves.items():
-        if is_stat(name) and not name.endswith("running_mean"):
-            if not bool(torch.isfinite(x.bfloat16()).all()):
-                return False
-        elif is_stat(name):
+        if not is_stat(name):
+            continue
+        if name.endswith("running_var"):
+            fits = x.bfloat16().isfinite()
+        else:
             variance = leaves.get(name.removesuffix("mean") + "var")
             deviation = torch.zeros_like(x) if variance is None else variance.to(x.dtype).sqrt()
-            # Not `>`, which is False for NaN.
-            if not bool(((x - x.half().to(x.dtype)).abs() <= deviation / 64).all()):
-                return False
+            # False for NaN.
+            fits = (x - x.half().to(x.dtype)).abs() <= deviation / 64
+        if not bool(fits.all()):
+            return False
     return True
 
 
@@ -122,14 +123,11 @@ def decode(coded: Codes, like: Tensor) -> Tensor:
 
 def rounded(leaves: TensorMap, dtype: StoredDtype) -> Params:
     """Leaves and buffers, by name, as they come back from a file of a dtype; gradients go straight through."""
-    stored, narrow = stored_name(dtype), narrow_stats(leaves)
-    return {name: _as_stored(name, leaf, stored, narrow) for name, leaf in leaves.items()}
-
-
-def _as_stored(name: str, leaf: Tensor, dtype: str, narrow: bool) -> Tensor:
-    stored, x = stored_dtype(name, leaf, dtype, narrow), leaf.detach()
-    if stored == leaf.dtype:
-        return leaf
-    value = decode(encode(x, BITS[dtype]), x) if stored is None else x.to(stored).to(x.dtype)
-    # Straight through (Bengio et al., 2013): the value, with the gradient of the leaf.
-    return value + (leaf - x)
+    wanted, narrow, made = stored_name(dtype), narrow_stats(leaves), dict(leaves)
+    for name, leaf in leaves.items():
+        stored, x = stored_dtype(name, leaf, wanted, narrow), leaf.detach()
+        if stored != leaf.dtype:
+            value = decode(encode(x, BITS[wanted]), x) if stored is None else x.to(stored).to(x.dtype)
+            # Straight through (Bengio et al., 2013): the value, with the gradient of the leaf.
+            made[name] = value + (leaf - x)
+    return made

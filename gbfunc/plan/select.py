@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -19,7 +19,6 @@ from gbfunc.pnet import ParameterInfo, parameter_infos
 
 Rule = tuple[str, Hypernet | None]
 
-ALL_LINEAR = "all-linear"
 _ALL_LINEAR_KINDS = frozenset({"linear", "transposed_linear"})
 
 
@@ -27,36 +26,29 @@ class Targets(NamedTuple):
     """What changes, and what is new.
 
     Attributes:
-        modules: names or last parts of names of the modules that change, a regular expression for whole names,
-            `"all-linear"`, or None for the default selection.
-        new: names or last parts of names of the modules that are not the base's.
+        modules: patterns of whole names of the modules that change, `"all-linear"`, or None for the default selection.
+        new: patterns of whole names of the modules that are not the base's.
     """
 
-    modules: str | tuple[str, ...] | None
-    new: tuple[str, ...]
+    modules: Literal["all-linear"] | list[re.Pattern[str]] | None
+    new: list[re.Pattern[str]]
 
     def saved(self, name: str) -> bool:
         """Whether a parameter or buffer lies in a module that is not the base's."""
         parts = name.split(".")[:-1]
-        return any(_names(self.new, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
+        return any(_named(self.new, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
 
     def changes(self, info: ParameterInfo, kind: LayerKind) -> bool:
         """Whether a parameter of the base gets a delta."""
-        if not kind.selected and (self.modules is None or kind.name != "embedding"):
-            return False
-        if self.modules is None:
-            return True
-        if self.modules == ALL_LINEAR:
-            return kind.name in _ALL_LINEAR_KINDS
+        if self.modules is None or self.modules == "all-linear":
+            return kind.selected and (self.modules is None or kind.name in _ALL_LINEAR_KINDS)
         layers = [name.rpartition(".")[0] for name in (info.name, *info.aliases)]
-        return any(_names(self.modules, layer.partition(".parametrizations")[0]) for layer in layers)
+        named = any(_named(self.modules, layer.partition(".parametrizations")[0]) for layer in layers)
+        return named and (kind.selected or kind.name == "embedding")
 
 
-def _names(patterns: str | tuple[str, ...], module: str) -> bool:
-    """Whether names or last parts, or a regular expression for all of it, say a module."""
-    if isinstance(patterns, str):
-        return re.fullmatch(patterns, module) is not None
-    return any(module == p or module.endswith(f".{p}") for p in patterns)
+def _named(patterns: list[re.Pattern[str]], module: str) -> bool:
+    return any(pattern.fullmatch(module) for pattern in patterns)
 
 
 def check_targets(
@@ -78,22 +70,25 @@ def check_targets(
         if modules is not None or new:
             raise ValueError("target_modules and modules_to_save are of an adapter: they need base='own'")
         return None
-    modules = modules if modules is None or isinstance(modules, str) else tuple(modules)
     names = [name for name, _ in pnet.named_modules(remove_duplicate=False) if name]
-    asked: list[tuple[str, str | tuple[str, ...]]] = [("modules_to_save", (n,)) for n in new]
-    if isinstance(modules, tuple):
-        asked += [("target_modules", (n,)) for n in modules]
-    elif modules not in (None, ALL_LINEAR):
-        asked.append(("target_modules", modules))
-    for what, pattern in asked:
+
+    def pattern(what: str, word: str, regular: bool = False) -> re.Pattern[str]:
         try:
-            found = any(_names(pattern, name) for name in names)
+            found = re.compile(word if regular else rf"(.*\.)?{re.escape(word)}")
         except re.error as error:
-            raise ValueError(f"{what} {pattern!r} is not a regular expression: {error}") from error
-        if not found:
-            word = pattern if isinstance(pattern, str) else pattern[0]
+            raise ValueError(f"{what} {word!r} is not a regular expression: {error}") from error
+        if not any(map(found.fullmatch, names)):
             raise ValueError(f"{what} {word!r} names no module; the p-net has {names}")
-    return Targets(modules, tuple(new))
+        return found
+
+    added = [pattern("modules_to_save", word) for word in new]
+    if modules is None:
+        return Targets(None, added)
+    if modules == "all-linear":
+        return Targets("all-linear", added)
+    if isinstance(modules, str):
+        return Targets([pattern("target_modules", modules, regular=True)], added)
+    return Targets([pattern("target_modules", word) for word in modules], added)
 
 
 @dataclass
@@ -140,23 +135,23 @@ def choose(
         name, weights, shape = info.name, info.tensor, tuple(info.tensor.shape)
         kind = layer_kind(info.module, info.attribute, shape)
         saved = targets is not None and targets.saved(name)
+        base = targets is not None and not saved
         if name in excluded:
             chosen, note = None, "excluded"
         elif name in by_rule:
             chosen, note = by_rule[name], "by rule"
         elif name in included:
             chosen, note = hypernet, "included"
-        elif targets is not None and not saved:
-            chosen, note = hypernet if targets.changes(info, kind) else None, ""
         else:
-            chosen, note = hypernet if kind.selected and targets is None else None, ""
+            # What is new beside a base is direct, unless a size target has it generated.
+            generated = kind.selected if targets is None else base and targets.changes(info, kind)
+            chosen, note = hypernet if generated else None, ""
         movable = not note and (kind.name in ("vector", "embedding") or (saved and kind.selected))
         if not (weights.numel() and weights.dtype.is_floating_point):
             if chosen is not None and note:
                 what = f"{name!r} ({weights.dtype}, {weights.numel()} entries)"
                 raise ValueError(f"{what} cannot be generated: exclude it")
             chosen, movable = None, False
-        base = targets is not None and not saved
         if base and chosen is None:
             continue
         tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)

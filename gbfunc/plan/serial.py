@@ -15,7 +15,11 @@ from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.tiling import TileGrid
 from gbfunc.types import JSON
 
-VERSION = 1
+VERSION = 2
+"""Version 1, which is read too, has slots of another order, and says every kind."""
+
+_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}
+"""By the number of dimensions: such kinds are left out."""
 
 # What is read at most: whatever a file declares, it takes no more than a second and some MB to find out.
 _MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS, _MAX_TILES = 1 << 14, 64, 256, 1 << 24
@@ -79,18 +83,22 @@ def plan_to_json(
         dtype = "" if tensor.dtype == "float32" else tensor.dtype
         slots = []
         for slot in tensor.slots:
-            h = hypernets.setdefault(slot.hypernet, len(hypernets))
+            h, grid = hypernets.setdefault(slot.hypernet, len(hypernets)), slot.grid
             codes = (encodings.setdefault(code, len(encodings)) for code in (slot.row_code, slot.col_code))
-            group = [slot.group] if slot.group else []
-            slots.append([h, slot.grid.tile_rows, slot.grid.tile_cols, *codes, slot.scale, slot.offset, *group])
+            values = [h, *codes, slot.scale, slot.offset, slot.group, grid.tile_rows, grid.tile_cols]
+            usual = [0.0, "", grid.rows, grid.cols]
+            while usual and values[-1] == usual.pop():
+                values.pop()
+            slots.append(values)
         optional = {
+            "kind": tensor.kind if tensor.kind != _USUAL_KINDS.get(len(tensor.shape)) else "",
             "dtype": dtype,
             "aliases": list(tensor.aliases),
             "note": tensor.note,
             "slots": slots,
             "base": tensor.base,
         }
-        entry: JSON = {"name": tensor.name, "shape": list(tensor.shape), "kind": tensor.kind}
+        entry: JSON = {"name": tensor.name, "shape": list(tensor.shape)}
         entries.append(entry | {k: v for k, v in optional.items() if v})
     data = {
         "version": VERSION,
@@ -111,12 +119,12 @@ def plan_from_json(
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = json.loads(text)
-        if data["version"] != VERSION:
-            raise ValueError(f"plan version {data['version']!r} is not {VERSION}, the one known here")
+        if data["version"] not in (1, VERSION):
+            raise ValueError(f"plan version {data['version']!r} is not one of those known here, 1 and {VERSION}")
         check_limits(data)
         hypernets = [hypernet_from_json(h, by_path) for h in data["hypernets"]]
         encodings = [encoding_from_json(e) for e in data["encodings"]]
-        tensors = tuple(_tensor(entry, hypernets, encodings) for entry in data["tensors"])
+        tensors = tuple(_tensor(entry, hypernets, encodings, data["version"]) for entry in data["tensors"])
         buffers = tuple(_buffer(*entry) for entry in data.get("buffers", []))
         target = _text(data.get("target", ""))
         base = _base(*data["base"]) if "base" in data else None
@@ -168,15 +176,20 @@ def _base(digest: Any, params: Any, size: Any, name: Any, revision: Any) -> Base
     return Base(_text(digest), params, size, _text(name), _text(revision))
 
 
-def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -> TensorPlan:
+def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding], version: int) -> TensorPlan:
     aliases, note = tuple(map(_text, entry.get("aliases", []))), _text(entry.get("note", ""))
     name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
-    bare = TensorPlan(name, shape, dtype, entry["kind"], aliases=aliases, note=note)
+    kind = entry["kind"] if version == 1 else entry.get("kind", _USUAL_KINDS.get(len(shape)))
+    bare = TensorPlan(name, shape, dtype, kind, aliases=aliases, note=note)
     base = entry.get("base", False) is True
     slots, matrices = [], bare.matrices if "slots" in entry else ()
     for values, matrix in zip(entry.get("slots", ()), matrices, strict=True):
-        h, tile_rows, tile_cols, row_code, col_code, scale, offset, *group = values
+        if version == 1:
+            h, tile_rows, tile_cols, row_code, col_code, scale, offset, *group = values
+            values = [h, row_code, col_code, scale, offset, *(group or [""]), tile_rows, tile_cols]
+        usual: list[Any] = [0.0, "", matrix.rows, matrix.cols]
+        h, row_code, col_code, scale, offset, group, tile_rows, tile_cols = [*values, *usual[len(values) - 4 :]]
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)
         codes = encodings[row_code], encodings[col_code]
-        slots.append(Slot(hypernets[h], grid, *codes, float(scale), float(offset), *map(_text, group)))
+        slots.append(Slot(hypernets[h], grid, *codes, float(scale), float(offset), _text(group)))
     return replace(bare, slots=tuple(slots), base=base)

@@ -6,20 +6,20 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn, optim
 
 from gbfunc.base import Base, BaseTensors
-from gbfunc.hypernets import ensemble_params
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
-from gbfunc.plan.file_layout import compact_bytes, file_header, stored_leaves
-from gbfunc.plan.rounding import BITS, StoredDtype, stored_name
+from gbfunc.plan.report import report
+from gbfunc.plan.rounding import StoredDtype
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan, dtype_name
 from gbfunc.pnet import parameter_infos
 from gbfunc.trees import BUFFERS, DIRECT, GNET
-from gbfunc.types import Params
+from gbfunc.types import GenomeLike, Params
 
 
 @dataclass(frozen=True)
@@ -184,118 +184,21 @@ class Plan:
         """
         return Plan(*plan_from_json(text, factories))
 
-    def report(self, dtype: StoredDtype | None = None) -> str:
-        """Every tensor with its role, tiles, parameters and bytes, and the whole model's sizes, as a text table.
+    def report(self, dtype: StoredDtype | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
+        """Every tensor with its role, tiles, parameters and bytes of the genome's file, as a text table.
+
+        All bytes together are the file's: plan, metadata, scales of codes, and container have rows of their own.
 
         Args:
-            dtype: what the file stores, of which its size is then; None is the p-net's own.
+            dtype: what the file stores, as of `gb.save`; None is the p-net's own.
+            genome: a genome, for codes, whose bytes are for their values to say; without one the most that any has.
+            metadata: what `gb.save` is to write beside it.
 
         Raises:
-            ValueError: for another dtype.
+            ValueError: for another dtype, or a genome of another plan.
         """
-        stored = "" if dtype is None else f" as {stored_name(dtype)}"
-        try:
-            size = genome_file_bytes(self, dtype)
-            on_disk = f"{size:,} bytes on disk{stored} (header and buffers included)"
-            in_bytes = f", {self.dense_bytes / size:.1f}x in bytes"
-        except (ValueError, RuntimeError) as error:
-            # A g-net from a function that has no import path trains, but has no file; nor has a size beyond torch's.
-            on_disk, in_bytes = f"not to be saved: {error}", ""
-        lines = [
-            *_table(self),
-            "",
-            f"whole model  dense {self.pnet_params:,} parameters, {self.dense_bytes:,} bytes",
-            f"             genome {self.genome_params:,} parameters, {on_disk}",
-            f"             ratio {self.ratio_params:.1f}x in parameters{in_bytes}"
-            + ", beside the base" * (self.base is not None),
-            *self._parts(),
-            *([f"asked for    {self.target}"] if self.target else []),
-            *([f"little rank  {', '.join(poor)}: may not learn; gb.periodic() does"] if (poor := self._poor()) else []),
-        ]
-        return "\n".join(lines)
-
-    def _poor(self) -> list[str]:
-        """Large tensors in few tiles of a type that gives each little rank (measured: notebooks/results/types.md)."""
-        return [
-            f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tiles)"
-            for t in self.tensors
-            for slot in t.slots
-            if slot.hypernet.spreads and not t.base and min(slot.dims[:2]) >= _LARGE_TILE
-            if slot.grid.n_tiles < (_FEW_FACTORED if slot.hypernet.factorised else _FEW_TILES)
-        ]
-
-    def _parts(self) -> list[str]:
-        """What base, delta and head are, where there is a base."""
-        if self.base is None:
-            return []
-        named, sizes = f"{self.base.name}, " * bool(self.base.name), f"{self.base.params:,} parameters"
-        head = sum(s.tile_params for t in self._new for s in t.slots) + sum(t.numel for t in self.direct)
-        rest = f"deltas of {sum(t.base for t in self.tensors)} tensors {self.genome_params - head:,} parameters"
-        return [
-            f"base         {named}{sizes}, {self.base.bytes:,} bytes: frozen, and not in the genome",
-            f"genome       {rest}; {len(self._new)} new tensors {head:,}",
-        ]
+        return report(self, dtype, genome, metadata)
 
     def digest(self) -> str:
         """SHA-256 of the JSON form."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-
-def genome_file_bytes(plan: Plan, dtype: StoredDtype | None = None) -> int:
-    """Bytes of `genome.safetensors`, header included, with trained leaves stored in `dtype`, as `save` has it.
-
-    Of codes (`"int2"` to `"int8"`) the most bytes: how far they can be packed is for their values to say.
-
-    Raises:
-        ValueError: if the plan cannot be saved, or for another dtype.
-    """
-    name = None if dtype is None else stored_name(dtype)
-    if name in BITS:
-        return compact_bytes(plan.to_json(), plan.leaves, BITS[name])
-    stored = stored_leaves(plan.leaves, name)
-    header = file_header(plan.to_json(), plan.leaves, stored)
-    return len(header) + sum(x.nbytes for x in stored.values())
-
-
-_FEW_TILES, _FEW_FACTORED, _LARGE_TILE = 25, 9, 48
-_COLUMNS = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
-
-
-def _table(plan: Plan) -> list[str]:
-    """Every tensor with its role, tiles, parameters and bytes, under a head and a rule; [] without tensors."""
-    rows: list[dict[str, str | int]] = []
-
-    def add(name: str, role: str, count: int, itemsize: int, **cells: str) -> None:
-        rows.append({"tensor": name, "role": role, "parameters": count, "bytes": count * itemsize, **cells})
-
-    for t in plan.tensors:
-        if t.slots:
-            types = {f"{s.hypernet.type}({s.hypernet.size})" if s.hypernet.size else s.hypernet.type for s in t.slots}
-            grids = {f"{s.grid.n_tiles} of {s.grid.tile_rows}x{s.grid.tile_cols}" for s in t.slots}
-            parts = f"{len(t.slots)} x " if len(t.slots) > 1 else ""
-            made = {"by": ", ".join(sorted(types)), "tiles": parts + ", ".join(sorted(grids))}
-            count, itemsize = sum(s.tile_params for s in t.slots), plan.dtype.itemsize
-        else:
-            made, count, itemsize = {}, t.numel, DTYPES[t.dtype].itemsize
-        add(t.name, t.role, count, itemsize, shape=_dims(t), note=t.note, **made)
-        for alias in t.aliases:
-            add(alias, "tied", 0, 0, by=f"to {t.name}")
-    for e in plan.ensembles:
-        if e.hypernet.shares:
-            count = ensemble_params(e.hypernet, e.dims, 0, e.n_groups)
-            add(f"({e.name})", "shared", count, plan.dtype.itemsize, by="code weights")
-    for b in plan.buffers:
-        numel = math.prod(b.shape)
-        add(b.name, "buffer", numel, DTYPES[b.dtype].itemsize, shape=_dims(b), parameters=f"({numel:,})")
-    columns = []
-    for name in _COLUMNS:
-        cells = [f"{x:,}" if isinstance(x, int) else x for x in (row.get(name, "") for row in rows)]
-        if any(cells) or name in _COLUMNS[:4]:
-            width = max(map(len, [name, *cells]))
-            place = str.rjust if name in ("parameters", "bytes") else str.ljust
-            columns.append([place(cell, width) for cell in (name, "-" * width, *cells)])
-    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)] if rows else []
-
-
-def _dims(tensor: TensorPlan | BufferPlan) -> str:
-    return "x".join(map(str, tensor.shape)) or "1"

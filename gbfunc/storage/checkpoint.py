@@ -24,18 +24,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 
-from gbfunc.files import remove_leftovers, replace_file
+from gbfunc.files import fcntl, remove_leftovers, replace_file
 from gbfunc.parallel import Mesh, from_rank_0, gather_objects, text_of
 from gbfunc.plan import Plan
 from gbfunc.storage.packing import EXTRA, pack, unpack
 from gbfunc.train import ROLES, TrainStep
 from gbfunc.trees import compare_trees, flatten_tree, unflatten_tree
 from gbfunc.types import JSON, Params
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks: there, leftovers of killed processes stay.
-    fcntl = None
 
 _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome, unflat_genome
-from gbfunc.plan import DTYPES, STORED_DTYPES, Plan, StoredDtype, stored_name
+from gbfunc.plan import DTYPES, STORED_DTYPES, Plan, StoredDtype, compact, document, stored_name
+from gbfunc.plan.compact import Compact
 from gbfunc.plan.file_layout import (
     COMPACT,
     FORMAT,
@@ -34,8 +35,6 @@ from gbfunc.plan.file_layout import (
 from gbfunc.plan.rounding import BITS, is_stat, narrow_stats
 from gbfunc.plan.serial import check_readable
 from gbfunc.plan.slots import dtype_name
-from gbfunc.storage import compact
-from gbfunc.storage.compact import Compact
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
@@ -82,12 +81,12 @@ def save(
         if leaf.dtype != flat[key].dtype and not is_stat(key):
             _check_range(key, flat[key].abs(), leaf)
     check_readable(plan.tensors)
-    document = _document(plan, metadata)
+    text = document(plan, metadata)
     if name in BITS:
-        data = compact.pack(document, flat, BITS[name])
+        data, _ = compact.pack(text, flat, BITS[name])
     else:
         tensors = {key: torch.cat(parts) for key, parts in file_parts(stored).items()}
-        header = file_header(document, flat, stored, _digest(document, tensors))
+        header = file_header(text, flat, stored, _digest(text, tensors))
         data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)
     return len(data)
@@ -114,8 +113,8 @@ def load(
     def read() -> tuple[Plan, Params]:
         held = _open(Path(path))
         plan = Plan.from_json(held.document, tuple(factories))
-        _check_sizes(plan, max_pnet_bytes, held.held(plan))
-        flat = held.leaves(plan)
+        _check_sizes(plan, max_pnet_bytes, held.held(plan.dtype))
+        flat = held.leaves(plan.leaves)
         _check_values(flat, "it")
         return plan, flat
 
@@ -145,21 +144,17 @@ def _read(path: str | os.PathLike[str], read: Callable[[], Any]) -> Any:
         raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {error}") from error
 
 
-def is_genome_header(metadata: Mapping[str, str] | None, keys: Collection[str]) -> bool:
-    """Whether a safetensors file with this metadata and these tensors says that it is a genome."""
-    return COMPACT in keys or {"plan", "format"} <= (metadata or {}).keys()
+def is_genome(path: Path) -> bool:
+    """Whether a file says that it is a genome; `SafetensorError` for one that is none and no safetensors file."""
+    with path.open("rb") as file:
+        if file.read(len(compact.MAGIC)) == compact.MAGIC:
+            return True
+    with safe_open(path, framework="pt") as file:
+        return COMPACT in file.keys() or _says_genome(file.metadata())  # noqa: SIM118 (not a dict)
 
 
-def _document(plan: Plan, metadata: Any) -> str:
-    """The plan's JSON, with the metadata as one more entry, which a plan does not read."""
-    text = plan.to_json()
-    if metadata is None:
-        return text
-    try:
-        words = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"metadata must be JSON: {error}") from error
-    return f'{text[:-1]},"metadata":{words}}}'
+def _says_genome(metadata: Mapping[str, str] | None) -> bool:
+    return {"plan", "format"} <= (metadata or {}).keys()
 
 
 def _open(path: Path) -> Compact | _Plain:
@@ -167,7 +162,10 @@ def _open(path: Path) -> Compact | _Plain:
     if not path.is_file():
         raise ValueError("it is not a file")
     with path.open("rb") as file:
-        if (size := int.from_bytes(file.read(8), "little")) > MAX_HEADER_BYTES:
+        start = file.read(8)
+        if start.startswith(compact.MAGIC):
+            return Compact.parse(start + file.read())
+        if (size := int.from_bytes(start, "little")) > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {size:,} bytes, over the limit of {MAX_HEADER_BYTES:,}")
     with safe_open(path, framework="pt", device="cpu") as file:
         metadata = file.metadata() or {}
@@ -190,7 +188,7 @@ class _Plain(NamedTuple):
     @staticmethod
     def open(metadata: Mapping[str, str], tensors: Params) -> _Plain:
         """Read a file's header; `ValueError` for that of another one."""
-        if not is_genome_header(metadata, ()):
+        if not _says_genome(metadata):
             raise ValueError("it is a safetensors file, but not a genome (no gbfunc plan in its header)")
         if metadata["format"] != FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}, the one known here is {FORMAT!r}")
@@ -198,26 +196,26 @@ class _Plain(NamedTuple):
             raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
         return _Plain(unpack_plan(metadata["plan"]), name, metadata.get("sha256", ""), tensors)
 
-    def held(self, plan: Plan) -> int:
-        """The most parameters of g-nets that it can hold."""
-        stored = stored_leaves({"": torch.empty(0, dtype=plan.dtype)}, self.dtype)[""]
+    def held(self, dtype: torch.dtype) -> int:
+        """The most parameters of g-nets of a dtype that it can hold."""
+        stored = stored_leaves({"": torch.empty(0, dtype=dtype)}, self.dtype)[""]
         tensor = self.tensors.get(dtype_name(stored.dtype))
         return 0 if tensor is None else tensor.numel()
 
-    def leaves(self, plan: Plan) -> Params:
-        """The leaves of its plan; `ValueError` if it holds others."""
-        stored = stored_leaves(plan.leaves, self.dtype)
+    def leaves(self, expected: TensorMap) -> Params:
+        """The leaves of its plan, as they are expected; `ValueError` if it holds others."""
+        stored = stored_leaves(expected, self.dtype)
         parts = file_parts(stored)
         lengths = {key: [part.numel() for part in parts[key]] for key in parts}
-        expected = {key: TensorSpec((sum(lengths[key]),), DTYPES[key]) for key in parts}
-        compare_trees(expected, self.tensors, "its tensors are not those of its plan")
+        specs = {key: TensorSpec((sum(lengths[key]),), DTYPES[key]) for key in parts}
+        compare_trees(specs, self.tensors, "its tensors are not those of its plan")
         if _digest(self.document, self.tensors) != self.digest:
             raise ValueError("its digest does not fit its content: the file is damaged")
         pieces = {key: iter(self.tensors[key].split(lengths[key])) for key in parts}
         return {
             # A copy, so that no leaf keeps the memory of all others.
-            name: next(pieces[dtype_name(like.dtype)]).reshape(like.shape).to(plan.leaves[name].dtype, copy=True)
-            for name, like in sorted(stored.items())
+            name: next(pieces[dtype_name(x.dtype)]).reshape(x.shape).to(expected[name].dtype, copy=True)
+            for name, x in sorted(stored.items())
         }
 
 

@@ -18,35 +18,24 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from gbfunc.files import replace_file
-from gbfunc.generate import Generator
+from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.plan import DTYPES, Plan, TensorPlan
+from gbfunc.storage.hub import card_head
 from gbfunc.tiling import TileGrid
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Params
 
 _PREFIX = "base_model.model."
 _INSTEAD = "; gb.materialize(plan, genome, pnet) gives the whole network instead"
-
-
-class LoRA(NamedTuple):
-    """What a folder holds.
-
-    Attributes:
-        config: `adapter_config.json`.
-        tensors: `adapter_model.safetensors`.
-    """
-
-    config: dict[str, Any]
-    tensors: Params
 
 
 def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pnet: nn.Module) -> int:
@@ -70,39 +59,36 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
             naming it.
         OSError: if a file cannot be written.
     """
-    made, place = lora_of(plan, genome, pnet), Path(folder)
+    config, tensors = lora_of(plan, genome, pnet)
+    place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    data = to_bytes({k: x.detach().cpu().contiguous() for k, x in made.tensors.items()}, {"format": "pt"})
+    data = to_bytes({k: x.detach().cpu().contiguous() for k, x in tensors.items()}, {"format": "pt"})
     replace_file(place / "adapter_model.safetensors", data)
-    replace_file(place / "adapter_config.json", f"{json.dumps(made.config, indent=2)}\n".encode())
+    replace_file(place / "adapter_config.json", f"{json.dumps(config, indent=2)}\n".encode())
     if not (place / "README.md").exists():
         replace_file(place / "README.md", _card(plan).encode())
     return len(data)
 
 
-def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> LoRA:
-    """What `save_lora` writes.
-
-    Raises:
-        ValueError: as `save_lora`.
-    """
+def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, Any], Params]:
+    """What `save_lora` writes: `adapter_config.json` and the tensors; raises as that."""
     check_plan(plan, pnet)
     check_genome(plan, genome)
     base = plan.base_tensors(pnet)
     if base is None:
         raise ValueError(f"a LoRA adapter changes a base, and the plan has none (make_plan(base='own')){_INSTEAD}")
     deltas, heads = [t for t in plan.tensors if t.base], [t for t in plan.tensors if not t.base]
-    generator = Generator(plan, pnet=pnet, lazy=True, base=base, names={t.name for t in deltas})
+    generator = make_generator(plan, pnet=pnet, lazy=True, base=base, names={t.name for t in deltas})
     with torch.no_grad():
         weights = generator(flat_genome(genome))
-        dense = Generator(plan, base=base, names={t.name for t in heads})(flat_genome(genome))
+        dense = make_generator(plan, base=base, names={t.name for t in heads})(flat_genome(genome))
     ranks, tensors = {}, {}
     for tensor in deltas:
         form = generator.forms.get(tensor.name)
         if not isinstance(form, FactoredWeight):
             raise ValueError(_no_factors(tensor, plan))
         taken = form.taken(weights)
-        a, b = thin_product(taken["left"], taken["right"], form.grid)
+        a, b = as_low_rank(taken["left"], taken["right"], form.grid)
         # Tied weights are of several layers, each of which has the matrices.
         for name in (tensor.name, *tensor.aliases):
             layer, _, attribute = name.rpartition(".")
@@ -111,28 +97,21 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> LoRA:
     new = {name: dense[t.name].to(DTYPES[t.dtype]) for t in heads for name in (t.name, *t.aliases)}
     saved = _new_modules(pnet, new.keys())
     tensors |= {f"{_PREFIX}{k}": x for k, x in _whole(pnet, saved, new | dict(genome.buffers)).items()}
-    return LoRA(_config(plan, pnet, ranks, saved), tensors)
+    return _config(plan, pnet, ranks, saved), tensors
 
 
-def thin_product(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
     """The matrix of tiles `L[i, j] @ R[i, j].T` as `B A`: A [k', cols] and B [rows, k'].
 
     `k'` is the rank of all tiles, or that of the matrix where this is less.
     """
-    nr, nc, r, k = left_ijrk.shape
-    c = right_ijck.shape[2]
-    b = left_ijrk.new_zeros(nr, r, nr, nc, k)
-    a = right_ijck.new_zeros(nr, nc, k, nc, c)
-    for i in range(nr):
-        b[i, :, i] = left_ijrk[i].transpose(0, 1)
-    for j in range(nc):
-        a[:, j, :, j] = right_ijck[:, j].transpose(1, 2)
-    b, a = b.reshape(nr * r, -1)[: grid.rows], a.reshape(-1, nc * c)[:, : grid.cols]
-    if len(a) <= min(grid.rows, grid.cols):
+    b = torch.block_diag(*left_ijrk.transpose(1, 2).flatten(2))[: grid.rows]
+    a = torch.cat([torch.block_diag(*right_jck.mT) for right_jck in right_ijck])[:, : grid.cols]
+    rank = min(grid.rows, grid.cols)
+    if len(a) <= rank:
         return a, b
-    if grid.cols <= grid.rows:
-        return torch.eye(grid.cols, dtype=a.dtype, device=a.device), b @ a
-    return b @ a, torch.eye(grid.rows, dtype=a.dtype, device=a.device)
+    unit = torch.eye(rank, dtype=a.dtype, device=a.device)
+    return (unit, b @ a) if rank == grid.cols else (b @ a, unit)
 
 
 def _no_factors(tensor: TensorPlan, plan: Plan) -> str:
@@ -243,8 +222,6 @@ def _targets(pnet: nn.Module, layers: Collection[str], saved: Collection[str]) -
 
 def _card(plan: Plan) -> str:
     assert plan.base is not None
-    name = plan.base.name
-    head = f"base_model: {name}\nlibrary_name: peft\n" if name else "library_name: peft\n"
     words = f"A genome of {plan.genome_params:,} parameters, exported by gbfunc as a LoRA adapter."
-    words += f"\n\nBase: {name or 'unnamed'}, digest `{plan.base.digest}`."
-    return f"---\n{head}tags:\n- gbfunc\n- lora\n---\n\n{words}\n"
+    words += f"\n\nBase: {plan.base.name or 'unnamed'}, digest `{plan.base.digest}`.\n"
+    return card_head("peft", ["gbfunc", "lora"], plan.base.name) + f"\n{words}"

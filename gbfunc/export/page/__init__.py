@@ -1,0 +1,86 @@
+"""A page that grows a genome in the browser, and runs its network: one HTML file, which asks no network for anything.
+
+Its JavaScript reads a genome's file (`read.js`), generates the weights (`grow.js`), runs the p-nets of the command line
+(`networks.js`), and shows it all (`page.js`). The formats' constants stand in the package's Python alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from types import MappingProxyType
+
+from gbfunc.plan import Plan
+from gbfunc.plan.compact import DIGEST_BYTES, EXPONENT, MAGIC
+from gbfunc.plan.file_layout import _WORDS, FORMER_WORDS, WORDS
+from gbfunc.plan.serial import VERSION
+from gbfunc.plan.symbols import PIECE, POWERS
+
+NETWORK = ("read.js", "grow.js", "networks.js")
+"""What needs no browser."""
+PNETS = ("mlp", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
+"""P-nets that it runs."""
+TYPES = ("periodic", "bilinear", "low_rank", "xox", "constant", "gnet", "stochastic")
+"""Types of g-net that it grows."""
+
+
+def check(plan: Plan) -> None:
+    """Raise `ValueError` for a genome that a page cannot grow."""
+    others = {slot.hypernet.type for tensor in plan.tensors for slot in tensor.slots} - set(TYPES)
+    if others or plan.base is not None:
+        what = f"g-nets of type {', '.join(sorted(others))}" if others else "a genome that changes a pretrained network"
+        raise ValueError(f"not in the browser yet: {what}")
+
+
+def page(genome: bytes = b"", alphabets: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The page with a genome in it.
+
+    Args:
+        genome: what it shows where its address has no genome in its fragment.
+        alphabets: characters that language models write, by what their files say of them.
+    """
+    held = json.dumps({"genome": in_address(genome), "alphabets": dict(alphabets)}).replace("<", "\\u003c")
+    parts = {"style": _source("page.css"), "embedded": held, "script": script(*NETWORK, "page.js")}
+    return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], _source("page.html"))
+
+
+def embedded(text: str) -> tuple[bytes, dict[str, str]]:
+    """The genome's file and the alphabets in a page; `ValueError` for a text that is none, or has no genome."""
+    found = re.search(r'<script type="application/json" id="embedded">(.+)</script>', text)
+    held = json.loads(found[1]) if found else {}
+    if not held.get("genome"):
+        raise ValueError("it is no page with a genome that gbfunc export wrote")
+    return from_address(held["genome"]), held["alphabets"]
+
+
+def from_address(fragment: str) -> bytes:
+    """Undo `in_address`; `ValueError` for what is none."""
+    return base64.b64decode(fragment + "=" * (-len(fragment) % 4), altchars=b"-_", validate=True)
+
+
+def in_address(genome: bytes) -> str:
+    """A genome's file as the fragment of an address: base64 (RFC 4648, section 5) without padding."""
+    return base64.urlsafe_b64encode(genome).decode("ascii").rstrip("=")
+
+
+def script(*names: str) -> str:
+    """Some of the page's scripts in one, after the constants that they need."""
+    constants = {
+        "version": VERSION,
+        "digest": DIGEST_BYTES,
+        "words": _WORDS.decode("ascii"),
+        "formerWords": FORMER_WORDS.decode("ascii"),
+        "compactWords": WORDS.decode("ascii"),
+        "magic": MAGIC.decode("ascii"),
+        "exponent": EXPONENT,
+        "piece": PIECE,
+        "powers": POWERS,
+    }
+    return "\n".join([f"const FORMAT = {json.dumps(constants)};", *map(_source, names)])
+
+
+def _source(name: str) -> str:
+    return files(__name__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,451 @@
+/** From the bytes of a genome's file to its plan, its metadata and its numbers; one function for each piece of the format. */
+
+/** What a person should read as it stands: a file that is damaged, or holds what this page does not know. */
+class Refusal extends Error {}
+
+const LIMIT = 4 << 20; // bytes of a plan as JSON
+const FILES = { plain: "gbfunc-genome-2", compact: "gbfunc-genome-3" };
+const ITEM_BYTES = {
+  int64: 8, float64: 8, complex64: 8, float32: 4, int32: 4, bfloat16: 2, float16: 2, int16: 2, int8: 1, uint8: 1, bool: 1,
+};
+const FLOATS = ["float64", "float32", "bfloat16", "float16"];
+const STATISTICS = { running_mean: "float16", running_var: "bfloat16" };
+const BLOCK = 64;
+const NARROW = 16;
+const RUNS = 32;
+
+const product = (numbers) => numbers.reduce((a, b) => a * b, 1);
+const utf8 = (bytes) => new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+const ascii = (text) => Uint8Array.from(text, (c) => c.charCodeAt(0));
+
+/**
+ * All that a file holds: {plan, metadata, leaves: {name: {shape, data}}, parts: [[name, first byte, end], ...]}.
+ * Throws a Refusal for anything but a whole genome of types that are known here.
+ */
+function readGenome(bytes) {
+  try {
+    return readFile(bytes);
+  } catch (error) {
+    if (error instanceof Refusal) throw error;
+    throw new Refusal(`not a valid genome (${error.message})`);
+  }
+}
+
+function readFile(bytes) {
+  if (bytes.length < 9) throw new Refusal(`not a genome: ${bytes.length} bytes are too few`);
+  if (ascii(FORMAT.magic).every((c, i) => c === bytes[i])) return readHeaded(bytes);
+  const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);
+  const start = 8 + Number(view.getBigUint64(0, true));
+  if (start > bytes.length) throw new Refusal("not a genome, or cut short");
+  let header;
+  try {
+    header = JSON.parse(utf8(bytes.subarray(8, start)));
+  } catch {
+    throw new Refusal("not a genome: its header cannot be read");
+  }
+  const about = header.__metadata__ ?? {};
+  const tensors = {};
+  for (const [name, entry] of Object.entries(header)) {
+    if (name === "__metadata__") continue;
+    const [from, to] = entry.data_offsets;
+    if (!(0 <= from && from <= to && start + to <= bytes.length)) throw new Refusal("the file is cut short");
+    tensors[name] = { from: start + from, to: start + to, bytes: bytes.subarray(start + from, start + to) };
+  }
+  if (FILES.compact in tensors) return readCompact(bytes, tensors[FILES.compact], start);
+  if (about.format === FILES.plain && about.plan) return readPlain(about, tensors, start);
+  throw new Refusal("not a genome of a version that this page knows: save it again with the newest gbfunc");
+}
+
+/** A file of which every tensor is of a dtype of its own; its plan is in the header. */
+function readPlain(about, tensors, start) {
+  const packed = base85(about.plan);
+  // A preset dictionary: 6 bytes of zlib's header before the stream, and a sum of 4 bytes, which the digest makes needless.
+  const text = utf8(inflate(packed, 6, ascii(FORMAT.words)).out);
+  const names = Object.keys(tensors).sort();
+  const said = names.flatMap((name) => [
+    ascii(`\n${name} torch.${name} (${tensors[name].bytes.length / ITEM_BYTES[name]},)\n`), tensors[name].bytes,
+  ]);
+  if (hex(sha256(joined([new TextEncoder().encode(text), ...said]))) !== about.sha256) throw damaged();
+  const { plan, metadata } = parsePlan(text);
+  const specs = leavesOf(plan);
+  const flat = {};
+  const places = Object.fromEntries(names.map((name) => [name, 0]));
+  for (const name of Object.keys(specs).sort()) {
+    const dtype = storedDtype(name, specs[name], about.numbers ?? null, true);
+    const end = places[dtype] + ITEM_BYTES[dtype] * product(specs[name].shape);
+    flat[name] = { shape: specs[name].shape, data: numbersOf(tensors[dtype].bytes.subarray(places[dtype], end), dtype) };
+    places[dtype] = end;
+  }
+  const numbers = names.map((name) => [`numbers (${name})`, tensors[name].from, tensors[name].to]);
+  const parts = [["container and plan", 0, start], ...numbers.sort((a, b) => a[1] - b[1])];
+  return { plan, metadata, leaves: flat, parts };
+}
+
+/** A file of one tensor of bytes: digest, bits, plan, plain leaves, scales, and codes. */
+function readCompact(bytes, tensor, start) {
+  const origin = tensor.from + FORMAT.digest;
+  if (hex(sha256(bytes.subarray(origin, tensor.to)).subarray(0, FORMAT.digest)) !== hex(bytes.subarray(tensor.from, origin))) {
+    throw damaged();
+  }
+  const head = [["container", 0, start], ["digest", start, origin + 1]];
+  return readBody(bytes.subarray(0, tensor.to), origin + 1, bytes[origin], FORMAT.formerWords, head);
+}
+
+/** A file of a format of its own: bits, checksum, plan, plain leaves, and runs of codes. */
+function readHeaded(bytes) {
+  const start = FORMAT.magic.length + 5;
+  const rest = joined([bytes.subarray(start - 5, start - 4), bytes.subarray(start)]);
+  if (crc32(rest) !== new DataView(bytes.buffer, bytes.byteOffset).getUint32(start - 4, true)) throw damaged();
+  return readBody(bytes, start, bytes[start - 5], FORMAT.compactWords, [["container", 0, start]]);
+}
+
+function readBody(bytes, start, flags, words, head) {
+  const bits = flags & ~(NARROW | RUNS);
+  const document = inflate(bytes, start, ascii(words));
+  const { plan, metadata } = parsePlan(utf8(document.out));
+  const specs = leavesOf(plan);
+  const names = Object.keys(specs).sort();
+  const dtypes = Object.fromEntries(
+    names.map((name) => [name, storedDtype(name, specs[name], `int${bits}`, (flags & NARROW) > 0)]),
+  );
+  const flat = {};
+  let at = document.end;
+  for (const dtype of Object.keys(ITEM_BYTES)) {
+    for (const name of names.filter((name) => dtypes[name] === dtype)) {
+      const end = at + ITEM_BYTES[dtype] * product(specs[name].shape);
+      flat[name] = { shape: specs[name].shape, data: numbersOf(bytes.subarray(at, end), dtype) };
+      at = end;
+    }
+  }
+  const coded = names.filter((name) => dtypes[name] === null);
+  const lengths = coded.map((name) => product(specs[name].shape));
+  const counts = coded.map((name, i) => lengths[i] / Math.max(1, blockSize(specs[name].shape)));
+  const read = flags & RUNS ? readRuns : readSymbols;
+  const numbers = read(bytes.subarray(at), counts, lengths, bits);
+  coded.forEach((name, i) => {
+    const { scales, zeros, codes } = numbers[i];
+    const block = lengths[i] / counts[i];
+    const number = (k) => Math.fround(scales[Math.floor(k / block)] * (codes[k] - zeros[Math.floor(k / block)]));
+    flat[name] = { shape: specs[name].shape, data: Float64Array.from({ length: lengths[i] }, (_, k) => number(k)) };
+  });
+  const rest = [["plan", start, document.end], ["direct", document.end, at]];
+  const last = [`codes of ${bits} bits, scales`, at, bytes.length];
+  return { plan, metadata, leaves: flat, parts: [...head, ...rest, last].filter(([, a, b]) => b > a) };
+}
+
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+
+/** Scales, zero points and codes of each leaf from a file of the former format, or one of too many codes for runs. */
+function readSymbols(bytes, counts, lengths, bits) {
+  const end = 2 * sum(counts);
+  const scales = numbersOf(bytes.subarray(0, end), "bfloat16");
+  const symbols = unpackSymbols(bytes.subarray(end), sum(counts) + sum(lengths), bits);
+  let [scale, symbol] = [0, 0];
+  return counts.map((n, i) => ({
+    scales: scales.subarray(scale, (scale += n)),
+    zeros: symbols.subarray(symbol, (symbol += n)),
+    codes: symbols.subarray(symbol, (symbol += lengths[i])),
+  }));
+}
+
+/** The same from runs. */
+function readRuns(bytes, counts, lengths, bits) {
+  const blocks = sum(counts);
+  const { read, close } = runReader(bytes, 3 + counts.length + 3 * blocks + sum(lengths));
+  const exponents = read(blocks, 8, () => FORMAT.exponent);
+  const mantissas = read(blocks, 7, () => 64);
+  const zeros = read(blocks, bits, () => 2 ** (bits - 1));
+  const pairs = exponents.map((e, i) => (e << 7) | mantissas[i]);
+  const scales = numbersOf(new Uint8Array(Uint16Array.from(pairs).buffer), "bfloat16");
+  let first = 0;
+  const leaves = counts.map((n, i) => {
+    const own = zeros.slice(first, first + n);
+    const codes = read(lengths[i], bits, (k) => own[Math.floor(k / (lengths[i] / n))]);
+    return { scales: scales.subarray(first, (first += n)), zeros: own, codes };
+  });
+  close();
+  return leaves;
+}
+
+/** Runs of symbols that are one integer each piece (asymmetric numeral systems): as `gbfunc.plan.symbols`. */
+function runReader(data, total) {
+  const tables = new Map();
+  let [x, left, inPiece] = [1n, total, 0];
+  const limitsOf = (bits, centre, spread) => {
+    const key = (bits * 256 + centre) * 16 + spread;
+    if (!tables.has(key)) {
+      const limits = [0];
+      for (let s = 0; s < 2 ** bits; s++) {
+        const q = Math.floor((64 * (s - centre) ** 2) / 2 ** (spread - 1));
+        limits.push(limits[s] + 1 + (spread ? Math.floor(FORMAT.powers[q % 16] / 2 ** Math.floor(q / 16)) : 0));
+      }
+      tables.set(key, limits);
+    }
+    return tables.get(key);
+  };
+  const open = () => {
+    if (x !== 1n) throw damaged();
+    const [from, to] = left > FORMAT.piece ? [2, 2 + data[0] + 256 * data[1]] : [0, data.length];
+    if (!(to <= data.length && to > from && data[to - 1])) throw damaged();
+    x = BigInt(`0x${hex(data.slice(from, to).reverse())}`);
+    data = data.subarray(to);
+    inPiece = Math.min(left, FORMAT.piece);
+    left -= inPiece;
+  };
+  const next = (limits) => {
+    if (!inPiece) open();
+    inPiece--;
+    const all = BigInt(limits.at(-1));
+    const rest = Number(x % all);
+    let [low, high] = [0, limits.length - 1];
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (limits[middle] <= rest) low = middle;
+      else high = middle;
+    }
+    x = (x / all) * BigInt(limits[low + 1] - limits[low]) + BigInt(rest - limits[low]);
+    return low;
+  };
+  const read = (count, bits, centre) => {
+    const spread = next(limitsOf(4, 0, 0));
+    return Array.from({ length: count }, (_, k) => next(limitsOf(bits, centre(k), spread)));
+  };
+  const close = () => {
+    if (x !== 1n || data.length) throw damaged();
+  };
+  return { read, close };
+}
+
+const damaged = () => new Refusal("damaged: its digest does not fit its content");
+
+/** What a leaf is stored in where `dtype` is asked for, null for codes: as `gbfunc.plan.rounding.stored_dtype`. */
+function storedDtype(name, leaf, dtype, narrow) {
+  const buffer = name.startsWith("buffers/");
+  const statistic = buffer ? STATISTICS[name.split(".").pop()] : undefined;
+  const codes = dtype !== null && dtype.startsWith("int");
+  if (dtype === null || !FLOATS.includes(leaf.dtype)) return leaf.dtype;
+  if (buffer && !(narrow && codes && statistic)) return leaf.dtype;
+  if (codes && !buffer && !(name.startsWith("direct/") && leaf.shape.length < 2)) return null;
+  const wanted = buffer ? statistic : codes ? "float16" : dtype;
+  return ITEM_BYTES[leaf.dtype] <= ITEM_BYTES[wanted] ? leaf.dtype : wanted;
+}
+
+/** Numbers that have a scale in common: the fewest last dimensions with BLOCK numbers or more, else all. */
+function blockSize(shape) {
+  for (let i = shape.length; i >= 0; i--) if (product(shape.slice(i)) >= BLOCK) return product(shape.slice(i));
+  return product(shape);
+}
+
+/** Symbols in so many bits each, or in a stream of deflate. */
+function unpackSymbols(bytes, count, bits) {
+  if (bytes.length !== Math.ceil((count * bits) / 8)) {
+    const { out, end } = inflate(bytes, 0);
+    if (out.length !== count || end !== bytes.length) throw new Refusal("damaged: its codes are not those of its plan");
+    return out;
+  }
+  const digit = (k) => (bytes[k >> 3] >> (7 - (k & 7))) & 1;
+  return Uint8Array.from({ length: count }, (_, i) => {
+    let symbol = 0;
+    for (let b = 0; b < bits; b++) symbol = 2 * symbol + digit(i * bits + b);
+    return symbol;
+  });
+}
+
+/** Numbers of a dtype, little-endian, in float64. */
+function numbersOf(bytes, dtype) {
+  const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);
+  const wide = new DataView(new ArrayBuffer(4));
+  const at = {
+    float64: (i) => view.getFloat64(i, true),
+    float32: (i) => view.getFloat32(i, true),
+    bfloat16: (i) => (wide.setUint16(0, view.getUint16(i, true)), wide.getFloat32(0)),
+    float16: (i) => half(view.getUint16(i, true)),
+    int64: (i) => Number(view.getBigInt64(i, true)),
+    int32: (i) => view.getInt32(i, true),
+    int16: (i) => view.getInt16(i, true),
+    int8: (i) => view.getInt8(i),
+    uint8: (i) => view.getUint8(i),
+    bool: (i) => view.getUint8(i),
+  }[dtype];
+  if (!at) throw new Refusal(`not in the browser yet: numbers of ${dtype}`);
+  const size = ITEM_BYTES[dtype];
+  return Float64Array.from({ length: bytes.length / size }, (_, i) => at(i * size));
+}
+
+function half(code) {
+  const [sign, exponent, fraction] = [code >> 15 ? -1 : 1, (code >> 10) & 31, code & 1023];
+  if (exponent === 31) return fraction ? NaN : sign * Infinity;
+  return sign * (exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : fraction * 2 ** -24);
+}
+
+/** Python's `base64.b85decode`. */
+function base85(text) {
+  const alphabet = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~";
+  const missing = (5 - (text.length % 5)) % 5;
+  const padded = text + "~".repeat(missing);
+  const out = new Uint8Array((padded.length / 5) * 4);
+  const view = new DataView(out.buffer);
+  for (let i = 0; i < padded.length; i += 5) {
+    let word = 0;
+    for (const c of padded.slice(i, i + 5)) word = 85 * word + alphabet.indexOf(c);
+    view.setUint32((i / 5) * 4, word);
+  }
+  return out.subarray(0, out.length - missing);
+}
+
+/** A genome in the fragment of an address: base64 with - and _, without padding. */
+function base64url(text) {
+  if (!/^[A-Za-z0-9_-]+$/.test(text) || text.length % 4 === 1) throw new Refusal("no genome in this address: it is damaged");
+  return ascii(atob(text.replaceAll("-", "+").replaceAll("_", "/")));
+}
+
+const EXTRA_BITS = (count, step) => Array.from({ length: count }, (_, i) => Math.max(0, Math.floor(i / step) - 1));
+const starts = (first, extra) => extra.reduce((list, bits) => [...list, list.at(-1) + (1 << bits)], [first]).slice(0, -1);
+const LENGTH_BITS = [...EXTRA_BITS(28, 4), 0];
+const LENGTHS = [...starts(3, LENGTH_BITS.slice(0, 28)), 258];
+const DISTANCE_BITS = EXTRA_BITS(30, 2);
+const DISTANCES = starts(1, DISTANCE_BITS);
+const ORDER = [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15];
+
+/**
+ * Raw deflate (RFC 1951) from byte `at` on, with a preset dictionary: {out, end}, `end` the byte after the stream.
+ * The browser's own DecompressionStream takes no dictionary, and does not say where a stream ends.
+ */
+function inflate(data, at, words = new Uint8Array()) {
+  const out = Array.from(words);
+  let held = 0;
+  let bits = 0;
+  const take = (count) => {
+    for (; held < count; held += 8) {
+      if (at >= data.length) throw new Refusal("damaged: a stream is cut short");
+      bits |= data[at++] << held;
+    }
+    const value = bits & ((1 << count) - 1);
+    bits >>>= count;
+    held -= count;
+    return value;
+  };
+  const decode = ({ counts, symbols }) => {
+    for (let length = 1, code = 0, first = 0, index = 0; length < 16; length++) {
+      code |= take(1);
+      if (code - counts[length] < first) return symbols[index + code - first];
+      index += counts[length];
+      first = (first + counts[length]) << 1;
+      code <<= 1;
+    }
+    throw new Refusal("damaged: a stream has a code that it does not declare");
+  };
+  const fixed = () => [
+    huffman(Array.from({ length: 288 }, (_, i) => (i < 144 ? 8 : i < 256 ? 9 : i < 280 ? 7 : 8))),
+    huffman(Array(30).fill(5)),
+  ];
+  const declared = () => {
+    const [literals, distances, count] = [take(5) + 257, take(5) + 1, take(4) + 4];
+    const orders = Array(19).fill(0);
+    for (let i = 0; i < count; i++) orders[ORDER[i]] = take(3);
+    const code = huffman(orders);
+    const lengths = [];
+    while (lengths.length < literals + distances) {
+      const symbol = decode(code);
+      if (symbol < 16) lengths.push(symbol);
+      else if (symbol === 16) lengths.push(...Array(take(2) + 3).fill(lengths.at(-1)));
+      else lengths.push(...Array(symbol === 17 ? take(3) + 3 : take(7) + 11).fill(0));
+    }
+    return [huffman(lengths.slice(0, literals)), huffman(lengths.slice(literals))];
+  };
+  for (let last = 0; !last; ) {
+    last = take(1);
+    const kind = take(2);
+    if (kind === 3) throw new Refusal("damaged: a stream has a block of no kind");
+    if (kind === 0) {
+      bits = held = 0;
+      const length = data[at] | (data[at + 1] << 8);
+      if (at + 4 + length > data.length) throw new Refusal("damaged: a stream is cut short");
+      for (let i = 0; i < length; i++) out.push(data[at + 4 + i]);
+      at += 4 + length;
+      continue;
+    }
+    const [literals, distances] = kind === 1 ? fixed() : declared();
+    for (let symbol; (symbol = decode(literals)) !== 256; ) {
+      if (symbol < 256) {
+        out.push(symbol);
+      } else {
+        const length = LENGTHS[symbol - 257] + take(LENGTH_BITS[symbol - 257]);
+        const code = decode(distances);
+        const from = out.length - DISTANCES[code] - take(DISTANCE_BITS[code]);
+        if (!(from >= 0)) throw new Refusal("damaged: a stream copies what is not there");
+        for (let i = 0; i < length; i++) out.push(out[from + i]);
+      }
+      if (out.length > LIMIT + words.length) throw new Refusal("its plan is too long for this page");
+    }
+  }
+  return { out: Uint8Array.from(out.slice(words.length)), end: at };
+}
+
+/** A canonical code from the lengths of its words. */
+function huffman(lengths) {
+  const counts = Array(16).fill(0);
+  lengths.forEach((length) => counts[length]++);
+  counts[0] = 0;
+  const symbols = lengths.map((length, symbol) => [length, symbol]).filter(([length]) => length);
+  return { counts, symbols: symbols.sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, symbol]) => symbol) };
+}
+
+const primes = (count) => {
+  const found = [];
+  for (let n = 2; found.length < count; n++) if (found.every((p) => n % p)) found.push(n);
+  return found;
+};
+const fraction = (x) => ((x - Math.floor(x)) * 2 ** 32) | 0;
+const ROUNDS = primes(64).map((p) => fraction(Math.cbrt(p)));
+const INITIAL = primes(8).map((p) => fraction(Math.sqrt(p)));
+
+/** SHA-256 (FIPS 180-4), which `crypto.subtle` has only where a page comes by https. */
+function sha256(bytes) {
+  const padded = new Uint8Array(Math.ceil((bytes.length + 9) / 64) * 64);
+  padded.set(bytes);
+  padded[bytes.length] = 128;
+  const view = new DataView(padded.buffer);
+  view.setBigUint64(padded.length - 8, BigInt(bytes.length) * 8n);
+  const turn = (x, n) => (x >>> n) | (x << (32 - n));
+  const words = new Int32Array(64);
+  const hash = Int32Array.from(INITIAL);
+  for (let block = 0; block < padded.length; block += 64) {
+    for (let i = 0; i < 64; i++) {
+      if (i < 16) {
+        words[i] = view.getInt32(block + 4 * i);
+      } else {
+        const [a, b] = [words[i - 15], words[i - 2]];
+        const low = turn(a, 7) ^ turn(a, 18) ^ (a >>> 3);
+        words[i] = words[i - 16] + low + words[i - 7] + (turn(b, 17) ^ turn(b, 19) ^ (b >>> 10));
+      }
+    }
+    let [a, b, c, d, e, f, g, h] = hash;
+    for (let i = 0; i < 64; i++) {
+      const one = h + (turn(e, 6) ^ turn(e, 11) ^ turn(e, 25)) + ((e & f) ^ (~e & g)) + ROUNDS[i] + words[i];
+      const two = (turn(a, 2) ^ turn(a, 13) ^ turn(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
+      [h, g, f, e, d, c, b, a] = [g, f, e, (d + one) | 0, c, b, a, (one + two) | 0];
+    }
+    [a, b, c, d, e, f, g, h].forEach((x, i) => (hash[i] += x));
+  }
+  const out = new DataView(new ArrayBuffer(32));
+  hash.forEach((x, i) => out.setInt32(4 * i, x));
+  return new Uint8Array(out.buffer);
+}
+
+function crc32(bytes) {
+  let sum = ~0;
+  for (const byte of bytes) {
+    sum ^= byte;
+    for (let bit = 0; bit < 8; bit++) sum = (sum >>> 1) ^ (sum & 1 ? 0xedb88320 : 0);
+  }
+  return ~sum >>> 0;
+}
+
+const hex = (bytes) => Array.from(bytes, (b) => b.toString(16).padStart(2, "0")).join("");
+
+function joined(arrays) {
+  const out = new Uint8Array(arrays.reduce((n, a) => n + a.length, 0));
+  arrays.reduce((at, a) => (out.set(a, at), at + a.length), 0);
+  return out;
+}

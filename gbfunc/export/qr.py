@@ -1,0 +1,81 @@
+"""A genome as a QR code: the address of a page that grows it, with the file in its fragment."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from gbfunc.export.formats import needs
+from gbfunc.export.page import embedded, from_address, in_address
+from gbfunc.files import replace_file
+
+_MOST = 2_953
+"""Characters of the largest code, of version 40, at its lowest level of correction (ISO/IEC 18004)."""
+
+
+def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
+    """Draw the code of `PAGE#genome` as a PNG or an SVG, by the suffix of its path.
+
+    Args:
+        path: where to.
+        genome: a genome's file.
+        page: address of a page that `gbfunc export --out net.html` wrote.
+
+    Raises:
+        ImportError: without segno.
+        ValueError: if a code cannot hold so much, the address has a fragment of its own, or for another suffix.
+    """
+    place = Path(path)
+    if place.suffix not in (".png", ".svg"):
+        raise ValueError(f"a QR code is a .png or an .svg, got {place.name!r}")
+    if not page or "#" in page or not page.isascii():
+        raise ValueError(f"the address of the page must be plain text without a fragment (#...), got {page!r}")
+    (segno,) = needs("qr", "segno")
+    text = f"{page}#{in_address(genome)}"
+    if len(text) > _MOST:
+        most = (_MOST - len(page) - 1) * 3 // 4
+        raise ValueError(
+            f"a QR code holds genomes of up to {max(0, most):,} bytes with this address, the genome has {len(genome):,}"
+        )
+    drawn = io.BytesIO()
+    segno.make_qr(text, mode="byte", error="L").save(drawn, kind=place.suffix[1:], scale=4)
+    replace_file(place, drawn.getvalue())
+
+
+def read_qr(path: str | os.PathLike[str]) -> bytes:
+    """The genome's file in a picture of such a code, bit for bit.
+
+    Raises:
+        ImportError: without zxing-cpp or Pillow.
+        FileNotFoundError: if there is no such picture.
+        ValueError: if it has no code, or one without a genome.
+    """
+    zxing, image = needs("qr", "zxingcpp", "PIL.Image")
+    try:
+        with image.open(path) as picture:
+            codes: list[Any] = zxing.read_barcodes(picture.convert("L"), formats=zxing.BarcodeFormat.QRCode)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is no picture that can be read: {error}") from error
+    if len(codes) != 1:
+        raise ValueError(f"{os.fspath(path)!r} must show one QR code, it shows {len(codes)}")
+    _, mark, fragment = codes[0].text.partition("#")
+    try:
+        if mark and fragment:
+            return from_address(fragment)
+    except ValueError:
+        pass
+    raise ValueError(f"the code in {os.fspath(path)!r} holds no genome: {codes[0].text[:60]!r}")
+
+
+def shipped_genome(path: Path) -> bytes:
+    """The genome's file in a page, or in a PNG of a code; raises as `read_qr`."""
+    if path.suffix == ".png":
+        return read_qr(path)
+    try:
+        return embedded(path.read_text(encoding="utf-8"))[0]
+    except ValueError as error:
+        raise ValueError(f"{path} holds no genome: {error}") from error

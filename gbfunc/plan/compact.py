@@ -1,0 +1,251 @@
+"""A genome in codes of 2 to 8 bits as a file with little beside them.
+
+Format 4 holds, one after the other:
+
+    3 bytes    "GB4"
+    1 byte     bits of a code; plus 16 where running means are float16, and variances bfloat16; plus 32 for runs
+    4 bytes    CRC-32 of the byte before and of all that follows
+    document   the plan as JSON, and the metadata: one stream of raw deflate
+    plain      leaves that are not in codes, wider dtypes first, as `file_parts` joins them
+    runs       in one stream (`symbols`), of the leaves in codes, in the order of their names: exponents and mantissas
+               of their scales (bfloat16), zero points, and the codes of each leaf around its zero points
+
+In place of runs, where there are too many for them: the scales; zero points and codes in so many bits each, or in a
+stream of deflate (Huffman's codes alone, so at least one bit each), where that is shorter. So are files of format 3,
+which are read too: a safetensors file of one tensor of bytes, with 16 bytes of a SHA-256 in place of the CRC-32, and
+other words in the deflate stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gbfunc.plan.file_layout import COMPACT, FORMER_WORDS, WORDS, deflate, file_parts, inflate, stored_leaves
+from gbfunc.plan.rounding import BITS, Codes, block_size, decode, encode, narrow_stats
+from gbfunc.plan.slots import DTYPES, dtype_name
+from gbfunc.plan.symbols import LEAST_BITS, MAX_SYMBOLS, Run, RunReader, most_runs_bytes, pack_runs
+from gbfunc.types import Params, TensorMap
+
+MAGIC = b"GB4"
+_HEAD = len(MAGIC) + 1 + 4
+_NARROW, _RUNS = 16, 32
+DIGEST_BYTES = 16
+_EMPTY = np.empty(0, np.uint8)
+EXPONENT = 122
+"""Centre of the scales' exponents: 2^-5."""
+_MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
+"""Centres of what has so many bits."""
+
+
+class Sizes(NamedTuple):
+    """Bytes of a compact file: of its head, its document, its plain leaves, and the scales and codes of the others.
+
+    `bits` are what each number of a leaf [n] takes of the last, or all of them alike; `scales` what scales take.
+    """
+
+    head: int
+    document: int
+    plain: Mapping[str, int]
+    codes: int
+    scales: float
+    bits: Mapping[str, NDArray[np.float64] | float]
+
+
+def pack(document: str, leaves: TensorMap, bits: int) -> tuple[bytes, Sizes]:
+    """The file of a document and of all leaves of its plan; `ValueError` for numbers that are too large."""
+    dtype = f"int{bits}"
+    narrow = narrow_stats(leaves)
+    plain = stored_leaves(leaves, dtype, narrow)
+    coded: dict[str, Codes] = {}
+    for name in sorted(leaves.keys() - plain.keys()):
+        coded[name] = encode(leaves[name], bits)
+        if not bool(torch.isfinite(coded[name].scales).all()):
+            raise ValueError(f"{name!r} holds {float(leaves[name].abs().max()):g}, too large a number for {dtype}")
+    text, numbers = deflate(document), b"".join(_bytes(x) for parts in file_parts(plain).values() for x in parts)
+    runs = _fits_runs([leaves[name] for name in coded])
+    codes, scales, costs = (_pack_runs if runs else _pack_symbols)(coded, bits)
+    flags = bytes([bits + _NARROW * narrow + _RUNS * runs])
+    rest = text + numbers + codes
+    head = MAGIC + flags + zlib.crc32(flags + rest).to_bytes(4, "little")
+    sizes = Sizes(len(head), len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), scales, costs)
+    return head + rest, sizes
+
+
+def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
+    """The most that a file of a document and of leaves of these shapes takes, running statistics narrow."""
+    plain = stored_leaves(leaves, f"int{bits}")
+    coded = {name: x for name, x in leaves.items() if name not in plain}
+    blocks, numbers = sum(map(_blocks, coded.values())), sum(x.numel() for x in coded.values())
+    if _fits_runs(list(coded.values())):
+        size = most_runs_bytes((15 + bits) * blocks + bits * numbers, 3 * blocks + numbers, 3 + len(coded))
+    else:
+        size = 2 * blocks + math.ceil(bits * (blocks + numbers) / 8)
+    sizes = {name: x.nbytes for name, x in plain.items()}
+    return Sizes(_HEAD, len(deflate(document)), sizes, size, 8.0 * size - bits * numbers, dict.fromkeys(coded, bits))
+
+
+def _blocks(leaf: Tensor) -> int:
+    """Numbers of a leaf that have a scale, and a zero point, of their own."""
+    return leaf.numel() // max(1, block_size(tuple(leaf.shape)))
+
+
+def _fits_runs(coded: list[Tensor]) -> bool:
+    """Whether leaves in codes, by their shapes, are few enough symbols for runs."""
+    return sum(x.numel() + 3 * _blocks(x) for x in coded) <= MAX_SYMBOLS
+
+
+def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
+    """Bytes of all codes, with the bits that scales take, and each number of a leaf."""
+    scales = np.concatenate([_EMPTY, *(x.scales.view(torch.int16).numpy() for x in coded.values())])
+    zeros = np.concatenate([_EMPTY, *(x.zeros.numpy() for x in coded.values())])
+    about = [
+        Run(scales >> 7, 8, np.array([EXPONENT])),
+        Run(scales & 127, 7, _MIDDLE[7]),
+        Run(zeros, bits, _MIDDLE[bits]),
+    ]
+    runs = [Run(x.codes.numpy().reshape(-1), bits, x.zeros.numpy().repeat(x.codes.shape[1])) for x in coded.values()]
+    data, costs = pack_runs(about + runs)
+    # Each begins with its spread.
+    spreads = 4.0 * (len(about) + len(runs))
+    return data, spreads + sum(float(x.sum()) for x in costs[:3]), dict(zip(coded, costs[3:], strict=True))
+
+
+def _pack_symbols(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dict[str, float]]:
+    """As `_pack_runs`, for more of them."""
+    scales = b"".join(_bytes(code.scales) for code in coded.values())
+    symbols = np.concatenate([x.numpy().reshape(-1) for code in coded.values() for x in (code.zeros, code.codes)])
+    digits = np.unpackbits(symbols[:, None], axis=1)[:, 8 - bits :]
+    coder = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+    data = min(np.packbits(digits).tobytes(), coder.compress(symbols.tobytes()) + coder.flush(), key=len)
+    each = 8 * len(data) / len(symbols)
+    blocks = sum(len(code.zeros) for code in coded.values())
+    return scales + data, (16 + each) * blocks, dict.fromkeys(coded, each)
+
+
+class Compact(NamedTuple):
+    """What such a file holds: the document and, unread, the numbers after it."""
+
+    document: str
+    bits: int
+    flags: int
+    numbers: bytes
+
+    @staticmethod
+    def parse(data: bytes) -> Compact:
+        """Read a file of format 4; `ValueError` for a damaged one."""
+        flags, rest = data[len(MAGIC) : len(MAGIC) + 1], data[_HEAD:]
+        if len(data) < _HEAD or data[_HEAD - 4 : _HEAD] != zlib.crc32(flags + rest).to_bytes(4, "little"):
+            raise ValueError("its checksum does not fit its content: the file is damaged")
+        return Compact._of(flags[0], rest, WORDS)
+
+    @staticmethod
+    def open(tensors: Mapping[str, Tensor]) -> Compact:
+        """Read the tensors of a file of format 3; `ValueError` for damaged ones."""
+        data = tensors[COMPACT]
+        if data.dtype != torch.uint8 or data.ndim != 1 or len(tensors) > 1:
+            raise ValueError(f"expected one tensor of bytes, got {len(tensors)}, of {data.dtype}, {tuple(data.shape)}")
+        stored = data.numpy().tobytes()
+        body = stored[DIGEST_BYTES:]
+        if stored[:DIGEST_BYTES] != hashlib.sha256(body).digest()[:DIGEST_BYTES]:
+            raise ValueError("its digest does not fit its content: the file is damaged")
+        flags = body[0] if body else 0
+        if flags & _RUNS:
+            raise ValueError("it has runs of codes, which format 3 has not")
+        return Compact._of(flags, body[1:], FORMER_WORDS)
+
+    @staticmethod
+    def _of(flags: int, rest: bytes, words: bytes) -> Compact:
+        if (bits := flags & ~(_NARROW | _RUNS)) not in BITS.values():
+            raise ValueError(f"it has codes of {bits} bits, known here are 2 to 8")
+        document, n = inflate(rest, words)
+        return Compact(document, bits, flags, rest[len(rest) - n :])
+
+    def held(self, dtype: torch.dtype) -> int:
+        """The most parameters of g-nets that it can hold, of any dtype."""
+        return int(8 / LEAST_BITS) * len(self.numbers)
+
+    def leaves(self, expected: TensorMap) -> Params:
+        """The leaves of its plan, as they are expected; `ValueError` if it holds others."""
+        plain = stored_leaves(expected, f"int{self.bits}", bool(self.flags & _NARROW))
+        coded = {name: expected[name] for name in sorted(expected.keys() - plain.keys())}
+        start = sum(x.nbytes for x in plain.values())
+        if start > len(self.numbers):
+            raise ValueError(f"it holds {len(self.numbers):,} bytes of numbers, expected {start:,} or more")
+        flat = self._plain(plain, expected)
+        read = self._read_runs if self.flags & _RUNS else self._read_symbols
+        for (name, like), codes in zip(coded.items(), read(self.numbers[start:], list(coded.values())), strict=True):
+            flat[name] = decode(codes, like)
+        return flat
+
+    def _plain(self, plain: Params, expected: TensorMap) -> Params:
+        at, flat = 0, {}
+        for dtype in file_parts(plain):
+            for name in sorted(name for name, x in plain.items() if dtype_name(x.dtype) == dtype):
+                end = at + plain[name].nbytes
+                leaf = _tensor(self.numbers[at:end], DTYPES[dtype]).reshape(plain[name].shape)
+                flat[name], at = leaf.to(expected[name].dtype), end
+        return flat
+
+    def _read_runs(self, data: bytes, coded: list[Tensor]) -> list[Codes]:
+        counts = [_blocks(x) for x in coded]
+        blocks, numbers = sum(counts), sum(x.numel() for x in coded)
+        if not _fits_runs(coded):
+            raise ValueError(f"it has {numbers:,} codes in runs, which are too many")
+        reader = RunReader(data, 3 + len(coded), 3 * blocks + numbers)
+        exponents = reader.read(blocks, 8, np.array([EXPONENT])).astype(np.int16)
+        scales = torch.from_numpy(exponents << 7 | reader.read(blocks, 7, _MIDDLE[7])).view(torch.bfloat16)
+        zeros = torch.from_numpy(reader.read(blocks, self.bits, _MIDDLE[self.bits]))
+        found = []
+        for like, n, scales_N, zeros_N in zip(coded, counts, scales.split(counts), zeros.split(counts), strict=True):
+            centres = zeros_N.numpy().repeat(like.numel() // max(1, n))
+            codes = torch.from_numpy(reader.read(like.numel(), self.bits, centres))
+            found.append(Codes(codes.reshape(n, -1) if n else codes.reshape(0, 1), scales_N, zeros_N))
+        reader.close()
+        return found
+
+    def _read_symbols(self, data: bytes, coded: list[Tensor]) -> list[Codes]:
+        counts = [_blocks(x) for x in coded]
+        end = 2 * sum(counts)
+        if end > len(data):
+            raise ValueError(f"it holds {len(data):,} bytes of scales, expected {end:,} or more")
+        scales = _tensor(data[:end], torch.bfloat16).split(counts)
+        lengths = [n for x, count in zip(coded, counts, strict=True) for n in (count, x.numel())]
+        pieces = iter(torch.from_numpy(_unpack_symbols(data[end:], sum(lengths), self.bits)).split(lengths))
+        found = []
+        for like, scales_N in zip(coded, scales, strict=True):
+            zeros_N, codes = next(pieces), next(pieces)
+            found.append(Codes(codes.reshape(-1, max(1, block_size(tuple(like.shape)))), scales_N, zeros_N))
+        return found
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+
+
+def _unpack_symbols(data: bytes, count: int, bits: int) -> NDArray[np.uint8]:
+    """The symbols of `_pack_symbols`; `ValueError` for what does not hold `count` of them."""
+    if len(data) == math.ceil(count * bits / 8):
+        digits = np.unpackbits(np.frombuffer(data, np.uint8), count=count * bits).reshape(count, bits)
+        return np.packbits(np.pad(digits, ((0, 0), (8 - bits, 0))), axis=1).reshape(-1)
+    if count > 8 * len(data):
+        raise ValueError(f"it holds {len(data):,} bytes of codes, too few for {count:,}")
+    decoder = zlib.decompressobj(-15)
+    with suppress(zlib.error):
+        symbols = np.frombuffer(bytearray(decoder.decompress(data, count + 1)), np.uint8)
+        if len(symbols) == count and decoder.eof and not decoder.unused_data and symbols.max(initial=0) < 2**bits:
+            return symbols
+    raise ValueError(f"its {len(data):,} bytes of codes are not those of {count:,} codes of {bits} bits")

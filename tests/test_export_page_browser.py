@@ -1,0 +1,256 @@
+"""The page in a browser: it draws, runs, refuses, fits a phone, and asks no network for anything."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.export.page import in_address, page
+from gbfunc.tasks.mnist import load_mnist
+from gbfunc.tasks.pnets import Interface, find_pnet
+
+playwright = pytest.importorskip("playwright.sync_api")
+image = pytest.importorskip("PIL.Image")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+SEEN = "#network:not([hidden]), #alert:not([hidden])"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        # Without a sandbox it runs as root, too, as in a container.
+        running = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    """A tab without motion, whose `errors` and `requests` are counted."""
+    opened = browser.new_page(viewport={"width": 1180, "height": 900}, reduced_motion="reduce")
+    opened.errors, opened.requests = [], []
+    opened.on("pageerror", lambda error: opened.errors.append(str(error)))
+    opened.on("request", lambda request: opened.requests.append(request.url))
+    yield opened
+    opened.close()
+    assert opened.errors == []
+
+
+def opened(tab: Any, path: Path, fragment: str = "") -> Any:
+    tab.goto(f"{path.as_uri()}{fragment}")
+    tab.locator(SEEN).first.wait_for()
+    return tab
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
+    """A folder with a genome that knows digits, and its page."""
+    folder = tmp_path_factory.mktemp("digits")
+    data = str(shared_data / "mnist")
+    train = [
+        "train",
+        "--task",
+        "mnist",
+        "--data-dir",
+        data,
+        "--genome-params",
+        "600",
+        "--epochs",
+        "2",
+        "--dtype",
+        "int8",
+    ]
+    assert main([*train, "--pnet-config", '{"hidden": [100]}', "--seed", "0", "--out", str(folder)]) == 0
+    genome = str(folder / "genome.safetensors")
+    assert main(["export", "--genome", genome, "--out", str(folder / "net.html")]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def examples(shared_data: Path) -> tuple[Any, Any]:
+    """A hundred test images [N, 28, 28] and their classes."""
+    _, _, images, labels = load_mnist(shared_data / "mnist")
+    return images[:100], labels[:100]
+
+
+def expected_logits(folder: Path, images: Any) -> torch.Tensor:
+    """What torch makes of images [N, 28, 28]: [N, 10]."""
+    pnet = find_pnet("mlp", Interface((1, 28, 28), 10), {"hidden": [100]}).build(0)
+    net = gb.materialize(*gb.load(folder / "genome.safetensors"), pnet)
+    said = gb.load_metadata(folder / "genome.safetensors")
+    x = (torch.from_numpy(images.astype(np.float32)) - said["mean"]) / said["std"]
+    with torch.no_grad():
+        return net(x[:, None])
+
+
+def answers(tab: Any) -> list[float]:
+    """The probabilities that the page shows."""
+    return [float(text.removesuffix(" %")) / 100 for text in tab.locator("#bars output").all_inner_texts()]
+
+
+def test_a_page_is_small_and_draws_at_once(digits: Path, tab: Any) -> None:
+    path = digits / "net.html"
+    assert path.stat().st_size <= 150_000
+    opened(tab, path)
+    assert re.fullmatch(r"79,510 weights from \d{3} bytes", tab.inner_text("h1"))
+    drawn = "document.querySelector('#tensors canvas').getContext('2d').getImageData(0, 0, 28, 28).data"
+    assert len(set(tab.evaluate(f"Array.from({drawn})"))) > 20
+    assert tab.evaluate("performance.getEntriesByName('weights drawn').length") > 0
+    assert tab.requests == [path.as_uri()]
+
+
+def test_a_hundred_images_give_what_torch_gives(
+    digits: Path, tab: Any, examples: tuple[Any, Any], tmp_path: Path
+) -> None:
+    opened(tab, digits / "net.html")
+    expected = expected_logits(digits, examples[0])
+    got = tab.evaluate(
+        "images => images.map(pixels => Array.from(gbfunc.run(pixels)))", examples[0].reshape(100, -1).tolist()
+    )
+    assert (torch.tensor(got) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    for i in range(3):
+        image.fromarray(examples[0][i]).save(tmp_path / f"{i}.png")
+        tab.set_input_files("#image", tmp_path / f"{i}.png")
+        tab.locator("#answer", has_text=f"{int(expected[i].argmax())}, ").wait_for()
+        assert torch.tensor(answers(tab)).sub(expected[i].softmax(0)).abs().max() <= 6e-4
+
+
+def test_a_digit_drawn_with_a_mouse_gives_its_class(digits: Path, tab: Any, examples: tuple[Any, Any]) -> None:
+    opened(tab, digits / "net.html")
+    sure = expected_logits(digits, examples[0]).softmax(1).max(1).values > 0.95
+    pad, right = tab.locator("#draw"), 0
+    chosen = [i for i in range(100) if sure[i]][:5]
+    for i in chosen:
+        tab.click("#clear")
+        pad.scroll_into_view_if_needed()
+        box = pad.bounding_box()
+        # The ridge of the digit's strokes: the pen is as wide as they are.
+        picture = examples[0][i].astype(int)
+        for row in range(28):
+            inked = np.flatnonzero(picture[row] > 170)
+            for run in np.split(inked, np.flatnonzero(np.diff(inked) > 1) + 1) if len(inked) else []:
+                y = box["y"] + (row + 0.5) * box["height"] / 28
+                ends = [box["x"] + (column + 0.5) * box["width"] / 28 for column in (run[0], run[-1])]
+                tab.mouse.move(ends[0], y)
+                tab.mouse.down()
+                tab.mouse.move(ends[1], y)
+                tab.mouse.up()
+        tab.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+        right += tab.inner_text("#answer").startswith(f"{examples[1][i]},")
+    assert right >= len(chosen) - 1
+
+
+def test_the_keyboard_alone_draws_and_clears(digits: Path, tab: Any) -> None:
+    opened(tab, digits / "net.html")
+    for _ in range(10):
+        tab.keyboard.press("Tab")
+        if tab.evaluate("document.activeElement.id") == "draw":
+            break
+    for _ in range(8):
+        tab.keyboard.press("ArrowDown")
+    tab.locator("#answer", has_text="%").wait_for()
+    assert sum(answers(tab)) == pytest.approx(1, abs=0.01)
+    tab.keyboard.press("Escape")
+    assert tab.inner_text("#answer") == ""
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.id") == "clear"
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(digits: Path, tab: Any) -> None:
+    tab.set_viewport_size({"width": 375, "height": 700})
+    opened(tab, digits / "net.html")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 375
+
+
+def test_a_genome_in_the_address(digits: Path, tab: Any, tmp_path: Path) -> None:
+    empty = tmp_path / "page.html"
+    empty.write_text(page(), encoding="utf-8")
+    data = (digits / "genome.safetensors").read_bytes()
+    address = in_address(data)
+    opened(tab, empty, f"#{address}")
+    assert tab.inner_text("h1") == f"79,510 weights from {len(data)} bytes"
+    damaged = address[:400] + ("A" if address[400] != "A" else "B") + address[401:]
+    for fragment, message in (
+        (damaged, "damaged"),
+        ("no genome!", "damaged"),
+        (address[:300], ""),
+        ("AAAA", "too few"),
+    ):
+        tab.goto("about:blank")
+        opened(tab, empty, f"#{fragment}")
+        said = tab.inner_text("#alert")
+        assert said.startswith("This genome cannot be shown: ") and "\n" not in said and message in said
+        assert not tab.locator("#network").is_visible()
+
+
+def test_images_in_colour(tab: Any, tmp_path: Path) -> None:
+    pnet = find_pnet("allconv", Interface((3, 16, 16), 4), {"width": 4})
+    plan = gb.make_plan(net := pnet.build(0), **pnet.plan(1_000)._asdict(), compression=3.0)
+    genome = gb.init_genome(plan, net, seed=0)
+    said = {"task": "colours", "pnet": "allconv", "pnet_config": {"width": 4}, "interface": [[3, 16, 16], 4]}
+    scaling = {"mean": [120.0, 110.0, 100.0], "std": [60.0, 50.0, 40.0]}
+    path = tmp_path / "genome.safetensors"
+    gb.save(path, plan, genome, metadata={**said, **scaling, "classes": ["red", "green", "blue", "grey"]})
+    (tmp_path / "net.html").write_text(page(path.read_bytes()), encoding="utf-8")
+    opened(tab, tmp_path / "net.html")
+    assert not tab.locator("#draw").is_visible()
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+    image.fromarray(pixels).save(tmp_path / "image.png")
+    tab.set_input_files("#image", tmp_path / "image.png")
+    mean, std = (np.array(scaling[name]) for name in ("mean", "std"))
+    x = torch.from_numpy(((pixels - mean) / std).astype(np.float32)).permute(2, 0, 1)
+    with torch.no_grad():
+        expected = gb.materialize(plan, genome, net).eval()(x[None])[0].softmax(0)
+    best = ("red", "green", "blue", "grey")[int(expected.argmax())]
+    tab.locator("#answer", has_text=f"{best}, ").wait_for()
+    assert torch.tensor(answers(tab)).sub(expected).abs().max() <= 6e-4
+
+
+def test_a_network_that_it_cannot_run_grows_all_the_same(tab: Any, tmp_path: Path) -> None:
+    plan = gb.make_plan(net := torch.nn.Linear(20, 10), gb.periodic(2))
+    gb.save(tmp_path / "genome", plan, gb.init_genome(plan, net, seed=0), metadata={"pnet": "mine:net", "task": "mine"})
+    (tmp_path / "net.html").write_text(page((tmp_path / "genome").read_bytes()), encoding="utf-8")
+    opened(tab, tmp_path / "net.html")
+    said = tab.inner_text("#alert")
+    assert said == 'The network does not run here: not in the browser yet: running the network "mine:net".'
+    assert tab.locator("#tensors canvas").count() == 1 and not tab.locator("#network").is_visible()
+
+
+def test_a_language_model_writes_as_torch_does(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog <and back>.\n" * 200, encoding="utf-8")
+    out = tmp_path / "out"
+    small = [
+        "--task-config",
+        '{"context": 16}',
+        "--pnet-config",
+        '{"layers": 1, "width": 16, "heads": 2}',
+        "--steps",
+        "60",
+    ]
+    train = ["train", "--task", "text", "--data-dir", str(text), *small, "--genome-params", "1500", "--seed", "0"]
+    assert main([*train, "--out", str(out)]) == 0
+    genome = ["--genome", str(out / "genome.safetensors"), "--data-dir", str(text), "--task-config", '{"context": 16}']
+    assert main(["export", *genome, "--out", str(out / "net.html")]) == 0
+    capsys.readouterr()
+    assert main(["sample", *genome, "--prompt", "the quick", "--tokens", "40", "--temperature", "0"]) == 0
+    expected = capsys.readouterr().out[:-1]
+    opened(tab, out / "net.html")
+    tab.fill("#prompt", "the quick")
+    tab.fill("#temperature", "0")
+    tab.click("#write")
+    tab.locator("#text", has_text=expected).wait_for()
+    tab.fill("#prompt", "THE")
+    tab.click("#write")
+    tab.locator("#text", has_text='The network knows no "T", "H", "E".').wait_for()

@@ -1,0 +1,104 @@
+"""Genomes as QR codes: there, and back by another library, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.export.qr import read_qr, write_qr
+
+pytest.importorskip("segno")
+pytest.importorskip("zxingcpp")
+image = pytest.importorskip("PIL.Image")
+PAGE = "https://a.org/"
+
+
+def noise(size: int) -> bytes:
+    generator = torch.Generator().manual_seed(size)
+    return bytes(torch.randint(256, (size,), generator=generator).tolist())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, *range(100, 2_300, 150), 2_200])
+def test_bytes_come_back_bit_for_bit(tmp_path: Path, size: int) -> None:
+    write_qr(tmp_path / "code.png", noise(size), PAGE)
+    assert read_qr(tmp_path / "code.png") == noise(size)
+
+
+def test_the_code_is_an_svg_too(tmp_path: Path) -> None:
+    write_qr(tmp_path / "code.svg", noise(100), PAGE)
+    assert b"<svg" in (tmp_path / "code.svg").read_bytes()
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "code.png"
+    with pytest.raises(ValueError, match="up to 2,203 bytes with this address, the genome has 2,204"):
+        write_qr(path, noise(2_204), PAGE)
+    write_qr(path, noise(2_203), PAGE)
+    for page in ("", "https://a.org/#b", "https://\u00e4.org"):
+        with pytest.raises(ValueError, match="address of the page"):
+            write_qr(path, noise(9), page)
+    with pytest.raises(ValueError, match=r"a QR code is a \.png or an \.svg, got 'code.jpg'"):
+        write_qr(tmp_path / "code.jpg", noise(9), PAGE)
+    image.new("L", (50, 50), 255).save(path)
+    with pytest.raises(ValueError, match="must show one QR code, it shows 0"):
+        read_qr(path)
+    path.write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="no picture that can be read"):
+        read_qr(path)
+    with pytest.raises(FileNotFoundError):
+        read_qr(tmp_path / "none.png")
+    import segno
+
+    for text in ("https://a.org/", "https://a.org/#", "https://a.org/#not a genome"):
+        segno.make_qr(text).save(str(path))
+        with pytest.raises(ValueError, match="holds no genome"):
+            read_qr(path)
+
+
+def test_commands_take_a_code_for_a_genome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--pnet-config", '{"hidden": [12]}', "--genome-params", "150", "--epochs", "1", "--dtype", "int7"]
+    assert main(["train", *small, "--seed", "0", "--out", str(tmp_path)]) == 0
+    genome, code, page = (str(tmp_path / name) for name in ("genome.safetensors", "code.png", "net.html"))
+    capsys.readouterr()
+    assert main(["eval", "--genome", genome]) == 0
+    expected = capsys.readouterr().out
+    assert main(["export", "--genome", genome, "--out", code, "--qr", PAGE]) == 0
+    capsys.readouterr()
+    assert main(["eval", "--genome", code]) == 0
+    assert capsys.readouterr().out == expected
+    assert read_qr(code) == Path(genome).read_bytes()
+    assert main(["export", "--genome", code, "--out", page]) == 0
+    assert "net.html: " in capsys.readouterr().out
+    assert main(["eval", "--genome", page]) == 0
+    assert capsys.readouterr().out == expected
+    Path(page).write_text("<html>", encoding="utf-8")
+    assert main(["eval", "--genome", page]) == 2
+    assert "net.html holds no genome: it is no page" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "code.png"], "say its address as --qr PAGE"),
+        (["--out", "net.html", "--weights", "dense"], "--weights and --to are for programs"),
+        (["--out", "code.txt", "--qr", PAGE], "a QR code is a .png or an .svg"),
+        (["--out", "net.html", "--genome", "none.safetensors"], "no such genome file: none.safetensors"),
+    ],
+)
+def test_wrong_options_get_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = gb.make_plan(net := torch.nn.Linear(64, 10), gb.periodic(2))
+    gb.save("genome.safetensors", plan, gb.init_genome(plan, net, seed=0), metadata={"task": "digits", "pnet": "mlp"})
+    assert main(["export", "--genome", "genome.safetensors", *options]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

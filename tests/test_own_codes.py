@@ -1,0 +1,114 @@
+"""Codes of the user's own, as arrays: in the plan, in every file of a genome, and in what is made of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.parallel.planner import DeviceSpec
+from gbfunc.plan import file_bytes
+from tests.support import oracles
+from tests.support.trees_equal import same_bits
+
+KINDS, PLACES = 5, 40
+
+
+def codes(n: int) -> np.ndarray[Any, Any]:
+    """Kinds of units, and a number of each."""
+    kinds = np.random.default_rng(0).normal(size=(KINDS, 3)).astype(np.float16)[np.arange(n) % KINDS]
+    return np.concatenate([kinds, gb.binary().codes(n)], 1)
+
+
+def planned(**options: Any) -> tuple[nn.Module, gb.Plan]:
+    net = nn.Sequential(nn.Linear(12, PLACES), nn.Tanh(), nn.Linear(PLACES, 3))
+    own = codes(PLACES)
+    encodings = {"0.weight": (own, gb.grid(3, 4)), "2.weight": (None, torch.from_numpy(own))}
+    return net, gb.make_plan(net, encodings=encodings, **options)
+
+
+@pytest.mark.parametrize("hypernet", [gb.periodic(6), gb.gnet((5,)), gb.low_rank(2), gb.xox(3)], ids=repr)
+@pytest.mark.parametrize("tile", [None, 16])
+def test_weights_are_those_of_the_oracle(hypernet: Any, tile: int | None) -> None:
+    net, plan = planned(hypernet=hypernet, max_tile=tile)
+    genome = gb.init_genome(plan, net, seed=1)
+    weights = gb.generate(plan, genome)
+    for name, expected in oracles.weights(plan, genome).items():
+        np.testing.assert_allclose(weights[name].numpy(), expected, atol=2e-6)
+    first, last = (tensor.slots[0] for tensor in plan.generated)
+    assert first.row_code == last.col_code == gb.table(codes(PLACES))
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "int6"])
+def test_files_hold_the_codes_once(dtype: str | None, tmp_path: Path) -> None:
+    net, plan = planned(hypernet=gb.periodic(6))
+    bare = gb.make_plan(net, gb.periodic(6), encodings={"0.weight": (None, gb.grid(3, 4))})
+    genome = gb.init_genome(plan, net)
+    size = gb.save(tmp_path / "g", plan, genome, dtype)
+    read, again = gb.load(tmp_path / "g")
+    assert read == plan and hash(read) == hash(plan)
+    again_size = gb.save(tmp_path / "again", read, again, dtype)
+    assert again_size == size and (tmp_path / "g").read_bytes() == (tmp_path / "again").read_bytes()
+    parts = file_bytes(plan, dtype, genome)
+    assert sum(parts.values()) == size
+    held, raw = parts["(plan)"] - file_bytes(bare, dtype)["(plan)"], 2 * codes(PLACES).size
+    assert 2 * KINDS * 3 < held < 2 * raw
+    x = torch.randn(4, 12)
+    outputs = [{"y": gb.materialize(p, again, net)(x).detach()} for p in (plan, read)]
+    assert same_bits(*outputs)
+
+
+def test_targets_in_bytes_count_the_codes() -> None:
+    net, plan = planned(hypernet=gb.periodic(), genome_bytes=1_200, stored="int6")
+    del net
+    assert sum(file_bytes(plan, "int6").values()) <= 1_200
+    assert "at most 1," in plan.report("int6")
+
+
+@pytest.mark.parametrize("weights", ["genome", "dense"])
+def test_exported_programs_compute_with_them(weights: Any, tmp_path: Path) -> None:
+    net, plan = planned(hypernet=gb.periodic(6), max_tile=16)
+    genome, x = gb.init_genome(plan, net), torch.randn(4, 12)
+    gb.export(tmp_path / "net.pt2", plan, genome, net, x, weights=weights)
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    torch.testing.assert_close(program(x), gb.materialize(plan, genome, net)(x), atol=1e-5, rtol=1e-5)
+
+
+def test_a_planner_and_a_training_step_take_them() -> None:
+    net, plan = planned(hypernet=gb.periodic(6), max_tile=16)
+    batch = (torch.randn(8, 12), torch.randint(3, (8,)))
+
+    def loss_fn(net: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    layouts = gb.plan_parallel(plan, net, batch, ranks=2, device=DeviceSpec(), loss_fn=loss_fn)
+    assert layouts.report()
+    losses = []
+    for lazy in (False, True):
+        step = gb.make_train_step(plan, net, loss_fn, gb.torch_optimizer(torch.optim.SGD, lr=0.1), lazy=lazy)
+        state, _ = step(step.init(seed=0), batch)
+        losses.append(step(state, batch)[1].loss)
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        ((codes(39), None), "encodings['0.weight'], rows: a table of 39 codes, but the axis has 40"),
+        ((None, torch.zeros(12)), "encodings['0.weight'], columns: a table of codes must be [n, k] of real numbers"),
+        ((None, torch.full((12, 1), torch.nan)), "encodings['0.weight'], columns: codes must be finite numbers"),
+        ((None, "binary"), "encodings['0.weight'], columns: expected an encoding, an array or None, got 'binary'"),
+        (codes(40), "encodings['0.weight'] must be a pair of encodings (rows, columns)"),
+    ],
+    ids=["length", "shape", "nan", "text", "no pair"],
+)
+def test_codes_that_do_not_fit(pair: Any, words: str) -> None:
+    net = nn.Sequential(nn.Linear(12, PLACES))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        gb.make_plan(net, gb.periodic(2), encodings={"0.weight": pair})

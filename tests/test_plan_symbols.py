@@ -1,0 +1,65 @@
+"""Runs of symbols: what is packed is unpacked, in as few bits as is said, and what is no stream is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gbfunc.plan.symbols import PIECE, Run, RunReader, most_runs_bytes, pack_runs
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    bits, n = draw(st.integers(1, 8)), draw(st.sampled_from([0, 1, 7, 300, PIECE + 5]))
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    centres = random.integers(0, 2**bits, draw(st.sampled_from([1, n])) or 1)
+    near = centres + random.normal(0, draw(st.sampled_from([0.0, 0.5, 9.0, 300.0])), max(n, len(centres)))
+    return Run(near[:n].clip(0, 2**bits - 1).astype(np.uint8), bits, centres if len(centres) == 1 else centres[:n])
+
+
+def counts(every: list[Run]) -> tuple[int, int]:
+    return len(every), sum(len(run.symbols) for run in every)
+
+
+@given(st.lists(runs(), min_size=1, max_size=4))
+def test_what_is_packed_is_unpacked(every: list[Run]) -> None:
+    data, costs = pack_runs(every)
+    reader = RunReader(data, *counts(every))
+    for run in every:
+        np.testing.assert_array_equal(reader.read(len(run.symbols), run.bits, run.centres), run.symbols)
+    reader.close()
+    bits, plain = sum(float(cost.sum()) for cost in costs), sum(len(run.symbols) * run.bits for run in every)
+    pieces = math.ceil(sum(counts(every)) / PIECE)
+    assert bits <= plain + 1e-6 and len(data) <= most_runs_bytes(plain, *counts(every)[::-1])
+    # The integers' beginnings, and the bytes before the pieces.
+    assert (bits + 4 * len(every)) / 8 - 1 <= len(data) <= (bits + 4 * len(every)) / 8 + 5 * pieces
+
+
+def test_frequencies_are_a_normal_distribution() -> None:
+    """The costs of symbols far from the tails, against the density that the module's first lines say."""
+    symbols = np.arange(40, 90)
+    for spread in range(9, 13):
+        deviation = math.sqrt(2 ** (spread - 1) / (8 * math.log(2)))
+        drawn = np.random.default_rng(0).normal(64, deviation, 4000).round().clip(0, 127).astype(int)
+        found, costs = Run(drawn, 7, np.array([64])).costs()
+        assert found == spread
+        expected = (symbols - 64) ** 2 / (2 * deviation**2 * math.log(2)) + math.log2(
+            deviation * math.sqrt(2 * math.pi)
+        )
+        by_symbol = dict(zip(drawn.tolist(), costs.tolist(), strict=True))
+        near = [s for s in symbols.tolist() if s in by_symbol and abs(s - 64) < 2 * deviation]
+        np.testing.assert_allclose([by_symbol[s] for s in near], expected[np.array(near) - 40], atol=0.1)
+
+
+def test_streams_that_are_none() -> None:
+    run = Run(np.arange(128), 7, np.array([64]))
+    data, _ = pack_runs([run])
+    for bad in (b"", b"\0", data[:-1], data + b"\0", data + b"\1", data * 9):
+        reader = RunReader(bad, 1, 128)
+        with pytest.raises(ValueError, match="do not end where they should"):
+            reader.read(128, 7, run.centres)
+            reader.close()
