@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.bench import measure, print_results
-from gbfunc.generate import Generator
+from gbfunc.generate import make_generator
 from gbfunc.hypernets import Hypernet
 from gbfunc.lab.bench.adapters import ADAPTERS
 from gbfunc.lab.bench.cases import BENCHES, VARIANTS, Case, Genes, choose, features, generation_case
@@ -85,7 +85,7 @@ def test_naive_gradients_are_the_library_s() -> None:
         return torch.autograd.grad(total, leaves)
 
     naive = NaiveGenerator(plan, torch.float64, torch.device("cpu"))(flat_genome(genome))
-    expected = gradients(Generator(plan)(flat_genome(genome)))
+    expected = gradients(make_generator(plan)(flat_genome(genome)))
     torch.testing.assert_close(gradients(naive), expected, rtol=1e-10, atol=1e-12)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from gbfunc.lab.bench.bubble import measure_bubble, simulated_bubble
+from tests.support.bubble import measure_bubble, simulated_bubble
 
 SCHEDULES: tuple[Literal["gpipe", "1f1b"], ...] = ("gpipe", "1f1b")
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.bench import print_wire
-from gbfunc.lab.bench.cases import Case
+from gbfunc.lab.bench.cases import Case, Scale
 from gbfunc.lab.bench.dense_parallel import CollectiveBytes
 from gbfunc.lab.bench.links import RankError, can_make_links, open_loopback, open_switch, run_ranks
 from gbfunc.lab.bench.schemes import PURPOSES, SCHEMES
@@ -154,20 +154,22 @@ def test_a_collective_without_a_formula_is_refused() -> None:
 # Layers that ranks share.
 
 
+RANKS = {"mlp_tensor": 2, "gpt_tensor": 4, "gpt_tensor_32": 4}
+SHARED = [(name, ranks, v) for name, ranks in RANKS.items() for v in CASES["quick"][name].variants]
+
+
 @lru_cache
-def shared_layers(name: str, ranks: int) -> dict[str, list[Measured]]:
-    """All variants of a case, on the loopback."""
+def all_shared_layers(ranks: int) -> ByVariant:
+    """All variants of the cases of so many ranks, on the loopback: a rank takes seconds to start."""
     if not hasattr(torch.distributed.fsdp, "fully_shard"):
         pytest.skip("FSDP2 of torch 2.5 needs a GPU")
-    found = measure_ranks([("quick", name)], ranks, ["loopback"], Pace(0.05, 3, 100.0), LR)
-    return found[CASES["quick"][name].name, "loopback"]
+    orders: list[tuple[Scale, str]] = [("quick", name) for name, n in RANKS.items() if n == ranks]
+    return measure_ranks(orders, ranks, ["loopback"], Pace(0.05, 3, 100.0), LR)
 
 
-SHARED = [
-    (name, ranks, v)
-    for name, ranks in (("mlp_tensor", 2), ("gpt_tensor", 4), ("gpt_tensor_32", 4))
-    for v in CASES["quick"][name].variants
-]
+def shared_layers(name: str, ranks: int) -> dict[str, list[Measured]]:
+    """All variants of a case."""
+    return all_shared_layers(ranks)[CASES["quick"][name].name, "loopback"]
 
 
 def purpose(measured: list[Measured], name: str) -> float:

@@ -163,10 +163,22 @@ def test_a_finished_training_is_replaced_only_if_asked(tmp_path: Path, capsys: p
     assert (tmp_path / "genome.safetensors").read_bytes() != genome
 
 
-def test_a_refused_command_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_refused_command_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "a" / "b"
     refused = ["train", *SMALL, "--optimizer-config", '{"nope": 1}', "--checkpoint-every", "1", "--out", str(out)]
     assert main(refused) == 2 and not list(tmp_path.iterdir())
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    assert main(["compare", "--quick", "--sizes", "200", "--methods", "pruned", "--out", str(out)]) == 2
+    assert "pip install 'gbfunc[cli]'" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_refused_export_leaves_no_folder(tmp_path: Path) -> None:
+    assert main(["train", *SMALL, "--steps", "1", "--out", str(tmp_path / "run")]) == 0
+    genome = ["--genome", str(tmp_path / "run" / "genome.safetensors")]
+    assert main(["export", *genome, "--out", str(tmp_path / "a" / "b" / "net.unknown")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_slow_autocast_is_warned_of() -> None:

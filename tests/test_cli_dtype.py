@@ -46,8 +46,23 @@ def test_plan_tells_the_size_as_it_is_stored(tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert main(["plan", "--config", str(tmp_path / "config.toml")]) == 0
     told = capsys.readouterr().out
-    plan, _ = gb.load(tmp_path / "genome.safetensors")
-    assert f"{gb.plan.genome_file_bytes(plan, 'int5'):,} bytes on disk as int5" in told
-    assert told == plan.report("int5") + "\n" != plan.report() + "\n"
+    plan, genome = gb.load(tmp_path / "genome.safetensors")
+    said = gb.load_metadata(tmp_path / "genome.safetensors")
+    assert told == plan.report("int5", metadata=said) + "\n" != plan.report() + "\n"
+    size = (tmp_path / "genome.safetensors").stat().st_size
+    assert f" {size:,} bytes on disk as int5" in plan.report("int5", genome, said)
     with pytest.raises(ValueError, match="int9"):
         plan.report("int9")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "int6"])
+def test_genome_bytes_are_those_of_the_whole_file(dtype: str | None, tmp_path: Path) -> None:
+    """Exact from below, with what the file says of its task; codes take what their values need."""
+    options = ["--genome-bytes", "2000", *(["--dtype", dtype] if dtype else []), "--out", str(tmp_path)]
+    assert main(["train", "--sizes", "64", "48", "10", "--epochs", "1", "--batch-size", "400", *options]) == 0
+    path = tmp_path / "genome.safetensors"
+    size, (plan, _) = path.stat().st_size, gb.load(path)
+    assert (0.8 if dtype == "int6" else 0.95) * 2000 <= size <= 2000
+    assert plan.target == "at most 2,000 bytes" and "genome_bytes = 2000" in (tmp_path / "config.toml").read_text()
+    most = gb.plan.file_bytes(plan, dtype, metadata=gb.load_metadata(path))
+    assert 1900 <= sum(most.values()) <= 2000

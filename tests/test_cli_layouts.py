@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +10,11 @@ import pytest
 import torch
 
 import gbfunc as gb
+from gbfunc.cli import main
 from gbfunc.cli.ranks import Spread, pipeline_microbatches
 from gbfunc.parallel import Mesh
-from tests.support.ranks import PATIENCE, ROOT, run_ranks
+from tests.support.rank_commands import Ended
+from tests.support.ranks import run_ranks
 from tests.support.versions import needs_pipelines
 
 TEXT = "".join(f"{i} times {i} is {i * i}, and so on.\n" for i in range(400))
@@ -23,24 +22,22 @@ CONFIG = {"--task-config": {"context": 16}, "--pnet-config": {"layers": 4, "widt
 STEPS, BATCH = 6, 8
 
 
-def train(ranks: int, folder: Path, out: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Train a GPT on a small text, under torchrun where there are many ranks."""
+def train(ranks: int, folder: Path, out: str, *options: str) -> list[Ended]:
+    """Train a GPT on a small text: what each rank says."""
     source = folder / "text.txt"
     source.write_text(TEXT)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
     config = [word for option, value in CONFIG.items() for word in (option, json.dumps(value))]
     sizes = ["--steps", str(STEPS), "--batch-size", str(BATCH), "--compression", "2"]
     where = ["--data-dir", str(source), "--out", str(folder / out)]
-    command = [sys.executable, *launcher, "-m", "gbfunc", "train", "--task", "text", *config, *sizes, *where, *options]
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=100 * PATIENCE, check=False)
+    argv = ["train", "--task", "text", *config, *sizes, *where, *options]
+    return [Ended(*found) for found in run_ranks(ranks, "rank_commands:run", arguments={"argv": argv})]
 
 
 def trained(ranks: int, folder: Path, out: str, *options: str) -> dict[str, Any]:
     """The metrics of a training that succeeds."""
-    done = train(ranks, folder, out, *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("test loss") == 1, "rank 0 alone speaks"
+    ended = train(ranks, folder, out, *options)
+    assert not any(rank.code for rank in ended), ended
+    assert sum(rank.out.count("test loss") for rank in ended) == 1, "rank 0 alone speaks"
     return json.loads((folder / out / "metrics.json").read_text())
 
 
@@ -154,13 +151,12 @@ def test_a_training_goes_on_in_another_layout(folder: Path, one: dict[str, Any])
         (["--mesh", "tensor=0"], "--mesh must name ranks along axes"),
         (["--pipeline", "gpipe"], "--pipeline gpipe needs a pipeline axis, such as --mesh pipeline=2"),
         (["--pipeline", "gipe"], "invalid choice 'gipe' for argument '--pipeline'"),
+        (["--parallel", "own:styles"], "--parallel own:styles needs a tensor axis, such as --mesh tensor=2"),
         (["--microbatches", "0"], "--microbatches must be at least 1, got 0"),
         (["--peak-flops", "0"], "--peak-flops must be a positive number, got 0.0"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from gbfunc.cli import main
-
     try:
         code = main(["train", *options])
     except SystemExit as end:
@@ -172,8 +168,8 @@ def test_what_cannot_be_is_told_in_one_line(options: list[str], words: str, caps
 def test_heads_that_do_not_divide(tmp_path: Path) -> None:
     # A later option takes the place of an earlier one.
     options = ("--mesh", "tensor=2", "--pnet-config", '{"layers": 2, "width": 18, "heads": 3}')
-    failed = train(2, tmp_path, "out", *options)
-    assert failed.returncode and "3 cannot be split over 2 tensor ranks, 1, 3 would fit" in failed.stderr, failed.stderr
+    for failed in train(2, tmp_path, "out", *options):
+        assert failed.code == 2 and "3 cannot be split over 2 tensor ranks, 1, 3 would fit" in failed.err, failed
 
 
 def test_a_p_net_that_has_no_styles() -> None:

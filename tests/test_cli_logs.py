@@ -99,13 +99,13 @@ def test_logging_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pyte
 
 def test_the_best_genome_is_kept(tmp_path: Path) -> None:
     # At such a rate the last one is not the best.
-    options = ["--steps", "40", "--measure-every", "4", "--lr", "0.3", "--schedule", "constant"]
+    options = ["--steps", "60", "--measure-every", "4", "--lr", "0.3", "--schedule", "constant"]
     assert main(["train", *SMALL, *options, "--out", str(tmp_path)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     with (tmp_path / "history.csv").open(newline="") as file:
         rows = {int(row["step"]): float(row["val_accuracy"]) for row in csv.DictReader(file)}
     best = max(rows, key=lambda step: rows[step])
-    assert (metrics["best_step"], metrics["best_val_accuracy"]) == (best, rows[best]) and best < 40
+    assert (metrics["best_step"], metrics["best_val_accuracy"]) == (best, rows[best]) and best < 60
     plan, genome = gb.load(tmp_path / "best.safetensors")
     net = gb.materialize(plan, genome, mlp((64, 24, 10), 0))
     assert accuracy(net, TASKS["digits"]().val) == rows[best] > metrics["val_accuracy"]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import gbfunc as gb
 from gbfunc.cli import main
+from gbfunc.cli.parser import parse
 from gbfunc.cli.plan import parse_bytes
+from gbfunc.cli.ranks import parse_mesh
 from gbfunc.lab.bench import calibrate
 from gbfunc.parallel.planner import DeviceSpec
+from tests.support.planner_cases import make_case
+from tests.support.tensor_cases import next_token
 
 SMALL = ["plan", "--compression", "5", "--sizes", "64", "32", "32", "10"]
 
@@ -19,8 +26,42 @@ def test_plan_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--ranks", "4", "--memory", "16GB", "--link", "100Gbit", "--batch-size", "64"]) == 0
     out = capsys.readouterr().out
     assert "whole model" in out
-    assert "data 4" in out and "pipeline 2" in out and "fewest ranks   1 (of 16 GB each)" in out
-    assert "dense, FSDP" in out and "rule of thumb" in out
+    assert "fewest ranks   1 (of 16 GB each)" in out and "dense, FSDP" in out and "rule of thumb" in out
+
+
+def test_rows_fit_and_are_options_of_a_training() -> None:
+    pnet, plan, batch = make_case()
+    found = gb.plan_parallel(plan, pnet, batch, ranks=4, loss_fn=next_token)
+    report = found.report(most=100)
+    assert max(map(len, report.splitlines())) <= 100
+    table = report.split("\n\n")[0].replace("\\\n", " ").splitlines()[2:]
+    assert len(table) == len(found.fits) and any("--remat layer" in row for row in table)
+    for row, planned in zip(table, found.fits, strict=True):
+        layout = planned.layout
+        options = parse(["train", *shlex.split(row[row.index("--mesh") :])]).execution
+        axes = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": 1} | parse_mesh(options.mesh)
+        assert axes == layout.sizes and options.pipeline == layout.schedule and options.remat == layout.remat
+        assert (options.microbatches or 1) == layout.microbatches
+        assert options.placement == (layout.placement if layout.sizes["gnets"] > 1 else "auto")
+
+
+def test_layers_of_an_own_p_net_are_split_as_a_function_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_styles", raising=False)
+    Path("own_styles.py").write_text(
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel\n"
+        "def styles(pnet):\n    return {'0': ColwiseParallel(), '2': RowwiseParallel()}\n"
+        "def none(pnet):\n    return None\n"
+    )
+    assert main([*SMALL, "--ranks", "2"]) == 0
+    refused = capsys.readouterr().out
+    assert "--mesh tensor=2" not in refused and "parallel={'up': ColwiseParallel()" in " ".join(refused.split())
+    assert main([*SMALL, "--ranks", "2", "--parallel", "own_styles:styles"]) == 0
+    assert "--mesh tensor=2" in capsys.readouterr().out
+    assert main([*SMALL, "--ranks", "2", "--parallel", "own_styles:none"]) == 2
+    assert "--parallel own_styles:none must return styles by the names of modules, got None" in capsys.readouterr().err
 
 
 def test_plan_reads_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +89,7 @@ def test_units(option: str, text: str, rate: bool, expected: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--parallel", "a:b"], "--parallel is for layouts of ranks: say --ranks too"),
         (["--memory", "16GB"], "--memory is for layouts of ranks: say --ranks too"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--ranks", "2", "--memory", "16"], "--memory must be a size such as 16GB or 512MiB, got '16'"),

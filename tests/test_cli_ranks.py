@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,58 +15,75 @@ from typing import Any
 
 import pytest
 
+from gbfunc.cli import main
 from gbfunc.cli.ranks import parse_mesh
 from tests.support.ranks import PATIENCE, ROOT
 
-TRAIN = ("-m", "gbfunc", "train", "--epochs", "1", "--sizes", "64", "40", "10", "--genome-params", "300")
+TRAIN = ["train", "--epochs", "1", "--sizes", "64", "40", "10", "--genome-params", "300", "--checkpoint-every", "5"]
 
 
-def train(ranks: int, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Train digits for an epoch, under torchrun where there are many ranks."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
-    command = [sys.executable, *launcher, *TRAIN, "--out", str(out), *options]
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=100 * PATIENCE, check=False)
+def torchrun(*options: str) -> list[str]:
+    """Train digits for an epoch on two ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [sys.executable, *launcher, *options, "-m", "gbfunc", *TRAIN]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What two ranks have written into a folder, and on standard output."""
+    out = tmp_path_factory.mktemp("two")
+    command = [*torchrun(), "--out", str(out), "--placement", "sharded", "--mesh", "data=1,gnets=2"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=200 * PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
 
 
 def metrics_of(out: Path) -> dict[str, Any]:
     return json.loads((out / "metrics.json").read_text())
 
 
-def test_two_ranks_train_the_genome_that_one_trains(tmp_path: Path) -> None:
+def test_two_ranks_train_the_genome_that_one_trains(
+    two: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Batch sizes are global: the same losses, but for the order of float32 sums."""
-    one, two = train(1, tmp_path / "1"), train(2, tmp_path / "2", "--placement", "sharded", "--mesh", "data=1,gnets=2")
-    assert one.returncode == 0, one.stderr
-    assert two.returncode == 0, two.stderr
-    a, b = metrics_of(tmp_path / "1"), metrics_of(tmp_path / "2")
+    assert main([*TRAIN, "--out", str(tmp_path)]) == 0
+    a, b = metrics_of(tmp_path), metrics_of(two[0])
     assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-3) and a["steps"] == b["steps"]
     assert (b["ranks"], b["placement"]) == (2, "sharded")
     assert b["mesh"] == {"data": 1, "pipeline": 1, "gnets": 2, "tensor": 1}
     assert a["bytes_sent_per_step"] == 0 and b["bytes_sent_per_step"] > 4 * 64 * 40
     assert all(m["samples_per_second"] > 0 and m["peak_memory_bytes"] > 2**20 for m in (a, b))
-    assert two.stdout.count("test accuracy") == one.stdout.count("test accuracy") == 1, "rank 0 alone speaks"
+    assert two[1].count("test accuracy") == capsys.readouterr().out.count("test accuracy") == 1, "rank 0 alone speaks"
 
 
-def test_what_two_ranks_have_trained_one_goes_on_with(tmp_path: Path) -> None:
-    made = train(2, tmp_path, "--checkpoint-every", "5", "--placement", "replicated")
-    assert made.returncode == 0, made.stderr
-    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
-    genome = (tmp_path / "genome.safetensors").read_bytes()
+def test_what_two_ranks_have_trained_one_goes_on_with(
+    two: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(two[0], out)
+    newest = sorted((out / "checkpoints").glob("step-*"))[-1]
+    genome = (out / "genome.safetensors").read_bytes()
     newest.rename(newest.with_name("put-aside"))
-    again = train(1, tmp_path, "--checkpoint-every", "5", "--resume", "auto")
-    assert again.returncode == 0, again.stderr
-    assert "resumed" in again.stderr and again.stderr.count("gbfunc: ") == 1
-    assert len((tmp_path / "genome.safetensors").read_bytes()) == len(genome)
-    assert train(1, tmp_path, "--resume", "auto", "--seed", "1").stderr.count("other settings: seed 0, now 1") == 1
+    again = [*TRAIN, "--out", str(out), "--resume", "auto"]
+    assert main(again) == 0
+    told = capsys.readouterr().err
+    assert "resumed" in told and told.count("gbfunc: ") == 1
+    assert len((out / "genome.safetensors").read_bytes()) == len(genome)
+    assert main([*again, "--seed", "1"]) == 2
+    assert capsys.readouterr().err.count("other settings: seed 0, now 1") == 1
 
 
 @pytest.mark.slow
 def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    options = ("--out", str(tmp_path), "--checkpoint-every", "5", "--resume", "auto", "--epochs", "40")
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *launcher, *TRAIN, *options]
-    run = subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    options = ("--out", str(tmp_path), "--resume", "auto", "--epochs", "40")
+    command = [*torchrun("--max-restarts", "1"), *options]
+    run = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         deadline = time.monotonic() + 60 * PATIENCE
         while not list((tmp_path / "checkpoints").glob("step-*")) and time.monotonic() < deadline:

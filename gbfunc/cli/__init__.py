@@ -1,4 +1,8 @@
-"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `predict`, `sample`, `export`, `compare`, `bench`."""
+"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `predict`, `sample`, `export`, `compare`, `bench`.
+
+What the user could mend (options that do not fit, files that are missing or damaged, packages that are not installed)
+is raised in every module of this room as `ValueError`, `OSError` or `ImportError`, and reported in one line by `main`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from gbfunc import startup
 from gbfunc.cli.signals import Stopped
 from gbfunc.startup import interrupts_raise
 
@@ -30,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from gbfunc.cli.parser import parse
 
         interrupts_raise()
-        parse(sys.argv[1:] if argv is None else argv).run()
+        command = startup.COMMAND if argv is None else None
+        (command or parse(sys.argv[1:] if argv is None else argv)).run()
     except KeyboardInterrupt:
         print("gbfunc: interrupted", file=sys.stderr)
         return 130

@@ -34,12 +34,7 @@ def about(task: Task, options: DataOptions) -> JSON:
 
 
 def described(path: Path, options: Options) -> Options:
-    """The options, with what a genome's file says where the user says nothing.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no genome, says anything but text or objects, or names code, which the user must.
-    """
+    """The options, with what a genome's file says where the user says nothing."""
     said = gb.load_metadata(path)
     # Of another task than the user's, it says nothing.
     said = said if isinstance(said, Mapping) and options.task in ("", said.get("task")) else {}

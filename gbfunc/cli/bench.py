@@ -6,7 +6,6 @@ know of this machine.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
@@ -17,7 +16,7 @@ import torch
 from rich.table import Table
 
 from gbfunc.cli.commands import Bench
-from gbfunc.cli.output import make_folder, open_folder, wide_console, write_figure, write_metrics
+from gbfunc.cli.output import open_folder, wide_console, write_figure, write_metrics
 from gbfunc.cli.ranks import find_device
 from gbfunc.cli.signals import sigterm_raises
 from gbfunc.lab.bench import cases
@@ -41,7 +40,8 @@ def run(options: Bench) -> None:
 
 def _run_cases(options: Bench) -> None:
     if options.distributed:
-        run_wire("quick" if options.quick else "full", options.cases, options.ranks, options.links, options.out)
+        with open_folder(options.out) as folder:
+            run_wire("quick" if options.quick else "full", options.cases, options.ranks, options.links, folder)
         return
     device = find_device(options.device)
     if device.type not in ("cpu", "cuda"):
@@ -75,18 +75,9 @@ def measure(
     visit: float,
     repeat: int = 1,
 ) -> dict[str, Any]:
-    """Run benches one after the other, and write `bench.json` and the figures of growth.
+    """Run benches `repeat` times one after the other; write the figures of growth, and what is returned (`bench.json`).
 
-    Args:
-        benches: the cases of each, by its name.
-        setting: where.
-        folder: where to write.
-        rounds: timings of each variant.
-        visit: seconds of each timing, about.
-        repeat: runs of all benches, one after the other; the rows are medians over them (see `over_runs`).
-
-    Returns:
-        What `bench.json` holds.
+    Of several runs the rows are medians (`over_runs`); `rounds` and `visit` (s) are those of `time_together`.
     """
     from gbfunc.plots import cost_curves
 
@@ -125,11 +116,7 @@ def _print_rows(
 ) -> None:
     """Rows as one table on standard output, cut where the place changes, and notes below it.
 
-    Args:
-        rows: the rows.
-        place: keys of the first columns, which are written where they change.
-        columns: the others as (title, cell): numbers, but for one without a title.
-        notes: a line each.
+    `place` are the keys of the first columns, `columns` the others by their titles: numbers, but for one without title.
     """
     table = Table()
     for title in (*place, "variant"):
@@ -199,16 +186,7 @@ def run_wire(
 ) -> None:
     """Measure every case on every number of ranks and link; print one table, write `wire.json` and the figures.
 
-    Args:
-        scale: where the cases are from.
-        names: which cases; None is all.
-        ranks: numbers of ranks.
-        links: names of `LINKS`; the loopback is measured always, as slow links are modelled from it.
-        folder: where to write.
-
-    Raises:
-        ValueError: for a case that there is not, or a number of ranks below 2.
-        OSError: if a rank fails or takes too long.
+    The loopback is measured always, as slow links are modelled from it.
     """
     from gbfunc.lab.bench import wire
     from gbfunc.lab.bench.links import can_make_links
@@ -217,41 +195,31 @@ def run_wire(
     chosen, pace = cases.choose(wire.CASES[scale], names, "--distributed --cases"), wire.PACES[scale]
     if not ranks or min(ranks) < 2:
         raise ValueError(f"--ranks must be 2 or more, got {' '.join(map(str, ranks)) or 'none'}")
-    folder = make_folder(folder)
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    # Ended by an exception, it clears ranks and namespaces away.
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        print("1 rank", file=sys.stderr, flush=True)
-        results: dict[str, Any] = describe(torch.device("cpu"), 1)
-        alone = [case for case in chosen.values() if set(wire.PLACEMENTS) <= set(case.variants)]
-        results["one_rank"] = {case.name: wire.one_rank_ratios(case, rounds=pace.steps) for case in alone}
-        results["rows"] = []
-        orders: list[tuple[cases.Scale, str]] = [(scale, name) for name in chosen]
-        slow = [link for link in links if link != "loopback"]
-        can_limit = bool(slow) and can_make_links()
-        for n in ranks:
-            print(f"{n} ranks", file=sys.stderr, flush=True)
-            measured = wire.measure_ranks(orders, n, ["loopback"], pace)
-            if can_limit:
-                wait = wire.expected_seconds(measured, slow, pace)
-                print(f"{n} ranks on {' and '.join(slow)}, about {wait:,.0f} s", file=sys.stderr, flush=True)
-                measured |= wire.measure_ranks(orders, n, slow, pace)
-            peaks = (
-                {case.name: wire.measure_peaks(scale, name, n, pace) for name, case in chosen.items()}
-                if pace.memory
-                else {}
-            )
-            places = [(case.name, link) for case in chosen.values() for link in links]
-            results["rows"] += [
-                row for case, link in places for row in wire.rows_of(measured, case, n, link, peaks.get(case))
-            ]
-            write_metrics(folder / "wire.json", results)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    print("1 rank", file=sys.stderr, flush=True)
+    results: dict[str, Any] = describe(torch.device("cpu"), 1)
+    alone = [case for case in chosen.values() if set(wire.PLACEMENTS) <= set(case.variants)]
+    results["one_rank"] = {case.name: wire.one_rank_ratios(case, rounds=pace.steps) for case in alone}
+    results["rows"] = []
+    orders: list[tuple[cases.Scale, str]] = [(scale, name) for name in chosen]
+    slow = [link for link in links if link != "loopback"]
+    can_limit = bool(slow) and can_make_links()
+    for n in ranks:
+        print(f"{n} ranks", file=sys.stderr, flush=True)
+        measured = wire.measure_ranks(orders, n, ["loopback"], pace)
+        if can_limit:
+            wait = wire.expected_seconds(measured, slow, pace)
+            print(f"{n} ranks on {' and '.join(slow)}, about {wait:,.0f} s", file=sys.stderr, flush=True)
+            measured |= wire.measure_ranks(orders, n, slow, pace)
+        peaks = (
+            {case.name: wire.measure_peaks(scale, name, n, pace) for name, case in chosen.items()}
+            if pace.memory
+            else {}
+        )
+        places = [(case.name, link) for case in chosen.values() for link in links]
+        results["rows"] += [
+            row for case, link in places for row in wire.rows_of(measured, case, n, link, peaks.get(case))
+        ]
+        write_metrics(folder / "wire.json", results)
     for name, case in chosen.items():
         panels = _panels(case.name, [row for row in results["rows"] if row["case"] == case.name])
         write_figure(folder / f"wire_{name}.png", grouped_bars(panels))

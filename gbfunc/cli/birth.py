@@ -12,10 +12,13 @@ from safetensors.torch import save_model
 from torch import nn
 
 from gbfunc.cli.options import BirthOptions
-from gbfunc.cli.output import make_folder, reporter, write_figure, write_history, write_metrics
+from gbfunc.cli.output import reporter, write_figure, write_history, write_metrics
 from gbfunc.lab.birth import GROWN, LESSONS, Taught, in_the_size_of, lessons, teach
 from gbfunc.tasks import Metric, Recipe, Task, find_task
 from gbfunc.tasks.training import total_steps
+
+TAUGHT_FILE = "net.safetensors"
+"""What holds the taught weights."""
 
 
 def learn_from_birth(
@@ -27,16 +30,9 @@ def learn_from_birth(
     rates: Sequence[float],
     out: Path | None,
 ) -> None:
-    """Teach, write the results, print them.
+    """Teach what the genome grows its own task and that of the options, at the best of `rates` (parts of `dense_lr`).
 
-    Args:
-        options: the other task.
-        grown: the network that the genome grows.
-        task: what it was born for.
-        recipe: batch size, length and `dense_lr`.
-        seed: of the random weights and the order of the examples.
-        rates: learning rates to choose from, as parts of `dense_lr`.
-        out: where to write.
+    Write the results, print them.
     """
     tasks = [task]
     if options.other is not None:
@@ -52,8 +48,7 @@ def learn_from_birth(
     if out is not None:
         from gbfunc.plots import birth_curves
 
-        make_folder(out)
-        save_model(learned[task.name][GROWN].net, str(out / "net.safetensors"))
+        save_model(learned[task.name][GROWN].net, str(out / TAUGHT_FILE))
         rows = {name: {start: taught.rows for start, taught in starts.items()} for name, starts in learned.items()}
         flat = {f"{name}: {start}": of for name, starts in rows.items() for start, of in starts.items()}
         write_history(out / "history.csv", flat)

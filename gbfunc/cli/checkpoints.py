@@ -59,13 +59,7 @@ class Kept:
     signals: list[int] = field(default_factory=list)
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
-        """The state to begin with and how far it has come, which is reported on standard error.
-
-        Raises:
-            FileNotFoundError: where there must be a checkpoint and is none.
-            ValueError: for one that is damaged, where there must be one, of other settings, or with more steps than the
-                training shall have.
-        """
+        """The state to begin with and how far it has come, which is reported on standard error."""
         if self.source is None:
             return state, None
         if self.needed and self.train_step.mesh.world == 1 and not self.source.exists():
@@ -153,12 +147,7 @@ class Kept:
 
 @contextmanager
 def checkpoints(options: RunOptions, task: Task, recipe: Recipe, train_step: TrainStep | None) -> Iterator[Kept | None]:
-    """The checkpoints that the options ask for; while they are open, SIGINT and SIGTERM save before they stop.
-
-    Raises:
-        ValueError: for options that do not fit each other, or old checkpoints in the way of a new training.
-        OSError: if their folder cannot be written.
-    """
+    """The checkpoints that the options ask for; while they are open, SIGINT and SIGTERM save before they stop."""
     output = options.output
     if not isinstance(output, CheckpointOptions) or train_step is None:
         yield None

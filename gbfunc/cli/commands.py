@@ -5,14 +5,16 @@ A command `NAME` is a dataclass here, an entry of `COMMANDS`, and `gbfunc.cli.NA
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from gbfunc.cli.options import (
+    NONE,
     RECIPE,
     BirthOptions,
     CheckpointOptions,
@@ -39,6 +41,21 @@ class Command:
         import_module(f"gbfunc.cli.{type(self).__name__.lower()}").run(self)
 
 
+class GenomeCommand(Command):
+    """Options of a command that takes a genome."""
+
+    def run(self: Any) -> None:
+        """Do what the options say, with the genome in a page or a QR code where they name one."""
+        if self.genome.suffix not in (".html", ".png"):
+            return Command.run(self)
+        from gbfunc.export.qr import shipped_genome
+
+        with TemporaryDirectory(prefix="gbfunc-") as folder:
+            path = Path(folder, f"{self.genome.stem}.safetensors")
+            path.write_bytes(shipped_genome(self.genome))
+            return Command.run(replace(self, genome=path))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train(Command, RunOptions):
     """Train a genome on a task; measure it as its file holds it. On many ranks: torchrun ... -m gbfunc train ..."""
@@ -58,12 +75,12 @@ class Demo(Command, RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(Command, ConfigOption, GenomeFileOptions):
+class Eval(GenomeCommand, ConfigOption, GenomeFileOptions):
     """Rebuild the p-net from a genome file and measure it; task and p-net are those that the file names."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predict(Command, ConfigOption, GenomeFileOptions):
+class Predict(GenomeCommand, ConfigOption, GenomeFileOptions):
     """Classify files: images, arrays of images (.npy, .npz), or texts, one each line (.txt). A line for each input."""
 
     inputs: Positional[tuple[Path, ...]]
@@ -74,7 +91,7 @@ class Predict(Command, ConfigOption, GenomeFileOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(Command, ConfigOption, GenomeFileOptions):
+class Sample(GenomeCommand, ConfigOption, GenomeFileOptions):
     """Write text with the language model of a genome file; --data-dir is the text it learned, for its characters."""
 
     task: Annotated[str, arg(metavar="NAME")] = "text"
@@ -94,11 +111,15 @@ class Sample(Command, ConfigOption, GenomeFileOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(Command, ConfigOption, GenomeFileOptions):
-    """Write the network of a genome file for other programs: ONNX, torch.export, AOTInductor, IREE, safetensors."""
+class Export(GenomeCommand, ConfigOption, GenomeFileOptions):
+    """Write the network of a genome file for other programs, as a page for browsers (.html), or as its QR code."""
 
     out: Annotated[Path, arg(metavar="FILE")]
-    """Where to; a file that is there is replaced."""
+    """Where to; a file that is there is replaced. A page of a text task takes its characters from --data-dir."""
+
+    qr: Annotated[str | None, arg(metavar="PAGE", help_behavior_hint=NONE)] = None
+    """Address of a page that --out net.html wrote: draw the QR code (.png, .svg) that opens it with this genome, of up
+    to some 2,200 bytes."""
 
     to: Annotated[
         Literal["onnx", "pt2", "aoti", "iree", "safetensors"] | None,
@@ -140,6 +161,11 @@ class Plan(Command, ConfigOption):
 
     microbatches: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the fastest)")] = None
     """Microbatches per step, with --ranks."""
+
+    parallel: Annotated[
+        str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="(default: those of the p-net)")
+    ] = None
+    """How the layers of a p-net of yours are split along a tensor axis, with --ranks, as for gbfunc train."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from gbfunc.cli.commands import SIZES, Compare
 from gbfunc.cli.options import DataOptions
-from gbfunc.cli.output import make_folder, wide_console, write_figure, write_metrics
+from gbfunc.cli.output import open_folder, wide_console, write_figure, write_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,25 +39,23 @@ def run(options: Compare) -> None:
     methods = {name: method for name, method in chosen.items() if name not in references}
     problems = _problems(options, task, dtype)
     free = [lab.reference_problem(problems[0])] if references else []
-    folder = make_folder(options.out)
-    results = lab.read_results(folder / "compare.json")
+    results = lab.read_results(options.out / "compare.json")
     about = describe(torch.device("cpu"), torch.get_num_threads())
     seeds, most = (1, 2) if options.quick else (options.seeds, None)
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    nets = make_folder(folder / "nets")
-    for parts in ((methods, problems), (references, free)):
-        for newer in lab.run_missing(*parts, seeds, results, nets, report, most):
-            results = newer
-            # After each row: what is measured is kept, should a later one fail.
-            write_metrics(folder / "compare.json", about | lab.to_json(results))
-    known = {name: [lab.of_problem(results, problem, name) for problem in problems] for name in methods}
-    levels = {name: lab.of_problem(results, free[0], name) for name in references}
-    metric = task.metric
-    if any(part.rows for parts in known.values() for part in parts):
-        write_figure(folder / "tradeoff.png", tradeoff_figure(known, metric, levels))
+    with open_folder(options.out) as folder, open_folder(folder / "nets") as nets:
+        for parts in ((methods, problems), (references, free)):
+            for newer in lab.run_missing(*parts, seeds, results, nets, report, most):
+                results = newer
+                # After each row: what is measured is kept, should a later one fail.
+                write_metrics(folder / "compare.json", about | lab.to_json(results))
+        known = {name: [lab.of_problem(results, problem, name) for problem in problems] for name in methods}
+        levels = {name: lab.of_problem(results, free[0], name) for name in references}
+        if any(part.rows for parts in known.values() for part in parts):
+            write_figure(folder / "tradeoff.png", tradeoff_figure(known, task.metric, levels))
     print_tradeoff(known, problems, levels)
 
 
@@ -110,10 +108,7 @@ def tradeoff_figure(
 ) -> Figure:
     """`tradeoff_curves` of a metric; parts of one are shown by what they lack, on a logarithmic axis.
 
-    Args:
-        known: results of every method, at each budget.
-        metric: of the task.
-        levels: results that no budget bounds, each a dashed line.
+    `known` are results of every method at each budget, `levels` those that no budget bounds, each a dashed line.
     """
     from gbfunc.plots import tradeoff_curves
 
@@ -148,13 +143,7 @@ def print_tradeoff(
     problems: Sequence[Problem],
     levels: Mapping[str, Results] = MappingProxyType({}),
 ) -> None:
-    """The metric on the test split as one table on standard output: a row for a method, a column for a budget.
-
-    Args:
-        known: results of every method, at each budget.
-        problems: the budgets.
-        levels: results that no budget bounds, each a line below the table.
-    """
+    """The metric on the test split as one table on standard output: a row for a method, a column for a budget."""
     first = problems[0]
     metric = first.task.metric
     table = Table("method")

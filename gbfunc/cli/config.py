@@ -34,17 +34,7 @@ def values_of(options: Any) -> Iterator[tuple[str, Any]]:
 def config_words(path: Path, command: Any, training: Any) -> list[str]:
     """The options in a file as words of a command line.
 
-    A file is written for a training. Another command takes those options of it that it shares, and leaves the rest.
-
-    Args:
-        path: a file that ends in .toml, .yaml, .yml or .json.
-        command: the dataclass of the command.
-        training: the dataclass of `gbfunc train`.
-
-    Raises:
-        FileNotFoundError: if there is no file.
-        ValueError: if it cannot be read, or holds an option that there is not.
-        ImportError: if what reads it is missing.
+    A file is written for a `training`. Another command takes those options of it that it shares, and leaves the rest.
     """
     known, trained = options_of(command), options_of(training)
     groups = {field.name for field in fields(training) if is_dataclass(field.default)}
@@ -79,10 +69,10 @@ def _words(option: str, value: Any) -> list[str]:
     return [f"{option}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """What a file holds; raises as `config_words`."""
+def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
+    """What the file of an option holds; raises as `config_words`."""
     if not path.is_file():
-        raise FileNotFoundError(f"--config: no such file: {path}")
+        raise FileNotFoundError(f"{option}: no such file: {path}")
     text = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".toml":
@@ -96,12 +86,12 @@ def read_config(path: Path) -> dict[str, Any]:
         else:
             raise ValueError("its name must end in .toml, .yaml, .yml or .json")
     except ImportError as error:
-        raise ImportError(f"--config {path} needs {error.name}: pip install 'gbfunc[cli]'") from error
+        raise ImportError(f"{option} {path} needs {error.name}: pip install 'gbfunc[cli]'") from error
     except Exception as error:
         # Each reader has its own errors.
-        raise ValueError(f"--config {path} cannot be read: {error}") from error
+        raise ValueError(f"{option} {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"--config {path} must hold options by their names, got {found!r}")
+        raise ValueError(f"{option} {path} must hold options by their names, got {found!r}")
     return found
 
 

@@ -13,7 +13,7 @@ from gbfunc.tasks.training import dense_trainer
 
 def run(options: Demo) -> None:
     """Train all three, write the results, print one table."""
-    job = make_job(options.data, options.genome, options.training)
+    job = make_job(options.data, options.genome, options.training, stored=options.output.dtype)
     seed, device, out = options.data.seed, options.training.device, options.output.out
     task, recipe = job.task, job.recipe
     small_pnet = narrowed(task.pnet, job.plan.genome_params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,11 @@ import gbfunc as gb
 from gbfunc.cli.commands import Export
 from gbfunc.cli.job import load_task
 from gbfunc.cli.networks import read_genome
-from gbfunc.cli.output import make_folder
+from gbfunc.cli.output import open_folder
 from gbfunc.cli.predict import task_of
-from gbfunc.export import export_module
+from gbfunc.export import export_module, page
+from gbfunc.export.qr import write_qr
+from gbfunc.files import replace_file
 from gbfunc.tasks.pnets import Interface
 
 _ROWS = 4
@@ -24,19 +27,62 @@ def run(options: Export) -> None:
     """Write the file; tell its size and how exact it is."""
     if options.out.exists() and options.genome.exists() and options.out.samefile(options.genome):
         raise ValueError(f"--out {options.out} is the genome's own file, which would be lost: choose another name")
-    said = gb.load_metadata(options.genome) if options.genome.is_file() else None
-    said = said if isinstance(said, Mapping) and options.data_dir is None else {}
+    if options.qr is not None or options.out.suffix == ".html":
+        return _to_browser(options)
+    if options.out.suffix in (".png", ".svg"):
+        raise ValueError(f"{options.out} would be a QR code, which opens a page: say its address as --qr PAGE")
+    said = _said(options) if options.data_dir is None else {}
     load = (lambda data: task_of(data, said)) if "interface" in said else load_task
     plan, task, net = read_genome(options.genome, options, load=load)
-    make_folder(options.out.parent)
     x = example(task.interface)
-    if plan.base is not None and options.weights != "genome":
-        # The network has no longer the weights of the base, which the genome would change.
-        made = export_module(options.out, net, x, options.to)
-    else:
-        made = gb.export(options.out, plan, gb.load(options.genome)[1], net, x, options.weights, options.to)
+    with open_folder(options.out.parent):
+        if plan.base is not None and options.weights != "genome":
+            # The network has no longer the weights of the base, which the genome would change.
+            made = export_module(options.out, net, x, options.to)
+        else:
+            made = gb.export(options.out, plan, gb.load(options.genome)[1], net, x, options.weights, options.to)
     error = "" if made.max_error is None else f"; its outputs are those of the p-net within {made.max_error:.1e}"
     print(f"{options.out}: {made.bytes:,} bytes, the genome has {options.genome.stat().st_size:,}{error}")
+
+
+def _said(options: Export) -> Mapping[str, Any]:
+    """What the genome's file says of its task; {} where it says nothing, or there is none."""
+    said = gb.load_metadata(options.genome) if options.genome.is_file() else None
+    return said if isinstance(said, Mapping) else {}
+
+
+def _to_browser(options: Export) -> None:
+    """Write a page, or a QR code of one."""
+    if (options.weights or options.to) is not None:
+        raise ValueError("--weights and --to are for programs: a page and a QR code hold the genome")
+    if not options.genome.is_file():
+        raise FileNotFoundError(f"no such genome file: {options.genome}")
+    page.check(gb.load(options.genome)[0])
+    data, said = options.genome.read_bytes(), _said(options)
+    if options.qr is not None:
+        with open_folder(options.out.parent):
+            write_qr(options.out, data, options.qr)
+        print(f"{options.out}: the code of {options.qr} with the {len(data):,} bytes of the genome")
+        return
+    runs = said.get("pnet") in page.PNETS and "interface" in said
+    alphabets = {str(said["alphabet"]): _alphabet(options)} if runs and "alphabet" in said else {}
+    text = page.page(data, alphabets).encode()
+    with open_folder(options.out.parent):
+        replace_file(options.out, text)
+    grows = (
+        "" if runs else f"; it shows how the weights grow, {said.get('pnet') or 'their network'} does not run there yet"
+    )
+    print(f"{options.out}: {len(text):,} bytes, the genome has {len(data):,}{grows}")
+
+
+def _alphabet(options: Export) -> str:
+    """The characters of a text task, in the order of its tokens."""
+    _, task, _ = read_genome(options.genome, options)
+    assert task.decode is not None
+    characters = task.decode(list(range(task.interface.outputs)))
+    if len(characters) != task.interface.outputs:
+        raise ValueError("not in the browser yet: byte-pair tokens; a page writes characters")
+    return characters
 
 
 def example(interface: Interface) -> Tensor:

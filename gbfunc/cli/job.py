@@ -12,12 +12,16 @@ import torch
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.cli.about import about
 from gbfunc.cli.options import DataOptions, GenomeOptions, RunOptions, TrainingOptions
+from gbfunc.cli.plan_config import read_plan_config
 from gbfunc.cli.ranks import find_device
 from gbfunc.hypernets import HYPERNETS, Hypernet
+from gbfunc.plan import file_bytes
 from gbfunc.tasks import TASKS, Recipe, Task, find_task
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.pnets import PlanOptions, find_pnet, options_for
+from gbfunc.types import JSON
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = ("base", "target_modules", "modules_to_save")
@@ -42,13 +46,7 @@ class Job(NamedTuple):
 
 
 def load_task(options: DataOptions) -> Task:
-    """The task that the options name, with the p-net that they name.
-
-    Raises:
-        ValueError: if its data is damaged, or if the p-net does not fit it.
-        FileNotFoundError: if its data is missing.
-        ImportError: if a package is missing.
-    """
+    """The task that the options name, with the p-net that they name."""
     given = _given(options, "env", "env_steps")
     if options.task != "control" and given:
         raise ValueError(f"{_flags(given)} is for the control task, got --task {options.task}")
@@ -81,11 +79,7 @@ def _flags(names: Iterable[str]) -> str:
 
 
 def read_json(option: str, text: str) -> dict[str, Any]:
-    """The object that an option holds.
-
-    Raises:
-        ValueError: if it is no JSON object.
-    """
+    """The object that an option holds."""
     expected = f"{option} must be a JSON object such as '{{\"width\": 64}}', got {text!r}"
     try:
         value = json.loads(text)
@@ -97,16 +91,14 @@ def read_json(option: str, text: str) -> dict[str, Any]:
 
 
 def make_job(
-    data: DataOptions, genome: GenomeOptions, training: TrainingOptions | None = None, *, dense: bool = False
+    data: DataOptions,
+    genome: GenomeOptions,
+    training: TrainingOptions | None = None,
+    *,
+    dense: bool = False,
+    stored: str | None = None,
 ) -> Job:
-    """Load the data and plan the genome; raises as `load_task`, also for options that do not fit each other.
-
-    Args:
-        data: which data and p-net, with its seed.
-        genome: how large, and of what.
-        training: how it is to be trained; None as the task has it, on the CPU.
-        dense: the p-net's weights themselves are asked for, in place of a genome.
-    """
+    """Load the data and plan the genome; without `training` as the task has it, on the CPU, in a file as `stored`."""
     seed, training = getattr(data, "seed", 0), training or TrainingOptions()
     check_seed(seed)
     device = find_device(training.device)
@@ -120,7 +112,7 @@ def make_job(
         recipe = task.recipe(plan.genome_params)
         recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None)
     else:
-        plan = _sized_plan(task, pnet, *size_of(task, genome))
+        plan = _sized_plan(task, pnet, size_of(task, genome), stored, about(task, data))
         recipe = task.recipe(plan.genome_params)
     return Job(task, asked_recipe(recipe, training), pnet, plan, dense)
 
@@ -128,13 +120,13 @@ def make_job(
 def resolved(job: Job, options: RunOptions) -> dict[str, Any]:
     """Those options of a training that the user may leave open, as they are in it; None where they do not apply."""
     recipe, plan = job.recipe, job.plan
-    params, ratio = (None, None) if job.dense else size_of(job.task, options.genome)
+    size = {"genome_params": None, "genome_bytes": None, "compression": None}
+    size |= {} if job.dense else size_of(job.task, options.genome)
     decay = recipe.optimizer_options.get("weight_decay")
     config = {name: value for name, value in recipe.optimizer_options.items() if name != "weight_decay"}
     same_dtype = {leaf.dtype for leaf in plan.leaves.values()} == {plan.dtype}
     return {
-        "genome_params": params,
-        "compression": ratio,
+        **size,
         "hypernet": hypernet_of(job),
         **{name: getattr(recipe, name) for name in ("batch_size", "lr", "direct_lr", "warmup", "clip_norm")},
         **{"epochs": None if recipe.steps else recipe.epochs, "steps": recipe.steps},
@@ -152,23 +144,18 @@ def hypernet_of(job: Job) -> str | None:
     return None if job.dense else job.task.pnet.plan(job.plan.genome_params).hypernet.type
 
 
-def size_of(task: Task, genome: GenomeOptions) -> tuple[int | None, float | None]:
-    """Parameters of the genome or a ratio, the task's where the user gives none."""
-    params, ratio = genome.genome_params, genome.compression
+def size_of(task: Task, genome: GenomeOptions) -> dict[str, float | None]:
+    """The size that the user gives, as `make_plan` takes it, or else the task's."""
+    ratio = genome.compression
     if ratio is not None and not 0 < ratio < float("inf"):
         raise ValueError(f"--compression must be a positive number, got {ratio}")
-    if params is None and ratio is None:
-        return task.genome_params, None if task.genome_params else task.compression
-    # Both given is for the plan to refuse.
-    return params, ratio
+    # More than one is for the plan to refuse.
+    given = _given(genome, "genome_params", "genome_bytes", "compression")
+    return given or ({"genome_params": task.genome_params} if task.genome_params else {"compression": task.compression})
 
 
 def asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
-    """A recipe with the user's settings in place.
-
-    Raises:
-        ValueError: for settings that no training can use, or that do not fit each other; `fit` checks the batch size.
-    """
+    """A recipe with the user's settings in place."""
     given = {name: value for name, value in vars(training).items() if value is not None}
     given = {name: value for name, value in given.items() if name in {f.name for f in fields(Recipe)}}
     if "epochs" in given and "steps" in given:
@@ -208,16 +195,19 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
         given["target_modules"] = names[0]
     if genome.max_tile is not None:
         given["max_tile"] = genome.max_tile[0] if len(genome.max_tile) == 1 else genome.max_tile
-    rules = tuple(map(_rule, genome.rule))
+    more = PlanOptions() if genome.plan_config is None else read_plan_config(genome.plan_config, _hypernet)
+    rules = (*map(_rule, genome.rule), *more.rules)
     config = read_json("--hypernet-config", genome.hypernet_config)
 
     def change(options: PlanOptions) -> PlanOptions:
         name = genome.hypernet or options.hypernet.type
         if config or name != options.hypernet.type:
             options = options.with_hypernet(_hypernet("--hypernet-config", name, config))
-        include, exclude = (*options.include, *genome.include), (*options.exclude, *genome.exclude)
+        excluded = (*more.exclude, *genome.exclude)
+        include, exclude = (*options.include, *more.include, *genome.include), (*options.exclude, *excluded)
         # Codes of the p-net's own are for what is generated.
-        codes = {k: x for k, x in options.encodings.items() if not _is_direct(k, genome.exclude, rules)}
+        codes = {k: x for k, x in options.encodings.items() if not _is_direct(k, excluded, rules)}
+        codes |= more.encodings
         rest = {"rules": (*rules, *options.rules), "include": include, "exclude": exclude, "encodings": codes}
         return options._replace(**given, **rest)
 
@@ -255,12 +245,23 @@ def _hypernet(option: str, name: str, config: Mapping[str, Any]) -> Hypernet:
         raise ValueError(f"{option}: the options of the g-net {name} do not fit: {error}") from error
 
 
-def _sized_plan(task: Task, pnet: nn.Module, params: int | None, ratio: float | None) -> gb.Plan:
-    """The task's plan; a ratio that cannot be reached is refused in its terms."""
+def _sized_plan(task: Task, pnet: nn.Module, size: Mapping[str, Any], stored: str | None, metadata: JSON) -> gb.Plan:
+    """The task's plan; bytes are of the whole file, and a ratio that cannot be reached is refused in its terms."""
     try:
-        return task.plan(pnet, genome_params=params, compression=ratio)
+        if (limit := size.get("genome_bytes")) is None or len(size) > 1:
+            return task.plan(pnet, **size)
+        left = limit
+        while True:
+            plan = task.plan(pnet, genome_bytes=left, stored=stored)
+            plan = replace(plan, target=f"at most {limit:,} bytes")
+            # What the file says of task and inputs counts, too.
+            over = sum(file_bytes(plan, stored, metadata=metadata).values()) - limit
+            if over <= 0:
+                return plan
+            left -= over
     except ValueError as error:
-        if ratio is None or params is not None or not hasattr(error, "least"):
+        ratio = size.get("compression")
+        if ratio is None or len(size) > 1 or not hasattr(error, "least"):
             raise
         reason = str(error).partition("cannot be reached: ")[2] or str(error)
         raise ValueError(f"a genome {ratio:,.15g} times smaller cannot be reached: {reason}") from error

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gbfunc.cli.output import make_folder
+from gbfunc.cli.output import open_folder
 from gbfunc.lab.bench.memory import peak_resident
 from gbfunc.parallel import Mesh, ScheduleCosts, gather_objects, make_schedule, simulate
 from gbfunc.pnet import skeleton_of
@@ -33,9 +33,6 @@ class Meter:
     Args:
         peak_flops: operations a second that a rank can do, where it is known.
         profile: folder for a profile of a few steps; None makes none.
-
-    Raises:
-        ValueError: for a peak that is none.
     """
 
     def __init__(self, peak_flops: float | None = None, profile: Path | None = None) -> None:
@@ -69,18 +66,13 @@ class Meter:
 
     @contextmanager
     def profiling(self, mesh: Mesh, steps: int) -> Iterator[None]:
-        """Profile a few early ones of the `steps` that are taken inside: a trace of each rank, and rank 0's table.
-
-        Raises:
-            ValueError: if there are too few.
-            OSError: if the folder cannot be made.
-        """
+        """Profile a few early ones of the `steps` that are taken inside: a trace of each rank, and rank 0's table."""
         if self._profile is None:
             yield
             return
         if steps < 2:
             raise ValueError(f"--profile needs a training of 2 steps or more, as the first warms up, got {steps}")
-        folder, rank = make_folder(self._profile, "--profile"), mesh.rank
+        rank = mesh.rank
         active = min(_PROFILED, steps - 1)
         schedule = torch.profiler.schedule(wait=min(3, steps - 1 - active), warmup=1, active=active, repeat=1)
         cuda = mesh.device.type == "cuda"
@@ -92,7 +84,10 @@ class Meter:
                 table = profiler.key_averages().table(sort_by=sort, row_limit=_TABLE_ROWS)
                 (folder / "table.txt").write_text(table, encoding="utf-8")
 
-        with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
+        with (
+            open_folder(self._profile, "--profile") as folder,
+            torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler,
+        ):
             self._after = profiler.step
             yield
 
@@ -165,15 +160,6 @@ def pipeline_bubble(
     """Part of the ranks' time (0 to 1) in which they wait in a pipeline, as the simulator has it.
 
     A stage takes as long as it has operations, twice that backward; messages and generation take no time.
-
-    Args:
-        pnet: the p-net.
-        loss: as it is trained.
-        batch: a global batch.
-        kind: schedule.
-        ranks: along the pipeline.
-        microbatches: of a shard of the batch.
-        shards: of the batch.
     """
     from gbfunc.parallel.pipeline import SCHEDULES, find_blocks, spread, trace_chain
 

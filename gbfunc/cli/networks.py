@@ -24,20 +24,9 @@ from gbfunc.tasks.teaching import taught
 def read_genome(
     path: Path, data: DataOptions, task: Task | None = None, load: Callable[[Any], Task] = load_task
 ) -> tuple[gb.Plan, Task, nn.Module]:
-    """Rebuild the p-net that a genome file describes, with its generated weights.
+    """The plan of a genome file, its task, and the p-net on the CPU with the weights that it generates.
 
-    Args:
-        path: the file.
-        data: which.
-        task: the data, where it is loaded already.
-        load: how to, from the options with what the file says filled in.
-
-    Returns:
-        Its plan, its task, and the network on the CPU.
-
-    Raises:
-        ValueError: if the file is damaged, or if its p-net does not fit the task.
-        FileNotFoundError: if there is no such file.
+    A `task` that is loaded already is taken as it is, else `load` gets the options with what the file says filled in.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such genome file: {path}")
@@ -118,12 +107,7 @@ def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
 
 
 def with_teacher(job: Job, options: TeacherOptions, device: str) -> Job:
-    """The job with a loss that follows the teacher that the options name, if they name one.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: for a file that holds no network of the task, or options that are out of range or have no effect.
-    """
+    """The job with a loss that follows the teacher that the options name, if they name one."""
     if options.teacher is None:
         if (options.teacher_weight, options.temperature) != (TeacherOptions.teacher_weight, TeacherOptions.temperature):
             raise ValueError("--teacher-weight and --temperature are for a teacher: say --teacher too")
@@ -133,12 +117,7 @@ def with_teacher(job: Job, options: TeacherOptions, device: str) -> Job:
 
 
 def read_teacher(path: Path, task: Task) -> nn.Module:
-    """The trained network of a genome file, of a file with the weights of the task's p-net, or of a folder with one.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, or holds no network of the task.
-    """
+    """The trained network of a genome file, of a file with the weights of the task's p-net, or of a folder with one."""
     path = teacher_file(path)
     if is_genome(path):
         plan, genome = gb.load(path)

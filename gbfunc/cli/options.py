@@ -47,7 +47,7 @@ class DataOptions:
     """Options of the task, for text '{"context": 128, "vocabulary": 1024}'."""
 
     pnet: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the task's)")] = None
-    """The network: mlp, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic, recurrent_actor_critic,
+    """The network: mlp, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic, recurrent_actor_critic,
     conv_actor_critic, hf:TYPE (Hugging Face), or package.module:function of your own."""
 
     pnet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
@@ -71,7 +71,7 @@ class GenomeFileOptions(DataOptions):
     your own."""
 
     genome: Annotated[Path, arg(metavar="FILE")]
-    """The genome, as `gbfunc train --out` writes it."""
+    """The genome, as `gbfunc train --out` writes it; or a page or QR code (.html, .png) of `gbfunc export` with one."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,13 @@ class GenomeOptions:
     """How large the genome is, and what it generates by which g-nets."""
 
     genome_params: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default without --compression: the task's)")
+        int | None, arg(metavar="INT", help_behavior_hint="(default without another size: the task's)")
     ] = None
     """Largest genome, in parameters, everything counted."""
+
+    genome_bytes: Annotated[int | None, arg(metavar="INT", help_behavior_hint=NONE)] = None
+    """Largest file of the genome, in bytes, everything counted, as --dtype stores it: exact but for codes (intN), whose
+    file has as many bytes as their values need, and never more."""
 
     compression: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
     """Size of the genome as a ratio: parameters of the p-net / parameters of the genome."""
@@ -126,6 +130,11 @@ class GenomeOptions:
     rule: Annotated[tuple[str, ...], arg(metavar="REGEX=TYPE ...", help_behavior_hint=NONE)] = ()
     """Other g-nets for some parameters, with options if need be; the first that fits wins: 'head=low_rank{"rank": 4}',
     'emb=none' for direct."""
+
+    plan_config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
+    """More of the same as .toml, .yaml or .json: lists include and exclude, tables [rules] ("REGEX" = "low_rank", or
+    {type = "low_rank", rank = 4}) and [encodings] ("0.weight" = ["binary", {type = "grid", dims = [28, 28]}]: codes of
+    rows and columns, default, or {type = "table", file = "kinds.npy"})."""
 
     base: Annotated[
         Literal["own", "none"] | None, arg(metavar="own|none", help_behavior_hint="(default: own with --pretrained)")
@@ -259,12 +268,22 @@ class ExecutionOptions:
     compile: bool = False
     """Compile generation, p-net and loss into one graph; the first step takes long."""
 
+    remat: Literal["none", "generate", "layer"] = "none"
+    """What backward makes again instead of keeping it: what lies between genome and weights, or each layer's weights
+    too."""
+
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
     """With many ranks: all of the genome on each, or shares of its tiles, whose weights or factors are gathered."""
 
     mesh: Annotated[str | None, arg(metavar="AXIS=INT,...", help_behavior_hint="(default: data=1)")] = None
     """With many ranks: how many along each axis. data and gnets split the batch (gnets the genome too, where it is
     sharded), pipeline splits the p-net's blocks, tensor its layers, such as data=2,tensor=2,pipeline=2."""
+
+    parallel: Annotated[
+        str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="(default: those of the p-net)")
+    ] = None
+    """How the layers of a p-net of yours are split along a tensor axis: a function that takes the p-net and returns
+    what parallelize_module takes, {"blocks.*.up": ColwiseParallel(), ...}."""
 
     pipeline: Annotated[
         PipelineName | None,

@@ -29,25 +29,19 @@ _WIDTH = 150
 """Of a table that is written to a file."""
 
 
-def make_folder(path: Path, option: str = "--out") -> Path:
-    """Make a folder that an option names, so that a path that cannot be one is known before hours of training.
-
-    Raises:
-        OSError: if it cannot be made.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise NotADirectoryError(f"{option} {path} is a file, expected a folder") from None
-    return path
-
-
 @contextmanager
 def open_folder(path: Path, option: str = "--out") -> Iterator[Path]:
-    """A folder as of `make_folder`; those made for it are removed at the end where they hold no file."""
+    """The folder that an option names; folders made for it are removed at the end where they hold no file.
+
+    A path that cannot be one is refused (`OSError`) before hours of training.
+    """
     new = [one for one in (path, *path.parents) if not one.exists()]
     try:
-        yield make_folder(path, option)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(f"{option} {path} is a file, expected a folder") from None
+        yield path
     finally:
         inside = sorted(new[0].rglob("*"), reverse=True) if new else []
         for folder in [one for one in inside if one.is_dir()] + new:
@@ -168,13 +162,7 @@ def wide_console() -> Console:
 
 
 class Best:
-    """Keeps the best genome by validation in a file.
-
-    Args:
-        path: the file.
-        metric: which decides.
-        write: saves a state under a path.
-    """
+    """Keeps the best genome by validation in a file."""
 
     def __init__(self, path: Path, metric: Metric, write: Callable[[Any, Path], None]) -> None:
         self._path, self._metric, self._write = path, metric, write
@@ -206,12 +194,7 @@ class Best:
 def open_logs(
     names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
 ) -> Iterator[OnLog | None]:
-    """One hook for all logs of some names, which gets the learning rate too; None without a name.
-
-    Raises:
-        ValueError: without a folder.
-        ImportError: if a package is missing.
-    """
+    """One hook for all logs of some names, which gets the learning rate too; None without a name."""
     if not names:
         yield None
         return

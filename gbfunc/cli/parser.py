@@ -70,12 +70,7 @@ def config_of(argv: Sequence[str]) -> Path | None:
 
 
 def explain(argv: Sequence[str], message: str) -> str:
-    """What is wrong with arguments that the parser refused, in one line.
-
-    Args:
-        argv: the arguments.
-        message: what the parser says of them, in a box.
-    """
+    """What is wrong with arguments that the parser refused, in one line."""
     name = next(iter(argv), None)
     if name not in COMMANDS:
         got = "a command is missing" if name is None else f"no command {name!r}{_nearest(name, COMMANDS)}"

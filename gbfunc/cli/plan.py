@@ -8,8 +8,10 @@ from dataclasses import replace
 import torch
 
 import gbfunc as gb
+from gbfunc.cli.about import about
 from gbfunc.cli.commands import Plan
 from gbfunc.cli.job import Job, make_job
+from gbfunc.cli.ranks import styles_of
 from gbfunc.parallel.planner import DeviceSpec, ParallelPlan
 from gbfunc.tasks.base import example_batches
 
@@ -25,8 +27,8 @@ def run(options: Plan) -> None:
     device = read_device(options)
     if options.ranks is not None and options.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {options.ranks}")
-    job = make_job(options.data, options.genome)
-    print(job.plan.report(options.output.dtype))
+    job = make_job(options.data, options.genome, stored=options.output.dtype)
+    print(job.plan.report(options.output.dtype, metadata=about(job.task, options.data)))
     if options.ranks is not None:
         print()
         print(layouts(options, job, device).report())
@@ -66,17 +68,15 @@ def layouts(options: Plan, job: Job, device: DeviceSpec) -> ParallelPlan:
         device=device,
         loss_fn=task.loss,
         microbatches=options.microbatches,
+        parallel=None if options.parallel is None else styles_of(options.parallel, job.pnet),
     )
 
 
-_OF_RANKS = ("memory", "link", "device", "batch_size", "microbatches")
+_OF_RANKS = ("memory", "link", "device", "batch_size", "microbatches", "parallel")
 
 
 def parse_bytes(option: str, text: str, *, rate: bool = False) -> float:
     """Bytes (a second) of what an option says.
-
-    Raises:
-        ValueError: for anything else.
 
     >>> parse_bytes("--memory", "16GB"), parse_bytes("--link", "100 Gbit/s", rate=True)
     (16000000000.0, 12500000000.0)

@@ -54,11 +54,7 @@ def run(options: Predict) -> None:
 
 
 def task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
-    """What a genome's file says of its task, without its data.
-
-    Raises:
-        ValueError: if it says too little, or the task has no classes.
-    """
+    """What a genome's file says of its task, without its data."""
     try:
         inputs, *rest = said["interface"]
         interface = Interface(tuple(inputs), *rest)
@@ -85,12 +81,7 @@ def predicted(net: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_inputs(path: Path, task: Task, said: Mapping[str, Any]) -> Inputs:
-    """The inputs of a file, as the task's network takes them.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it holds no inputs of the task.
-    """
+    """The inputs of a file, as the task's network takes them."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file of inputs: {path}")
     if task.interface.tokens or task.interface.actions:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.cli.options import ExecutionOptions, PipelineName
 from gbfunc.parallel import Mesh, Placement, gather_objects
+from gbfunc.tasks.pnets import import_factory
 
 T = TypeVar("T")
 
@@ -34,11 +35,7 @@ def open_mesh(options: ExecutionOptions, device: str) -> Mesh:
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
-    """`"data=2,tensor=4"` as numbers; an axis that is not named is chosen by `gb.mesh`.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """`"data=2,tensor=4"` as numbers; an axis that is not named is chosen by `gb.mesh`."""
     axes: dict[str, int] = {}
     for part in () if text is None else text.split(","):
         name, _, value = map(str.strip, part.partition("="))
@@ -113,6 +110,7 @@ class Spread(NamedTuple):
         placement: of the genome.
         pipeline: schedule of a pipeline; None is 1F1B where there is one.
         microbatches: parts of each batch; None is 1, or with a pipeline as many as go well with it.
+        parallel: `package.module:function` that gives a p-net's styles of tensor parallelism; None for known ones.
         options: others of `make_train_step`.
     """
 
@@ -120,21 +118,18 @@ class Spread(NamedTuple):
     placement: Placement | Literal["auto"] = "auto"
     pipeline: PipelineName | None = None
     microbatches: int | None = None
+    parallel: str | None = None
     options: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def asked(cls, mesh: Mesh, options: ExecutionOptions) -> Spread:
         """As the command's options have it."""
         amp = None if options.amp is None else getattr(torch, options.amp)
-        more = {"amp": amp, "compile": options.compile}
-        return cls(mesh, options.placement, options.pipeline, options.microbatches, more)
+        more = {"amp": amp, "compile": options.compile, "remat": options.remat}
+        return cls(mesh, options.placement, options.pipeline, options.microbatches, options.parallel, more)
 
     def arguments(self, pnet: nn.Module, batch_size: int) -> dict[str, Any]:
-        """What `genome_trainer` takes.
-
-        Raises:
-            ValueError: for options that do not fit the mesh, the batch size or the p-net.
-        """
+        """What `genome_trainer` takes."""
         mesh, given = self.mesh, self.microbatches
         stages, pieces = mesh.sizes["pipeline"], mesh.sizes["tensor"]
         if self.pipeline is not None and stages == 1:
@@ -142,8 +137,10 @@ class Spread(NamedTuple):
         if given is not None and given < 1:
             raise ValueError(f"--microbatches must be at least 1, got {given}")
         split: dict[str, Any] = {"mesh": mesh, "placement": self.placement, **self.options}
+        if self.parallel is not None and pieces == 1:
+            raise ValueError(f"--parallel {self.parallel} needs a tensor axis, such as --mesh tensor=2")
         if pieces > 1:
-            split["parallel"] = _styles(pnet, pieces)
+            split["parallel"] = _styles(pnet, pieces) if self.parallel is None else styles_of(self.parallel, pnet)
         if stages == 1:
             return split | {"microbatches": given or 1}
         return split | {
@@ -160,16 +157,23 @@ def _styles(pnet: nn.Module, ranks: int) -> Any:
     try:
         return tensor_styles(pnet)
     except ValueError as error:
-        raise ValueError(f"--mesh tensor={ranks} cannot split this p-net: {error}") from error
+        raise ValueError(
+            f"--mesh tensor={ranks} cannot split this p-net: {error} (--parallel module:function)"
+        ) from error
+
+
+def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
+    """The styles that a function of the user's gives for a p-net."""
+    styles = import_factory(path, "styles by the names of modules")(pnet)
+    if not isinstance(styles, Mapping):
+        raise ValueError(f"--parallel {path} must return styles by the names of modules, got {type(styles).__name__}")
+    return styles
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int, given: int | None) -> int:
     """Microbatches of a pipeline of `ranks`: those given, or the most up to 4 a rank that divide a shard of the batch.
 
     A multiple of the ranks is preferred, as interleaved schedules need one.
-
-    Raises:
-        ValueError: if there are none.
 
     >>> pipeline_microbatches(12, shards=1, ranks=2, given=None)
     6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -28,22 +28,13 @@ def sigterm_raises() -> Iterator[None]:
     def stop(signum: int, frame: FrameType | None) -> None:
         raise Stopped(signum, "stopped by SIGTERM")
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread may.
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
+    with _handled(stop, signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def listening(signals: list[int]) -> Iterator[None]:
     """Note SIGINT and SIGTERM instead of ending at once; a second SIGINT does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread may.
-        return
 
     def note(signum: int, frame: FrameType | None) -> None:
         # Launchers pass a Ctrl-C on as SIGTERM, beside the SIGINT of the terminal: only a second Ctrl-C is impatience.
@@ -51,9 +42,16 @@ def listening(signals: list[int]) -> Iterator[None]:
             raise KeyboardInterrupt
         signals.append(signum)
 
-    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    with _handled(note, signal.SIGINT, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None], *signums: int) -> Iterator[None]:
+    main = threading.current_thread() is threading.main_thread()  # No other may.
+    before = {signum: signal.signal(signum, handler) for signum in signums if main}
     try:
         yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum, old in before.items():
+            signal.signal(signum, old)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from gbfunc.storage import is_genome_header
+from gbfunc.storage import genome_file
 
 GENOME_FILE, BEST_FILE, WEIGHTS_FILE = "genome.safetensors", "best.safetensors", "model.safetensors"
 
 
 def teacher_file(path: Path) -> Path:
-    """The file that `--teacher` names, itself or as the folder it is in.
-
-    Raises:
-        FileNotFoundError: if there is none.
-    """
+    """The file that `--teacher` names, itself or as the folder it is in."""
     files = [path / name for name in (GENOME_FILE, WEIGHTS_FILE)] if path.is_dir() else [path]
     for file in files:
         if file.is_file():
@@ -28,14 +24,9 @@ def teacher_file(path: Path) -> Path:
 
 
 def is_genome(path: Path) -> bool:
-    """Whether a safetensors file is a genome, not the weights of a network.
-
-    Raises:
-        ValueError: if it is no safetensors file.
-    """
+    """Whether a file is a genome, not the weights of a network; `ValueError` if it is neither."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return is_genome_header(file.metadata(), file.keys())
+        return genome_file.is_genome(path)
     except SafetensorError as error:
         raise ValueError(f"--teacher: {path} is no safetensors file: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +15,7 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.cli.about import about
-from gbfunc.cli.birth import learn_from_birth
+from gbfunc.cli.birth import TAUGHT_FILE, learn_from_birth
 from gbfunc.cli.checkpoints import checkpoints
 from gbfunc.cli.commands import Train
 from gbfunc.cli.config import settings_of, values_of, write_config
@@ -36,11 +36,11 @@ from gbfunc.train import TrainStep
 
 def run(options: Train) -> None:
     """Train, write the results, print them."""
-    if options.birth.from_birth is not None:
-        return _learn(options, options.birth.from_birth)
+    output, born = options.output, options.birth.from_birth
+    if born is not None:
+        return _learn(options, born)
     if options.birth.other is not None:
         raise ValueError("--other is what the network of a genome learns: say --from-birth too")
-    output = options.output
     with open_mesh(options.execution, options.training.device) as mesh:
         here = replace(options, training=replace(options.training, device=str(mesh.device)))
         amp = options.execution.amp
@@ -59,30 +59,30 @@ def run(options: Train) -> None:
 
 
 def job_of(options: Train) -> Job:
-    """What to train.
-
-    Raises:
-        ValueError: for options that do not fit each other, or a finished training that would be lost.
-    """
-    output = options.output
-    if output.out is not None and output.resume is None and not output.overwrite and finished(output.out):
-        raise ValueError(f"{output.out} holds a finished training: --overwrite replaces it, or choose another --out")
-    job = make_job(options.data, options.genome, options.training, dense=options.dense)
+    """What to train."""
+    _check_overwrites(options.output)
+    genome, stored = options.genome, options.output.dtype
+    job = make_job(options.data, genome, options.training, dense=options.dense, stored=stored)
     return with_teacher(job, options.teacher, options.training.device)
 
 
-def finished(out: Path) -> bool:
-    """Whether a training has written its genome and its metrics into a folder."""
-    return (out / GENOME_FILE).exists() and (out / "metrics.json").exists()
+def _check_overwrites(output: CheckpointOptions) -> None:
+    """Raise `ValueError` where the results of a finished training would be lost."""
+    out = output.out
+    if out is None or output.resume is not None or output.overwrite or not (out / "metrics.json").exists():
+        return
+    if (out / GENOME_FILE).exists() or (out / TAUGHT_FILE).exists():
+        raise ValueError(f"{out} holds a finished training: --overwrite replaces it, or choose another --out")
 
 
 def _learn(options: Train, path: Path) -> None:
-    output = replace(CheckpointOptions(), out=options.output.out)
+    output = replace(CheckpointOptions(), out=options.output.out, overwrite=options.output.overwrite)
     plain = replace(options, dense=False, genome=GenomeOptions(), output=output, teacher=TeacherOptions())
     plain = replace(plain, execution=ExecutionOptions())
     if given := [name for (name, x), (_, y) in zip(values_of(options), values_of(plain), strict=True) if x != y]:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"--from-birth trains the weights that its genome grows: drop {flags}")
+    _check_overwrites(options.output)
     check_seed(options.data.seed)
     plan, task, grown = read_genome(path, options.data)
     recipe = task.recipe(plan.genome_params)
@@ -91,7 +91,8 @@ def _learn(options: Train, path: Path) -> None:
     device = find_device(options.training.device)
     recipe = replace(recipe, dense_lr=recipe.lr)
     seed, out = options.data.seed, options.output.out
-    learn_from_birth(options.birth, grown.to(device), task.to(device), recipe, seed, rates, out)
+    with nullcontext() if out is None else open_folder(out):
+        learn_from_birth(options.birth, grown.to(device), task.to(device), recipe, seed, rates, out)
 
 
 @contextmanager
@@ -116,19 +117,9 @@ def train_genome(
     spread: Spread | None = None,
     meter: Meter | None = None,
 ) -> tuple[Fit, nn.Module, dict[str, object]]:
-    """Train a job's genome, save it, read the file back and measure what it holds.
+    """Train a job's genome, save it, read the file back and measure the network that it holds: all three.
 
     Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of another name.
-
-    Args:
-        job: what to train.
-        options: the user's.
-        folder: where to write.
-        spread: over which ranks, and how; None for this process alone.
-        meter: what measures the steps.
-
-    Returns:
-        The training, the network read back, and its metrics.
     """
     task, recipe, output, seed = job.task, job.recipe, options.output, options.data.seed
     _check_finetune(output.finetune, output.dtype, task.resumable)

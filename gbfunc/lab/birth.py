@@ -62,15 +62,8 @@ def teach(
 ) -> dict[str, Taught]:
     """Train a grown network, and the same p-net from random weights, on the same batches with Adam.
 
-    Each takes the rate with the best mean over the validations, from the first step to the last.
-
-    Args:
-        grown: the network; it is not changed.
-        task: what both learn, `task.build` being the p-net.
-        recipe: from `lessons`.
-        seed: of the random weights and the order of the examples.
-        rates: learning rates to choose from, as parts of the recipe's `dense_lr`.
-        report: from a label to what gets the progress of that training.
+    Each takes the rate, a part of the recipe's `dense_lr`, with the best mean over the validations, from the first step
+    to the last. The recipe is that of `lessons`; the grown network is not changed.
     """
     device = next(grown.parameters()).device
     starts = {GROWN: grown, RANDOM: task.build(seed).to(device)}

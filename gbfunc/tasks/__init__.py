@@ -1,4 +1,8 @@
-"""Real data and p-nets to train on it. A new task is one file and one entry in `TASKS`."""
+"""Real data and p-nets to train on it. A new task is one file and one entry in `TASKS`.
+
+Factories of tasks and of p-nets raise `ValueError` for options that are out of range or do not fit each other and for
+damaged files, `FileNotFoundError` for missing ones, and `ImportError` for packages that are not installed.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +62,6 @@ def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any])
     """The task called `name`: a key of `TASKS`, or `package.module:function` of the user's.
 
     A function gets the options, and `data_dir` where it has such a parameter.
-
-    Args:
-        name: which.
-        data_dir: where its data is.
-        config: options of the task.
 
     Raises:
         ValueError: for an unknown name, options that do not fit, or damaged data.

@@ -39,10 +39,6 @@ def cifar10(data_dir: Path | None = None) -> Task:
     Args:
         data_dir: folder with the standard python batches (`data_batch_1` to `data_batch_5`, `test_batch`), or with
             `cifar10_train*.npz` and `cifar10_test*.npz`, whose `delta` holds differences of neighbouring pixels.
-
-    Raises:
-        FileNotFoundError: if the folder or a file is missing.
-        ValueError: if no folder is given, or a file is damaged.
     """
     if data_dir is None:
         raise ValueError("the cifar10 task needs --data-dir: the folder with its python batches (cifar-10-batches-py)")
@@ -76,12 +72,7 @@ def _recipe(genome_params: float) -> Recipe:
 
 
 def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
-    """Training images and test images of a folder, of whichever form.
-
-    Raises:
-        FileNotFoundError: if the folder or a file is missing.
-        ValueError: if a file is damaged.
-    """
+    """Training images and test images of a folder, of whichever form."""
     if not data_dir.is_dir():
         raise FileNotFoundError(f"no such folder: {data_dir} (it must hold CIFAR-10's python batches or .npz files)")
     packed = [sorted(data_dir.glob(f"cifar10_{part}*.npz")) for part in ("train", "test")]
@@ -102,9 +93,6 @@ def read_packed(path: Path) -> Images:
     """Read an `.npz` of CIFAR-10: `labels` [N], and `delta` [N, 3, 32, 32] with R - G, G, B - G as differences.
 
     Where it says which images are `exact`, the others are left out.
-
-    Raises:
-        ValueError: if it is damaged or holds something else.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -184,12 +172,7 @@ class _Reader(pickle.Unpickler):
 
 
 def read_batch(path: Path) -> Images:
-    """Images [N, 3, 32, 32] and labels [N] of one batch.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, holds something else, or would run anything.
-    """
+    """Images [N, 3, 32, 32] and labels [N] of one batch."""
     if not path.is_file():
         raise FileNotFoundError(f"no such CIFAR-10 batch: {path}")
     if (size := path.stat().st_size) > _MAX_BYTES:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gbfunc.tasks.base import History, Metric, Recipe, Task
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
-from gbfunc.tasks.pnets.base import seeded
+from gbfunc.tasks.pnets.base import import_extra, seeded
 from gbfunc.tasks.ppo import PolicyValue, Settings, Transitions, gae, policy, ppo_loss
 
 EPISODES, IMAGE_EPISODES = 100, 10
@@ -75,16 +75,7 @@ class Environment(NamedTuple):
 
 
 def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Environment:
-    """Look up an environment with observations that are vectors or images, and actions that are choices or vectors.
-
-    Args:
-        env_id: its name.
-        observed: the numbers of an observation that the network sees; None for all.
-
-    Raises:
-        ImportError: if gymnasium, or what it needs for this environment, is missing.
-        ValueError: if there is no such environment, if its spaces are others, or if it has no such numbers.
-    """
+    """Look up an environment with observations that are vectors or images, and actions that are choices or vectors."""
     envs = make_envs(env_id, 1)
     from gymnasium.spaces import Box
 
@@ -119,22 +110,11 @@ def make_envs(env_id: str, n: int) -> Any:
 
     Atari's games (`ALE/...`) are those of ale-py, whose package holds their ROMs: four frames of 84 x 84 in grey,
     rewards as the games give them, and five minutes at most (Mnih et al., 2015).
-
-    Raises:
-        ImportError: if gymnasium, or what it needs for this environment, is missing.
-        ValueError: if there is no such environment, or it starts anew in another way.
     """
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ImportError("the control task needs gymnasium: pip install 'gbfunc[control]'") from error
+    gymnasium = import_extra("gymnasium", "the control task needs gymnasium: pip install 'gbfunc[control]'")
     options: dict[str, Any] = {}
     if env_id.startswith(ATARI):
-        try:
-            import ale_py
-        except ImportError as error:
-            raise ImportError("Atari's games need ale-py: pip install 'gbfunc[atari]'") from error
-        gymnasium.register_envs(ale_py)
+        gymnasium.register_envs(import_extra("ale_py", "Atari's games need ale-py: pip install 'gbfunc[atari]'"))
         options = {"reward_clipping": False, "max_num_frames_per_episode": _ATARI_FRAMES}
     try:
         envs = gymnasium.make_vec(env_id, num_envs=n, **options)
@@ -214,10 +194,6 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
         env_steps: length of the training, in steps of all environments together; None for what is known to be good.
         observed: the numbers of an observation that the network sees, such as [0, 2] for CartPole without velocities,
             which only a network with a memory can balance; None for all.
-
-    Raises:
-        ImportError: if gymnasium, or what it needs for this environment, is missing.
-        ValueError: if there is no such environment, or it has other spaces, or for less than one rollout.
     """
     settings = control_settings(env)
     if env_steps is not None:
@@ -291,9 +267,6 @@ def rollout_batches(
     """Minibatches of one rollout after the other; the seed of the generator names the streams of random numbers.
 
     A network with a memory gets whole sequences: of some of the environments in each minibatch.
-
-    Raises:
-        ValueError: for a network with a memory whose minibatches are no whole sequences.
     """
     settings, seed = place.settings, generator.initial_seed()
     first = net()

@@ -112,11 +112,7 @@ class Windows:
 
 
 def steps_per_epoch(data: Data, batch_size: int) -> int:
-    """Full batches in a pass.
-
-    Raises:
-        ValueError: if there is no full batch.
-    """
+    """Full batches in a pass."""
     if not 1 <= batch_size <= len(data):
         raise ValueError(f"batch size must be between 1 and the {len(data)} training examples, got {batch_size}")
     return len(data) // batch_size
@@ -125,11 +121,7 @@ def steps_per_epoch(data: Data, batch_size: int) -> int:
 def epoch_batches(
     data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
 ) -> Iterator[Batch]:
-    """One pass over the data in full batches, augmented; one CPU generator goes on from pass to pass.
-
-    Raises:
-        ValueError: if the data holds no full batch.
-    """
+    """One pass over the data in full batches, augmented; one CPU generator goes on from pass to pass."""
     for x, y in data.batches(batch_size, generator):
         yield (x if augment is None else augment(x, generator)), y
 
@@ -188,14 +180,6 @@ def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) ->
     """Stratified, disjoint parts of a data set: indices of `counts[0]`, ... examples, then of the rest.
 
     Every part holds the classes in proportion. The same seed gives the same parts on every machine.
-
-    Args:
-        labels_N: classes [N].
-        counts: examples in each part.
-        seed: of the choice.
-
-    Raises:
-        ValueError: if the parts together exceed the data set.
     """
     n = len(labels_N)
     if min(counts, default=0) < 0 or sum(counts) > n:

@@ -10,6 +10,7 @@ import torch
 from gbfunc.tasks.base import Recipe, Task, scaling
 from gbfunc.tasks.data import Split, hold_out, noise
 from gbfunc.tasks.pnets import PNETS, Interface
+from gbfunc.tasks.pnets.base import import_extra
 
 IMAGE_SHAPE = (1, 8, 8)
 N_TEST, N_VAL = 360, 240
@@ -21,16 +22,10 @@ def digits(data_dir: Path | None = None) -> Task:
 
     Args:
         data_dir: not used.
-
-    Raises:
-        ImportError: if scikit-learn is missing.
     """
     del data_dir
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("the digits task needs scikit-learn: pip install 'gbfunc[cli]'") from error
-    pixels, labels = load_digits(return_X_y=True)
+    data = import_extra("sklearn.datasets", "the digits task needs scikit-learn: pip install 'gbfunc[cli]'")
+    pixels, labels = data.load_digits(return_X_y=True)
     test, val, train = hold_out(labels, (N_TEST, N_VAL), SPLIT_SEED)
     mean, std = pixels[train].mean(), pixels[train].std()
     x = torch.from_numpy(((pixels - mean) / std).astype(np.float32)).reshape(-1, *IMAGE_SHAPE)

@@ -34,14 +34,6 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
     Format: two zero bytes, 8 (unsigned byte), the number of axes, their lengths (32-bit, big-endian),
     the data.
-
-    Args:
-        path: the file.
-        shape: what it must hold.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged or holds something else.
     """
     header = bytes((0, 0, 8, len(shape))) + b"".join(n.to_bytes(4, "big") for n in shape)
     size = len(header) + math.prod(shape)
@@ -66,12 +58,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 def load_mnist(data_dir: Path) -> tuple[NDArray[Any], ...]:
-    """Images [N, 28, 28] and labels [N] for training, then for the test, from the four `.gz` files in `data_dir`.
-
-    Raises:
-        FileNotFoundError: if the folder or a file is missing.
-        ValueError: if a file is damaged.
-    """
+    """Images [N, 28, 28] and labels [N] for training, then for the test, from the four `.gz` files in `data_dir`."""
     if not data_dir.is_dir():
         raise FileNotFoundError(f"no such folder: {data_dir} (it must hold the four IDX .gz files)")
     arrays = []
@@ -93,10 +80,6 @@ def mnist(data_dir: Path | None = None, *, noise: float | None = None, shift: fl
         noise: standard deviation of the normal noise on training images, in that of their pixels; None for what is
             known to be good, by the size of the genome.
         shift: part of the training images (0 to 1) that are moved by up to one pixel each way; None as for `noise`.
-
-    Raises:
-        FileNotFoundError: if the folder or a file is missing.
-        ValueError: if no folder is given, a file is damaged, or `noise` or `shift` is no number in its range.
     """
     return _task("mnist", data_dir, noise, shift)
 

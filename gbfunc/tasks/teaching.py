@@ -66,11 +66,7 @@ def _distillation(base: LossFn, teacher: nn.Module, weight: float, temperature: 
 
 
 def soft_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Mean KL divergence (nats) from a teacher's softened predictions to a student's: [..., K], [..., K] -> [].
-
-    Raises:
-        ValueError: for logits of other shapes.
-    """
+    """Mean KL divergence (nats) from a teacher's softened predictions to a student's: [..., K], [..., K] -> []."""
     if student.shape != teacher.shape:
         raise ValueError(
             f"the teacher must give logits {list(student.shape)} as the p-net does, got {list(teacher.shape)}"

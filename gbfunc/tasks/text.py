@@ -15,6 +15,7 @@ from torch import Tensor
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, logits_of, text_metrics, token_loss
 from gbfunc.tasks.data import Windows
 from gbfunc.tasks.pnets import PNETS, Interface
+from gbfunc.tasks.pnets.base import import_extra
 
 TEST_PART, VAL_PART = 0.05, 0.1
 """The last tenth validates and all up to it trains, as is usual for tiny shakespeare; the test is the beginning."""
@@ -52,11 +53,6 @@ def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None
             (`pydoc_data.topics`).
         context: tokens that the model sees.
         vocabulary: byte-pair tokens, made from the training part; None for characters.
-
-    Raises:
-        FileNotFoundError: if there is no such file or folder.
-        ValueError: if the text cannot be read or is too short, or for options out of range.
-        ImportError: if byte-pair tokens are asked for and tokenizers is missing.
     """
     for name, value, least in (("context", context, 2), ("vocabulary", vocabulary, 257)):
         if value is not None and (type(value) is not int or value < least):
@@ -154,16 +150,10 @@ def characters(source: str) -> Tokens:
 
 
 def byte_pairs(source: str, vocabulary: int) -> Tokens:
-    """Byte-level byte-pair tokens (Sennrich et al., 2016; Radford et al., 2019), learned from a text.
+    """Byte-level byte-pair tokens (Sennrich et al., 2016; Radford et al., 2019), learned from a text."""
+    tokenizers = import_extra("tokenizers", "byte-pair tokens need tokenizers: pip install 'gbfunc[text]'")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    Raises:
-        ImportError: if tokenizers is missing.
-    """
-    try:
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise ImportError("byte-pair tokens need tokenizers: pip install 'gbfunc[text]'") from error
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gbfunc.tasks.base import Net, Recipe, Task, accuracy, linear_decay
 from gbfunc.tasks.data import Batch, hold_out, steps_per_epoch
-from gbfunc.tasks.pnets.base import Interface, PNet
+from gbfunc.tasks.pnets.base import Interface, PNet, import_extra
 from gbfunc.tasks.pnets.hugging_face import hugging_face
 from gbfunc.tasks.pnets.pretrained import CONFIG, TOKENIZER, pretrained_folder
 from gbfunc.tasks.text import byte_pairs, read_text
@@ -130,11 +130,6 @@ def texts(
             taken.
         max_tokens: longer texts are cut.
         vocabulary: byte-pair tokens, made from the training texts, where nothing is pretrained; None for 1,000.
-
-    Raises:
-        FileNotFoundError: if the folder, a file or the pretrained network is missing.
-        ValueError: if a file is damaged, empty or has a line that is none, or for options out of range.
-        ImportError: if tokenizers or transformers is missing.
     """
     return _task("texts", data_dir, pretrained, max_tokens, vocabulary)
 
@@ -215,12 +210,7 @@ def _metrics(net: Net, split: PaddedTexts) -> dict[str, float]:
 
 
 def read_labelled(path: Path) -> Labelled:
-    """Read a file of texts, `label<space>text` a line.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is empty, not UTF-8, or has a line without a label or a text.
-    """
+    """Read a file of texts, `label<space>text` a line."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file of labelled texts: {path}")
     labelled = Labelled([], [])
@@ -258,11 +248,8 @@ def _learned_tokens(source: list[str], vocabulary: int, max_tokens: int) -> Toke
 def pretrained_tokens(pretrained: str, max_tokens: int) -> Tokens:
     """The tokens of a pretrained network; raises as `texts`."""
     folder = pretrained_folder(pretrained)
-    try:
-        import tokenizers
-        import transformers
-    except ImportError as error:
-        raise ImportError("pretrained networks of texts need gbfunc[text,hf]: pip install 'gbfunc[text,hf]'") from error
+    missing = "pretrained networks of texts need gbfunc[text,hf]: pip install 'gbfunc[text,hf]'"
+    tokenizers, transformers = (import_extra(name, missing) for name in ("tokenizers", "transformers"))
     path = folder / TOKENIZER
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path} (the tokens of the pretrained network)")

@@ -29,12 +29,7 @@ _TIMEOUT = 120.0
 
 
 def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[DeviceSpec, bool]:
-    """What a rank has on this machine, and whether this process is to say so (one of many ranks is).
-
-    Args:
-        device: where to measure.
-        rounds: timings of each.
-    """
+    """What a rank has on this machine, and whether this process is to say so (one of many ranks is)."""
     ceilings = measure_ceilings(device, rounds=rounds)
     launched = int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
     first = True
@@ -97,11 +92,7 @@ def measure_link(mesh: Mesh, rounds: int) -> tuple[float, float]:
 
 
 def loopback(rounds: int) -> tuple[float, float]:
-    """Measure the link between two processes on this machine: bytes in a second, and seconds of a small message.
-
-    Raises:
-        OSError: if one of them fails.
-    """
+    """Measure the link between two processes on this machine: bytes in a second, and seconds of a small message."""
     (link, latency), _ = run_module("gbfunc.lab.bench.calibrate", {"rounds": rounds}, 2, _TIMEOUT)
     return link, latency
 

@@ -298,11 +298,6 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
 def choose(table: Mapping[str, T], names: Sequence[str] | None, option: str = "--cases") -> dict[str, T]:
     """All entries of a table, or those that are named.
 
-    Args:
-        table: by name.
-        names: which; None and none are all.
-        option: of the command line that names them.
-
     Raises:
         ValueError: for a name that is not in the table.
     """

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbfunc as gb
-from gbfunc.generate import Generator
+from gbfunc.generate import make_generator
 from gbfunc.lab.bench.cases import Genes
 from gbfunc.lab.bench.variants import Batch, Step, loss_fn, plain_step, plan_of
 from gbfunc.parallel.styles import tensor_styles
@@ -229,14 +229,9 @@ def in_parallel(step: Step) -> Step:
 
 
 def tensor_step(net: nn.Module, batch: Batch, lr: float, tensor: int, *, sharded: bool) -> Step:
-    """The dense p-net, split by torch over neighbouring ranks.
+    """The dense p-net, split by torch over so many neighbouring ranks, which have the same share of the batch.
 
-    Args:
-        net: the p-net.
-        batch: this rank's share, the same on all tensor ranks.
-        lr: learning rate.
-        tensor: ranks that share a layer.
-        sharded: whether FSDP2 shards what they have over all others, as in torch's two-dimensional example.
+    With `sharded` FSDP2 shards what they have over all others, as in torch's two-dimensional example.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
     _split_layers(net, mesh["tensor"])
@@ -286,7 +281,7 @@ def torchgb_step(net: nn.Module, genes: Genes, batch: Batch, lr: float) -> Step:
         genome = gb.init_genome(plan, net, 0)
         flat = flat_genome(genome._replace(direct={t.name: parameters[t.name] for t in plan.direct}))
         leaves = [x.requires_grad_() for k, x in flat.items() if k.startswith(GNET)]
-        generate = partial(Generator(plan), flat)
+        generate = partial(make_generator(plan), flat)
     trained = leaves + [p for name, p in parameters.items() if name not in owners]
     optimizer = torch.optim.AdamW(trained, lr=lr, fused=True)
 

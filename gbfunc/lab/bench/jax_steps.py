@@ -23,13 +23,7 @@ _BETAS, _EPS, _DECAY = (0.9, 0.999), 1e-8, 1e-2
 def jax_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, thin: bool, transposed: bool = False) -> Step:
     """A step of AdamW on the CPU, all of it in one compiled function whose state is donated.
 
-    Args:
-        plan: periodic g-nets of whole matrices.
-        pnet: an `MLP`.
-        batch: inputs [B, n] and classes [B].
-        lr: learning rate.
-        thin: train the plan's genome by thin products; else the p-net's own weights.
-        transposed: make the factors with the units as their last dimension.
+    An `MLP` and a plan of whole matrices: trained are its genome by thin products, or else the p-net's own weights.
     """
     import jax  # pyright: ignore[reportMissingImports]
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]

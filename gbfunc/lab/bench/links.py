@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,9 +41,6 @@ class Port(NamedTuple):
 
         Args:
             mbit: rate in 10^6 bit/s each way, Ethernet headers counted; None lifts the limit.
-
-        Raises:
-            OSError: if the system does not let it.
         """
         for name, interface in self.ends:
             queue = "pfifo"
@@ -79,9 +77,6 @@ def open_switch(ranks: int) -> Iterator[tuple[Port, ...]]:
     """A namespace for every rank, each joined by a veth pair to one switch; deleted at the end, whatever happens.
 
     Nothing delays a packet but the queue before its cable, once that is limited (`Port.limit`).
-
-    Raises:
-        OSError: if the system does not let it.
     """
     with _namespaces(ranks + 1) as (switch, *names):
         _run(f"ip -n {switch} link add dev switch type bridge", f"ip -n {switch} link set dev switch up")
@@ -130,11 +125,7 @@ def _present() -> list[str]:
 
 
 def _run(*commands: str) -> None:
-    """Run commands one after the other.
-
-    Raises:
-        OSError: for one that fails.
-    """
+    """Run commands one after the other."""
     for command in commands:
         done = subprocess.run(command.split(), capture_output=True, text=True, timeout=30, check=False)
         if done.returncode:
@@ -156,11 +147,6 @@ class RankError(OSError):
 
 def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float, env: Mapping[str, str] | None = None) -> None:
     """Run one process a rank until all have ended well; none outlives this call.
-
-    Args:
-        commands: the ranks' commands, rank 0 first.
-        timeout: most seconds.
-        env: variables beside those of this process.
 
     Raises:
         RankError: for the rank that failed first, with the end of what it wrote on standard error, or after the
@@ -193,19 +179,23 @@ def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float, env: Mapping
             time.sleep(_POLL_SECONDS)
 
 
-def run_module(module: str, order: Mapping[str, Any], ranks: int, timeout: float) -> list[Any]:
-    """Run a module on ranks of the loopback, each given the order, its `rank` and a `folder` as JSON.
+def run_module(
+    module: str,
+    order: Mapping[str, Any],
+    ranks: int,
+    timeout: float,
+    place: Callable[[int], AbstractContextManager[tuple[Port, ...]]] = open_loopback,
+) -> list[Any]:
+    """Run a module on ranks, each of one thread and given the order, its `rank` and `port` and a `folder` as JSON.
 
     Returns:
         What each has written to `RANK.json` in the folder.
-
-    Raises:
-        RankError: as `run_ranks`.
     """
-    with tempfile.TemporaryDirectory(prefix="gbfunc-ranks-") as folder, open_loopback(ranks) as ports:
-        orders = [json.dumps({**order, "folder": folder, "rank": rank}) for rank in range(ranks)]
-        commands = [[*p.prefix, sys.executable, "-m", module, text] for p, text in zip(ports, orders, strict=True)]
-        run_ranks(commands, timeout=timeout, env={"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1"})
+    with tempfile.TemporaryDirectory(prefix="gbfunc-ranks-") as folder, place(ranks) as ports:
+        given = [json.dumps({**order, "folder": folder, "rank": i, "port": port}) for i, port in enumerate(ports)]
+        commands = [[*p.prefix, sys.executable, "-m", module, text] for p, text in zip(ports, given, strict=True)]
+        env = {"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        run_ranks(commands, timeout=timeout, env=env)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 

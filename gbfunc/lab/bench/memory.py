@@ -64,25 +64,17 @@ def measure_memory(case: Case, variant: str, setting: Setting) -> Memory | None:
 
 def _send_memory(writer: Connection, case: Case, variant: str, setting: Setting) -> None:
     try:
-        measured = run_steps(case, variant, setting)
+        torch.set_num_threads(setting.threads)
+        measured = steps_memory(case, lambda case: build(case, variant, setting).step, setting.device)
     except Exception as error:
         measured = error
     writer.send(measured)
 
 
-def run_steps(case: Case, variant: str, setting: Setting) -> Memory:
-    """What the new process does."""
-    torch.set_num_threads(setting.threads)
-    return steps_memory(case, lambda case: build(case, variant, setting).step, setting.device)
-
-
 def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> Memory:
     """Memory of the steps of a case in this process, which has done little else.
 
-    Args:
-        case: the case; a tiny one goes first, so that libraries and compilers are there already.
-        make: makes a step of a case.
-        device: where it runs.
+    Those of a tiny case go first, so that libraries and compilers are there already.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         # Else glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap.

@@ -52,13 +52,8 @@ def time_together(
     """Time functions side by side: round after round, each is visited once, so that all meet the machine's same moods.
 
     Each is called three times before (a compiled one may compile twice), or less if that takes very long. A visit is
-    one call, or as many as fill its time after one that is not timed and brings its data back into the caches.
-
-    Args:
-        functions: what to time.
-        device: where they run.
-        rounds: rounds; functions that take seconds leave after two.
-        visit: seconds of a visit, about.
+    one call, or as many as fill `visit` (s) after one that is not timed and brings its data back into the caches.
+    Functions that take seconds leave after two rounds.
     """
     warm_ups = {key: _warm_up(function, device) for key, function in functions.items()}
     once = {key: min(seconds) for key, seconds in warm_ups.items()}
@@ -83,14 +78,9 @@ def _warm_up(function: Callable[[], Any], device: torch.device) -> list[float]:
 
 
 def measure_ceilings(device: torch.device, *, rounds: int) -> dict[str, float]:
-    """What the machine reaches in float32, in which weights are generated: a matrix product, and a copy past caches.
+    """10^9 operations and 10^9 bytes a second that the machine reaches in float32, in which weights are generated.
 
-    Args:
-        device: where.
-        rounds: timings of each.
-
-    Returns:
-        10^9 operations a second, multiplications and additions, and 10^9 bytes read and written a second.
+    Measured by a matrix product (multiplications and additions count) and by a copy past caches (read and written).
     """
     a, b, out = (torch.randn(_GEMM_WIDTH, _GEMM_WIDTH, device=device) for _ in range(3))
     source, target = (torch.ones(_COPY_BYTES // 4, device=device) for _ in range(2))
@@ -114,15 +104,7 @@ Row = dict[str, Any]
 
 
 def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memory: bool = True) -> list[Row]:
-    """Time all variants of all cases of a bench in this process, side by side; then measure the memory of each.
-
-    Args:
-        bench: its cases.
-        setting: where.
-        rounds: timings of each variant.
-        visit: seconds of each timing, about.
-        memory: whether to measure memory.
-    """
+    """Time all variants of all cases of a bench in this process, side by side; then measure the memory of each."""
     torch.set_num_threads(setting.threads)
     pairs = [(case, variant) for case in bench for variant in case.variants]
     built = {(case.name, variant): build(case, variant, setting) for case, variant in pairs}
@@ -180,11 +162,7 @@ def growth_curves(rows: Sequence[Row], by: str) -> dict[str, list[tuple[float, f
 
 
 def log_slope(points: Sequence[tuple[float, float]]) -> float:
-    """Exponent p of the power law y = c x^p through points (x, y), by least squares of their logarithms.
-
-    Raises:
-        ValueError: for fewer than two different x, or a coordinate that is not positive.
-    """
+    """Exponent p of the power law y = c x^p through points (x, y), by least squares of their logarithms."""
     if len({x for x, _ in points}) < 2 or min(min(point) for point in points) <= 0:
         raise ValueError(f"expected points of two or more different x, all positive, got {list(points)}")
     xs, ys = ([math.log(value) for value in axis] for axis in zip(*points, strict=True))

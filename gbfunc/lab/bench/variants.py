@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.generate import Generator
+from gbfunc.generate import make_generator
 from gbfunc.lab.bench.adapters import ADAPTERS, Batch, Step, plain_step
 from gbfunc.lab.bench.cases import VARIANTS, Case, Genes
 from gbfunc.lab.bench.jax_steps import jax_step
@@ -83,11 +83,7 @@ def why_not(case: Case, setting: Setting) -> str:
 
 
 def build(case: Case, variant: str, setting: Setting) -> Built:
-    """Make a variant of a case.
-
-    Raises:
-        ValueError: if the case has no genome for it.
-    """
+    """Make a variant of a case."""
     gnets, options, _ = VARIANTS[variant]
     pnet, (x, target) = first_net(case).to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)
@@ -126,13 +122,7 @@ def build(case: Case, variant: str, setting: Setting) -> Built:
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: bool = False, **options: Any) -> Step:
     """The library's training step with such options; its state is donated, as by the command line, unless they differ.
 
-    Args:
-        plan: the plan.
-        pnet: the p-net.
-        batch: the one batch.
-        lr: learning rate.
-        save: begin to write a checkpoint before every step; it waits for the one before if that is not on disk yet.
-        options: of `make_train_step`.
+    With `save` it begins to write a checkpoint before every step, and waits for the one before if that is not on disk.
     """
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, **{"donate": True, **options})
@@ -194,7 +184,7 @@ def _generation(plan: Plan, pnet: nn.Module, variant: str, device: torch.device)
     leaves = flat_genome(gb.init_genome(plan, pnet, 0)._replace(direct={}))
     trained = [x.requires_grad_() for x in leaves.values()]
     naive, kernel = variant == "naive", VARIANTS[variant].options.get("kernel", "auto")
-    make = NaiveGenerator(plan, plan.dtype, device) if naive else Generator(plan, kernel=kernel)
+    make = NaiveGenerator(plan, plan.dtype, device) if naive else make_generator(plan, kernel=kernel)
     cotangents = [torch.ones(t.shape, dtype=plan.dtype, device=device) for t in plan.generated]
 
     def step() -> object:

@@ -10,7 +10,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 import gbfunc as gb
 from gbfunc.lab.bench.cases import Case, Scale, gpt_case, mlp_case
 from gbfunc.lab.bench.dense_parallel import CollectiveBytes, Group
-from gbfunc.lab.bench.links import Port, open_loopback, open_switch, run_ranks, sent_bytes
+from gbfunc.lab.bench.links import Port, open_loopback, open_switch, run_module, sent_bytes
 from gbfunc.lab.bench.memory import steps_memory
 from gbfunc.lab.bench.report import time_together
 from gbfunc.lab.bench.schemes import PURPOSES, Built, build, lightest
@@ -102,17 +101,9 @@ ByVariant = dict[tuple[str, str], dict[str, list[Measured]]]
 def measure_ranks(
     cases: Sequence[tuple[Scale, str]], ranks: int, links: Sequence[str], pace: Pace, lr: float = 1e-8
 ) -> ByVariant:
-    """Run all variants of some cases on as many new processes, of one thread each, over some links.
+    """Run all variants of cases (scale and name) on as many new processes, of one thread each, over some links.
 
-    Args:
-        cases: scale and name of each.
-        ranks: number of processes.
-        links: names of `LINKS`: the loopback alone, or slow ones alone.
-        pace: how long.
-        lr: learning rate; by default nets stay as they were drawn.
-
-    Raises:
-        OSError: if a rank fails or takes too long, or if the links cannot be made.
+    Links are names of `LINKS`: the loopback alone, or slow ones alone. By default nets stay as they were drawn.
     """
     results: ByVariant = {}
     for report in _launch(ranks, links, pace, lr, cases=list(cases)):
@@ -125,9 +116,6 @@ def measure_peaks(scale: Scale, name: str, ranks: int, pace: Pace) -> dict[str, 
     """Peak memory (B) of the rank that needs most, by variant of a case; see `memory.steps_memory`.
 
     Where weights are generated the p-net is made on the meta device, as one that outgrows a rank would be.
-
-    Raises:
-        OSError: if a rank fails or takes too long.
     """
     variants = CASES[scale][name].variants
     return {v: max(_launch(ranks, ["loopback"], pace, 1e-8, memory=(scale, name, v))) for v in variants}
@@ -136,30 +124,14 @@ def measure_peaks(scale: Scale, name: str, ranks: int, pace: Pace) -> dict[str, 
 def _launch(ranks: int, links: Sequence[str], pace: Pace, lr: float, **order: Any) -> list[Any]:
     """What each rank, a new process, reports of an order."""
     place = open_loopback if list(links) == ["loopback"] else open_switch
-    with tempfile.TemporaryDirectory(prefix="gbfunc-wire-") as name, place(ranks) as ports:
-        common = {"ranks": ranks, "links": list(links), "pace": pace, "lr": lr, "folder": name, **order}
-        module = [sys.executable, "-m", "gbfunc.lab.bench.wire"]
-        commands = [
-            [*port.prefix, *module, json.dumps(common | {"rank": rank, "port": port})]
-            for rank, port in enumerate(ports)
-        ]
-        env = {"GLOO_SOCKET_IFNAME": ports[0].interface, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        run_ranks(commands, timeout=pace.timeout, env=env)
-        return [json.loads(Path(name, f"{rank}.json").read_text()) for rank in range(ranks)]
+    order |= {"ranks": ranks, "links": list(links), "pace": pace, "lr": lr}
+    return run_module("gbfunc.lab.bench.wire", order, ranks, pace.timeout, place)
 
 
 def rows_of(
     results: ByVariant, case: str, ranks: int, link: str, peaks: Mapping[str, float] | None = None
 ) -> list[Row]:
-    """The rows of a case on a link, from what was measured on the loopback, and there if it could be made.
-
-    Args:
-        results: what each rank measured.
-        case: the case's name.
-        ranks: number of ranks.
-        link: a name of `LINKS`.
-        peaks: peak memory (B) by variant.
-    """
+    """The rows of a case on a link, from what was measured on the loopback, and there if it could be made."""
     mbit, rows = LINKS[link], []
     for variant, loopback in results[case, "loopback"].items():
         there = results.get((case, link), {}).get(variant)

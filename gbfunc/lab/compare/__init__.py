@@ -16,7 +16,7 @@ import torch
 
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL
 from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Stored, Trained, is_pretrained
-from gbfunc.lab.compare.dense import Dense, DenseQuantised
+from gbfunc.lab.compare.dense import Dense
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.lab.compare.pruned import Pruned
 from gbfunc.lab.compare.rows import (
@@ -69,8 +69,8 @@ METHODS: Mapping[str, Method] = {
     "seeded_networks": RandomSubspace(seeded_networks, (1e-2, 3e-2, 1e-1)),
     "seeded_factors": RandomSubspace(seeded_networks, (1e-2, 3e-2, 1e-1), ranks=(2, 8)),
     "pruned": Pruned(),
-    "int8": DenseQuantised(8),
-    "int4": DenseQuantised(4),
+    "int8": Dense(8),
+    "int4": Dense(4),
     "gnet": GenomeOf("gnet", _RATES),
     "stochastic": GenomeOf("stochastic", _RATES),
     "low_rank_genome": GenomeOf("low_rank", _RATES),
@@ -96,10 +96,6 @@ def methods_for(task: Task, dtype: torch.dtype) -> Mapping[str, Method]:
 
     Adapters are there twice where the dtype is float32: as it is, and stored in float16 under a name that says so,
     within the same bytes.
-
-    Args:
-        task: what is to be learnt.
-        dtype: of the problems.
     """
     if not is_pretrained(task):
         return METHODS

@@ -26,7 +26,7 @@ from torch import nn
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Problem, Settings, Trained
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.pnets import seeded
+from gbfunc.tasks.pnets.base import import_extra, seeded
 from gbfunc.types import Params, TensorMap
 
 _KINDS = {
@@ -60,11 +60,7 @@ class Linears(NamedTuple):
 
 
 def linears_of(net: nn.Module) -> Linears:
-    """The linear layers of a network's blocks.
-
-    Raises:
-        BudgetTooSmall: if it has none.
-    """
+    """The linear layers of a network's blocks."""
     blocks: dict[str, None] = {}
     kinds: dict[str, tuple[int, int]] = {}
     for name, layer in net.named_modules():
@@ -198,11 +194,7 @@ class Peft:
 
 
 def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("adapters to compare with need peft: pip install peft") from error
-    return peft
+    return import_extra("peft", "adapters to compare with need peft: pip install peft")
 
 
 @contextmanager
@@ -274,14 +266,22 @@ def vera_shapes(linears: Linears) -> list[Ladder]:
     return [ladder for roles in _WHERE for ladder in _growing(linears, roles, "r", (64, 128, 256, 512, 1024), **seed)]
 
 
-def fourier_shapes(linears: Linears) -> list[Ladder]:
-    """As many frequencies a layer as fit, of queries and values, and of all layers."""
+def _as_long_as_fits(linears: Linears, size: str, most: Callable[[tuple[str, ...]], int], **fixed: Any) -> list[Ladder]:
+    """A vector of up to `most` numbers for queries and values, and for all layers."""
     ladders = []
     for kinds in (linears.named("query", "value"), linears.named()):
         pattern = linears.last(len(linears.blocks), kinds)
-        most = min((rows * columns for rows, columns in map(linears.kinds.__getitem__, kinds)), default=0)
-        ladders.append(Ladder(most, lambda n, p=pattern: {"n_frequency": n, "target_modules": p}))
+        ladders.append(Ladder(most(kinds), lambda n, p=pattern: {size: n, "target_modules": p, **fixed}))
     return [ladder for ladder in ladders if ladder.rungs]
+
+
+def fourier_shapes(linears: Linears) -> list[Ladder]:
+    """As many frequencies a layer as fit, of queries and values, and of all layers."""
+
+    def most(kinds: tuple[str, ...]) -> int:
+        return min((rows * columns for rows, columns in map(linears.kinds.__getitem__, kinds)), default=0)
+
+    return _as_long_as_fits(linears, "n_frequency", most)
 
 
 _MOST_TINY = 2_304
@@ -302,12 +302,7 @@ def tiny_shapes(linears: Linears) -> list[Ladder]:
 
 def uni_shapes(linears: Linears) -> list[Ladder]:
     """One vector for the factors of queries and values, and of all layers, of rank 4."""
-    ladders = []
-    for kinds in (linears.named("query", "value"), linears.named()):
-        pattern = linears.last(len(linears.blocks), kinds)
-        most = 4 * linears.width(kinds)
-        ladders.append(Ladder(most, lambda n, p=pattern: {"r": 4, "theta_d_length": n, "target_modules": p}))
-    return [ladder for ladder in ladders if ladder.rungs]
+    return _as_long_as_fits(linears, "theta_d_length", lambda kinds: 4 * linears.width(kinds), r=4)
 
 
 def ia3_shapes(linears: Linears) -> list[Ladder]:

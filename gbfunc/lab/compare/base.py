@@ -115,13 +115,7 @@ def train_net(
 ) -> None:
     """Train leaves in place by Adam with its default moments, on the batches and steps that all methods share.
 
-    Args:
-        problem: data and length.
-        leaves: what is trained.
-        net: the network that reads them.
-        lr: peak of the learning rate.
-        seed: of the order of the examples.
-        after: called with the number of each step when it is done.
+    `lr` is the peak of the learning rate; `after` is called with the number of each step when it is done.
     """
     recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
     trainer = leaf_trainer(leaves, net, problem.task, recipe)
@@ -140,10 +134,7 @@ _FLOAT = "float"
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
     """The bytes of a file that names no tensor: those of a dtype lie one after the other, in their order.
 
-    Args:
-        tensors: by name; their order, shapes and dtypes are what a reader knows from the code.
-        dtype: of the floating-point numbers in the file.
-        about: what to keep with them, JSON.
+    Names, order and shapes are what a reader knows from the code; numbers in floating point are stored in `dtype`.
     """
     groups: dict[str, list[Tensor]] = {}
     for t in tensors.values():
@@ -152,15 +143,9 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
 
 
 def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
-    """Undo `pack`, floating-point numbers in float32 whatever they are stored as.
+    """Undo `pack`, with floating-point numbers in float32; `ValueError` where there are more numbers or fewer.
 
-    Args:
-        data: what it gave.
-        like: tensors of the same names, order, shapes and dtypes, of any device.
-        rest: the one of them that is a row of numbers as long as the file has them.
-
-    Raises:
-        ValueError: if the data hold more or less than that.
+    `like` has the same names, order, shapes and dtypes; the one named `rest` is as long as the file has numbers for it.
     """
     stored = load(data)
     if stored.keys() != (expected := {_group(t) for t in like.values()}):
@@ -253,15 +238,7 @@ def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet 
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """The nets of the p-net's family that fill a budget: as wide as fits; perceptrons of 0, 1 and 2 hidden layers.
-
-    Args:
-        task: its p-net and interface.
-        fits: whether such a net is within the budget.
-
-    Raises:
-        BudgetTooSmall: if none fits.
-    """
+    """The nets of the p-net's family that fill a budget: as wide as fits; perceptrons of 0, 1 and 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:

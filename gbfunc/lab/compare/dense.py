@@ -9,9 +9,8 @@ Suffixes: R rows and C columns of a matrix, S shrunk ranges to choose from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,36 +23,6 @@ from gbfunc.tasks.pnets import PNet, n_params
 from gbfunc.types import Params
 
 DENSE_RATES = (3e-3, 1e-2, 3e-2, 1e-1)
-
-
-@dataclass(frozen=True)
-class Dense:
-    """The weights of the net."""
-
-    def candidates(self, problem: Problem) -> list[Settings]:
-        """Depths, each as wide as fits, and learning rates."""
-
-        def fits(pnet: PNet) -> bool:
-            return (
-                len(base.pack(base.blank(pnet), problem.dtype, base.about_pnet(pnet, problem.task))) <= problem.budget
-            )
-
-        return grid(pnet=[dict(pnet.config) for pnet in base.narrow_pnets(problem.task, fits)], lr=DENSE_RATES)
-
-    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam on all weights."""
-        pnet = base.with_config(problem.task, settings["pnet"])
-        net = pnet.build(seed)
-        base.train_net(problem, net.parameters(), net, settings["lr"], seed)
-        about = base.about_pnet(pnet, problem.task)
-        return Trained(base.pack(base.state_of(net), problem.dtype, about), n_params(net))
-
-    def load(self, data: bytes, task: Task) -> Net:
-        """The net."""
-        net = base.pnet_about(base.text_of(data), task).build(0)
-        return base.restore(net, base.unpack(data, base.state_of(net)))
-
-
 QUANTISED_RATES = (3e-3, 1e-2, 3e-2)
 _SHRINKS = tuple(1 - 0.05 * i for i in range(11))
 
@@ -102,44 +71,46 @@ def unpack_levels(packed: Tensor, shape: tuple[int, int], bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DenseQuantised:
-    """Levels, scales, zeros and biases, with `bits` (4 or 8) a weight."""
+class Dense:
+    """The weights of the net; with `bits` (4 or 8) as levels, scales and zeros of the matrices, beside the rest."""
 
-    bits: int
+    bits: int = 0
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Nets as wide as fits, and learning rates."""
+        """Depths, each as wide as fits, and learning rates."""
 
         def fits(pnet: PNet) -> bool:
-            return len(self._encode(base.blank(pnet), base.about_pnet(pnet, problem.task))) <= problem.budget
+            return len(self._encode(base.blank(pnet), pnet, problem)) <= problem.budget
 
         nets = base.narrow_pnets(problem.task, fits)
-        return grid(pnet=[dict(pnet.config) for pnet in nets], lr=QUANTISED_RATES)
+        return grid(pnet=[dict(pnet.config) for pnet in nets], lr=QUANTISED_RATES if self.bits else DENSE_RATES)
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
         """Adam on all weights, which are quantised at the end."""
         pnet = base.with_config(problem.task, settings["pnet"])
         net = pnet.build(seed)
         base.train_net(problem, net.parameters(), net, settings["lr"], seed)
-        return Trained(self._encode(base.state_of(net), base.about_pnet(pnet, problem.task)), n_params(net))
+        return Trained(self._encode(base.state_of(net), pnet, problem), n_params(net))
 
     def load(self, data: bytes, task: Task) -> Net:
-        """The net with the weights that the levels stand for."""
+        """The net, with the weights that levels stand for."""
         net = base.pnet_about(base.text_of(data), task).build(0)
         state = base.state_of(net)
         tensors = base.unpack(data, self._stored(state))
-        for name, matrix_RC in base.matrices(state).items():
+        found = {name: tensors[name] for name in state}
+        for name, matrix_RC in base.matrices(state).items() if self.bits else ():
             levels_RC = unpack_levels(tensors[name], (len(matrix_RC), matrix_RC.shape[1]), self.bits)
             levels = Quantised(levels_RC, tensors[f"{name}.scale"], tensors[f"{name}.zero"])
-            state[name] = dequantise(levels).view(state[name].shape)
-        return base.restore(net, state | {k: tensors[k] for k, t in state.items() if t.ndim < 2})
+            found[name] = dequantise(levels).view(state[name].shape)
+        return base.restore(net, found)
 
-    def _encode(self, state: Params, about: Mapping[str, Any]) -> bytes:
-        return base.pack(self._stored(state), torch.float16, about)
+    def _encode(self, state: Params, pnet: PNet, problem: Problem) -> bytes:
+        dtype = torch.float16 if self.bits else problem.dtype
+        return base.pack(self._stored(state), dtype, base.about_pnet(pnet, problem.task))
 
     def _stored(self, state: Params) -> Params:
         stored = dict(state)
-        for name, matrix_RC in base.matrices(state).items():
+        for name, matrix_RC in base.matrices(state).items() if self.bits else ():
             levels_RC, scale_R, zero_R = quantise(matrix_RC, self.bits)
             stored |= {name: pack_levels(levels_RC, self.bits), f"{name}.scale": scale_R, f"{name}.zero": zero_R}
         return stored

@@ -38,16 +38,7 @@ _ROUNDED = 6
 
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
-    """A plan as the task has it.
-
-    Args:
-        task: its p-net and recipe.
-        hypernet: the type of g-net, a key of `HYPERNETS`; the p-net's options stand where its type is that.
-        target: the size target of `make_plan`.
-
-    Raises:
-        BudgetTooSmall: if no genome of the task is as small as that.
-    """
+    """A plan as the task has it."""
     try:
         # Of one seed: the initial scales are in the file, and their digits must not move its length.
         return task.plan(task.build(0), hypernet, **target)
@@ -61,11 +52,7 @@ def reference_bytes(task: Task, size: int) -> int:
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Parameters of the periodic genome of the task, or else of a narrower net, that fills so many bytes.
-
-    Raises:
-        BudgetTooSmall: if no genome of the task is as small as that.
-    """
+    """Parameters of the periodic genome of the task, or else of a narrower net, that fills so many bytes."""
     for pnet in (base.scaled(task, part) for part in _WIDTHS):
         with suppress(BudgetTooSmall):
             if pnet is not None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from torch import Tensor
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.tasks import Net, Task
+from gbfunc.tasks.pnets.base import import_extra
 from gbfunc.types import Params
 
 _PRIOR = 2.0
@@ -33,13 +33,7 @@ _PRIOR = 2.0
 
 
 def encode_sparse(state: Mapping[str, Tensor], bits: int, about: Mapping[str, Any] | None = None) -> bytes:
-    """Matrices [R, C] coded, vectors as float16, whole numbers as they are.
-
-    Args:
-        state: tensors by name; matrices (and what has more axes, by its first) are mostly zeros.
-        bits: of a value, sign included.
-        about: text to keep with them.
-    """
+    """Matrices [R, C], mostly of zeros, coded with so many bits a value; vectors as float16, integers as they are."""
     coder = _constriction().stream.queue.RangeEncoder()
     stored: Params = {}
     for name, tensor in state.items():
@@ -61,13 +55,7 @@ def encode_sparse(state: Mapping[str, Tensor], bits: int, about: Mapping[str, An
 
 
 def decode_sparse(data: bytes, like: Mapping[str, Tensor], bits: int) -> Params:
-    """Undo `encode_sparse`, up to the rounding of values.
-
-    Args:
-        data: what it gave.
-        like: tensors of the same names, order, shapes and dtypes.
-        bits: as they were given.
-    """
+    """Undo `encode_sparse`, up to the rounding of values."""
     kept: Params = {}
     for name, t in like.items():
         parts = {"ends": torch.zeros(2), "density": torch.zeros(1), "counts": torch.zeros(2**bits, dtype=torch.uint8)}
@@ -119,12 +107,8 @@ def _densities(mask_RC: NDArray[np.bool_], density: float) -> Iterator[NDArray[n
         above_C = above_C + mask_C
 
 
-def _constriction() -> ModuleType:
-    try:
-        import constriction
-    except ImportError as error:
-        raise ImportError("coding pruned nets needs constriction: pip install 'gbfunc[cli]'") from error
-    return constriction
+def _constriction() -> Any:
+    return import_extra("constriction", "coding pruned nets needs constriction: pip install 'gbfunc[cli]'")
 
 
 def _bernoulli() -> Any:

@@ -75,14 +75,7 @@ def metric_of(problem: Problem, net: Net, split: Any) -> float:
 
 
 def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
-    """Train every candidate briefly and take the one with the best validation metric.
-
-    Args:
-        name: of the method.
-        method: what is to be set.
-        problem: the task and the budget.
-        most: candidates to try.
-    """
+    """Train every candidate briefly and take the one with the best validation metric."""
     head = _head(problem, name)
     try:
         candidates = method.candidates(problem)[:most]
@@ -105,19 +98,7 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
 
 
 def measure(name: str, method: Method, problem: Problem, settings: Settings, seed: int, path: Path) -> Row:
-    """Train, write the data to a file, and measure the network that is read back from it.
-
-    Args:
-        name: of the method.
-        method: what is trained.
-        problem: the task and the budget.
-        settings: as `choose` found them.
-        seed: of the training.
-        path: the file.
-
-    Raises:
-        ValueError: if the data exceed the budget, which would be the method's fault.
-    """
+    """Train, write the data to a file, and measure the network that is read back from it."""
     start = time.perf_counter()
     trained = method.train(problem, settings, seed)
     seconds = time.perf_counter() - start
@@ -147,17 +128,7 @@ def run_missing(
     report: Callable[[str], None] = lambda line: None,
     most: int | None = None,
 ) -> Iterator[Results]:
-    """Do what the results lack, one choice or row at a time, and give all results after each.
-
-    Args:
-        methods: by name.
-        problems: a budget each.
-        seeds: rows of each method and problem.
-        results: of earlier runs.
-        folder: for the data of every network.
-        report: gets a line for everything that is done.
-        most: candidates that a choice tries.
-    """
+    """Do what the results lack, one choice or row at a time, and give all results after each."""
     for problem in problems:
         for name, method in methods.items():
             known = of_problem(results, problem, name)
@@ -188,11 +159,7 @@ def to_json(results: Results) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> Results:
-    """What a `compare.json` holds; nothing if there is none.
-
-    Raises:
-        ValueError: if the file is damaged or something else.
-    """
+    """What a `compare.json` holds; nothing if there is none."""
     try:
         # Earlier versions say `numbers` for `dtype`.
         content = json.loads(path.read_text(encoding="utf-8").replace('"numbers":', '"dtype":'))

@@ -37,11 +37,7 @@ from gbfunc.types import Params
 
 
 def hadamard(n: int) -> Tensor:
-    """The Hadamard matrix [n, n] of Sylvester's construction, entries +-1.
-
-    Raises:
-        ValueError: if n is not a power of two.
-    """
+    """The Hadamard matrix [n, n] of Sylvester's construction, entries +-1."""
     if n < 1 or n & (n - 1):
         raise ValueError(f"a Hadamard matrix of this kind has a power of two rows, not {n}")
     matrix = torch.ones(1, 1)
@@ -51,19 +47,9 @@ def hadamard(n: int) -> Tensor:
 
 
 class Projection:
-    """`projection(z_d) -> theta_D`: linear, differentiable, the same for the same seed."""
+    """`projection(z_d) -> theta_D`: linear, differentiable, the same for the same seed; needs 1 <= d <= D."""
 
     def __init__(self, d: int, D: int, seed: int) -> None:
-        """See the module.
-
-        Args:
-            d: numbers that are given.
-            D: numbers that are made.
-            seed: of the signs.
-
-        Raises:
-            ValueError: unless 1 <= d <= D.
-        """
         if not 1 <= d <= D:
             raise ValueError(f"a projection needs 1 <= d <= D, got d={d}, D={D}")
         self.d, self.D = d, D

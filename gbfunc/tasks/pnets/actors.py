@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from gbfunc.encoding import binary, grid, per_axis
 from gbfunc.hypernets import constant
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, check_options, rows_of, scaled_width
 from gbfunc.tasks.pnets.mlp import check_sizes
 
 _LARGE = 36
@@ -41,21 +41,21 @@ class ActorCritic(nn.Module):
         vectors: whether actions are vectors.
     """
 
-    log_std: nn.Parameter
-
     def __init__(self, sizes: Sequence[int], vectors: bool = False) -> None:
         super().__init__()
-        self.vectors = vectors
         self.actor = _tanh_mlp(sizes, 0.01)
         self.critic = _tanh_mlp((*sizes[:-1], 1), 1.0)
-        if vectors:
-            self.log_std = nn.Parameter(torch.zeros(sizes[-1]))
+        self.log_std = nn.Parameter(torch.zeros(sizes[-1])) if vectors else None
 
     def forward(self, obs_BO: Tensor) -> tuple[Tensor, Tensor]:
         """The policy's numbers [B, P] (see `gbfunc.tasks.ppo.policy`) and values [B]."""
         out = self.actor(obs_BO)
-        numbers_BP = torch.cat([out, self.log_std.expand_as(out)], -1) if self.vectors else out
-        return numbers_BP, self.critic(obs_BO).squeeze(-1)
+        return _numbers(out, self.log_std), self.critic(obs_BO).squeeze(-1)
+
+
+def _numbers(out: Tensor, log_std: Tensor | None) -> Tensor:
+    """What describes a policy: of choices the logits, of vectors their mean and log deviation."""
+    return out if log_std is None else torch.cat([out, log_std.expand_as(out)], -1)
 
 
 def _tanh_mlp(sizes: Sequence[int], head_gain: float) -> nn.Sequential:
@@ -90,9 +90,6 @@ def actor_critic(
         odd: keep the policy's hidden biases at zero in a genome, so that its outputs are odd functions of the
             observation, up to a constant: for an environment in which left and right are alike.
         sizes: units of all layers of the actor, in place of `hidden`.
-
-    Raises:
-        ValueError: if the task is none of control, or the sizes do not fit it.
     """
     _check_vectors("actor_critic", interface)
     ends = (interface.inputs[0], interface.outputs)
@@ -132,11 +129,6 @@ def _check_vectors(name: str, interface: Interface) -> None:
         raise ValueError(f"the p-net {name} reads vectors: take conv_actor_critic for observations that are images")
 
 
-def _check_width(name: str, what: str, width: Any) -> None:
-    if type(width) is not int or width < 1:
-        raise ValueError(f"{what} of {name} must be an int >= 1, got {width!r}")
-
-
 class Heads(nn.Module):
     """A policy and a value that share features: [..., H] -> the policy's numbers [..., P] and values [...]."""
 
@@ -149,20 +141,13 @@ class Heads(nn.Module):
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """As above."""
         out = self.actor(features)
-        numbers = out if self.log_std is None else torch.cat([out, self.log_std.expand_as(out)], -1)
-        return numbers, self.critic(features).squeeze(-1)
+        return _numbers(out, self.log_std), self.critic(features).squeeze(-1)
 
 
 class RecurrentActorCritic(nn.Module):
-    """A layer of tanh, a GRU or LSTM, and a policy and a value of what it holds.
+    """A layer of tanh, a GRU or LSTM, each of H units, and a policy and a value of what it holds.
 
-    Args:
-        n_obs: numbers of an observation.
-        hidden: units of the layer and of the cell, H.
-        n_actions: choices, or numbers of an action.
-        vectors: whether actions are vectors.
-        cell: `"gru"` (Cho et al., 2014), whose memory has H numbers, or `"lstm"` (Hochreiter and Schmidhuber, 1997),
-            whose memory has 2 H.
+    The memory of a `"gru"` (Cho et al., 2014) has H numbers, of an `"lstm"` (Hochreiter and Schmidhuber, 1997) 2 H.
     """
 
     def __init__(self, n_obs: int, hidden: int, n_actions: int, vectors: bool, cell: str) -> None:
@@ -193,21 +178,17 @@ class RecurrentActorCritic(nn.Module):
 
 
 def recurrent_actor_critic(interface: Interface, *, hidden: int = 64, cell: Literal["gru", "lstm"] = "gru") -> PNet:
-    """A `RecurrentActorCritic` for a task of control whose observations are vectors and do not tell all.
-
-    Raises:
-        ValueError: if the task is none of control, or has images, or for options out of range.
-    """
+    """A `RecurrentActorCritic` for a task of control whose observations are vectors and do not tell all."""
     name = "recurrent_actor_critic"
     _check_vectors(name, interface)
-    _check_width(name, "hidden", hidden)
+    check_options(name, hidden=hidden)
     if cell not in ("gru", "lstm"):
         raise ValueError(f"cell of {name} must be 'gru' or 'lstm', got {cell!r}")
     again = partial(recurrent_actor_critic, interface, cell=cell)
     vectors = interface.actions == "vector"
 
     def fitted(shapes: Shapes) -> PNet:
-        hidden, rows = _first_of(shapes, "first.weight"), _first_of(shapes, "cell.weight_hh")
+        hidden, rows = rows_of(shapes, "first.weight", "an actor"), rows_of(shapes, "cell.weight_hh", "an actor")
         return recurrent_actor_critic(interface, hidden=hidden, cell="lstm" if rows == 4 * hidden else "gru")
 
     return PNet(
@@ -225,14 +206,7 @@ class ConvActorCritic(nn.Module):
     """Convolutions, a wide layer, and a policy and a value of it: images [B, C, h, w] -> numbers [B, P] and values [B].
 
     Images of 36 x 36 and more go through the three convolutions of Mnih et al. (2015), smaller ones through two of
-    3 x 3. Integers of 8 bits are brightnesses up to 255.
-
-    Args:
-        inputs: (C, h, w).
-        width: channels of the first convolution; the others have twice as many.
-        hidden: units of the wide layer.
-        n_actions: choices, or numbers of an action.
-        vectors: whether actions are vectors.
+    3 x 3. The first has `width` channels, the others twice as many. Integers of 8 bits are brightnesses up to 255.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, hidden: int, n_actions: int, vectors: bool) -> None:
@@ -261,17 +235,12 @@ def _convolutions(inputs: Sequence[int], width: int) -> tuple[tuple[int, int, in
 
 
 def conv_actor_critic(interface: Interface, *, width: int = 32, hidden: int = 512) -> PNet:
-    """A `ConvActorCritic` for a task of control whose observations are images.
-
-    Raises:
-        ValueError: if the task is none of control, or has no images of at least 5 x 5, or for options out of range.
-    """
+    """A `ConvActorCritic` for a task of control whose observations are images."""
     name, inputs = "conv_actor_critic", interface.inputs
     _check_acts(name, interface)
     if len(inputs) != 3 or min(inputs[1:]) < 5:
         raise ValueError(f"the p-net {name} reads images of 5 x 5 or more, got observations of shape {inputs}")
-    _check_width(name, "width", width)
-    _check_width(name, "hidden", hidden)
+    check_options(name, width=width, hidden=hidden)
     vectors = interface.actions == "vector"
 
     def make() -> ConvActorCritic:
@@ -284,8 +253,8 @@ def conv_actor_critic(interface: Interface, *, width: int = 32, hidden: int = 51
         return PlanOptions(encodings={"wide.weight": (None, places)})
 
     def fitted(shapes: Shapes) -> PNet:
-        first, wide = _first_of(shapes, "convolutions.0.weight"), _first_of(shapes, "wide.weight")
-        return conv_actor_critic(interface, width=first, hidden=wide)
+        first = rows_of(shapes, "convolutions.0.weight", "an actor", 4)
+        return conv_actor_critic(interface, width=first, hidden=rows_of(shapes, "wide.weight", "an actor"))
 
     return PNet(
         name=name,
@@ -296,10 +265,3 @@ def conv_actor_critic(interface: Interface, *, width: int = 32, hidden: int = 51
         config={"width": width, "hidden": hidden},
         label=f"{width} channels-{hidden}-{interface.outputs}",
     )
-
-
-def _first_of(shapes: Shapes, name: str) -> int:
-    """Rows of a weight."""
-    if len(shapes.get(name, ())) < 2:
-        raise ValueError(f"expected the parameters of an actor with {name}")
-    return shapes[name][0]

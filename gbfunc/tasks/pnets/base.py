@@ -128,6 +128,24 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def check_options(pnet: str, *, dropout: float = 0.0, heads: int = 1, **sizes: Any) -> None:
+    """Raise `ValueError` for sizes that are no positive ints, a width that heads do not divide, or no dropout rate."""
+    for name, value in {**sizes, "heads": heads}.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} of {pnet} must be an int >= 1, got {value!r}")
+    if sizes.get("width", heads) % heads:
+        raise ValueError(f"width of {pnet} must be a multiple of its {heads} heads, got {sizes['width']}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout of {pnet} must be at least 0 and below 1, got {dropout!r}")
+
+
+def rows_of(shapes: Shapes, name: str, net: str, ndim: int = 2) -> int:
+    """Rows of a weight, which the parameters of such a net have."""
+    if len(shapes.get(name, ())) != ndim:
+        raise ValueError(f"expected the parameters of {net} with {name}")
+    return shapes[name][0]
+
+
 def narrowed(pnet: PNet, params: int) -> PNet:
     """The smallest p-net of the same family with at least `params` parameters: a dense net to compare a genome with.
 
@@ -176,6 +194,14 @@ def n_params(module: nn.Module) -> int:
 def is_import_path(name: str) -> bool:
     """Whether `name` has the form `package.module:name`."""
     return _PATH.fullmatch(name) is not None
+
+
+def import_extra(module: str, missing: str) -> Any:
+    """A module of a package that may be missing, of which `ImportError` then says so."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(missing) from error
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:

@@ -5,8 +5,9 @@ Suffixes: B examples of a batch, C channels, h rows, w columns, K classes.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gbfunc.encoding import binary, grid, per_axis
 from gbfunc.hypernets import constant, periodic
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_options, rows_of, scaled_width
 
 
 def _plan(make: Callable[[], nn.Module]) -> PlanOptions:
@@ -57,6 +59,38 @@ class AllConv(nn.Sequential):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                 if layer.bias is not None:
                     nn.init.zeros_(layer.bias)
+
+
+class LeNet5(nn.Sequential):
+    """LeNet-5 in the form that is usual in work on compression (Caffe's, after LeCun et al., 1998).
+
+    Two convolutions of 5 x 5 with max pooling, the second of `width` channels, and two linear layers with ReLU between
+    them: 20 and 50 channels, 500 units and 431,080 parameters on MNIST by default.
+    """
+
+    def __init__(self, inputs: tuple[int, int, int], width: int, classes: int) -> None:
+        first, hidden = _lenet5_widths(width)
+        super().__init__(
+            nn.Conv2d(inputs[0], first, 5),
+            nn.MaxPool2d(2),
+            nn.Conv2d(first, width, 5),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(width * math.prod(_lenet5_map(inputs)), hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, classes),
+        )
+
+
+def _lenet5_widths(width: int) -> tuple[int, int]:
+    """Channels of the first convolution, and units of the hidden layer."""
+    return max(1, width * 2 // 5), 10 * width
+
+
+def _lenet5_map(inputs: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of what the convolutions make of an image."""
+    rows, cols = (((n - 4) // 2 - 4) // 2 for n in inputs[1:])
+    return rows, cols
 
 
 class Residual(nn.Module):
@@ -148,85 +182,74 @@ def _check(name: str, interface: Interface, smallest: int, width: Any) -> int:
     channels, rows, cols = interface.inputs
     if min(rows, cols) < smallest:
         raise ValueError(f"the p-net {name} needs images of {smallest} x {smallest} or more, got {rows} x {cols}")
-    if type(width) is not int or width < 1:
-        raise ValueError(f"width of {name} must be an int >= 1, got {width!r}")
+    check_options(name, width=width)
     return channels
 
 
-def _width(name: str, shapes: Shapes) -> int:
-    if len(shapes.get(name, ())) != 4:
-        raise ValueError(f"expected the parameters of a convolutional net with {name}")
-    return shapes[name][0]
-
-
 def all_conv(interface: Interface, *, width: int = 96, dropout: float = 0.0, norm: bool = True) -> PNet:
-    """`AllConv` for an image task, its options as there.
-
-    Raises:
-        ValueError: if the task has no images of at least 12 x 12, or for options out of range.
-    """
+    """`AllConv` for an image task, its options as there."""
     channels = _check("allconv", interface, 12, width)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout of allconv must be at least 0 and below 1, got {dropout!r}")
+    check_options("allconv", dropout=dropout)
     if type(norm) is not bool:
         raise ValueError(f"norm of allconv must be true or false, got {norm!r}")
     config: Mapping[str, Any] = dict(width=width, dropout=dropout, norm=norm)
     again = partial(all_conv, interface, dropout=dropout, norm=norm)
-    make = partial(AllConv, channels, classes=interface.outputs, **config)
-    return PNet(
-        name="allconv",
-        make=make,
-        plan=lambda genome_params: _plan(make),
-        scaled=lambda factor: again(width=scaled_width(width, factor)),
-        fitted=lambda shapes: again(width=_width("0.weight", shapes)),
-        config=config,
-        label=f"allconv, {width} channels",
+    return _pnet("allconv", partial(AllConv, channels, classes=interface.outputs, **config), again, config, "0.weight")
+
+
+def lenet5(interface: Interface, *, width: int = 50) -> PNet:
+    """`LeNet5` for an image task, its second convolution of `width` channels."""
+    _check("lenet5", interface, 16, width)
+    channels, rows, cols = interface.inputs
+    places = _lenet5_map(interface.inputs)
+    maps = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
+    # What biases of the convolutions add, those of the hidden layer could; and these do more as sines.
+    options = PlanOptions(
+        encodings={"5.weight": (binary(), maps)},
+        rules=((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5))),
     )
+    make = partial(LeNet5, (channels, rows, cols), width, interface.outputs)
+    return _pnet("lenet5", make, partial(lenet5, interface), {"width": width}, "2.weight", options)
 
 
 def resnet18(interface: Interface, *, width: int = 64) -> PNet:
-    """ResNet-18 for an image task, its first stage of `width` channels.
-
-    Raises:
-        ValueError: if the task has no images, or for a width below 1.
-    """
-    channels = _check("resnet18", interface, 4, width)
-    make = partial(ResNet18, channels, width, interface.outputs)
-    return PNet(
-        name="resnet18",
-        make=make,
-        plan=lambda genome_params: _plan(make),
-        scaled=lambda factor: resnet18(interface, width=scaled_width(width, factor)),
-        fitted=lambda shapes: resnet18(interface, width=_width("stem.0.weight", shapes)),
-        config={"width": width},
-        label=f"resnet18, {width} channels",
-    )
+    """ResNet-18 for an image task, its first stage of `width` channels."""
+    make = partial(ResNet18, _check("resnet18", interface, 4, width), width, interface.outputs)
+    return _pnet("resnet18", make, partial(resnet18, interface), {"width": width}, "stem.0.weight")
 
 
 def resnet20(interface: Interface, *, width: int = 16) -> PNet:
-    """`ResNetCifar` of 20 layers for an image task, its first stage of `width` channels.
-
-    Raises:
-        ValueError: if the task has no images, or for a width below 1.
-    """
-    return _resnet(20, interface, width)
+    """`ResNetCifar` of 20 layers for an image task, its first stage of `width` channels."""
+    return _resnet(20, interface, width=width)
 
 
 def resnet56(interface: Interface, *, width: int = 16) -> PNet:
     """`ResNetCifar` of 56 layers, as `resnet20`."""
-    return _resnet(56, interface, width)
+    return _resnet(56, interface, width=width)
 
 
-def _resnet(depth: int, interface: Interface, width: int) -> PNet:
+def _resnet(depth: int, interface: Interface, *, width: int) -> PNet:
     name = f"resnet{depth}"
-    channels = _check(name, interface, 4, width)
-    make = partial(ResNetCifar, channels, width, interface.outputs, depth)
+    make = partial(ResNetCifar, _check(name, interface, 4, width), width, interface.outputs, depth)
+    return _pnet(name, make, partial(_resnet, depth, interface), {"width": width}, "stem.weight")
+
+
+def _pnet(
+    name: str,
+    make: Callable[[], nn.Module],
+    again: Callable[..., PNet],
+    config: Mapping[str, Any],
+    first: str,
+    options: PlanOptions | None = None,
+) -> PNet:
+    """A convolutional family: `again(width=...)` is another of it, whose `first` weight has so many channels."""
+    width = config["width"]
     return PNet(
         name=name,
         make=make,
-        plan=lambda genome_params: _plan(make),
-        scaled=lambda factor: _resnet(depth, interface, scaled_width(width, factor)),
-        fitted=lambda shapes: _resnet(depth, interface, _width("stem.weight", shapes)),
-        config={"width": width},
+        plan=lambda genome_params: options or _plan(make),
+        scaled=lambda factor: again(width=scaled_width(width, factor)),
+        fitted=lambda shapes: again(width=rows_of(shapes, first, "a convolutional net", 4)),
+        config=config,
         label=f"{name}, {width} channels",
     )

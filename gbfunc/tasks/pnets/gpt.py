@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gbfunc.hypernets import constant, periodic
-from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, scaled_width
+from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, Shapes, check_options, scaled_width
 
 _STD = 0.02
 """Initial deviation of weights (GPT-2)."""
@@ -102,24 +102,14 @@ def gpt(
     dropout: float = 0.0,
     bias: bool = False,
 ) -> PNet:
-    """`GPT` for a text task, its options as there: by default nanoGPT's size for a CPU, `hidden` 4 times the width.
-
-    Raises:
-        ValueError: if the task is no text, or the sizes do not fit each other.
-    """
+    """`GPT` for a text task, its options as there: by default nanoGPT's size for a CPU, `hidden` 4 times the width."""
     if not interface.tokens:
         raise ValueError("the p-net gpt reads text: take it for a text task")
     # What is left open goes on following the width, when a narrower one is made from this configuration.
     asked, hidden = hidden, 4 * width if hidden is None else hidden
-    for name, value in (("layers", layers), ("width", width), ("heads", heads), ("hidden", hidden)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} of gpt must be an int >= 1, got {value!r}")
-    if width % heads:
-        raise ValueError(f"width of gpt must be a multiple of its {heads} heads, got {width}")
+    check_options("gpt", layers=layers, width=width, heads=heads, hidden=hidden, dropout=dropout)
     if type(bias) is not bool:
         raise ValueError(f"bias of gpt must be true or false, got {bias!r}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout of gpt must be at least 0 and below 1, got {dropout!r}")
     (context,), vocabulary = interface.inputs, interface.outputs
 
     config: Mapping[str, Any] = dict(layers=layers, width=width, heads=heads, hidden=asked, dropout=dropout, bias=bias)

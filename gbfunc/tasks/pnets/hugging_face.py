@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet, import_extra
 from gbfunc.tasks.pnets.text_classifier import text_classifier
 
 PREFIX = "hf:"
@@ -19,16 +19,8 @@ def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
 
     What the task decides is filled in where the configuration does not say it: the vocabulary, the number of classes,
     size and channels of an image, and the length of a text where the model has a table of positions.
-
-    Raises:
-        FileNotFoundError: if there is no such pretrained network.
-        ImportError: if transformers is missing.
-        ValueError: for an unknown type, one without a model for such a task, or fields that do not fit.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("Hugging Face p-nets need transformers: pip install 'gbfunc[hf]'") from error
+    transformers = import_extra("transformers", "Hugging Face p-nets need transformers: pip install 'gbfunc[hf]'")
     if interface.vocabulary:
         return text_classifier(interface, model_type, config)
     if "pretrained" in config:

@@ -51,9 +51,6 @@ def mlp_pnet(
         hidden: units of the hidden layers.
         bandwidth: of the coordinates of pixels, see `gbfunc.grid`.
         sizes: units of all layers, inputs and classes included, in place of `hidden`.
-
-    Raises:
-        ValueError: if the task is no image task, or the sizes do not fit it.
     """
     if interface.tokens or interface.vocabulary or interface.actions:
         texts = "gpt for a text task" if interface.tokens else "hf:TYPE for a task of texts with classes"
@@ -82,11 +79,7 @@ def check_sizes(sizes: tuple[int, ...], ends: tuple[int, int], expected: str, le
 
 
 def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Layer sizes of the `MLP` whose parameters have these shapes.
-
-    Raises:
-        ValueError: if no `MLP` has such parameters.
-    """
+    """Layer sizes of the `MLP` whose parameters have these shapes."""
     weights = [shapes.get(f"{i}.weight", ()) for i in range(0, len(shapes), 2)]
     if weights and all(len(w) == 2 for w in weights):
         sizes = (weights[0][1], *(w[0] for w in weights))

@@ -58,10 +58,6 @@ def text_classifier(interface: Interface, model_type: str, config: Mapping[str, 
         interface: of a task of texts with classes.
         model_type: `bert`, ...; empty for the pretrained network's.
         config: fields of the configuration; `pretrained` names a network (`pretrained_folder`) to take weights from.
-
-    Raises:
-        FileNotFoundError: if there is no such pretrained network.
-        ValueError: for an unknown type, one without an encoder of texts, or fields that do not fit.
     """
     fields = dict(config)
     source = fields.pop("pretrained", None)

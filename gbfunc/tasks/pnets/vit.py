@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet, Shapes, scaled_width
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet, Shapes, check_options, scaled_width
 
 
 class ViT(nn.Module):
@@ -67,25 +67,15 @@ def vit(
     hidden: int | None = None,
     dropout: float = 0.0,
 ) -> PNet:
-    """`ViT` for an image task, its options as there; `hidden` is twice the width by default.
-
-    Raises:
-        ValueError: if the task has no images, or the sizes do not fit each other.
-    """
+    """`ViT` for an image task, its options as there; `hidden` is twice the width by default."""
     if interface.tokens or len(interface.inputs) != 3:
         raise ValueError("the p-net vit reads images: take it for an image task")
     asked, hidden = hidden, 2 * width if hidden is None else hidden
-    for name, value in dict(patch=patch, layers=layers, width=width, heads=heads, hidden=hidden).items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} of vit must be an int >= 1, got {value!r}")
+    sizes = dict(patch=patch, layers=layers, width=width, heads=heads)
+    check_options("vit", **sizes, hidden=hidden, dropout=dropout)
     _, rows, cols = interface.inputs
     if rows % patch or cols % patch:
         raise ValueError(f"patch of vit must divide the images of {rows} x {cols}, got {patch}")
-    if width % heads:
-        raise ValueError(f"width of vit must be a multiple of its {heads} heads, got {width}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout of vit must be at least 0 and below 1, got {dropout!r}")
-    sizes = dict(patch=patch, layers=layers, width=width, heads=heads)
     config: Mapping[str, Any] = sizes | dict(hidden=asked, dropout=dropout)
     again = partial(vit, interface, **config)
 

@@ -2,33 +2,24 @@
 
 Ranks that share cores do not compute side by side. So each block's forward and backward wait for a fixed time: what is
 measured is the order of the schedule and the overhead of sending, not how fast blocks compute.
-
-Each rank is a process that runs this module: `python -m gbfunc.lab.bench.bubble ORDER`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import statistics
-import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.lab.bench.dense_parallel import Group
-from gbfunc.lab.bench.links import run_module
 from gbfunc.lab.bench.variants import genome_step
 from gbfunc.parallel import ScheduleCosts, make_schedule, simulate
+from tests.support.ranks import PATIENCE, run_ranks
 
-_TIMEOUT = 120.0
 _WIDTH = 8
+_STEPS = 3
 
 
 class Bubble(NamedTuple):
@@ -37,14 +28,12 @@ class Bubble(NamedTuple):
     Attributes:
         measured: from the time of a step, the median over steps, and what blocks of all ranks took in it.
         simulated: with the same times of a block, and nothing else that takes time.
-        step_seconds: of the median step.
         forward: seconds of a block on a microbatch, as measured.
         backward: likewise.
     """
 
     measured: float
     simulated: float
-    step_seconds: float
     forward: float
     backward: float
 
@@ -95,38 +84,18 @@ class WaitingBlock(nn.Module):
 
 def measure_bubble(
     schedule: Literal["gpipe", "1f1b"],
-    *,
     ranks: int = 4,
     microbatches: int = 8,
     forward: float = 0.1,
     backward: float = 0.2,
-    steps: int = 3,
 ) -> Bubble:
-    """Train blocks that wait on as many new processes, one block each.
-
-    Args:
-        schedule: the pipeline's.
-        ranks: number of processes, and of blocks.
-        microbatches: of a step.
-        forward: seconds that a block waits for each microbatch.
-        backward: likewise.
-        steps: that are measured, after a first one.
-
-    Raises:
-        OSError: if a rank fails or takes too long.
-    """
-    order = {"schedule": schedule, "ranks": ranks, "microbatches": microbatches, "steps": steps}
-    reports = run_module("gbfunc.lab.bench.bubble", order | {"seconds": [forward, backward]}, ranks, _TIMEOUT)
-    by_step = [max(of_ranks) for of_ranks in zip(*(report["steps"] for report in reports), strict=True)]
-    seconds = statistics.median(by_step)
+    """Train blocks that wait so many seconds for each microbatch on as many ranks, one block each."""
+    arguments = {"schedule": schedule, "ranks": ranks, "microbatches": microbatches, "seconds": [forward, backward]}
+    reports = run_ranks(ranks, "bubble:run", arguments=arguments, timeout=120)
+    seconds = statistics.median(max(of_ranks) for of_ranks in zip(*(r["steps"] for r in reports), strict=True))
     forward, backward = (statistics.fmean(report[name] for report in reports) for name in ("forward", "backward"))
-    return Bubble(
-        measured=1 - microbatches * (forward + backward) / seconds,
-        simulated=simulated_bubble(schedule, ranks, microbatches, forward, backward),
-        step_seconds=seconds,
-        forward=forward,
-        backward=backward,
-    )
+    simulated = simulated_bubble(schedule, ranks, microbatches, forward, backward)
+    return Bubble(1 - microbatches * (forward + backward) / seconds, simulated, forward, backward)
 
 
 def simulated_bubble(
@@ -138,35 +107,21 @@ def simulated_bubble(
     return simulate(make_schedule(schedule, layers=ranks, ranks=ranks, microbatches=microbatches, costs=costs)).bubble
 
 
-def run_rank(order: Mapping[str, Any]) -> None:
-    """Measure this rank's steps, and write what they took beside those of the other ranks."""
-    signal.alarm(int(_TIMEOUT) + 5)  # Whoever started this may be gone.
-    torch.set_num_threads(1)
-    folder, rank, ranks, microbatches = Path(order["folder"]), order["rank"], order["ranks"], order["microbatches"]
-    group = Group(rank, ranks, folder / "store")
-    with group.joined(_TIMEOUT):
+def run(init_method: str, schedule: str, ranks: int, microbatches: int, seconds: list[float]) -> dict[str, Any]:
+    """What this rank's steps took."""
+    with gb.mesh(pipeline=ranks, init_method=init_method, timeout=60 * PATIENCE) as mesh:
         torch.manual_seed(0)
-        pnet = nn.Sequential(*(WaitingBlock(*order["seconds"]) for _ in range(ranks)))
-        plan = gb.make_plan(pnet, gb.periodic(2))
+        pnet = nn.Sequential(*(WaitingBlock(*seconds) for _ in range(ranks)))
         batch = torch.ones(microbatches, _WIDTH), torch.zeros(microbatches, dtype=torch.int64)
-        options = {"mesh": gb.mesh(pipeline=ranks), "pipeline": order["schedule"], "microbatches": microbatches}
-        step = genome_step(plan, pnet, batch, 1e-8, **options)
+        options: dict[str, Any] = {"mesh": mesh, "pipeline": schedule, "microbatches": microbatches}
+        step = genome_step(gb.make_plan(pnet, gb.periodic(2)), pnet, batch, 1e-8, **options)
         float(step())
-        for seconds in WAITED:
-            seconds.clear()
+        for waited in WAITED:
+            waited.clear()
         times = []
-        for _ in range(order["steps"]):
-            group.meet()
+        for _ in range(_STEPS):
+            mesh.barrier()
             start = time.perf_counter()
             float(step())
             times.append(time.perf_counter() - start)
-    report = {name: statistics.fmean(seconds) for name, seconds in WAITED._asdict().items()}
-    (folder / f"{rank}.json").write_text(json.dumps(report | {"steps": times}))
-
-
-if __name__ == "__main__":
-    # As this module runs under another name here, its blocks' times would be kept in another list.
-    from gbfunc.lab.bench import bubble
-
-    bubble.run_rank(json.loads(sys.argv[1]))
-    os._exit(0)  # As in `gbfunc.lab.bench.wire`.
+    return {name: statistics.fmean(waited) for name, waited in WAITED._asdict().items()} | {"steps": times}
