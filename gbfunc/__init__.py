@@ -11,25 +11,32 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 import gbfunc.startup  # noqa: F401  # before torch: see there
-from gbfunc.encoding import binary, gray, grid, one_hot, per_axis
+from gbfunc.encoding import binary, gray, grid, one_hot, per_axis, table
 from gbfunc.export import export
-from gbfunc.fit import fit_genome
 from gbfunc.generate import generate
 from gbfunc.genome import flatten, init_genome, sample_noise
 from gbfunc.hypernets import bilinear, constant, from_module, gnet, low_rank, periodic, stochastic, xox
-from gbfunc.many import materialize_many, merge_genomes
 from gbfunc.materialize import materialize
-from gbfunc.parallel import mesh
 from gbfunc.plan import Plan, make_plan, register
-from gbfunc.storage import Checkpointer, load_checkpoint
-from gbfunc.storage.genome_file import load, load_metadata, save
-from gbfunc.train import TrainState, make_train_step, population, torch_optimizer, torch_schedule, update_alignment
 from gbfunc.types import Genome
 
 if TYPE_CHECKING:
+    from gbfunc.fit import fit_genome
+    from gbfunc.many import materialize_many, merge_genomes
     from gbfunc.module import GenomeModule
+    from gbfunc.parallel import mesh
     from gbfunc.parallel.planner import plan_parallel
+    from gbfunc.storage.checkpoint import Checkpointer, load_checkpoint
+    from gbfunc.storage.genome_file import load, load_metadata, save
     from gbfunc.storage.lora import save_lora
+    from gbfunc.train import (
+        TrainState,
+        make_train_step,
+        population,
+        torch_optimizer,
+        torch_schedule,
+        update_alignment,
+    )
 
 __all__ = [
     "Checkpointer",
@@ -69,18 +76,32 @@ __all__ = [
     "save",
     "save_lora",
     "stochastic",
+    "table",
     "torch_optimizer",
     "torch_schedule",
     "update_alignment",
     "xox",
 ]
 
-_LAZY = {
-    "GenomeModule": "gbfunc.module",
-    "plan_parallel": "gbfunc.parallel.planner",
-    "save_lora": "gbfunc.storage.lora",
+_LATER = {
+    "gbfunc.fit": ("fit_genome",),
+    "gbfunc.many": ("materialize_many", "merge_genomes"),
+    "gbfunc.module": ("GenomeModule",),
+    "gbfunc.parallel": ("mesh",),
+    "gbfunc.parallel.planner": ("plan_parallel",),
+    "gbfunc.storage.checkpoint": ("Checkpointer", "load_checkpoint"),
+    "gbfunc.storage.genome_file": ("load", "load_metadata", "save"),
+    "gbfunc.storage.lora": ("save_lora",),
+    "gbfunc.train": (
+        "TrainState",
+        "make_train_step",
+        "population",
+        "torch_optimizer",
+        "torch_schedule",
+        "update_alignment",
+    ),
 }
-"""Names that are imported when they are first used: torch's DTensor and its FLOP counter take long to import."""
+"""Where names are that are imported when they are first used, as their rooms are; none is a room's name, too."""
 
 _MOVED = {
     "gbfunc.export": ("Exported",),
@@ -91,7 +112,7 @@ _MOVED = {
     "gbfunc.parallel.planner": ("DeviceSpec", "ParallelPlan"),
     "gbfunc.parallel.styles": ("pad_vocabulary", "tensor_styles"),
     "gbfunc.pnet": ("GrownNet",),
-    "gbfunc.storage": ("Checkpoint",),
+    "gbfunc.storage.checkpoint": ("Checkpoint",),
     "gbfunc.tiling": ("TileGrid", "join_tiles", "split_tiles", "tile_grid"),
     "gbfunc.train": ("Optimizer", "Population", "StepInfo", "TrainStep", "UpdateAlignment"),
 }
@@ -99,10 +120,16 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    module = _LAZY.get(name)
-    if module is None:
-        module = next((place for place, names in _MOVED.items() if name in names), None)
-        if module is None:
-            raise AttributeError(f"module 'gbfunc' has no attribute {name!r}")
+    if any(f"{module}.".startswith(f"gbfunc.{name}.") for module in _LATER):
+        return importlib.import_module(f"gbfunc.{name}")
+    places = {n: module for table in (_MOVED, _LATER) for module, names in table.items() for n in names}
+    if name not in places:
+        raise AttributeError(f"module 'gbfunc' has no attribute {name!r}")
+    module = places[name]
+    if name not in __all__:
         warnings.warn(f"gbfunc.{name} is now {module}.{name}", DeprecationWarning, stacklevel=2)
     return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

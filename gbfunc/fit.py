@@ -13,15 +13,15 @@ Suffixes: T tiles, r rows and c columns of a tile.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from gbfunc.base import BaseTensors
-from gbfunc.generate import Generator
-from gbfunc.genome import check_genome, check_plan, codes_of, init_leaves
+from gbfunc.generate import make_generator
+from gbfunc.genome import check_genome, check_plan, codes_of, counter, init_leaves, stacked, unstacked
 from gbfunc.hypernets.codeless import LowRank
 from gbfunc.hypernets.ensemble import Run, dense_tiles
 from gbfunc.layers import KINDS
@@ -77,53 +77,36 @@ class _Tiles:
         """Sum of the squared relative errors of the slots."""
         return ((self(leaves) - self.target_Trc).square().sum((1, 2)) * self.weight_T).sum()
 
+    @torch.no_grad()
     def solve(self, leaves: Params) -> Params:
         """The leaves with the best linear ones, tile by tile (CGLS; Bjorck, 1996, section 7.4)."""
         if not self.linear or any(self.specs[k].scope == "group" for k in self.linear):
             return leaves
-        x = {k: leaves[k] for k in self.linear}
-        made, transpose = self._linearly(leaves, x)
+        linear = {k: leaves[k] for k in self.linear}
+
+        def tiles_of(x_TK: Tensor) -> Tensor:
+            return self(leaves | unstacked(x_TK, linear))
+
+        x_TK = stacked(linear)
+        # It is linear: the transpose is the same everywhere.
+        made, transpose = torch.func.vjp(tiles_of, x_TK)[:2]
         residual = self.target_Trc - made
-        slope = direction = transpose(residual)
-        square_T = _dot(slope)
+        slope_TK = direction_TK = transpose(residual)[0]
+        square_T = slope_TK.square().sum(1)
         for _ in range(_SOLVES):
-            made, transpose = self._linearly(leaves, direction)
+            made = tiles_of(direction_TK)
             step_T = _ratio(square_T, made.square().sum((1, 2)))
-            x = {k: x[k] + _like(step_T, x[k]) * direction[k] for k in x}
+            x_TK = x_TK + step_T[:, None] * direction_TK
             residual = residual - step_T[:, None, None] * made
-            slope, before_T = transpose(residual), square_T
-            square_T = _dot(slope)
-            turn_T = _ratio(square_T, before_T)
-            direction = {k: slope[k] + _like(turn_T, slope[k]) * direction[k] for k in x}
-        solved = leaves | x
-        with torch.no_grad():
-            better = bool(self.loss(solved) <= self.loss(leaves))
-        return solved if better else leaves
-
-    def _linearly(self, leaves: Params, linear: Params) -> tuple[Tensor, Callable[[Tensor], Params]]:
-        """The tiles of some linear leaves, and the transpose of the map from them to tiles."""
-        x = {k: v.detach().requires_grad_() for k, v in linear.items()}
-        with torch.enable_grad():
-            tiles = self(leaves | x)
-
-        def transpose(of_tiles: Tensor) -> Params:
-            slopes = torch.autograd.grad(tiles, [*x.values()], of_tiles, materialize_grads=True)
-            return dict(zip(x, slopes, strict=True))
-
-        return tiles.detach(), transpose
-
-
-def _dot(leaves: Params) -> Tensor:
-    """Squared norm of each tile's leaves: [T]."""
-    return torch.stack([v.reshape(len(v), -1).square().sum(1) for v in leaves.values()]).sum(0)
+            slope_TK, before_T = transpose(residual)[0], square_T
+            square_T = slope_TK.square().sum(1)
+            direction_TK = slope_TK + _ratio(square_T, before_T)[:, None] * direction_TK
+        solved = leaves | unstacked(x_TK, linear)
+        return solved if bool(self.loss(solved) <= self.loss(leaves)) else leaves
 
 
 def _ratio(a_T: Tensor, b_T: Tensor) -> Tensor:
     return torch.where(b_T > 0, a_T / b_T.where(b_T > 0, 1), 0)
-
-
-def _like(x_T: Tensor, leaf: Tensor) -> Tensor:
-    return x_T.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 def fit_genome(
@@ -176,44 +159,26 @@ def fit_genome(
     if steps < 0 or not lr > 0:
         raise ValueError(f"steps must be >= 0 and lr > 0, got {steps} and {lr}")
     given, base = _tensors_of(plan, trained), _base_of(plan, pnet)
-    with torch.autocast(next(iter(given.values())).device.type, enabled=False):
-        return _fit(plan, given, base, _start(plan, start, given, seed), steps, lr, progress)
-
-
-def _fit(
-    plan: Plan,
-    given: Params,
-    base: BaseTensors | None,
-    genome: Genome,
-    steps: int,
-    lr: float,
-    progress: Callable[[int, int], None] | None,
-) -> Fit:
+    device = next(iter(given.values())).device
     targets = {t.name: given[t.name].double() for t in plan.generated}
     if base is not None:
-        present = base.on(next(iter(given.values())).device)[0]
+        present = base.on(device)[0]
         targets |= {t.name: targets[t.name] - present[t.name] for t in plan.generated if t.base}
-    done, total = 0, steps * sum(bool(e.leaves) for e in plan.ensembles)
-
-    def count() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
-    gnets = {}
-    for e in plan.ensembles:
-        if e.leaves:
-            leaves = genome.gnets[e.name]
-            like = next(iter(leaves.values()))
-            gnets[e.name] = _fitted(_Tiles(plan, e, targets, like.dtype, like.device), leaves, steps, lr, count)
-    genome = genome._replace(gnets=gnets)
-    with torch.no_grad():
-        made = Generator(plan, base=base)(flat_genome(genome))
+    count, gnets = counter(progress, steps * sum(bool(e.leaves) for e in plan.ensembles)), {}
+    with torch.autocast(device.type, enabled=False):
+        genome = _start(plan, start, given, seed)
+        for e in plan.ensembles:
+            if e.leaves:
+                leaves = genome.gnets[e.name]
+                like = next(iter(leaves.values()))
+                gnets[e.name] = _fitted(_Tiles(plan, e, targets, like.dtype, like.device), leaves, steps, lr, count)
+        genome = genome._replace(gnets=gnets)
+        with torch.no_grad():
+            made = make_generator(plan, base=base)(flat_genome(genome))
     return Fit(genome, {name: _error(made[name], given[name], target) for name, target in targets.items()})
 
 
-def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callable[[], None]) -> Params:
+def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callable[[int], None]) -> Params:
     """The leaves of an ensemble after the fit, or before it where that is better."""
     if isinstance(tiles.run.hypernet, LowRank):
         return _best_factors(tiles.target_Trc, tiles.run.hypernet.known_size)
@@ -231,7 +196,7 @@ def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callabl
             x.grad = slope
         adam.step()
         schedule.step()
-        count()
+        count(1)
     fitted = tiles.solve({k: v.detach() for k, v in trained.items()})
     with torch.no_grad():
         last = float(tiles.loss(fitted))
@@ -256,13 +221,10 @@ def _tensors_of(plan: Plan, trained: nn.Module | TensorMap) -> Params:
     elif not isinstance(trained, Mapping):
         raise TypeError(f"trained must be a module or tensors by name, got {type(trained).__name__}")
     shapes = {x.name: x.shape for x in (*plan.tensors, *plan.buffers)}
-    wrong: dict[str, Any] = {}
-    for name, shape in shapes.items():
-        got = tuple(trained[name].shape) if name in trained else None
-        wrong |= {} if got == shape else {name: got}
-    if wrong:
-        expected = {name: shapes[name] for name in wrong}
-        raise ValueError(f"the weights do not fit the plan: expected {expected}, got {wrong}")
+    got = {name: tuple(trained[name].shape) if name in trained else None for name in shapes}
+    if wrong := [name for name in shapes if got[name] != shapes[name]]:
+        expected, given = ({name: of[name] for name in wrong} for of in (shapes, got))
+        raise ValueError(f"the weights do not fit the plan: expected {expected}, got {given}")
     tensors = {name: trained[name].detach() for name in shapes}
     if bad := [t.name for t in plan.generated if not tensors[t.name].isfinite().all()]:
         raise ValueError(f"the weights {bad} are not finite")

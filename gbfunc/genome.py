@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple, cast
 
@@ -25,11 +25,10 @@ _DRAWS = 8
 _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A slot that keeps less than this of its deviation when it is centred is taken to be nothing but its mean
 _LARGE, _MANY = 1 << 20, 64
-"""Weights of a slot, and columns of all its factors, from which on the factors tell its mean: the last bits differ."""
+"""Weights of a slot, and columns of all its factors, from which on it is measured by them: the last bits differ."""
 _SAMPLED = 64  # Rows, and columns, that tell the means of a tile
 _RIDGE = 0.01  # Against the size of the features; smaller takes out more of the means
-_SMALL = 0.1  # A slot of factors of which less than this is left when it is centred is measured again, weight by weight
-_CACHED = 1 << 18  # Weights, or numbers of their factors, that are at hand at once when a slot is measured
+_CACHED = 1 << 18  # Numbers of factors that are at hand at once when a slot is measured
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -126,14 +125,7 @@ def init_genome(
     if device is None:
         device = next((info.tensor.device for info in infos.values() if not info.tensor.is_meta), "cpu")
     generator = torch.Generator("cpu").manual_seed(seed)
-    done, total = 0, sum(t.numel for t in plan.generated)
-
-    def count(weights: int) -> None:
-        nonlocal done
-        done += weights
-        if progress is not None:
-            progress(done, total)
-
+    count = counter(progress, sum(t.numel for t in plan.generated))
     gnets: GNets = {}
     for e in plan.ensembles:
         if e.leaves:
@@ -142,6 +134,19 @@ def init_genome(
             gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
+
+
+def counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+    """A function that adds to what is done, and calls `progress(done, total)`."""
+    done = 0
+
+    def count(more: int) -> None:
+        nonlocal done
+        done += more
+        if progress is not None:
+            progress(done, total)
+
+    return count
 
 
 def _check_linear(plan: Plan, e: Ensemble) -> None:
@@ -241,19 +246,45 @@ class _Slot(NamedTuple):
         """The whole matrix [R, C]."""
         return join_tiles(dense_tiles(self.run.filled(leaves, None).tiles()), self.grid)
 
-    def factors(self, leaves: Params, span: slice) -> Factors:
+    def moments(self, leaves: Params, linear: Sequence[str] = ()) -> tuple[float, float, Params]:
+        """Mean and deviation of the weights, and the slopes of the mean in some leaves in which they are linear.
+
+        A large matrix of factors L and R is not formed: the weights of a tile have the sum `sum_i L_i . sum_j R_j`, and
+        their squares that of the entries of `L.T @ L * R.T @ R`.
+        """
+        hypernet = self.run.hypernet
+        if not hypernet.factorised or self.grid.numel <= _LARGE or self.grid.n_tiles * hypernet.factor_width < _MANY:
+            x = {k: leaves[k].detach().requires_grad_() for k in linear}
+            with torch.enable_grad():
+                weights = self.matrix(leaves | x)
+                mean = weights.mean()
+            return float(mean.detach()), float(weights.detach().std(correction=0)), _slopes(mean, x) if x else {}
+        total = square = 0.0
+        slopes: list[Params] = []
+        for span in self._spans():
+            mine = {k: v[span].detach().requires_grad_(k in linear) for k, v in leaves.items()}
+            with torch.enable_grad():
+                left, right = self._factors(mine, span)
+                of_span = (left.sum(-2) * right.sum(-2)).sum() / self.grid.numel
+            slopes.append(_slopes(of_span, {k: mine[k] for k in linear}) if linear else {})
+            total += float(of_span.detach())
+            left, right = left.detach().double(), right.detach().double()
+            square += float((left.mT @ left * (right.mT @ right)).sum()) / self.grid.numel
+        slope = {k: torch.cat([of_span[k] for of_span in slopes]) for k in linear}
+        return total, math.sqrt(max(0.0, square - total**2)), slope
+
+    def _factors(self, leaves: Params, span: slice) -> Factors:
         """Factors of the tiles of a span from their leaves, with zeros beyond the edges of the matrix."""
         left, right = cast(Factors, self.run.of(span).filled(leaves, None).tiles())
         g, tile_T = self.grid, torch.arange(span.start, span.stop, device="cpu")
         left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
         return Factors(left, right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols))
 
-    def spans(self) -> Iterator[slice]:
+    def _spans(self) -> Iterator[slice]:
         """All tiles, as many at a time as a cache holds."""
         r, c, _, _ = self.run.dims
-        step = max(1, _CACHED // max(r * c, (r + c) * self.run.hypernet.factor_width))
-        for first in range(0, self.grid.n_tiles, step):
-            yield slice(first, min(first + step, self.grid.n_tiles))
+        step = max(1, _CACHED // ((r + c) * self.run.hypernet.factor_width))
+        return (slice(first, min(first + step, self.grid.n_tiles)) for first in range(0, self.grid.n_tiles, step))
 
 
 def _inside(lengths_T: Tensor, longest: int) -> Tensor:
@@ -311,12 +342,11 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
     cols = torch.randperm(slot.run.col.shape[1], generator=generator, device="cpu")[:_SAMPLED]
     run = slot.run._replace(row=slot.run.row[:, rows], col=slot.run.col[:, cols])
     tiles = slot.grid.n_tiles
-    v_TK = torch.cat([mine[k].reshape(tiles, -1) for k in linear], 1)
+    shaped = {k: mine[k] for k in linear}
+    v_TK = stacked(shaped)
 
     def made(v_TK: Tensor) -> Tensor:
-        parts = v_TK.split([mine[k][0].numel() for k in linear], 1)
-        leaves = {k: part.reshape(mine[k].shape) for k, part in zip(linear, parts, strict=True)}
-        return dense_tiles(run.filled(mine | leaves, None).tiles())
+        return dense_tiles(run.filled(mine | unstacked(v_TK, shaped), None).tiles())
 
     means: list[Tensor] = []
     for basis_K in torch.eye(v_TK.shape[1], dtype=v_TK.dtype, device="cpu"):
@@ -329,81 +359,47 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
     left_TKK = gram_TKK / (_RIDGE * size_T) + torch.eye(v_TK.shape[1], dtype=torch.float64, device="cpu")
     v_TK = torch.linalg.solve(left_TKK, v_TK.double()[..., None])[..., 0].to(v_TK.dtype)
     std_T = made(v_TK).std((1, 2), correction=0)
-    v_TK = v_TK / torch.where(std_T > _FLAT * std_T.median(), std_T, 1)[:, None]
-    parts = v_TK.split([mine[k][0].numel() for k in linear], 1)
-    return {k: part.reshape(mine[k].shape) for k, part in zip(linear, parts, strict=True)}
+    return unstacked(v_TK / torch.where(std_T > _FLAT * std_T.median(), std_T, 1)[:, None], shaped)
+
+
+def stacked(leaves: Params) -> Tensor:
+    """All numbers of every tile's leaves as a row: [T, K]."""
+    return torch.cat([x.reshape(len(x), -1) for x in leaves.values()], 1)
+
+
+def unstacked(rows_TK: Tensor, like: Params) -> Params:
+    """Undo `stacked`, for leaves of the shapes of `like`."""
+    parts = rows_TK.split([x[0].numel() for x in like.values()], 1)
+    return {k: part.reshape(x.shape) for (k, x), part in zip(like.items(), parts, strict=True)}
 
 
 def _standardised(slot: _Slot, mine: Params, tile_scope: list[str], linear: list[str]) -> Params:
     """The leaves of one slot, changed so that its matrix has zero mean and unit deviation; {} if it has none."""
-    columns = slot.grid.n_tiles * slot.run.hypernet.factor_width if slot.run.hypernet.factorised else 0
-    if slot.grid.numel > _LARGE and columns >= _MANY:
-        centred, size = _centred_factors(slot, mine, linear)
-        deviation = _size_of_product(slot, mine | centred)
-        if deviation > _SMALL * size:
-            return {k: v / deviation for k, v in centred.items()}
-    drawn = {k: mine[k].detach().requires_grad_() for k in linear}
-    with torch.enable_grad():
-        weights = slot.matrix(mine | drawn)
-        mean = weights.mean()
-    deviation = _deviation(weights)
+    mean, deviation, slopes = slot.moments(mine, linear)
     if not deviation > 0:
         return {}
-    centred = _zeroed(mean, drawn)
-    if (left := _deviation(slot.matrix(mine | centred))) <= _FLAT * deviation:
+    centred = _zeroed(mean, mine, slopes)
+    if (left := slot.moments(mine | centred)[1]) <= _FLAT * deviation:
         # The linear leaves are nothing but the mean (one feature, one gene): move all of the tiles' leaves instead.
         centred = {k: mine[k] for k in tile_scope}
         for _ in range(_NEWTON_STEPS):
             v = {k: leaf.detach().requires_grad_() for k, leaf in centred.items()}
             with torch.enable_grad():
                 weights = slot.matrix(mine | v)
-                centred = _zeroed(weights.mean() / weights.std(correction=0), v)
-        left = _deviation(slot.matrix(mine | centred))
+                value = weights.mean() / weights.std(correction=0)
+            centred = _zeroed(float(value.detach()), v, _slopes(value, v))
+        left = slot.moments(mine | centred)[1]
     if left <= _FLAT * deviation:
         centred, left = {k: mine[k] for k in linear}, deviation
     return centred | {k: centred[k] / left for k in linear}
 
 
-def _deviation(weights: Tensor) -> float:
-    return float(weights.detach().std(correction=0))
+def _slopes(value: Tensor, leaves: Params) -> Params:
+    return dict(zip(leaves, torch.autograd.grad(value, [*leaves.values()], materialize_grads=True), strict=True))
 
 
-def _zeroed(value: Tensor, leaves: Params) -> Params:
-    """The leaves after one Newton step of least norm towards `value` = 0."""
-    slopes = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
-    return _moved(float(value.detach()), leaves, dict(zip(leaves, slopes, strict=True)))
-
-
-def _moved(value: float, leaves: Params, slopes: Params) -> Params:
+def _zeroed(value: float, leaves: Params, slopes: Params) -> Params:
     """The leaves after one Newton step of least norm towards `value` = 0, from its gradients `slopes`."""
     square = sum(float(m.square().sum()) for m in slopes.values())
     change = value / square if 0 < square < math.inf else 0.0
-    return {k: leaf.detach() - change * slopes[k] for k, leaf in leaves.items()}
-
-
-def _centred_factors(slot: _Slot, leaves: Params, linear: list[str]) -> tuple[Params, float]:
-    """The linear leaves moved so that the mean is zero, and roughly the size of the weights before, from factors."""
-    slopes: list[tuple[Tensor, ...]] = []
-    mean = square = 0.0
-    for span in slot.spans():
-        mine = {k: v[span].detach().requires_grad_(k in linear) for k, v in leaves.items()}
-        with torch.enable_grad():
-            left, right = slot.factors(mine, span)
-            # The sum of all weights of a tile is that of the left rows times that of the right ones.
-            total = (left.sum(-2) * right.sum(-2)).sum()
-            slopes.append(torch.autograd.grad(total, [mine[k] for k in linear]))
-        mean += float(total.detach()) / slot.grid.numel
-        # As if the columns of the factors were independent.
-        norms = [torch.linalg.vector_norm(x.detach(), dim=(-2, -1)).double() for x in (left, right)]
-        square += float((norms[0] * norms[1]).square().sum()) / left.shape[-1] / slot.grid.numel
-    slope = {k: torch.cat(parts) / slot.grid.numel for k, parts in zip(linear, zip(*slopes, strict=True), strict=True)}
-    return _moved(mean, {k: leaves[k] for k in linear}, slope), math.sqrt(square)
-
-
-def _size_of_product(slot: _Slot, leaves: Params) -> float:
-    """The root mean square of all weights, which is their deviation where the mean is zero."""
-    total = 0.0
-    for span in slot.spans():
-        tiles = dense_tiles(slot.factors({k: v[span] for k, v in leaves.items()}, span))
-        total += float(torch.linalg.vector_norm(tiles, dim=-1).double().square().sum())
-    return math.sqrt(total / slot.grid.numel)
+    return {k: leaves[k].detach() - change * slope for k, slope in slopes.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gbfunc.generate import Generator
+from gbfunc.generate import make_generator
 from gbfunc.genome import Noise, check_genome, check_noise, check_plan
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import install
@@ -41,7 +41,7 @@ def materialize(
     check_genome(plan, genome)
     check_noise(plan, noise)
     base = plan.base_tensors(pnet)
-    generator = Generator(plan, pnet=pnet if factored else None, lazy=factored, base=base)
+    generator = make_generator(plan, pnet=pnet if factored else None, lazy=factored, base=base)
     with torch.no_grad():
         tensors = generator(flat_genome(genome), noise)
     forms, weights = {}, {k: tensors[k] for k in generator.unchanged}

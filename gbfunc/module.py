@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
-from gbfunc.generate import Generator
+from gbfunc.generate import Generator, make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet, copy_of, keep_statistics, parameter_infos, skeleton_of
+from gbfunc.pnet import RunnableNet, copy_of, keep_statistics, parameter_infos, skeleton_of
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
-from gbfunc.train.options import Lazy
 from gbfunc.trees import DIRECT, GNET
-from gbfunc.types import Genome, GenomeLike, Params
+from gbfunc.types import Genome, GenomeLike, Lazy, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
 
@@ -40,10 +39,10 @@ class _Frame:
         self.plan, self.pnet, self.base = plan, pnet, base
         self.lazy: Lazy = lazy
 
-    def build(self) -> tuple[Generator, PureNet]:
+    def build(self) -> tuple[Generator, RunnableNet]:
         """From leaves to weights, and from weights to outputs."""
-        generator = Generator(self.plan, pnet=self.pnet, lazy=self.lazy, base=self.base)
-        return generator, PureNet(self.pnet, generator.forms, frozen=self.base)
+        generator = make_generator(self.plan, pnet=self.pnet, lazy=self.lazy, base=self.base)
+        return generator, RunnableNet(self.pnet, generator.forms, frozen=self.base)
 
     def freeze_statistics(self, net: nn.Module) -> None:
         """Put what would change the base's statistics in training mode into evaluation mode."""
@@ -223,7 +222,7 @@ class GenomeModule(nn.Module):
             The commit's address with `push_to_hub=True`, else None.
 
         Raises:
-            ImportError: without the package huggingface_hub.
+            ImportError: for an upload without the package huggingface_hub.
             TypeError: for an unknown option.
             ValueError: if the plan cannot be saved (see `gb.save`).
         """
@@ -262,11 +261,11 @@ class GenomeModule(nn.Module):
             pnet: the p-net that the genome was made for; where it has a base, with the base's weights.
             lazy: as in the constructor.
             factories: as in `gb.load`.
-            options: of `huggingface_hub.ModelHubMixin.from_pretrained` (`revision`, `token`, `cache_dir`, ...).
+            options: of `huggingface_hub.hf_hub_download` (`revision`, `token`, `cache_dir`, ...).
 
         Raises:
             FileNotFoundError: if there is no such folder or name, or it has no genome.
-            ImportError: without the package huggingface_hub.
+            ImportError: for a name on the hub without the package huggingface_hub.
             TypeError: without `pnet`.
             ValueError: if the genome is not valid, or the p-net is not its.
         """

@@ -1,5 +1,7 @@
 """Figures: functions that return a matplotlib `Figure`, ready for `savefig`; no window, no global state.
 
+Each raises `ValueError` where there is nothing to show.
+
 Suffixes: R rows and C columns of a weight matrix.
 """
 
@@ -71,9 +73,6 @@ def learning_curve(
         runs: history of each run by its label: rows of `epoch`, `step`, `train_loss` (nats), `val_<metric>`.
         metric: which metric.
         unit: of the metric; `"%"` where its values are parts of one.
-
-    Raises:
-        ValueError: if there is no run.
     """
     if not runs:
         raise ValueError("learning_curve expects at least one run, got none")
@@ -109,9 +108,6 @@ def birth_curves(
         runs: rows of `step` and the metric, the first at step 0, by task and by how the network starts.
         metric: which metric.
         unit: of the metric; `"%"` where its values are parts of one.
-
-    Raises:
-        ValueError: if there is no run.
     """
     if not runs or not all(runs.values()):
         raise ValueError("birth_curves expects at least one task, and runs of each")
@@ -137,9 +133,6 @@ def return_curve(
         runs: history of each run by its label: rows of `env_steps`, `val_mean_return` and `val_std_return`.
         title: names the environment.
         threshold: mean return at which it counts as solved, drawn as a thin line.
-
-    Raises:
-        ValueError: if there is no run.
     """
     if not runs:
         raise ValueError("return_curve expects at least one run, got none")
@@ -165,9 +158,6 @@ def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str
     Args:
         curves: points (size, milliseconds) of each variant by its label.
         xlabel: what the size is.
-
-    Raises:
-        ValueError: if there is no variant, or one without points.
     """
     if not curves or not all(curves.values()):
         raise ValueError("cost_curves expects at least one variant, and points for each")
@@ -193,9 +183,6 @@ def tradeoff_curves(
         curves: points (bytes, metric of each seed) of each method by its label.
         ylabel: what the metric is, with its unit.
         yscale: `"linear"`, or `"log"` for errors: it separates 1 % from 2 % beside one of 70 %.
-
-    Raises:
-        ValueError: if there is no method, or one without points or seeds.
     """
     if not curves or not all(points and all(seeds for _, seeds in points) for points in curves.values()):
         raise ValueError("tradeoff_curves expects at least one method, and points with values for each")
@@ -228,9 +215,6 @@ def grouped_bars(panels: Mapping[str, tuple[str, Mapping[str, Mapping[str, float
     Args:
         panels: label of the vertical axis, and values by group and by label, for each panel by its title. All groups
             draw from the same labels; one that lacks a label has a gap there.
-
-    Raises:
-        ValueError: if there is no panel, or a value that is not positive.
     """
     bars = [bar for _, groups in panels.values() for group in groups.values() for bar in group.items()]
     if not bars or min(value for _, value in bars) <= 0:
@@ -267,9 +251,6 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
             left out.
         image_shape: rows and columns of the image that the first matrix reads; its first rows are then shown
             as such images too (what each hidden unit responds to), and its columns are not sorted.
-
-    Raises:
-        ValueError: if there is no net or no weight to show, or if the nets differ in them.
     """
     weights = {
         label: {name: w.detach().float().cpu().numpy() for name, w in tensors.items() if w.ndim in (2, 4)}
@@ -370,9 +351,6 @@ def plot_schedule(timeline: Timeline, unit: str = "", memory_unit: str = "") -> 
         timeline: of the schedule.
         unit: of time, such as `"s"`.
         memory_unit: such as `"B"`.
-
-    Raises:
-        ValueError: if nothing happens in it.
     """
     if not timeline.duration:
         raise ValueError("plot_schedule expects a timeline with events that take time, got none")

@@ -60,15 +60,22 @@ def interrupts_raise() -> None:
     _replace_handler(_end, signal.default_int_handler)
 
 
-def check_arguments(argv: Sequence[str]) -> None:
-    """End the process where the arguments ask for help or are wrong; `gbfunc.cli.main` reports any other error."""
+def parse_arguments(argv: Sequence[str]) -> Any:
+    """The command that the arguments ask for; ends the process where they ask for help or are wrong.
+
+    None after any other error, which `gbfunc.cli.main` meets again and reports.
+    """
     with contextlib.suppress(Exception):
         # By its name: the library, to which this file belongs, imports nothing of the command line.
-        importlib.import_module("gbfunc.cli.parser").parse(argv)
+        return importlib.import_module("gbfunc.cli.parser").parse(argv)
+    return None
 
+
+COMMAND: Any = None
+"""The command of this process, where Python runs for the command line."""
 
 if is_command_line(sys.argv, sys.orig_argv):
     wait_passively(os.environ, sys.orig_argv)
     interrupts_end()
     if _SPAWNED not in sys.orig_argv:
-        check_arguments(sys.argv[1:])
+        COMMAND = parse_arguments(sys.argv[1:])

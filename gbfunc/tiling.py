@@ -115,11 +115,11 @@ def cut_piece(grid: TileGrid, piece: Piece) -> Cut:
         first = min(a // tile, most - 1)
         return range(first, max(-(-b // tile), first + 1))
 
-    rows = sorted({i for a, b in piece.rows for i in met(a, b, r, grid.n_rows)})
-    cols = met(*piece.cols, c, grid.n_cols)
+    parts = [met(a, b, r, grid.n_rows) for a, b in piece.rows]
+    rows, cols = sorted({i for part in parts for i in part}), met(*piece.cols, c, grid.n_cols)
     tiles = tuple(i * grid.n_cols + j for i in rows for j in cols)
-    starts = [rows.index(met(a, b, r, grid.n_rows)[0]) * r - met(a, b, r, grid.n_rows)[0] * r for a, b in piece.rows]
-    moved = tuple((a + start, b + start) for (a, b), start in zip(piece.rows, starts, strict=True))
+    shifts = [(rows.index(part[0]) - part[0]) * r for part in parts]
+    moved = tuple((a + shift, b + shift) for (a, b), shift in zip(piece.rows, shifts, strict=True))
     inside = Piece(moved, (piece.cols[0] - cols[0] * c, piece.cols[1] - cols[0] * c))
     return Cut(TileGrid(len(rows) * r, len(cols) * c, r, c), tiles, inside)
 
@@ -193,13 +193,12 @@ def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]
         raise ValueError(f"expected the tiles of {list(grids)}, got {tuple(tiles_Trc.shape)}")
     if 1 < len(counts) == sum(counts):
         return tiles_Trc.unbind()
-    divides = len(grids) == 1 and grids[0].rows % r == 0 and grids[0].cols % c == 0
-    if not divides and not torch.compiler.is_compiling():
-        return _Retile.apply(True, tuple(grids), tiles_Trc)  # pyright: ignore[reportReturnType]
-    # The compiler fuses the plain expression, and knows no Function with a jvp. What `split` returns allows no
-    # change in place.
-    parts = tiles_Trc.split(counts) if len(counts) > 1 else (tiles_Trc,)
-    return tuple(map(_joined, parts, grids))
+    if len(grids) == 1:
+        return (join_stack(tiles_Trc, grids[0]),)
+    if torch.compiler.is_compiling():
+        return tuple(map(_joined, tiles_Trc.split(counts), grids))
+    # What `split` returns allows no change in place.
+    return _Retile.apply(True, tuple(grids), tiles_Trc)  # pyright: ignore[reportReturnType]
 
 
 def _is_stack(grid: TileGrid) -> bool:
@@ -209,9 +208,9 @@ def _is_stack(grid: TileGrid) -> bool:
 
 def join_stack(tiles: Tensor, grid: TileGrid) -> Tensor:
     """Rebuild matrices from their tiles: [..., T, r, c] -> [..., R, C]."""
-    if _is_stack(grid):
-        return tiles.reshape(*tiles.shape[:-3], grid.rows, grid.cols)
-    if torch.compiler.is_compiling():
+    divides = grid.rows % grid.tile_rows == 0 and grid.cols % grid.tile_cols == 0
+    # The compiler fuses the plain expression, and knows no Function with a jvp.
+    if divides or torch.compiler.is_compiling():
         return _joined(tiles, grid)
     return _Retile.apply(True, (grid,), tiles)[0]  # pyright: ignore[reportOptionalSubscript]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -125,6 +124,7 @@ def _some(items: list[str], most: int = 8) -> str:
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`optree.tree_map`, into any mapping too (Hugging Face's `BatchEncoding`, `ModelOutput`); None has no leaves."""
+    import optree  # here, as not every program maps a tree, and it takes a while to import
 
     def at(x: Any, *others: Any) -> Any:
         if not isinstance(x, Mapping):
@@ -154,6 +154,8 @@ def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[
         path: the expression of the tree itself.
         packed: whether a `PackedSequence` is a leaf, not its tensors.
     """
+    import optree  # as in `tree_map`
+
     is_leaf = (lambda x: isinstance(x, PackedSequence)) if packed else None
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf)
     named = []

@@ -20,6 +20,9 @@ Kernel: TypeAlias = Literal["auto", "eager", "compiled", "reference"]
 is the definition, in PyTorch; `"auto"` is `"compiled"` where that is available and pays, otherwise `"eager"`.
 """
 
+Lazy: TypeAlias = bool | Literal["auto"]
+"""Whether weights stay factors: wherever they can, nowhere, or where it pays."""
+
 JSON: TypeAlias = dict[str, Any]
 
 

@@ -3,6 +3,11 @@
 import os
 from pathlib import Path
 
+# Read when torch is loaded, here and in the processes that tests start: workers of pytest-xdist and ranks share the
+# cores, and one thread gives the same order of summation everywhere.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -23,8 +28,7 @@ TRANSCENDENTAL = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.log, torch.
 
 
 def pytest_configure() -> None:
-    # The same number of threads gives the same order of summation on machines of any size.
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # torch may have been loaded before
     # The first multi-threaded call of these in a process can be off by 8e-5; one element first prevents it.
     for dtype in (torch.float32, torch.float64):
         for function in TRANSCENDENTAL:

@@ -68,7 +68,7 @@ def test_cosines_of_dense_weights(hypernet: Any) -> None:
     second, _ = train_step(first, BATCH)
     found = gb.update_alignment(plan, pnet, reconstruction, first, second, BATCH)
 
-    seed = step_seed(first.seed, first.step)
+    seed = step_seed(int(first.seed), int(first.step))
     noise = noise_of(plan, seed, first.direct["again.bias"])
     old, new = ({k: w.detach() for k, w in gb.generate(plan, s, noise=noise).items()} for s in (first, second))
     weights = {k: w.clone().requires_grad_() for k, w in old.items()}

@@ -244,20 +244,19 @@ def test_a_base_that_changes_its_buffers_is_refused() -> None:
 @pytest.mark.parametrize(
     ("modules", "names"),
     [
-        (None, {"0.query", "0.value", "0.out", "1.query", "1.value", "1.out"}),
-        (["query", "value"], {"0.query", "0.value", "1.query", "1.value"}),
-        (["1.query"], {"1.query"}),
-        (r"1\.(query|out)", {"1.query", "1.out"}),
-        ("all-linear", {"0.query", "0.value", "0.out", "1.query", "1.value", "1.out"}),
-        (["words", "1.out"], {"words", "1.out"}),
+        (None, "0.query 0.value 0.out 1.query 1.value 1.out"),
+        (["query", "value"], "0.query 0.value 1.query 1.value"),
+        (["1.query"], "1.query"),
+        (r"1\.(query|out)", "1.query 1.out"),
+        ("all-linear", "0.query 0.value 0.out 1.query 1.value 1.out"),
+        (["words", "1.out"], "words 1.out"),
     ],
-    ids=str,
 )
-def test_target_modules_are_named_as_in_peft(modules: Any, names: set[str]) -> None:
+def test_target_modules_are_named_as_in_peft(modules: Any, names: str) -> None:
     layers = [nn.ModuleDict({k: nn.Linear(4, 4) for k in ("query", "value", "out")}) for _ in range(2)]
     pnet = nn.ModuleDict({"0": layers[0], "1": layers[1], "words": nn.Embedding(7, 4), "classifier": nn.Linear(4, 2)})
     plan = gb.make_plan(pnet, gb.low_rank(1), base="own", target_modules=modules, modules_to_save=["classifier"])
-    assert {t.name.removesuffix(".weight") for t in plan.tensors if t.base} == names
+    assert {t.name.removesuffix(".weight") for t in plan.tensors if t.base} == set(names.split())
 
 
 def test_vectors_get_deltas_where_they_are_included() -> None:

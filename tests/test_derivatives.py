@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
 from gbfunc.pnet import PureNet
-from tests.support.strategies import bounded_end
+from tests.support.strategies import bounded_end, named
 from tests.support.trees_equal import copy_tree
 from tests.support.zoo import ZOO, dtype_of, genome_of, loss_fn, noise_of, small
 
@@ -25,7 +25,7 @@ VARIETY += (
     gb.xox(3),
     gb.from_module(bounded_end),
 )
-HYPERNETS = pytest.mark.parametrize("hypernet", VARIETY, ids=str)
+HYPERNETS = pytest.mark.parametrize("hypernet", VARIETY, ids=named)
 
 
 def trained(genome: gb.Genome) -> tuple[Any, Any]:

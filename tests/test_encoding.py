@@ -171,5 +171,55 @@ def test_json_of_anything_else_is_refused(data: Any) -> None:
 
 
 def test_every_encoding_has_a_reader() -> None:
-    made = [gb.binary(), gb.gray(), gb.one_hot(), gb.grid(3), gb.per_axis(gb.binary(), gb.grid(3), 3)]
+    made = [gb.binary(), gb.gray(), gb.one_hot(), gb.grid(3), gb.per_axis(gb.binary(), gb.grid(3), 3), gb.table([[1]])]
     assert {e.type for e in made} == set(ENCODINGS)
+
+
+@pytest.mark.parametrize(
+    ("codes", "dtype"),
+    [
+        ([[1, -1], [0, 127]], "int8"),
+        ([[0.5, -1.0], [2048.0, 1.0]], "float16"),
+        (torch.tensor([[1.0], [0.1]]), "float32"),
+        (torch.tensor([[1.0], [0.1]]).bfloat16(), "float16"),
+        (np.array([[0.1]]), "float64"),
+        (np.array([[True], [False]]), "int8"),
+    ],
+)
+def test_a_table_is_kept_exactly_and_narrow(codes: Any, dtype: str) -> None:
+    made = gb.table(codes)
+    expected = torch.as_tensor(codes).double().numpy()
+    np.testing.assert_array_equal(made.codes(len(expected)), expected)
+    assert made.to_json()["dtype"] == dtype and repr(made) == f"table({len(expected)}x{expected.shape[1]}, {dtype})"
+    assert made == encoding_from_json(json.loads(json.dumps(made.to_json())))
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [[1.0, 2.0], np.zeros((0, 2)), np.zeros((2, 0)), [[1j]], [["a"]], [[math.nan]], [[math.inf]], [[2e9]]],
+    ids=str,
+)
+def test_what_is_no_table(codes: Any) -> None:
+    with pytest.raises(ValueError, match=r"codes must be|a table of codes must be \[n, k\] of real numbers"):
+        gb.table(codes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shape": [2]},
+        {"shape": [2, 3]},
+        {"shape": [2, -2]},
+        {"shape": [1 << 40, 1 << 40]},
+        {"dtype": "object"},
+        {"data": "AAAA"},
+        {"data": "????????"},
+        {"data": 3},
+        {"dtype": "float16", "shape": [2, 1], "data": "AH4AfA=="},
+    ],
+    ids=str,
+)
+def test_tables_of_strangers(fields: dict[str, Any]) -> None:
+    data = {"type": "table", "shape": [2, 2], "dtype": "int8", "data": "AQIDBA=="} | fields
+    with pytest.raises(ValueError):
+        encoding_from_json(data)

@@ -22,10 +22,10 @@ from gbfunc.plan.slots import Slot
 from gbfunc.tiling import TileGrid, join_tiles, tile_grid
 from gbfunc.types import Params, TileDims
 from tests.support import oracles
-from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, encodings, matrices
+from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, encodings, matrices, named
 
-contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=repr)
-standardised = pytest.mark.parametrize("hypernet", [h for h in ALL_EXAMPLES if h.standardised], ids=repr)
+contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
+standardised = pytest.mark.parametrize("hypernet", [h for h in ALL_EXAMPLES if h.standardised], ids=named)
 
 
 def stacked(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> Params:
@@ -215,7 +215,7 @@ def test_a_large_slot_is_measured_by_its_factors_as_by_its_weights(
     by_weight = gb.init_genome(plan, pnet, 2)
     monkeypatch.setattr("gbfunc.genome._LARGE", 0)
     monkeypatch.setattr("gbfunc.genome._CACHED", 3_000)
-    monkeypatch.setattr("gbfunc.genome._zeroed", None)  # What measures by weights.
+    monkeypatch.setattr("gbfunc.genome._Slot.matrix", None)  # What measures by weights.
     torch.testing.assert_close(gb.init_genome(plan, pnet, 2), by_weight, rtol=1e-5, atol=1e-6)
 
 

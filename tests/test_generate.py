@@ -21,13 +21,13 @@ from gbfunc.hypernets import Hypernet
 from gbfunc.layers import KINDS
 from gbfunc.pnet import PureNet
 from tests.support import oracles
-from tests.support.strategies import ALL_EXAMPLES, convnets, linear_end, mlps
+from tests.support.strategies import ALL_EXAMPLES, convnets, linear_end, mlps, named
 from tests.support.trees_equal import copy_tree, photograph, same_bits
 from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, dtype_of, genome_of, loss_fn, mlp, noise_of, small
 
 ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
 EACH = pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
-HYPERNETS = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=str)
+HYPERNETS = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 
 
 # --- oracle --------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ PIECE_TYPES = [
 
 
 @pytest.mark.parametrize("net", PIECE_NETS)
-@pytest.mark.parametrize("hypernet", PIECE_TYPES, ids=repr)
+@pytest.mark.parametrize("hypernet", PIECE_TYPES, ids=named)
 @given(data=st.data())
 @settings(max_examples=10)
 def test_a_piece_is_that_part_of_the_matrix(net: str, hypernet: Any, data: st.DataObject) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.train.gradients.one_graph import _own_code
+from gbfunc.train.gradients.compiled import _own_code
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import BUFFERS_ONLY, SGD, ZOO, loss_fn, step_of
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
-from gbfunc.pnet import PureNet
+from gbfunc.pnet import RunnableNet
 from tests.support.coder import Coder, made, numbers
 from tests.support.dense_oracle import Answer, assert_same, dense_answer, step_answer
 from tests.support.operations import quietly
@@ -184,10 +184,30 @@ def test_compiled_parts_are_those_of_the_plain_step() -> None:
     assert pnet.training
 
 
+GAIN = 1.0
+
+
+def test_a_compiled_step_sees_what_changes_around_its_loss_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = {"of the loss": 1.0}
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        return net(x).square().mean() * weight["of the loss"] * GAIN
+
+    pnet, plan = made(lambda: nn.Linear(6, 5))
+    torch._dynamo.reset()
+    step = gb.make_train_step(plan, pnet, loss, SGD, compile=True)
+    state, x = step.init(), numbers(4, 6)
+    first = step(state, x)[1].loss
+    weight["of the loss"] = 2.0
+    assert step(state, x)[1].loss == 2 * first
+    monkeypatch.setitem(globals(), "GAIN", 4.0)
+    assert step(state, x)[1].loss == 8 * first
+
+
 def test_genomes_under_vmap_each_have_their_parts() -> None:
     pnet, plan = made(Coder)
     pnet.eval()
-    net, x = PureNet(pnet), numbers(8, 6)
+    net, x = RunnableNet(pnet), numbers(8, 6)
     weights = [gb.generate(plan, gb.init_genome(plan, pnet, seed)) for seed in (0, 1)]
     buffers = dict(pnet.named_buffers())
 

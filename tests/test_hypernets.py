@@ -18,11 +18,11 @@ from gbfunc.hypernets import HYPERNETS, Hypernet, ensemble_params, hypernet_from
 from gbfunc.hypernets.ensemble import dense_tiles
 from gbfunc.types import Factors, Params, TileDims
 from tests.support import oracles
-from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, bounded_end, linear_end
+from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, bounded_end, linear_end, named
 
 BY_PATH = {f"{f.__module__}:{f.__qualname__}": f for f in FACTORIES}
 api: Any = gb
-contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=repr)
+contract = pytest.mark.parametrize("hypernet", ALL_EXAMPLES, ids=named)
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import subprocess
+import sys
 
 import pytest
 
@@ -29,6 +31,23 @@ def test_a_moved_name_is_imported_with_a_warning() -> None:
 def test_names_at_the_top_are_there_without_a_warning() -> None:
     assert all(getattr(gb, name) is not None for name in gb.__all__)
     assert not {name for name, _ in MOVED} & set(gb.__all__)
+
+
+def test_what_a_program_does_not_use_is_not_imported() -> None:
+    script = """
+import sys, gbfunc as gb
+later = ["fit", "many", "module", "parallel", "storage", "train"]
+print([name for name in ["optree", *(f"gbfunc.{room}" for room in later)] if name in sys.modules])
+print(set(gb.__all__) - set(dir(gb)), gb.train.make_train_step is gb.make_train_step)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "set() True"]
+
+
+def test_no_name_is_that_of_a_room_which_is_imported_later() -> None:
+    later = [name for names in gb._LATER.values() for name in names]
+    assert len({*later}) == len(later) and {*later} <= {*gb.__all__}
+    assert not {name for name in later if importlib.util.find_spec(f"gbfunc.{name}")}
 
 
 def test_other_names_are_refused() -> None:

@@ -17,7 +17,7 @@ from torch.func import grad, hessian, jvp, vmap
 import gbfunc as gb
 from gbfunc.hypernets.ensemble import Run, dense_tiles, periodic_factors, with_factors
 from gbfunc.hypernets.kernels import native
-from gbfunc.hypernets.kernels.waves import Side, waves
+from gbfunc.hypernets.kernels.waves import Side, period_of, waves
 from gbfunc.types import Factors, Kernel, Params, TileDims
 from tests.support.kernel_cases import FAST, NEEDS_COMPILER, assert_trees_close
 
@@ -58,7 +58,9 @@ class Case:
         weight = draw(self.tiles if groups is None else self.groups or 0, self.width, self.features)
         shape = (self.tiles, self.features)
         drawn = {"phase": draw(*shape), "sine": draw(*shape), "cosine": draw(*shape), "scale": draw(self.tiles)}
-        given = {k: x if k == "scale" else x.requires_grad_() for k, x in drawn.items() if k in self.there}
+        given: dict[str, Any] = {
+            k: x if k == "scale" else x.requires_grad_() for k, x in drawn.items() if k in self.there
+        }
         return Side(codes, weight.requires_grad_(), groups=groups, cosine_first=self.cosine_first, **given)
 
 
@@ -135,6 +137,33 @@ def test_sides_and_gradients_equal_the_loop_and_the_parts(kernel: Kernel, case: 
 
 def _floats(side: Side) -> dict[str, Tensor | None]:
     return {k: getattr(side, k) for k in ("codes", "scale", *LEAVES)}
+
+
+ENCODINGS = [gb.binary(), gb.gray(), gb.one_hot(), gb.grid(5, 8), gb.grid(3, 4, 5), gb.grid(6, 7, code="binary")]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=repr)
+@given(st.data())
+def test_the_period_of_codes_splits_them_into_blocks_and_places(encoding: Any, data: st.DataObject) -> None:
+    n = math.prod(getattr(encoding, "dims", ())) or data.draw(st.integers(1, 300))
+    codes = torch.from_numpy(encoding.codes(n).copy()).double()[None]
+    m, i = period_of(codes), torch.arange(n)
+    assert 1 <= m <= n
+    torch.testing.assert_close(codes[:, i // m * m] + codes[:, i % m] - codes[:, :1], codes)
+    drawn = data.draw(st.sampled_from(FORMS))
+    case = dataclasses.replace(drawn, rows=n, width=codes.shape[2], own_codes=False)
+    side = case.side()._replace(codes=codes)
+    expected = with_gradients(side, "reference")
+    for kernel in FAST:
+        assert_close(with_gradients(side._replace(period=m), kernel), expected, 1e-12)
+
+
+def test_codes_have_a_period_where_it_spares_sines() -> None:
+    found = [period_of(torch.from_numpy(code.codes(n).copy())[None]) for code, n in PERIODS]
+    assert found == [64, 28, 256]
+
+
+PERIODS: list[Any] = [(gb.binary(), 1100), (gb.grid(28, 28), 784), (gb.gray(), 256)]
 
 
 @NEEDS_COMPILER

@@ -152,7 +152,7 @@ def test_groups_of_a_thin_convolution_are_multiples_of_16(
     monkeypatch.setattr(torch, "conv2d", lambda x, w, *a, **o: seen.append(w.shape) or plain(x, w, *a, **o))
     left = torch.randn(nr, nc, 4, k, dtype=torch.float64)
     right = torch.randn(nr, nc, 3 * 9, k, dtype=torch.float64)
-    form = FactoredWeight("w", (4 * nr, 3 * nc, 3, 3), TileGrid(4 * nr, 27 * nc, 4, 27), False, auto=False)
+    form = FactoredWeight("w", (4 * nr, 3 * nc, 3, 3), TileGrid(4 * nr, 27 * nc, 4, 27), k, False, auto=False)
     form.given.update(left=left, right=right)
     x = torch.randn(2, 3 * nc, 5, 5, dtype=torch.float64)
     options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.storage.lora import lora_of, thin_product
+from gbfunc.storage.lora import as_low_rank, lora_of
 from gbfunc.tiling import join_tiles, tile_grid
 from tests.support.adapters import adapter, moved, pretrained, tokens
 
@@ -62,14 +62,14 @@ def logits(out: Any) -> Tensor:
     tile=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     k=st.integers(1, 3),
 )
-def test_tiles_are_one_thin_product(rows: int, cols: int, tile: tuple[int, int], k: int) -> None:
+def test_tiles_are_one_product_of_low_rank(rows: int, cols: int, tile: tuple[int, int], k: int) -> None:
     grid = tile_grid((rows, cols), tile)
     draw = torch.Generator().manual_seed(rows + 10 * cols)
     left, right = (
         torch.randn(grid.n_rows, grid.n_cols, size, k, generator=draw, dtype=torch.float64)
         for size in (grid.tile_rows, grid.tile_cols)
     )
-    a, b = thin_product(left, right, grid)
+    a, b = as_low_rank(left, right, grid)
     torch.testing.assert_close(b @ a, join_tiles((left @ right.mT).flatten(0, 1), grid))
     assert len(a) == b.shape[1] == min(grid.n_tiles * k, rows, cols)
 

@@ -39,7 +39,8 @@ def test_fused_kernels_are_used_where_they_are_right_unless_said_otherwise() -> 
         with steps_taken() as steps:
             optimizer, roles = gb.torch_optimizer(cls, 0.1, **options), dict.fromkeys(params, "direct")
             optimizer.update(params, optimizer.init(params, roles), params, roles)
-        assert len(steps) == 2 * len(set(steps))
+        # One to know the state's structure, and the first step.
+        assert steps[: len(steps) // 2] == steps[len(steps) // 2 :]
         return set(steps)
 
     for name in ("SGD", "Adam", "AdamW", "Adagrad"):

@@ -265,9 +265,11 @@ def right_or_refused(check: Callable[[], None]) -> bool:
     return True
 
 
-WAYS = [*MODES, "generate", "donate", "compile", "population", "module", "materialize", "many"]
+WAYS = [*MODES, "generate", "donate", "compile", "population", "module", "materialize", "many", "export"]
 COMPILED = ("a forward that is a closure", "a custom function's backward", "a list")
-CASES = [(name, mode) for name in ODD | REFUSED | MAYBE for mode in WAYS if mode != "compile" or name in COMPILED]
+# An export has no backward.
+SLOW = {"compile": COMPILED, "export": COMPILED[::2]}
+CASES = [(name, mode) for name in ODD | REFUSED | MAYBE for mode in WAYS if name in SLOW.get(mode, (name,))]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -294,6 +296,9 @@ def test_what_is_reached_in_an_odd_way_is_right_or_refused(name: str, mode: str)
             found.square().mean().backward()
             for path, gradient in gradients.items():
                 torch.testing.assert_close(module.gnets.get_parameter(path.replace("/", ".")).grad, gradient)
+        elif mode == "export":
+            program = torch.export.export(gb.GenomeModule(plan, pnet, state), (x,), strict=False)
+            torch.testing.assert_close(program.module()(x).detach(), out, rtol=1e-9, atol=1e-9)
         elif mode == "materialize":
             found = gb.materialize(plan, state, pnet)(x)
             torch.testing.assert_close(found.detach(), out, rtol=1e-9, atol=1e-9)

@@ -102,7 +102,7 @@ def test_factors_draw_the_masks_that_dense_weights_draw(name: str, max_tile: Any
 
 # Torch's compiler still uses torch.jit.script when it is loaded.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("lazy", [True, "auto"])
+@pytest.mark.parametrize("lazy", [pytest.param(True, marks=pytest.mark.slow), "auto"])
 def test_compiled_factors_take_batches_of_any_size(lazy: Any) -> None:
     pnet, plan = planned("conv", 5)
     pnet = pnet.eval()
@@ -192,6 +192,21 @@ def test_reads_of_weights_that_are_not_dense_are_counted(mode: str) -> None:
     for n in (1, 2):
         state, _ = step(state, numbers(4, 6))
         assert step.dense_reads == ({} if mode == "dense" else {"a.weight": n * calls})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_compiled_step_that_reads_a_weight_is_compiled_once() -> None:
+    pnet = Penalised().double()
+    plan = gb.make_plan(pnet, gb.low_rank(1))
+    step = gb.make_train_step(plan, pnet, loss_fn, SGD, lazy=True, compile=True)
+    plain = gb.make_train_step(plan, pnet, loss_fn, SGD, lazy=True)
+    state, expected = step.init(), plain.init()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            state, info = step(state, numbers(4, 6))
+            expected, same = plain(expected, numbers(4, 6))
+            torch.testing.assert_close(info.loss, same.loss)
 
 
 def test_layers_without_a_form_are_dense_and_count_as_nothing() -> None:

@@ -1,64 +1,128 @@
-"""Which form the weight of each generated tensor gets."""
+"""Makes generators: which form the weight of each generated tensor gets, and how the g-nets of it are evaluated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
+from gbfunc.generate.generator import Form, Generator, Stack
+from gbfunc.genome import Noise, check_genome, check_noise
 from gbfunc.layers import KINDS
-from gbfunc.layers.forms import DenseWeight, Target, WeightForm
+from gbfunc.layers.forms import DenseWeight, Needs, Target, WeightForm
 from gbfunc.layers.recomputed import RecomputedWeight
-from gbfunc.parallel import Layout
 from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan, factored_form, is_formable
-from gbfunc.tiling import Piece
-from gbfunc.types import Params
+from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece
+from gbfunc.trees import flat_genome
+from gbfunc.types import GenomeLike, Kernel, Lazy, Params
 
-Form = DenseWeight | WeightForm
-Lazy = bool | Literal["auto"]
-Remake = Callable[[TensorPlan, list[tuple[Params, Params]]], list[Tensor]]
-"""`(tensor, [(leaves, noise)]) -> matrices`: evaluates the g-nets of each slot of a tensor by themselves."""
+if TYPE_CHECKING:
+    from gbfunc.parallel import Layout
+
+_NEEDS: tuple[Needs, ...] = ("leaves", "factors", "matrix")
+"""What forms need, what serves most first: leaves give factors, and factors give matrices."""
 
 
-class Chooser:
-    """Gives each tensor of a plan its form, by its layers, the options, and where the genome lives.
+def make_generator(
+    plan: Plan,
+    *,
+    kernel: Kernel = "auto",
+    layout: Layout | None = None,
+    pnet: nn.Module | None = None,
+    lazy: Lazy = False,
+    remat: bool = False,
+    names: Collection[str] | None = None,
+    pieces: Mapping[str, Piece] | None = None,
+    base: BaseTensors | None = None,
+) -> Generator:
+    """From the leaves of a plan's genomes to the p-net's weights. `generate` is the one-off form.
 
     Args:
         plan: the plan.
+        kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
+        layout: of a genome that is split over ranks: each makes its tiles, and all are gathered.
         pnet: where its layers are looked at, weights can have other forms than dense.
-        layout: where the genome lives, if it is split over ranks.
-        lazy: whether weights stay factors: True wherever they can, `"auto"` where it pays.
-        remat: whether the others are made for each use, and again in backward.
-        pieces: which block is made of the matrix of a parameter, by name.
-        base: what deltas belong to.
-        remake: how the weight of a tensor is made again.
+        lazy: whether they stay factors: True wherever they can, `"auto"` where it pays (see `FactoredWeight`).
+        remat: whether the others are made for each use and again in backward.
+        names: the parameters to make; None is all.
+        pieces: which block to make of the matrix of a parameter, by name; of factors all are made.
+        base: what deltas belong to, where the plan has a base.
+
+    Raises:
+        ValueError: for a plan with a base, without it.
+    """
+    if plan.base is not None and base is None:
+        raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
+    layout = layout if layout is not None and layout.sharded else None
+    of_base = {} if base is None else {k: partial(_of_base, base, k) for k in base.names}
+    # With a gather for each use none stays factors, nor where it is tiles that are gathered.
+    stay = layout is None or (layout.placement == "factors" and not remat)
+    chooser = _Chooser(plan, pnet, lazy if stay else False, remat, pieces or {}, of_base, layout)
+    made = [t for t in plan.tensors if names is None or t.name in names]
+    chosen = {t.name: chooser.form(t) for t in made if t.slots}
+    stacks = [stack for e in plan.ensembles if (stack := chooser.stack(e, kernel, chosen)) is not None]
+    stacks.sort(key=lambda stack: stack.needs == "leaves")
+    found = {
+        (stack.ensemble.spans[slot].tensor, stack.ensemble.spans[slot].part): (n, i)
+        for n, stack in enumerate(stacks)
+        for i, slot in enumerate(stack.slots)
+    }
+    places, forms = [], dict[str, WeightForm]()
+    for index, t in enumerate(plan.tensors):
+        if t.name not in chosen:
+            continue
+        form, of_tensor = chosen[t.name], [found[index, part] for part in range(len(t.slots))]
+        places.append((form, of_tensor))
+        if isinstance(form, WeightForm):
+            forms |= dict.fromkeys((t.name, *t.aliases), form)
+        chooser.remade.get(t.name, []).extend((stacks[n], i) for n, i in of_tensor)
+    changed = {t.name for t in plan.tensors}
+    unchanged = {k: on for k, on in of_base.items() if k not in changed}
+    keys = (chosen[t.name].keys if t.slots else (t.name,) for t in made)
+    order = [*unchanged, *(k for of in keys for k in of)]
+    parts = (stacks, places, forms, [chooser.target(t) for t in made if not t.slots], unchanged, order, plan.dtype)
+    if layout is None:
+        return Generator(*parts)
+    # Not at the top: a process of its own needs nothing of ranks.
+    from gbfunc.generate.ranks import RankGenerator
+
+    return RankGenerator(layout, *parts)
+
+
+def _of_base(base: BaseTensors, name: str, device: torch.device) -> Tensor:
+    """The tensor of a base, on a device."""
+    return base.on(device)[0][name]
+
+
+class _Chooser:
+    """Gives each tensor of a plan its form, and each ensemble its stack; arguments as for `make_generator`.
+
+    Attributes:
+        remade: the places of matrices that forms make again, by name of tensor: known when the stacks are.
     """
 
     def __init__(
         self,
         plan: Plan,
         pnet: nn.Module | None,
-        layout: Layout | None,
         lazy: Lazy,
         remat: bool,
         pieces: Mapping[str, Piece],
-        base: BaseTensors | None,
-        remake: Remake,
+        of_base: Mapping[str, Callable[[torch.device], Tensor]],
+        layout: Layout | None,
     ) -> None:
-        self._plan, self._pnet, self._pieces, self._base, self._remake = plan, pnet, pieces, base, remake
-        # With a gather for each use none stays factors, nor where it is tiles that are gathered.
-        factors_come = layout is None or (layout.placement == "factors" and not remat)
-        self._lazy: Lazy = lazy if factors_come else False
-        self._remat = remat
-        spans = [(p.tensor, p.part, e) for e in plan.ensembles for p in e.spans]
-        self._ensembles: dict[int, list[Ensemble]] = {}
-        for index, _, e in sorted(spans, key=lambda span: span[:2]):
-            self._ensembles.setdefault(index, []).append(e)
-        self._index = {t.name: i for i, t in enumerate(plan.tensors)}
+        self._plan, self._pnet, self._remat, self._pieces = plan, pnet, remat, pieces
+        self._of_base, self._layout = of_base, layout
+        self._lazy: Lazy = lazy
+        self.remade: dict[str, list[tuple[Stack, int]]] = {}
+        self._ensembles: dict[str, list[tuple[int, Ensemble]]] = {}
+        for e in plan.ensembles:
+            for p in e.spans:
+                self._ensembles.setdefault(plan.tensors[p.tensor].name, []).append((p.part, e))
 
     def target(self, tensor: TensorPlan) -> Target:
         """The tensor, or its block, as matrices make it."""
@@ -66,37 +130,90 @@ class Chooser:
         shape = tensor.shape if piece is None else kind.block_shape(tensor.shape, piece.shape)
         # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
         cast = narrow if narrow.itemsize < self._plan.dtype.itemsize else None
-        base = partial(_base_on, self._base, tensor.name) if tensor.base else None
+        base = self._of_base[tensor.name] if tensor.base else None
         return Target(tensor.name, kind, shape, tuple(s.offset for s in tensor.slots), cast, base, piece)
 
-    def __call__(self, tensor: TensorPlan) -> Form:
+    def form(self, tensor: TensorPlan) -> Form:
         """The form of a generated tensor."""
         target = self.target(tensor)
         if self._pnet is None or not is_formable(tensor, self._pnet):
             return DenseWeight(target)
         if (factored := factored_form(tensor, self._plan.dtype, self._lazy, target.base)) is not None:
             return factored
-        if self._remat and all(e.leaves for e in self._ensembles[self._index[tensor.name]]):
-            return self._recomputed(tensor, target)
-        return DenseWeight(target)
+        ensembles = [e for _, e in sorted(self._ensembles[tensor.name], key=lambda pair: pair[0])]
+        if not self._remat or not all(e.leaves for e in ensembles):
+            return DenseWeight(target)
+        slots = self.remade.setdefault(tensor.name, [])
 
-    def _recomputed(self, tensor: TensorPlan, target: Target) -> WeightForm:
-        ensembles = self._ensembles[self._index[tensor.name]]
-        names = [([*e.leaves], [*e.hypernet.noise_shapes(e.dims)]) for e in ensembles]
+        def maker(*inputs: Tensor) -> Tensor:
+            values = iter(inputs)
+            return target.fold([stack.slot(number, values).matrix() for stack, number in slots])
 
-        def maker(*given: Tensor) -> Tensor:
-            values = iter(given)
-            parts = [({k: next(values) for k in leaf}, {k: next(values) for k in noise}) for leaf, noise in names]
-            return target.fold(self._remake(tensor, parts))
-
+        n = sum(len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) for e in ensembles)
+        # Over ranks also whether gradients count.
+        n += 0 if self._layout is None else len(ensembles)
         # By number: the names of two leaves may be equal but for what no attribute's name has.
-        inputs = tuple(f"input_{i}" for i in range(sum(len(of) for both in names for of in both)))
-        return RecomputedWeight(
-            tensor.name, inputs, maker, tensor.kind == "transposed_linear", split=target.piece is not None
-        )
+        inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
+        return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
+
+    def stack(self, e: Ensemble, kernel: Kernel, forms: Mapping[str, Form]) -> Stack | None:
+        """The tiles of an ensemble that are made of these forms' tensors; None if there are none."""
+        owners = [self._plan.tensors[p.tensor].name for p in e.spans]
+        needed: set[Needs] = {"matrix", *(forms[name].needs for name in owners if name in forms)}
+        needs: Needs = next(need for need in _NEEDS if need in needed)
+        layout = self._layout if e.leaves else None
+        cuts: dict[int, Cut] = {}
+        for i, (name, span) in enumerate(zip(owners, e.spans, strict=True)):
+            if name in forms:
+                # Of factors all are made, and the layer takes its part.
+                piece = self._pieces.get(name) if forms[name].needs != "factors" else None
+                cuts[i] = _cut(span.slot.grid, piece, all_tiles=layout is not None)
+        if not cuts:
+            return None
+        if layout is None:
+            return Stack(e, kernel, cuts, needs)
+        from gbfunc.generate.ranks import RankStack
+
+        return RankStack(layout, e, kernel, cuts, "leaves" if self._remat else needs)
 
 
-def _base_on(base: BaseTensors | None, name: str, device: torch.device) -> Tensor:
-    """The tensor of a base, on a device."""
-    assert base is not None
-    return base.on(device)[0][name]
+def _cut(grid: TileGrid, piece: Piece | None, all_tiles: bool) -> Cut:
+    """The tiles to make of a matrix: all where they are those of many ranks, and the block is cut out after."""
+    return Cut(grid, None, piece) if piece is None or all_tiles else cut_piece(grid, piece)
+
+
+def generate(
+    plan: Plan,
+    genome: GenomeLike,
+    *,
+    noise: Noise | None = None,
+    kernel: Kernel = "auto",
+    base: nn.Module | BaseTensors | None = None,
+) -> Params:
+    """All parameters of the p-net by name, direct ones included: `{name: Tensor}`.
+
+    Differentiable with respect to `genome.gnets` and `genome.direct`, also under `torch.func` transforms.
+
+    Args:
+        plan: the plan.
+        genome: a `Genome` or `TrainState`; one that is split over ranks must be gathered first.
+        noise: noise of stochastic g-nets (see `sample_noise`); None gives the mean weights.
+        kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
+        base: the pretrained p-net that the genome changes, where the plan has a base: what has no delta is its tensor.
+            For many calls, and inside of `torch.func` transforms, `plan.base_tensors(pnet)`, which is checked once.
+
+    Raises:
+        ValueError: if the genome's leaves or the noise are not those of the plan, or the base is not the plan's.
+
+    >>> import gbfunc as gb
+    >>> pnet = torch.nn.Linear(30, 20)
+    >>> plan = gb.make_plan(pnet, gb.periodic(features=2))
+    >>> {name: tuple(weight.shape) for name, weight in gb.generate(plan, gb.init_genome(plan, pnet)).items()}
+    {'weight': (20, 30), 'bias': (20,)}
+    """
+    check_genome(plan, genome, buffers=False)
+    check_noise(plan, noise)
+    if base is not None and plan.base is None:
+        raise ValueError("the plan has no base: the genome holds all of the p-net")
+    tensors = plan.base_tensors(base) if isinstance(base, nn.Module) else base
+    return make_generator(plan, kernel=kernel, base=tensors)(flat_genome(genome), noise)

@@ -3,129 +3,245 @@
     leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k]     `Stack`, one an ensemble
     slots ----form.of----> what the layer takes: the weight, its factors, or its leaves    `layers.forms`, one a tensor
 
-Where ranks hold some tiles each, a gather comes in between. Which form a weight gets is chosen when the generator is
-made (`Chooser`); a call is two loops, over ensembles and over tensors.
+Which form a weight gets, and what a genome split over ranks gathers, is chosen when a generator is made
+(`gbfunc.generate.choose.make_generator`); a call is two loops, over ensembles and over tensors.
 
-Suffixes: T tiles, r rows and c columns of a tile, k rank.
+Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gbfunc.base import BaseTensors
-from gbfunc.generate.choose import Chooser, Form, Lazy
-from gbfunc.generate.stack import RankStack, Slot, Stack
-from gbfunc.genome import Noise, check_genome, check_noise
-from gbfunc.hypernets.ensemble import Run, is_exporting, with_factors
-from gbfunc.layers.factored import DeltaWeight, FactoredWeight
-from gbfunc.layers.forms import Needs, WeightForm
-from gbfunc.parallel import Gather, Layout
-from gbfunc.plan import Plan, TensorPlan
-from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece
-from gbfunc.trees import DIRECT, GNET, flat_genome
-from gbfunc.types import GenomeLike, Kernel, Params
+from gbfunc.genome import Noise, codes_of
+from gbfunc.hypernets.ensemble import Run, dense_tiles, is_exporting, with_factors
+from gbfunc.layers.forms import DenseWeight, Needs, Source, Target, WeightForm
+from gbfunc.plan import Ensemble
+from gbfunc.tiling import Cut, join_all, join_tiles
+from gbfunc.trees import DIRECT, GNET
+from gbfunc.types import Factors, Kernel, Params
+
+_RUN_BYTES = 2**22
+"""Tiles from which on slots are generated apart: fewer cost calls, more cost fresh memory (2 x 17 MB: 15 ms)."""
+
+
+class Made(NamedTuple):
+    """The matrix of a slot, or the factors of its tiles (`gbfunc.layers.forms.Source`)."""
+
+    value: Tensor | Factors
+    cut: Cut
+
+    def matrix(self) -> Tensor:
+        """The matrix [R, C], or the block of it that is cut out."""
+        value = self.value if isinstance(self.value, Tensor) else join_tiles(dense_tiles(self.value), self.cut.grid)
+        return self.cut.crop(value)
+
+    def factors(self) -> Factors:
+        """Factors [T, r, k] and [T, c, k] of its tiles."""
+        assert isinstance(self.value, Factors)
+        return self.value
+
+    def inputs(self) -> Sequence[Tensor]:
+        """Nothing: its g-nets were evaluated with others."""
+        return ()
+
+
+class Local(NamedTuple):
+    """The g-nets of a slot, which are evaluated when something is asked of them."""
+
+    run: Run
+    cut: Cut
+
+    def matrix(self) -> Tensor:
+        """The matrix [R, C], or the block of it that is cut out."""
+        return self.cut.crop(self.run.matrix(self.cut.grid))
+
+    def factors(self) -> Factors:
+        """Factors of its tiles."""
+        return Made(self.run.tiles(), self.cut).factors()
+
+    def inputs(self) -> Sequence[Tensor]:
+        """Leaves and noise."""
+        return *self.run.leaves.values(), *(self.run.noise or {}).values()
+
+
+class Stack:
+    """An ensemble with its constants at hand: from its leaves to each of its slots, all tiles on this rank.
+
+    Attributes:
+        slots: numbers of those of its slots that are made.
+        cuts: the tiles of each of them that are made; given by number of slot.
+        needs: what is asked of the slots.
+        names: of the leaves in a genome that is flat by name.
+    """
+
+    def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
+        self.ensemble, self.needs = ensemble, needs
+        self._kernel: Kernel = kernel
+        grids = [p.slot.grid for p in ensemble.spans]
+        self.slots, self.cuts = [*cuts], [*cuts.values()]
+        self._grids = [cut.grid for cut in self.cuts]
+        self._counts = [grid.n_tiles for grid in self._grids]
+        # Tiles of each slot that this rank holds.
+        self._held: Sequence[int] = self._counts
+        specs = ensemble.leaves
+        self.names = {k: f"{GNET}{ensemble.name}/{k}" for k in specs}
+        self._noise = [*ensemble.hypernet.noise_shapes(ensemble.dims)]
+        self._shared = tuple(k for k, leaf in specs.items() if leaf.scope == "group")
+        self._tiles: slice | Tensor = self._mine()
+        self._some = len(cuts) < len(grids) or any(cut.tiles is not None for cut in self.cuts)
+        if self._some:
+            numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
+            tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
+            self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
+        self._built: dict[tuple[torch.dtype, torch.device], Run] = {}
+        self._split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
+
+    def _mine(self) -> slice:
+        """Numbers of the tiles that this rank holds."""
+        return slice(0, self.ensemble.n_tiles)
+
+    def constants(self, dtype: torch.dtype, device: torch.device) -> Run:
+        """The run of this rank's tiles without leaves."""
+        key = (dtype, device)
+        if is_exporting():
+            return self._constants(dtype, device)
+        if key not in self._built:
+            self._built[key] = self._constants(dtype, device)
+        return self._built[key]
+
+    def _constants(self, dtype: torch.dtype, device: torch.device) -> Run:
+        e = self.ensemble
+        row, col = codes_of(e, dtype, device)
+        first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
+        scale = _of_spans(first, scales, e.n_tiles, dtype, device) if e.hypernet.standardised else None
+        groups = self._groups(device) if self._shared else None
+        return Run.bare(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._tiles)
+
+    def _groups(self, device: torch.device) -> Tensor:
+        """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
+        groups = self.ensemble.groups
+        if not is_exporting():
+            return torch.from_numpy(groups).to(device, torch.int64)
+        first = np.flatnonzero(np.diff(groups, prepend=-2) != 1)
+        offsets = (groups[first] - first).tolist()
+        return _of_spans(first.tolist(), offsets, len(groups), torch.int64, device) + torch.arange(
+            len(groups), device=device
+        )
+
+    def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
+        """This rank's tiles, from its leaves, among others flat by name, and the noise of all tiles."""
+        bare = self.constants(dtype, device)
+        leaves = {k: leaves[name] for k, name in self.names.items()}
+        if self._some:
+            leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
+        return bare.filled(leaves, noise and {k: v[self._tiles] for k, v in noise.items()})
+
+    def split(self, run: Run) -> Sequence[Source]:
+        """Each slot, as its form needs it."""
+        return self._split(run)
+
+    def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
+        """One slot, from the leaves and noise of this rank's tiles of it (`Source.inputs`)."""
+        return Local(self._filled(number, inputs), self.cuts[number])
+
+    def _filled(self, number: int, inputs: Iterator[Tensor]) -> Run:
+        leaves = {k: next(inputs) for k in self.names}
+        noise = {k: next(inputs) for k in self._noise} or None
+        like, first = next(iter(leaves.values())), sum(self._held[:number])
+        bare = self.constants(like.dtype, like.device).of(slice(first, first + self._held[number]))
+        return bare.filled(leaves, noise)
+
+    def _apart(self, run: Run) -> list[Local]:
+        return [Local(part, cut) for part, cut in zip(run.split(self._held), self.cuts, strict=True)]
+
+    def _factors(self, run: Run) -> list[Made]:
+        """All slots evaluated at once, as factors where the type has some."""
+        return self.of_tiles(run.tiles())
+
+    def _matrices(self, run: Run) -> list[Made]:
+        """The matrix of each slot; large ones one after the other, which spares memory and the time to get it."""
+        dims = self.ensemble.dims
+        spans = _spans([n * dims.rows * dims.cols * run.row.itemsize for n in self._counts])
+        parts = run.split([sum(self._counts[span]) for span in spans])
+        # Not `zip(strict=True)`, at which torch.compile of torch 2.5 fails.
+        matrices = [m for i, part in enumerate(parts) for m in part.matrices(self._grids[spans[i]])]
+        return [Made(m, self.cuts[i]) for i, m in enumerate(matrices)]
+
+    def of_tiles(self, tiles: Tensor | Factors) -> list[Made]:
+        """Each slot, from all tiles or their factors."""
+        if isinstance(tiles, Tensor):
+            return [Made(m, cut) for m, cut in zip(join_all(tiles, self._grids), self.cuts, strict=True)]
+        if len(self._counts) == 1:
+            return [Made(tiles, self.cuts[0])]
+        left, right = tiles.left.split(self._counts), tiles.right.split(self._counts)
+        return [Made(Factors(a, b), cut) for a, b, cut in zip(left, right, self.cuts, strict=True)]
+
+
+def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One value for each span of consecutive tiles, for every tile: [T]."""
+    if len(set(values_S)) == 1:
+        # No `full`: ONNX rounds its number to float32.
+        return torch.tensor(values_S[:1], dtype=dtype, device=device).expand(n)
+    values, first = torch.tensor(values_S, dtype=dtype, device=device), torch.tensor(first_S, device=device)
+    if is_exporting():
+        return values[(torch.arange(n, device=device)[:, None] >= first).sum(1) - 1]
+    return values.repeat_interleave(torch.diff(first, append=first.new_tensor([n])))
+
+
+def _spans(sizes: list[int]) -> list[slice]:
+    """Cut a sequence of slots into spans of at least `_RUN_BYTES`, the last one maybe smaller."""
+    ends, total = [0], 0
+    for i, size in enumerate(sizes, 1):
+        total += size
+        if total >= _RUN_BYTES or i == len(sizes):
+            ends.append(i)
+            total = 0
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+Form = DenseWeight | WeightForm
 
 
 class Generator:
-    """A plan with its constants (codes, groups, scales) at hand: `generator(leaves) -> {name: tensor}`.
-
-    Constants are built once for each dtype and device. `generate` is the one-off form.
-
-    Args:
-        plan: the plan.
-        kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
-        layout: of a genome that is split over ranks: each makes its tiles, and all are gathered.
-        pnet: where its layers are looked at, weights can have other forms than dense.
-        lazy: whether they stay factors: True wherever they can, `"auto"` where it pays (see `FactoredWeight`).
-        remat: whether the others are made for each use and again in backward.
-        names: the parameters to make; None is all.
-        pieces: which block to make of the matrix of a parameter, by name; of factors all are made.
-        base: what deltas belong to, where the plan has a base.
+    """From a genome's leaves to weights: `generator(leaves) -> {name: tensor}`. Made by `make_generator`.
 
     Attributes:
+        stacks: the ensembles, with their constants for each dtype and device; those whose forms evaluate them
+            themselves come last.
+        places: the form of every generated tensor, and where its matrices are: numbers of the stack, and of the slot.
         forms: the form of each weight that is not dense, by name of parameter, names of tied ones included.
-        unchanged: names of the parameters of the base that have no delta.
-        frozen: what it gives of the base, by name: those, and what deltas belong to.
+        unchanged: the parameters of the base that have no delta, by device.
+        frozen: names of what it gives of the base: those, and what deltas belong to.
+        order: names of all that a call gives, in the order of the p-net's parameters.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        *,
-        kernel: Kernel = "auto",
-        layout: Layout | None = None,
-        pnet: nn.Module | None = None,
-        lazy: Lazy = False,
-        remat: bool = False,
-        names: Collection[str] | None = None,
-        pieces: Mapping[str, Piece] | None = None,
-        base: BaseTensors | None = None,
+        stacks: Sequence[Stack],
+        places: Sequence[tuple[Form, list[tuple[int, int]]]],
+        forms: dict[str, WeightForm],
+        direct: Sequence[Target],
+        unchanged: Mapping[str, Callable[[torch.device], Tensor]],
+        order: Sequence[str],
+        dtype: torch.dtype,
     ) -> None:
-        if plan.base is not None and base is None:
-            raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
         # A process's first sine or tanh in several threads can be off by 8e-5 (pytorch issue 188792): one goes ahead.
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
-        self._dtype, self._base, self._pieces = plan.dtype, base, pieces or {}
-        layout = layout if layout is not None and layout.sharded else None
-        self._layout, self._gather = layout, None if layout is None else Gather(layout)
-        chooser = Chooser(plan, pnet, layout, lazy, remat, self._pieces, base, self._remade)
-        made = [t for t in plan.tensors if names is None or t.name in names]
-        generated = [t for t in made if t.slots]
-        self._direct = {t.name: chooser.target(t) for t in made if not t.slots}
-        chosen = {t.name: chooser(t) for t in generated}
-        layer_forms = {k: form for k, form in chosen.items() if isinstance(form, WeightForm)}
-        self.forms: dict[str, WeightForm] = {
-            name: layer_forms[t.name] for t in generated if t.name in layer_forms for name in (t.name, *t.aliases)
-        }
-        changed = {t.name for t in plan.tensors}
-        self.unchanged = [k for k in (base.names if base is not None else ()) if k not in changed]
-        deltas = {form.keys[-1] for form in self.forms.values() if isinstance(form, DeltaWeight)}
-        self.frozen = {*self.unchanged, *deltas}
-        self._stacks: list[Stack] = []
-        # Where each slot is: its stack, and its place there.
-        self._place: dict[tuple[str, int], tuple[int, int]] = {}
-        for e in plan.ensembles:
-            owners = [plan.tensors[p.tensor] for p in e.spans]
-            needed = {chosen[t.name].needs for t in owners if t.name in chosen}
-            needs: Needs = next(need for need in _NEEDS if need in {*needed, "matrix"})
-            over_ranks = layout is not None and bool(e.leaves)
-            cuts = {
-                i: self._cut(chosen[t.name], t, p.slot.grid, over_ranks)
-                for i, (t, p) in enumerate(zip(owners, e.spans, strict=True))
-                if t.name in chosen
-            }
-            if cuts and layout is not None and e.leaves:
-                stack = RankStack(layout, self._now, e, kernel, cuts, "leaves" if remat else needs)
-            elif cuts:
-                stack = Stack(e, kernel, cuts, needs)
-            else:
-                continue
-            for i, slot in enumerate(stack.slots):
-                self._place[owners[slot].name, e.spans[slot].part] = len(self._stacks), i
-            self._stacks.append(stack)
-        # Gathered are the outputs of whole ensembles, or of each slot where they are not to be kept.
-        self._at_once = [i for i, s in enumerate(self._stacks) if isinstance(s, RankStack) and not remat]
-        # Weights that are recomputed take leaves, all others what is made in a call.
-        self._evaluated = [i for i, s in enumerate(self._stacks) if s.needs != "leaves"]
-        self._forms: list[tuple[Form, list[tuple[int, int]]]] = [
-            (chosen[t.name], [self._place[t.name, part] for part in range(len(t.slots))]) for t in generated
-        ]
-
-        # The plan's order: that of the p-net's parameters.
-        keys = {t.name: chosen[t.name].keys if t.slots else (t.name,) for t in made}
-        self._order = [*self.unchanged, *(k for of in keys.values() for k in of)]
-
-    def _cut(self, form: Form, tensor: TensorPlan, grid: TileGrid, over_ranks: bool) -> Cut:
-        """The tiles to make of a matrix: all where they are those of many ranks, and the block is cut out after."""
-        piece = self._pieces.get(tensor.name)
-        if piece is None or isinstance(form, FactoredWeight):
-            return Cut(grid)
-        return Cut(grid, None, piece) if over_ranks else cut_piece(grid, piece)
+        self.stacks, self.forms, self.unchanged = stacks, forms, unchanged
+        self.frozen = {*unchanged, *(key for form in forms.values() for key in form.frozen)}
+        self.places, self.order, self._dtype = places, order, dtype
+        self._direct = {t.name: f"{DIRECT}{t.name}" for t in direct if t.piece is None}
+        self._pieces = {f"{DIRECT}{t.name}": t for t in direct if t.piece is not None}
+        self._evaluated = sum(stack.needs != "leaves" for stack in stacks)
+        self._like = next((name for stack in stacks for name in stack.names.values()), None)
 
     def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
         """What the p-net's skeleton takes: all its parameters by name, those with a form as the inputs of the form.
@@ -141,103 +257,33 @@ class Generator:
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}
-        if self._layout is not None:
-            self._gather = Gather(self._layout, counts)
         # A caller's autocast is for the p-net; an exported graph has none, and should not hold that it is off.
         with nullcontext() if is_exporting() else torch.autocast(device.type, enabled=False):
-            runs = [stack.run(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self._stacks]
-            for i, run in zip(self._evaluated, with_factors([runs[i] for i in self._evaluated]), strict=True):
-                runs[i] = run
-            slots = self._gathered(runs) if self._at_once else {}
-            of = [slots[i] if i in slots else s.split(runs[i]) for i, s in enumerate(self._stacks)]
-            tensors = self._unchanged(device)
-            for form, places in self._forms:
-                tensors |= form.of([of[stack][slot] for stack, slot in places])
-            for name, target in self._direct.items():
-                x = leaves[f"{DIRECT}{name}"]
-                if target.piece is not None:
-                    x = target.kind.fold([target.piece.of(target.kind.unfold(x)[0])], target.shape)
-                tensors[name] = x
-            return {k: tensors[k] for k in self._order}
+            runs = [stack.run(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self.stacks]
+            runs[: self._evaluated] = with_factors(runs[: self._evaluated])
+            slots = self._slots(runs, counts)
+            tensors = {name: on(device) for name, on in self.unchanged.items()}
+            for form, places in self.places:
+                tensors |= form.of([slots[stack][slot] for stack, slot in places])
+            tensors |= {name: leaves[leaf] for name, leaf in self._direct.items()}
+            for leaf, target in self._pieces.items():
+                tensors[target.name] = target.block(leaves[leaf])
+            return {k: tensors[k] for k in self.order}
+
+    def _slots(self, runs: Sequence[Run], counts: bool) -> list[Sequence[Source]]:
+        return [stack.split(run) for stack, run in zip(self.stacks, runs, strict=True)]
 
     def prepare(self, leaves: Params) -> None:
         """Build the constants for these leaves, which a compiled call cannot do itself."""
         dtype, device = self._kind(leaves)
-        self._unchanged(device)
-        for stack in self._stacks:
+        for on in self.unchanged.values():
+            on(device)
+        for stack in self.stacks:
             stack.constants(dtype, device)
 
     def _kind(self, leaves: Params) -> tuple[torch.dtype, torch.device]:
         """Dtype and device of generation: those of the g-nets' leaves, where there are any."""
-        like = next((x for k, x in leaves.items() if k.startswith(GNET)), next(iter(leaves.values()), None))
-        dtype = self._dtype if like is None or not like.is_floating_point() else like.dtype
-        return dtype, torch.device("cpu") if like is None else like.device
-
-    def _unchanged(self, device: torch.device) -> Params:
-        """Parameters of the base that have no delta."""
-        if self._base is None:
-            return {}
-        params, _ = self._base.on(device)
-        return {k: params[k] for k in self.unchanged}
-
-    def _now(self) -> Gather:
-        """The gather of the last call."""
-        assert self._gather is not None
-        return self._gather
-
-    def _gathered(self, runs: list[Run]) -> dict[int, Sequence[Slot]]:
-        """Every slot of the ensembles that are gathered as they are, from each rank's tiles."""
-        stacks = {i: s for i in self._at_once if isinstance(s := self._stacks[i], RankStack)}
-        # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
-        tiles = self._now().outputs({s.ensemble.name: s.tiles(runs[i]) for i, s in stacks.items()})
-        return {i: s.of_all(tiles[s.ensemble.name]) for i, s in stacks.items()}
-
-    def _remade(self, tensor: TensorPlan, parts: list[tuple[Params, Params]]) -> list[Tensor]:
-        """The matrices of a tensor, from the leaves and the noise of each."""
-        places = [self._place[tensor.name, part] for part in range(len(parts))]
-        slots = [
-            self._stacks[stack].slot(slot, leaves, noise or None)
-            for (stack, slot), (leaves, noise) in zip(places, parts, strict=True)
-        ]
-        return [slot.matrix() for slot in slots]
-
-
-_NEEDS: tuple[Needs, ...] = ("leaves", "factors", "matrix")
-"""What forms need, what serves most first: leaves give factors, and factors give matrices."""
-
-
-def generate(
-    plan: Plan,
-    genome: GenomeLike,
-    *,
-    noise: Noise | None = None,
-    kernel: Kernel = "auto",
-    base: nn.Module | BaseTensors | None = None,
-) -> Params:
-    """All parameters of the p-net by name, direct ones included: `{name: Tensor}`.
-
-    Differentiable with respect to `genome.gnets` and `genome.direct`, also under `torch.func` transforms.
-
-    Args:
-        plan: the plan.
-        genome: a `Genome` or `TrainState`; one that is split over ranks must be gathered first.
-        noise: noise of stochastic g-nets (see `sample_noise`); None gives the mean weights.
-        kernel: implementation of the g-nets (`gbfunc.types.Kernel`).
-        base: the pretrained p-net that the genome changes, where the plan has a base: what has no delta is its tensor.
-            For many calls, and inside of `torch.func` transforms, `plan.base_tensors(pnet)`, which is checked once.
-
-    Raises:
-        ValueError: if the genome's leaves or the noise are not those of the plan, or the base is not the plan's.
-
-    >>> import gbfunc as gb
-    >>> pnet = torch.nn.Linear(30, 20)
-    >>> plan = gb.make_plan(pnet, gb.periodic(features=2))
-    >>> {name: tuple(weight.shape) for name, weight in gb.generate(plan, gb.init_genome(plan, pnet)).items()}
-    {'weight': (20, 30), 'bias': (20,)}
-    """
-    check_genome(plan, genome, buffers=False)
-    check_noise(plan, noise)
-    if base is not None and plan.base is None:
-        raise ValueError("the plan has no base: the genome holds all of the p-net")
-    tensors = plan.base_tensors(base) if isinstance(base, nn.Module) else base
-    return Generator(plan, kernel=kernel, base=tensors)(flat_genome(genome), noise)
+        if self._like is not None:
+            return leaves[self._like].dtype, leaves[self._like].device
+        like = next(iter(leaves.values()), None)
+        return self._dtype, torch.device("cpu") if like is None else like.device

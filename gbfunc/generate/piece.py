@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gbfunc.generate.stack import Stack
+from gbfunc.generate.generator import Stack
 from gbfunc.genome import Noise, check_genome
 from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Plan, TensorPlan

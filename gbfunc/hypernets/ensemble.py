@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from gbfunc.hypernets import Hypernet
-from gbfunc.hypernets.kernels.waves import waves
+from gbfunc.hypernets.kernels.native import have_memory
+from gbfunc.hypernets.kernels.waves import period_of, waves
 from gbfunc.hypernets.periodic import Waves
 from gbfunc.tiling import TileGrid, join_all, join_tiles
 from gbfunc.types import Factors, Kernel, Params, TileDims
@@ -33,7 +34,8 @@ class Run(NamedTuple):
     Codes are `row` [U, r, p] and `col` [U, c, q], U = 1 where all tiles share them; `scale` [T] is that of every tile's
     slot, None where there is none; `leaves` and `noise` are `{name: [T, ...]}`, {} for a type without leaves and None
     for the mean; `empty` are shapes of the leaves without entries, which no genome holds. With `groups` [T], leaves
-    that tiles share are those of groups [G, ...]. `made` are the factors, where they are there already.
+    that tiles share are those of groups [G, ...]. `made` are the factors, where they are there already; `periods` those
+    of the codes that periodic g-nets have.
     """
 
     hypernet: Hypernet
@@ -47,6 +49,7 @@ class Run(NamedTuple):
     empty: Mapping[str, tuple[int, ...]]
     groups: Tensor | None = None
     made: Factors | None = None
+    periods: tuple[int, int] = (0, 0)
 
     @staticmethod
     def bare(
@@ -60,7 +63,9 @@ class Run(NamedTuple):
     ) -> Run:
         """A run without leaves, to be `filled`."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
-        return Run(hypernet, dims, kernel, row, col, scale, {}, None, empty, groups)
+        known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
+        periods = (period_of(row), period_of(col)) if known else (0, 0)
+        return Run(hypernet, dims, kernel, row, col, scale, {}, None, empty, groups, None, periods)
 
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]."""
@@ -103,7 +108,7 @@ class Run(NamedTuple):
 
     def matrix(self, grid: TileGrid) -> Tensor:
         """The one matrix [R, C] that all tiles make."""
-        if self.made is None and self.leaves and self.noise is None and not isinstance(self.hypernet, Waves):
+        if self.made is None and self.noise is None and not isinstance(self.hypernet, Waves):
             own = self._own()
             matrix = own.hypernet.matrix(own._filled(own.n_tiles), own.row, own.col, grid, own.kernel)
             if matrix is not None and own.scale is None:
@@ -166,7 +171,7 @@ def periodic_factors(runs: Sequence[Run]) -> list[Factors]:
         assert isinstance(run.hypernet, Waves)
         hypernets.append(run.hypernet)
         leaves.append(run._filled(run.n_tiles))
-        sides += run.hypernet.sides(leaves[-1], run.row, run.col, run.scale, run.groups)
+        sides += run.hypernet.sides(leaves[-1], run.row, run.col, run.scale, run.groups, run.periods)
     made = waves(sides, kernel=runs[0].kernel) if runs else []
     pairs = zip(made[::2], made[1::2], strict=True)
     return [

@@ -79,21 +79,31 @@ class Waves(Sized):
         }
 
     def sides(
-        self, leaves: Params, row: Tensor, col: Tensor, scale: Tensor | None = None, groups: Tensor | None = None
+        self,
+        leaves: Params,
+        row: Tensor,
+        col: Tensor,
+        scale: Tensor | None = None,
+        groups: Tensor | None = None,
+        periods: tuple[int, int] = (0, 0),
     ) -> tuple[Side, Side]:
         """What the rows' and the columns' sides are made of, from arguments as `apply` takes them.
 
-        `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...].
+        `scale` [T] is that of the tiles; with `groups` [T], code weights are those of groups [G, ...]; `periods` are
+        those of the codes (`period_of`).
         """
         # Weights for codes of width 0 are in no genome, and those that take their place are of tiles.
-        rows = Side(row, leaves["row_weight"], groups=groups if row.shape[-1] else None)
-        col_groups = groups if col.shape[-1] else None
-        cols = Side(col, leaves["col_weight"], groups=col_groups, cosine_first=self.cosine_first)
-        return self._with_coefficients(rows, leaves, scale), cols
+        of_row, of_col = (groups if codes.shape[-1] else None for codes in (row, col))
+        phase, sine, cosine = self._coefficients(leaves)
+        scale = None if sine is None else scale
+        return (
+            Side(row, leaves["row_weight"], phase, sine, cosine, scale, of_row, False, periods[0]),
+            Side(col, leaves["col_weight"], None, None, None, None, of_col, self.cosine_first, periods[1]),
+        )
 
-    def _with_coefficients(self, rows: Side, leaves: Params, scale: Tensor | None) -> Side:
-        """The rows' side, where it has coefficients."""
-        return rows
+    def _coefficients(self, leaves: Params) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Phase, sine and cosine of the rows' side (see `Side`)."""
+        return None, None, None
 
     def factors(self, leaves: Params, left: Tensor, right: Tensor, scale: Tensor | None = None) -> Factors:
         """The factors, from both sides as they are made."""
@@ -142,10 +152,10 @@ class Periodic(Waves):
             drawn["phase"] = uniform(drawn["phase"].shape, generator) * (2 * math.pi)
         return drawn
 
-    def _with_coefficients(self, rows: Side, leaves: Params, scale: Tensor | None) -> Side:
+    def _coefficients(self, leaves: Params) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.shares:
-            return rows._replace(sine=leaves["sine"], cosine=leaves["cosine"], scale=scale)
-        return rows._replace(phase=leaves["phase"], sine=leaves["amplitude"], scale=scale)
+            return None, leaves["sine"], leaves["cosine"]
+        return leaves["phase"], leaves["amplitude"], None
 
 
 @dataclass(frozen=True)

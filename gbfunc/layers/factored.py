@@ -14,57 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gbfunc.costs import FLOPS_PER_ELEMENT
+from gbfunc.costs import missing_ranks, thin_rows
 from gbfunc.layers.forms import Needs, Source, WeightForm, added, dense_linear
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Params
-
-_CHANNELS, _SLOWER = 16, 1.25
-"""Convolutions compute this many channels at once, those with few channels in this part more time for each FLOP."""
-
-
-def lazy_pays(
-    rows: int,
-    cols: int,
-    k: int,
-    tiles: tuple[int, int],
-    batch_rows: int,
-    frozen_base: bool = False,
-    conv: bool = False,
-) -> bool:
-    """Whether applying the factors costs less than forming the weight, forward and backward.
-
-    With R rows, C columns, nr x nc `tiles` of rank k and B batch rows (positions, for a convolution), in FLOPs,
-    with e = 40 FLOPs per element moved (6 times for the weight or its gradient, 15 times for the thin product):
-
-        dense    = 6 R C (B + k) + 6 e R C                  three GEMMs each for layer and generation
-        factored = 6 B k (nr C + nc R) + 15 e B nr nc k     three pairs of thin GEMMs
-
-    Beside a `frozen_base`, the factors spare one GEMM of the weight's size, that of its gradient, and not three. For a
-    `conv`, nr k counts as the next multiple of 16, and factors cost a quarter more (measured: 3 x 3 kernels, 16 to 192
-    channels, in float32 and bfloat16).
-
-    >>> lazy_pays(4096, 4096, 64, (1, 1), 256), lazy_pays(128, 128, 64, (1, 1), 4096)
-    (True, False)
-    """
-    tile_rows, tile_cols = tiles
-    dense = rows * cols * ((2 if frozen_base else 6) * batch_rows + 6 * (k + FLOPS_PER_ELEMENT))
-    thin = 6 * (tile_rows * cols + tile_cols * rows) + 15 * FLOPS_PER_ELEMENT * tile_rows * tile_cols
-    if conv:
-        k, dense = k + _missing_ranks(tile_rows, k), dense / _SLOWER
-    return batch_rows * k * thin < dense
-
-
-def _missing_ranks(tile_rows: int, k: int) -> int:
-    """What k lacks so that the filters of a column of tiles are a multiple of `_CHANNELS`."""
-    return -k % (_CHANNELS // math.gcd(tile_rows, _CHANNELS))
 
 
 class FactoredWeight(WeightForm):
     """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [nr, nc, r, k] and right [nr, nc, c, k].
 
-    The layer stores it in `shape`, `transposed` as in Hugging Face's `Conv1D`. With `auto` the factors are used where
-    `lazy_pays` says so, and else the dense weight.
+    The layer stores it in `shape`, `transposed` as in Hugging Face's `Conv1D`. With `auto` the factors are used for
+    inputs of fewer than `thin_rows` rows, and else the dense weight.
     """
 
     left: Tensor
@@ -75,34 +35,35 @@ class FactoredWeight(WeightForm):
     beside_base: ClassVar[bool] = False
     """Whether the factors stand beside a frozen weight, which is computed with in any case."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], grid: TileGrid, transposed: bool, auto: bool) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, ...], grid: TileGrid, rank: int, transposed: bool, auto: bool
+    ) -> None:
         super().__init__(name, ("left", "right", *self.more))
         self.shape, self.grid, self.transposed, self.auto = shape, grid, transposed, auto
+        self.tiles = (grid.n_rows, grid.n_cols)
+        sizes = (grid.rows, grid.cols, rank, self.tiles, self.beside_base)
+        self._thin_rows = [thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)]
 
     def of(self, sources: Sequence[Source]) -> Params:
         """The factors of every tile; the matrices of several sources are below each other."""
         factors = [source.factors() for source in sources]
         left, right = factors[0] if len(factors) == 1 else map(torch.cat, zip(*factors, strict=True))
-        tiles = (self.grid.n_rows, self.grid.n_cols)
-        return dict(zip(self.keys, (left.unflatten(0, tiles), right.unflatten(0, tiles)), strict=False))
+        return dict(zip(self.keys, (left.unflatten(0, self.tiles), right.unflatten(0, self.tiles)), strict=False))
 
     def make(self) -> Tensor:
         """Multiply the factors out."""
         left, right = self.given["left"], self.given["right"]
         # One matrix product is faster than a batch of one.
-        single = self.grid.n_tiles == 1
+        single = self.tiles == (1, 1)
         matrix = left[0, 0] @ right[0, 0].mT if single else join_tiles((left @ right.mT).flatten(0, 1), self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def _thin(self, batch_rows: int, conv: bool = False) -> bool:
         """Whether the factors are used and not the dense weight."""
-        if self.held is not None:
+        if self.held is not None or not batch_rows < self._thin_rows[conv]:
             return False
-        grid, (nr, nc, _, k) = self.grid, self.left.shape
-        thin = not self.auto or lazy_pays(grid.rows, grid.cols, k, (nr, nc), batch_rows, self.beside_base, conv)
-        if thin:
-            self.use()
-        return thin
+        self.use()
+        return True
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias` as two thin products, where these pay."""
@@ -148,7 +109,7 @@ class FactoredWeight(WeightForm):
         # Torch's own convolutions of images have them so on a CPU, those of volumes do not.
         last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
         left, right, (nr, nc, r, k) = self.left, self.right, self.left.shape
-        if nc > 1 and x.is_cpu and (missing := _missing_ranks(nr, k)):
+        if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
             # Groups of other sizes take up to three times as long.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
         width = self.grid.tile_cols // positions
@@ -206,7 +167,7 @@ class DeltaWeight(FactoredWeight):
 
     def __init__(self, base: Callable[[torch.device], Tensor] | None, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._base_on = base
+        self._base_on, self.frozen = base, self.keys[-1:]
 
     def of(self, sources: Sequence[Source]) -> Params:
         """The factors, and the base's tensor."""
@@ -222,7 +183,7 @@ class DeltaWeight(FactoredWeight):
         """`x @ W[rows].T + bias`."""
         left, right = self.left, self.right
         same = x.dtype == left.dtype == self.base.dtype and x.ndim > 1
-        if same and rows.stop is None and self.grid.n_tiles == 1 and self._thin(math.prod(x.shape[:-1])):
+        if same and rows.stop is None and self.tiles == (1, 1) and self._thin(math.prod(x.shape[:-1])):
             # Added by the product itself, which spares a pass over the outputs; factors as [k, r] and [k, c], whose
             # products with few columns are two to four times faster, forward and backward.
             y = dense_linear(self.base, self.transposed, rows, x, bias)
@@ -258,14 +219,10 @@ def _sum(y: Tensor, delta: Tensor) -> Tensor:
 
 def _linear(x: Tensor, left: Tensor, right: Tensor, rows: int, bias: Tensor | None) -> Tensor:
     """`x @ W.T + bias` from factors [nr, nc, r, k] and [nr, nc, c, k]: [..., cols] -> [..., rows]."""
-    nr, nc, _, k = left.shape
-    if nr == nc == 1:
-        return F.linear(F.linear(x, right.flatten(0, 2).t()), left.flatten(0, 2), bias)
-    thin_jBik = _thin_tiles(x, right, (0, x.shape[-1]))
-    batch = thin_jBik.shape[1]
+    if left.shape[:2] == (1, 1):
+        return F.linear(x @ right.flatten(0, 2), left.flatten(0, 2), bias)
     # Contiguous as F.linear's output is: dropout draws its mask in the order of memory.
-    y = _rows_of(thin_jBik.permute(2, 1, 0, 3).reshape(nr, batch, nc * k), left)[:, :rows].contiguous()
-    y = y.reshape(*x.shape[:-1], rows)
+    y = from_thin(thin_product(x, right, (0, x.shape[-1])), left, ((0, rows),)).contiguous()
     # Under autocast the products are narrow and the bias is not; F.linear returns the narrow dtype.
     return y if bias is None else y + bias.to(y.dtype)
 

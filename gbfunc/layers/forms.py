@@ -59,7 +59,7 @@ class Call:
 
 
 class Source(Protocol):
-    """One matrix of a weight, as an evaluation of the g-nets gives it (`gbfunc.generate.stack`)."""
+    """One matrix of a weight, as an evaluation of the g-nets gives it (`gbfunc.generate.generator`)."""
 
     def matrix(self) -> Tensor:
         """The matrix [R, C], or the block of it that is wanted."""
@@ -104,6 +104,12 @@ class Target(NamedTuple):
             return added(self.base(weight.device), weight)
         return weight if self.narrow is None else weight.to(self.narrow)
 
+    def block(self, weight: Tensor) -> Tensor:
+        """The block of a tensor that is whole."""
+        return (
+            weight if self.piece is None else self.kind.fold([self.piece.of(self.kind.unfold(weight)[0])], self.shape)
+        )
+
 
 def added(base: Tensor, delta: Tensor) -> Tensor:
     """The weight of a base and a delta, in the base's dtype; the sum is taken in the wider one."""
@@ -127,11 +133,12 @@ class WeightForm(nn.Module):
     """The weight of a layer, parameter `name`, in a form other than dense; `functional_call` sets its `inputs`.
 
     Subclasses give `of`, `make` and the three operations. `keys` are the names that the inputs have in the p-net's
-    skeleton. `reads` counts how often the dense weight was read by another than the layer; `call` is that of the p-net
-    that it is in.
+    skeleton, and `frozen` those of them that take no gradient. `reads` counts how often the dense weight was read by
+    another than the layer; `call` is that of the p-net that it is in.
     """
 
     needs: Needs
+    frozen: tuple[str, ...] = ()
 
     def __init__(self, name: str, inputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -211,7 +218,9 @@ class WeightForm(nn.Module):
 
     def read(self) -> Tensor:
         """The dense weight, read outside of the layer's forward."""
-        self.reads += 1
+        if not torch.compiler.is_compiling():
+            # A number that a graph changes is one that it is compiled anew for, at every call.
+            self.reads += 1
         late = self.name in self.call.used and self.held is None
         weight = self.dense()
         if late:
@@ -224,3 +233,64 @@ def dense_linear(weight: Tensor, transposed: bool, rows: slice, x: Tensor, bias:
     """`x @ W[rows].T + bias` with a dense weight, or the transpose that is stored of it."""
     weight = weight.t() if transposed else weight
     return F.linear(x, weight if rows.stop is None else weight[rows], bias)
+
+
+def linear_forward(layer: Any, input: Tensor) -> Tensor:
+    """The forward of `nn.Linear` on whatever form its weight has."""
+    return layer.weight_form.linear(input, layer.bias)
+
+
+def conv_forward(layer: Any, input: Tensor) -> Tensor:
+    """The forward of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` on whatever form the weight has."""
+    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
+    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
+    if layer.padding_mode != "zeros":
+        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        options["padding"] = (0,) * len(layer.kernel_size)
+    return layer.weight_form.conv(conv, input, layer.bias, **options)
+
+
+def embedding_forward(layer: Any, input: Tensor) -> Tensor:
+    """The forward of `nn.Embedding` on whatever form its weight has."""
+    return layer.weight_form.embedding(input, layer.padding_idx)
+
+
+class Parameters(dict[str, Any]):
+    """Parameters of a layer, in which those with a form are the dense weights: for whoever goes through them."""
+
+    def __init__(self, parameters: Mapping[str, Any], forms: Mapping[str, WeightForm]) -> None:
+        super().__init__(parameters)
+        self.forms = forms
+
+    def __getitem__(self, name: str) -> Any:
+        form = self.forms.get(name)
+        # Outside of a call there is only the skeleton's placeholder.
+        return form.read() if form is not None and form.active else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        form = self.forms.get(name)
+        if form is None or form.call.cache is None or not form.active:
+            super().__setitem__(name, value)
+        else:
+            # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
+            form.call.cache[form.name] = value
+
+    def __iter__(self) -> Any:
+        # As it is; but with a method of this name `dict(parameters)` reads each entry as `parameters[name]` does.
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """`self[name]`, or the default."""
+        return self[name] if name in self else default
+
+    def copy(self) -> Any:
+        """A plain dict."""
+        return dict(self)
+
+    def values(self) -> Any:
+        """`self[name]` for all names."""
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        """Names, and `self[name]`."""
+        return [(name, self[name]) for name in self]

@@ -9,12 +9,10 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from gbfunc.layers.attention import attention_forward
-from gbfunc.layers.forms import WeightForm
+from gbfunc.layers.forms import Parameters, WeightForm, conv_forward, embedding_forward, linear_forward
 
 
 class LayerForm(NamedTuple):
@@ -23,26 +21,6 @@ class LayerForm(NamedTuple):
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
     plain: Callable[[Any], bool] = lambda layer: True
-
-
-def linear_forward(layer: Any, input: Tensor) -> Tensor:
-    """The forward of `nn.Linear` on whatever form its weight has."""
-    return layer.weight_form.linear(input, layer.bias)
-
-
-def conv_forward(layer: Any, input: Tensor) -> Tensor:
-    """The forward of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` on whatever form the weight has."""
-    conv: Any = (torch.conv1d, torch.conv2d, torch.conv3d)[len(layer.kernel_size) - 1]
-    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups, "padding": layer.padding}
-    if layer.padding_mode != "zeros":
-        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
-        options["padding"] = (0,) * len(layer.kernel_size)
-    return layer.weight_form.conv(conv, input, layer.bias, **options)
-
-
-def embedding_forward(layer: Any, input: Tensor) -> Tensor:
-    """The forward of `nn.Embedding` on whatever form its weight has."""
-    return layer.weight_form.embedding(input, layer.padding_idx)
 
 
 def _stock_conv(layer: Any) -> bool:
@@ -146,44 +124,3 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm], *, shown: bool) -> 
         else:
             for attribute in attributes:
                 del layer._parameters[attribute]
-
-
-class Parameters(dict[str, Any]):
-    """Parameters of a layer, in which those with a form are the dense weights: for whoever goes through them."""
-
-    def __init__(self, parameters: Mapping[str, Any], forms: Mapping[str, WeightForm]) -> None:
-        super().__init__(parameters)
-        self.forms = forms
-
-    def __getitem__(self, name: str) -> Any:
-        form = self.forms.get(name)
-        # Outside of a call there is only the skeleton's placeholder.
-        return form.read() if form is not None and form.active else super().__getitem__(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        form = self.forms.get(name)
-        if form is None or form.call.cache is None or not form.active:
-            super().__setitem__(name, value)
-        else:
-            # A p-net that swaps the weight itself, by functional_call say, computes with what it gives.
-            form.call.cache[form.name] = value
-
-    def __iter__(self) -> Any:
-        # As it is; but with a method of this name `dict(parameters)` reads each entry as `parameters[name]` does.
-        return super().__iter__()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """`self[name]`, or the default."""
-        return self[name] if name in self else default
-
-    def copy(self) -> Any:
-        """A plain dict."""
-        return dict(self)
-
-    def values(self) -> Any:
-        """`self[name]` for all names."""
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        """Names, and `self[name]`."""
-        return [(name, self[name]) for name in self]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gbfunc.generate import Generator
+from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, buffers_of, parameter_infos, with_weights
@@ -53,7 +53,7 @@ def merge_genomes(
     if len(shares) != len(genomes) or not all(math.isfinite(a) for a in shares):
         raise ValueError(f"expected {len(genomes)} finite weights, one for each genome, got {weights}")
     base = plan.base_tensors(pnet)
-    generator = Generator(plan, base=base)
+    generator = make_generator(plan, base=base)
     with torch.no_grad():
         made = [generator(flat_genome(genome)) for genome in genomes]
     present: Params = {} if base is None else {info.name: info.tensor.detach() for info in parameter_infos(pnet)}

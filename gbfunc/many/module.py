@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.generate import Generator
+from gbfunc.generate import Generator, make_generator
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
 from gbfunc.many.proof import Watch, first_difference, proof_batch, tolerance_of, varied
@@ -96,7 +96,7 @@ class ManyGenomes(nn.Module):
         return _Way(PureNet(self._pnet, self._fresh_forms(), adapt, self._base), modules)
 
     def _generator(self) -> Generator:
-        return Generator(self._plan, pnet=self._pnet, lazy=True, base=self._base)
+        return make_generator(self._plan, pnet=self._pnet, lazy=True, base=self._base)
 
     def _fresh_forms(self) -> dict[str, WeightForm]:
         """Forms belong to one function each."""

@@ -7,7 +7,8 @@ no placeholder becomes a number. In a trace the sources say what a tensor is mad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Source(NamedTuple):
-    """What an absent tensor is made of.
+    """What an absent tensor is made of."""
 
-    Attributes:
-        kind: `"output"` of a module's call; `"inside"` of one, made there and not returned; `"parameter"`, or
-            `"random"`, drawn outside of all modules that run on one rank.
-        name: of the module or parameter, or of the operator that drew.
-        call: number of the call in a forward, or of the operator.
-        leaf: which tensor of its output.
-    """
-
+    # `"output"` of a module's call; `"inside"` of one, made there and not returned; `"parameter"`, or `"random"`, drawn
+    # outside of all modules that run on one rank
     kind: str
-    name: str
-    call: int = 0
-    leaf: int = 0
+    name: str  # Of the module or parameter, or of the operator that drew
+    call: int = 0  # Number of the call in a forward, or of the operator
+    leaf: int = 0  # Which tensor of its output
 
     def __str__(self) -> str:
         """In words."""
@@ -162,13 +157,14 @@ class Provenance(TorchDispatchMode):
         self._made: list[Any] = []
         self._drawn = 0
 
-    def enter(self, call: Source) -> None:
-        """A module that runs on one rank begins."""
+    @contextmanager
+    def unit(self, call: Source) -> Iterator[None]:
+        """Around a module that runs on one rank."""
         self.inside, self.read, self._made = call, set(), []
-
-    def leave(self) -> None:
-        """It has ended."""
-        self.inside, self._made = None, []
+        try:
+            yield
+        finally:
+            self.inside, self._made = None, []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D102
         kwargs = kwargs or {}

@@ -1,32 +1,37 @@
 """Activations between the ranks of an axis: from one layout to another, each move with its gradient.
 
-A tensor of activations is *whole* on every rank, *split* along a dimension, or *partial*: a summand of the whole. With
-the gradient of a whole tensor whole, of a split one split alike, the moves are
-
-    from        to           forward          backward
-    partial     whole        all-reduce       nothing             end of a row-parallel layer
-    partial     split        reduce-scatter   gather              its end, sequence parallel
-    whole       used in part nothing          all-reduce          start of a column-parallel layer
-    split       used in part gather           reduce-scatter      its start, sequence parallel
-    split       whole        gather           slice
-    whole       split        slice            gather
-
-(Megatron-LM: Shoeybi et al., 2019; sequence parallel: Korthikanti et al., 2022.) *Used in part*: every rank computes
-something else from it, and its gradient is the sum of what the ranks find.
+A tensor of activations is *whole* on every rank, *split* along a dimension, or *partial*: a summand of the whole. The
+gradient of a whole tensor is whole, and of a split one split alike. *Used in part*: every rank computes something else
+from it, and its gradient is the sum of what the ranks find. (Megatron-LM: Shoeybi et al., 2019; sequence parallel:
+Korthikanti et al., 2022.)
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gbfunc.parallel.collectives import Sizes, exchange_rows
 from gbfunc.parallel.mesh import Axis, Mesh
 
+Activation = Literal["whole", "split", "partial", "used in part"]
 Move = Literal["keep", "all_reduce", "gather", "reduce_scatter", "slice"]
+
+MOVES: Mapping[tuple[Activation, Activation], tuple[Move, Move]] = {
+    ("partial", "whole"): ("all_reduce", "keep"),  # The end of a row-parallel layer,
+    ("partial", "split"): ("reduce_scatter", "gather"),  # and with sequence parallel.
+    ("whole", "used in part"): ("keep", "all_reduce"),  # The start of a column-parallel layer,
+    ("split", "used in part"): ("gather", "reduce_scatter"),  # and with sequence parallel.
+    ("split", "whole"): ("gather", "slice"),
+    ("whole", "split"): ("slice", "gather"),
+}
+"""What is done forward and backward."""
 
 
 def chunk_sizes(n: int, ranks: int) -> Sizes:
@@ -49,34 +54,24 @@ class Wire(NamedTuple):
         """First entry of this rank's part."""
         return sum(sizes[: self.axis.rank])
 
-    def move(self, x: Tensor, there: Move, back: Move, dim: int = 0, sizes: Sizes = ()) -> Tensor:
-        """A tensor moved, and its gradient moved back."""
-        moved: Any = _Moved.apply(x, self, there, back, dim, sizes)
+    def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
+        """A tensor in another layout, and its gradient moved back; split it is along `dim`, in parts of `sizes`."""
+        moved: Any = _Moved.apply(x, self, *MOVES[start, end], dim, sizes)
         return moved
 
-    def partial_to_whole(self, x: Tensor) -> Tensor:
-        """The sum over ranks, on every rank."""
-        return self.move(x, "all_reduce", "keep")
+    @property
+    def device_mesh(self) -> Any:
+        """Torch's mesh of the axis."""
+        return self.mesh.device_meshes[self.axis.name]
 
-    def partial_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """This rank's part along a dimension of the sum over ranks."""
-        return self.move(x, "reduce_scatter", "gather", dim, sizes)
-
-    def whole_in_part(self, x: Tensor) -> Tensor:
-        """Mark a tensor that is equal on all ranks, and of which each then uses another part: gradients are summed."""
-        return self.move(x, "keep", "all_reduce")
-
-    def split_in_part(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """Gather the parts along `dim`; each rank then uses the result in another way: gradients are summed."""
-        return self.move(x, "gather", "reduce_scatter", dim, sizes)
-
-    def split_to_whole(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """Gather the parts along `dim`; all ranks then compute the same from the result: gradients are equal."""
-        return self.move(x, "gather", "slice", dim, sizes)
-
-    def whole_to_split(self, x: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """This rank's part along a dimension."""
-        return self.move(x, "slice", "gather", dim, sizes)
+    def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
+        """A DTensor of this rank's part; `sizes` are those of all ranks along a split dimension, even or not."""
+        shape = list(x.shape)
+        if isinstance(placement, Shard):
+            shape[placement.dim] = sum(sizes)
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        whole: Any = {"shape": torch.Size(shape), "stride": stride}
+        return DTensor.from_local(x, self.device_mesh, [placement], run_check=False, **whole)
 
     def sizes_of(self, n: int) -> Sizes:
         """How long a tensor is on each rank, from how long it is here; all ranks must call."""
@@ -116,16 +111,18 @@ class _Moved(torch.autograd.Function):
 
 class _Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, x: Tensor, factor: float, seen: list[Tensor] | None) -> Tensor:
+        ctx.factor, ctx.seen = factor, seen
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] * ctx.factor, None
+        if ctx.seen is not None:
+            ctx.seen.append(grads[0].detach())
+        return grads[0] * ctx.factor, None, None
 
 
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return `x` unchanged, and multiply its gradient by `factor`."""
-    scaled: Any = _Scaled.apply(x, factor) if factor != 1.0 else x
+def scale_gradient(x: Tensor, factor: float, seen: list[Tensor] | None = None) -> Tensor:
+    """Return `x` unchanged, and multiply its gradient by `factor`; `seen` gets the gradient as it came."""
+    scaled: Any = _Scaled.apply(x, factor, seen) if factor != 1.0 else x
     return scaled

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from gbfunc.parallel.absent import Absent, Provenance, Source, absent, hide
-from gbfunc.pnet import PureNet, StopForward
+from gbfunc.pnet import RunnableNet, StopForward
 from gbfunc.types import Params
 
 SUBMODULE_CALL_ERROR = "in a pipeline, where each rank has some blocks of the p-net, parts of it cannot be called alone"
@@ -21,41 +21,28 @@ SUBMODULE_CALL_ERROR = "in a pipeline, where each rank has some blocks of the p-
 
 
 class UnitCall(NamedTuple):
-    """One call of a block, or of a layer of no block.
+    """One call of a block, or of a layer of no block."""
 
-    Attributes:
-        name: of the module.
-        cell: the block that runs, or has run last; -1 before the first.
-        needs: what its operators read.
-        leaves: of its output: the number of a leaf of its arguments, a source with shape and dtype, or a constant.
-        spec: how the leaves make the output.
-    """
-
-    name: str
-    cell: int
-    needs: frozenset[Source]
+    name: str  # Of the module
+    cell: int  # The block that runs, or has run last; -1 before the first
+    needs: frozenset[Source]  # What its operators read
+    # Of its output: the number of a leaf of its arguments, a source with shape and dtype, or a constant
     leaves: tuple[Any, ...]
-    spec: Any
+    spec: Any  # How the leaves make the output
 
 
 class Chain(NamedTuple):
-    """The blocks that a p-net is cut between.
+    """The blocks that a p-net is cut between."""
 
-    Attributes:
-        names: of the blocks, in their order.
-        flops: operations of each, with what follows it until the next; what comes before the first is in the first.
-        inputs: shape and dtype of what each block gets, for one microbatch.
-        places: after which block (-1: before the first) a parameter is used, by name; not of those of one block alone.
-        calls: of the units, in the order of a forward.
-        end: what the loss is made of.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # Of the blocks, in their order
+    # Operations of each, with what follows it until the next; what comes before the first is in the first
     flops: tuple[float, ...]
+    # Shape and dtype of what each block gets, for one microbatch
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    # After which block (-1: before the first) each parameter and buffer is used, by name
     places: Mapping[str, frozenset[int]]
-    calls: tuple[UnitCall, ...] = ()
-    end: frozenset[Source] = frozenset()
+    calls: tuple[UnitCall, ...] = ()  # Of the units, in the order of a forward
+    end: frozenset[Source] = frozenset()  # What the loss is made of
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -94,6 +81,7 @@ def trace_chain(
     blocks: Sequence[str],
     run: Callable[[Any], Any],
     device: torch.device | None = None,
+    kinds: Mapping[str, Any] = MappingProxyType({}),
 ) -> Chain:
     """What blocks cost, get and need, by a run of the p-net on parameters without values.
 
@@ -102,12 +90,18 @@ def trace_chain(
         blocks: names of the blocks.
         run: calls what it is given as the loss function calls the p-net, on a microbatch.
         device: where the parameters are said to be. None: on the meta device, and the run ends with the p-net.
+        kinds: what is equal for equal blocks, by name: the first of each kind runs in the place of the others.
 
     Raises:
         ValueError: if the blocks do not run once each, in their order, or what happens depends on absent values.
     """
-    net, inputs, marks = PureNet(pnet, submodule_call_error=SUBMODULE_CALL_ERROR), [], []
+    net, inputs, marks = RunnableNet(pnet, submodule_call_error=SUBMODULE_CALL_ERROR), [], []
     skeleton, order, calls, counter, mode = net.skeleton, [], [], FlopCounterMode(display=False), Provenance()
+
+    ran, spared = dict[Any, Any](), list[int]()
+
+    def flops_so_far() -> int:
+        return counter.get_total_flops() + sum(spared)
 
     def unit(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -116,31 +110,43 @@ def trace_chain(
             if not begun:
                 raise RuntimeError(f"{SUBMODULE_CALL_ERROR}: call net(...), not its {name!r}")
             if name in blocks:
+                x = next(iter((*args, *kwargs.values())), None)
+                if not isinstance(x, Tensor):
+                    raise ValueError(
+                        f"a block's first argument must be a tensor of activations, got a {type(x).__name__}"
+                    )
                 order.append(blocks.index(name))
-                marks.append(counter.get_total_flops())
-                x = _hidden(args, kwargs)
+                marks.append(flops_so_far())
                 inputs.append((tuple(x.shape), x.dtype))
-            inside = Source("inside", name, len(calls))
-            mode.enter(inside)
-            try:
-                out = forward(*args, **kwargs)
-            finally:
-                needs = mode.read - {inside}
-                mode.leave()
-            given = {id(x): i for i, x in enumerate(pytree.tree_leaves((args, kwargs)))}
+            inside, flat = Source("inside", name, len(calls)), pytree.tree_leaves((args, kwargs))
+            key = kinds.get(name, name), *((tuple(x.shape), x.dtype) for x in flat if isinstance(x, Tensor))
+            into = frozenset[Source]().union(*(x.sources for x in flat if isinstance(x, Absent)))
+            if name in kinds and key in ran:
+                out, beside, flops = ran[key]
+                needs = into | beside
+                spared.append(flops)
+            else:
+                before = flops_so_far()
+                with mode.unit(inside):
+                    out = forward(*args, **kwargs)
+                needs = frozenset(mode.read - {inside})
+                # Beside its arguments; what it has of its own, another has of its own.
+                own = {s for s in needs if s.kind == "parameter" and s.name.startswith(f"{name}.")}
+                ran[key] = out, needs - into - own, flops_so_far() - before
+            given = {id(x): i for i, x in enumerate(flat)}
             leaves, spec = pytree.tree_flatten(out)
-            kinds: list[Any] = []
+            found: list[Any] = []
             for i, x in enumerate(leaves):
                 changed = isinstance(x, Absent) and inside in x.sources
                 if id(x) in given and not changed and not isinstance(x, int | str | None):
-                    kinds.append(given[id(x)])
+                    found.append(given[id(x)])
                 elif isinstance(x, Tensor):
                     source = Source("output", name, len(calls), i)
                     leaves[i] = hide(x, [source])
-                    kinds.append((source, tuple(x.shape), x.dtype))
+                    found.append((source, tuple(x.shape), x.dtype))
                 else:
-                    kinds.append(Constant(x))
-            calls.append(UnitCall(name, len(order) - 1, frozenset(needs), tuple(kinds), spec))
+                    found.append(Constant(x))
+            calls.append(UnitCall(name, len(order) - 1, needs, tuple(found), spec))
             return pytree.tree_unflatten(leaves, spec)
 
         return traced
@@ -165,7 +171,7 @@ def trace_chain(
     if order != list(range(len(blocks))):
         raise ValueError(f"the blocks {list(blocks)} must run once each in their order, they ran as {order}")
     marks[0] = 0
-    flops = [b - a for a, b in zip(marks, [*marks[1:], counter.get_total_flops()], strict=True)]
+    flops = [b - a for a, b in zip(marks, [*marks[1:], flops_so_far()], strict=True)]
     places = _places(skeleton, blocks, [*((c.cell, c.needs) for c in calls), (len(blocks) - 1, last)])
     return Chain(tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last)
 
@@ -188,30 +194,22 @@ def replace_units(skeleton: nn.Module, blocks: Sequence[str], make: Callable[[st
 def _places(
     skeleton: nn.Module, blocks: Sequence[str], reads: Sequence[tuple[int, frozenset[Source]]]
 ) -> dict[str, frozenset[int]]:
-    """After which block each parameter of no block is used, and each of a block that others read: by where they do."""
+    """After which block each parameter and buffer is used: in its own block, if any, and wherever it was read."""
     found: dict[str, set[int]] = {}
     for cell, needs in reads:
         for source in needs:
             if source.kind == "parameter":
                 found.setdefault(source.name, set()).add(cell)
-    own = {f"{b}.{k}": i for i, b in enumerate(blocks) for k, _ in skeleton.get_submodule(b).named_parameters()}
-    places = {k: frozenset(v | ({own[k]} if k in own else set())) for k, v in found.items()}
-    places = {k: v for k, v in places.items() if k not in own or len(v) > 1}
+    index, depth = {name: i for i, name in enumerate(blocks)}, blocks[0].count(".") + 1
     for members in (skeleton.named_parameters, skeleton.named_buffers):
         names = [name for name, _ in members(remove_duplicate=False)]
-        of_blocks = [name.startswith(tuple(f"{b}." for b in blocks)) for name in names]
-        for i, name in enumerate(names):
-            if not of_blocks[i]:
-                places.setdefault(name, frozenset({-1 if any(of_blocks[i:]) else len(blocks) - 1}))
-    return places
-
-
-def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The activations that a block gets: its first argument."""
-    first = args[0] if args else next(iter(kwargs.values()), None)
-    if not isinstance(first, Tensor):
-        raise ValueError(f"a block's first argument must be a tensor of activations, got a {type(first).__name__}")
-    return first
+        own = [index.get(".".join(name.split(".")[:depth])) for name in names]
+        for i, (name, block) in enumerate(zip(names, own, strict=True)):
+            if block is not None:
+                found.setdefault(name, set()).add(block)
+            elif name not in found:  # Read by nobody: with what the p-net has beside it.
+                found[name] = {-1 if any(n is not None for n in own[i:]) else len(blocks) - 1}
+    return {name: frozenset(cells) for name, cells in found.items()}
 
 
 def spread(costs: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -221,16 +219,15 @@ def spread(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     (0, 3, 4)
     """
     n, sums = len(costs), [0.0, *accumulate(costs)]
-    best = [[math.inf] * (n + 1) for _ in range(stages + 1)]
-    cut = [[0] * (n + 1) for _ in range(stages + 1)]
-    best[0][0] = 0.0
-    for s in range(1, stages + 1):
-        for end in range(s, n + 1):
-            for start in range(s - 1, end):
-                worst = max(best[s - 1][start], sums[end] - sums[start])
-                if worst < best[s][end]:
-                    best[s][end], cut[s][end] = worst, start
-    ends = [n]
-    for s in range(stages, 0, -1):
-        ends.append(cut[s][ends[-1]])
-    return tuple(reversed(ends))
+    # Of the first blocks, up to each: the cost of the most expensive stage, and first blocks of the stages.
+    best = {0: (0.0, (0,))}
+    for _ in range(stages):
+        best = {
+            end: min(
+                (max(worst, sums[end] - sums[start]), (*cuts, end))
+                for start, (worst, cuts) in best.items()
+                if start < end
+            )
+            for end in range(min(best) + 1, n + 1)
+        }
+    return best[n][1]

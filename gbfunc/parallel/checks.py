@@ -60,9 +60,9 @@ def hash_of(x: Tensor | str) -> int:
 def text_of(options: Any) -> str:
     """Options as JSON, the same in every process that has the same ones: for `check_equal`.
 
-    Dataclasses, NamedTuples, mappings and sequences are written out; functions by their name and what they close over
-    (a schedule of other numbers is another one); tensors by their hash. Of anything else the class must do, for it may
-    say where it lives (an address, a rank's device).
+    Dataclasses, NamedTuples, mappings, sequences and styles of tensor parallelism are written out; functions by their
+    name and what they close over (a schedule of other numbers is another one); tensors by their hash. Of anything else
+    the class must do, for it may say where it lives (an address, a rank's device).
 
     >>> text_of({"clip_norm": 0.5, "amp": torch.bfloat16, "classes": [torch.nn.Linear]})
     '{"amp": "torch.bfloat16", "classes": ["torch.nn.modules.linear.Linear"], "clip_norm": 0.5}'
@@ -74,11 +74,13 @@ def _plain(x: Any, inside: tuple[int, ...]) -> Any:
     """A value as JSON has it; `inside` are the ids of what it is part of."""
     if x is None or isinstance(x, bool | int | float | str):
         return x
-    if isinstance(x, torch.dtype | Number):
-        return str(x)
+    # By name, as DTensor takes half a second to import.
+    bases = {base.__name__ for base in type(x).__mro__}
+    if isinstance(x, torch.dtype | Number) or "Placement" in bases:
+        return repr(x) if "Placement" in bases else str(x)
     if isinstance(x, Tensor):
         return f"{x.dtype} {list(x.shape)} {hash_of(x):x}"
-    parts = _parts(x) if id(x) not in inside else None
+    parts = None if id(x) in inside else {"style": type(x), **vars(x)} if "ParallelStyle" in bases else _parts(x)
     if isinstance(parts, Mapping):
         return {str(k): _plain(v, (*inside, id(x))) for k, v in parts.items()}
     if parts is not None:
@@ -89,12 +91,12 @@ def _plain(x: Any, inside: tuple[int, ...]) -> Any:
 
 def _parts(x: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     """What a value is made of, None if it has no parts to compare."""
-    if isinstance(x, Mapping | list):
-        return x
     if hasattr(x, "_asdict"):
         return x._asdict()
-    if isinstance(x, tuple | set | frozenset):
-        return list(x) if isinstance(x, tuple) else sorted(x, key=str)
+    if isinstance(x, Mapping | list | tuple):
+        return x
+    if isinstance(x, set | frozenset):
+        return sorted(x, key=str)
     if is_dataclass(x) and not isinstance(x, type):
         return {f.name: getattr(x, f.name) for f in fields(x)}
     if isinstance(x, partial):

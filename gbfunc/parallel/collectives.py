@@ -11,6 +11,7 @@ graph has in its place, takes twice the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,14 +45,11 @@ class _Exchange(NamedTuple):
 
 def _exchanged(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     kind, sizes, axis, _, mesh = exchange
-    move = _gather if kind == "gather" else _reduce_scatter
-    if mesh is None:
-        return move(exchange, xs)
     if kind == "gather":  # All of this rank's rows go to every other rank.
-        n_bytes = sum(x.nbytes for x in xs) * (axis.size - 1)
+        move, n_bytes = _gather, sum(x.nbytes for x in xs) * (axis.size - 1)
     else:  # To every other rank go its rows.
-        n_bytes = sum(x[s[axis.rank] :].nbytes for x, s in zip(xs, sizes, strict=True))
-    with mesh.sending(kind, n_bytes, axis.name):
+        move, n_bytes = _reduce_scatter, sum(x[s[axis.rank] :].nbytes for x, s in zip(xs, sizes, strict=True))
+    with nullcontext() if mesh is None else mesh.sending(kind, n_bytes, axis.name):
         return move(exchange, xs)
 
 

@@ -1,16 +1,14 @@
 """A rank's share of a p-net's forward on the meta device: operations, saved activations and bytes sent, by block.
 
-It runs the layers' own code, tensor-parallel ones included, with a wire that counts and sends nothing; so what the
-planner says of a layer is what the layer does.
-
-A *cell* is a block, or what comes before the first one (cell 0), or after the last one (the last cell). Of equal
-blocks the first one runs, and the others cost the same.
+The layers' own code runs, tensor-parallel ones included, with a wire that counts and sends nothing; so what the
+planner says of a layer is what the layer does. A *cell* is a block, or what comes before the first one (cell 0) or
+after the last one (the last cell). Of equal blocks the first one runs, and the others cost the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gbfunc.layers.factored import FactoredWeight
-from gbfunc.parallel.activations import Move, Wire
+from gbfunc.parallel.activations import MOVES, Activation, Move, Wire
 from gbfunc.parallel.collectives import Sizes
 from gbfunc.plan import DTYPES, Plan, TensorPlan, factored_form, is_formable
-from gbfunc.pnet import PureNet
+from gbfunc.pnet import RunnableNet
 from gbfunc.trees import tree_leaves
 
 if TYPE_CHECKING:
@@ -37,29 +35,17 @@ RunLoss = Callable[[Callable[..., Any], Any], Any]
 
 @dataclass
 class Cell:
-    """What a part of the p-net costs for one microbatch, forward (backward takes the same operations twice).
+    """What a part of the p-net costs for one microbatch, forward (backward takes the same operations twice)."""
 
-    Attributes:
-        flops: multiplications and additions.
-        moved: bytes that operations read and write.
-        saved: bytes kept for backward, weights left out.
-        formed: bytes of dense weights that layers form from factors, and keep for backward.
-        sent: bytes that a rank sends along the tensor axis in forward.
-        sent_back: the same in backward.
-        messages: collectives, forward and backward.
-        operators: calls of torch's operators in forward.
-        largest: bytes of the largest tensor that is kept.
-    """
-
-    flops: float = 0.0
-    moved: float = 0.0
-    saved: float = 0.0
-    formed: float = 0.0
-    sent: float = 0.0
-    sent_back: float = 0.0
-    messages: float = 0
-    operators: float = 0
-    largest: float = 0.0
+    flops: float = 0.0  # Multiplications and additions
+    moved: float = 0.0  # Bytes that operations read and write
+    saved: float = 0.0  # Bytes kept for backward, weights left out
+    formed: float = 0.0  # Bytes of dense weights that layers form from factors, and keep for backward
+    sent: float = 0.0  # Bytes that a rank sends along the tensor axis in forward
+    sent_back: float = 0.0  # The same in backward
+    messages: float = 0  # Collectives, forward and backward
+    operators: float = 0  # Calls of torch's operators in forward
+    largest: float = 0.0  # Bytes of the largest tensor that is kept
 
 
 class _Fused(torch.autograd.Function):
@@ -75,6 +61,23 @@ class _Fused(torch.autograd.Function):
         return out
 
 
+class _FusedAttention(TorchFunctionMode):
+    """Fused attention in the place of the products that the meta device has for it."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v = (*args, *(kwargs or {}).values())[:3]
+        self._count(2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
+        out: Any = _Fused.apply(q, k, v)
+        return out
+
+
 class _Sent(torch.autograd.Function):
     """A tensor as it is after a collective."""
 
@@ -83,90 +86,27 @@ class _Sent(torch.autograd.Function):
         return x.new_empty(shape)
 
 
-class _Meter(TorchDispatchMode):
-    """Counts operations and saved tensors into the cell of the block that runs."""
-
-    def __init__(self, n_blocks: int) -> None:
-        super().__init__()
-        self.cells = [Cell() for _ in range(n_blocks + 2)]
-        self.at = 0
-        # Of every kind of block that has run, its cell and its output.
-        self.seen: dict[Any, tuple[int, Any]] = {}
-        self.same = list(range(n_blocks + 2))
-        # Storages stay alive, so that no other gets their address.
-        self.kept: dict[int, tuple[Any, int]] = {}
-
-    @property
-    def cell(self) -> Cell:
-        """Of what runs now."""
-        return self.cells[self.at]
-
-    def keep(self, x: Tensor, at: int) -> None:
-        """A tensor is kept for backward; in no cell (-1) are weights, buffers and the batch."""
-        storage = x.untyped_storage()
-        self.kept.setdefault(storage._cdata, (storage, at))
-
-    def finish(self, formed: set[int]) -> list[Cell]:
-        """The cells, saved storages counted, those of `formed` weights apart."""
-        for key, (storage, at) in self.kept.items():
-            if at >= 0:
-                cell, n = self.cells[at], storage.nbytes()
-                if key in formed:
-                    cell.formed += n
-                else:
-                    cell.saved, cell.largest = cell.saved + n, max(cell.largest, n)
-        return [self.cells[i] for i in self.same]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count it."""
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.cell.operators += 1
-        flops = flop_registry.get(func._overloadpacket)
-        if flops is not None:
-            self.cell.flops += flops(*args, **kwargs, out_val=out)
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        made = [x for x in (out if isinstance(out, list | tuple) else (out,)) if isinstance(x, Tensor)]
-        places = {x.untyped_storage()._cdata for x in given}
-        if any(x.untyped_storage()._cdata not in places for x in made):  # Views move nothing.
-            self.cell.moved += sum(x.nbytes for x in (*given, *made))
-        return out
-
-
-class _Attention(TorchFunctionMode):
-    """Fused attention in the place of the products that the meta device has for it."""
-
-    def __init__(self, meter: _Meter) -> None:
-        super().__init__()
-        self.meter = meter
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function."""
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        q, k, v = (*args, *(kwargs or {}).values())[:3]
-        self.meter.cell.flops += 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        out: Any = _Fused.apply(q, k, v)
-        return out
-
-
 class DryWire(Wire):
-    """Activations between ranks of the meta device: bytes are counted, and nothing is sent."""
+    """Activations between ranks of the meta device: `sent(forward, backward)` gets the bytes, and nothing is sent."""
 
-    count: Callable[[float, float], None]
+    sent: Callable[[float, float], None]
 
     def sizes_of(self, n: int) -> Sizes:
         """How long a tensor is on each rank, all alike."""
         return (n,) * self.axis.size
 
-    def move(self, x: Tensor, there: Move, back: Move, dim: int = 0, sizes: Sizes = ()) -> Tensor:
+    def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Tensor:
+        """A plain tensor: a DTensor needs a process group."""
+        return x
+
+    def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
         """A tensor as it is after a move."""
-        shape = list(x.shape)
+        (there, back), shape = MOVES[start, end], list(x.shape)
         if there not in ("keep", "all_reduce"):
             shape[dim] = sum(sizes) if there == "gather" else sizes[self.axis.rank]
         moved: Any = x.view_as(x) if there == "keep" else _Sent.apply(x, tuple(shape))
         mine = sizes[self.axis.rank] / max(1, sum(sizes)) if sizes else 0.0
-        self.count(self._bytes(x, there, mine), self._bytes(moved, back, mine) if x.requires_grad else 0.0)
+        self.sent(self._bytes(x, there, mine), self._bytes(moved, back, mine) if x.requires_grad else 0.0)
         return moved
 
     def _bytes(self, x: Tensor, move: Move, mine: float) -> float:
@@ -184,26 +124,12 @@ def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]
     return (*lead, grid.tile_rows, k), (*lead, grid.tile_cols, k)
 
 
-def _meta(shape: tuple[int, ...], dtype: torch.dtype, trained: bool) -> Tensor:
-    x: Any = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
-    x.to_local = lambda: x  # What a layer asks of a DTensor.
-    return x
-
-
-class DryRun:
+class DryRun(TorchDispatchMode):
     """A rank's share of a p-net's forward: called with a microbatch, it gives what that costs, by cell.
 
-    Args:
-        plan: the plan.
-        pnet: the p-net, on any device.
-        blocks: names of the p-net's blocks, in their order, with their kinds: what is equal for equal blocks.
-        lazy: as for `make_train_step`.
-        tensor: the pieces of the layers, of a mesh without process group.
-
-    Attributes:
-        forms: of the weights that stay factors, by name.
-        shapes: of pieces of parameters.
-        aux: numbers that the loss function returned beside the loss.
+    `blocks` has the names of the p-net's blocks, in their order, with the first of each kind, which is there for all of
+    it; `tensor` the pieces of the layers, on a `DryWire`. Known are then the `forms` of weights that stay factors, the
+    `shapes` of pieces, and `aux`, how many numbers the loss function returned beside the loss.
     """
 
     def __init__(
@@ -215,76 +141,111 @@ class DryRun:
         lazy: Any = "auto",
         tensor: TensorParallel | None = None,
     ) -> None:
+        super().__init__()
         self.forms: dict[str, FactoredWeight] = {}
-        self.shapes = tensor.shapes if tensor is not None else {}
-        self.aux = 0
-        self._blocks, self._tensor, self._meter = blocks, tensor, _Meter(len(blocks))
+        self.shapes = {} if tensor is None else tensor.shapes
+        self.aux, self._blocks, self._tensor = 0, blocks, tensor
         self._weights: dict[str, Tensor] = {}
         trained = {name: p.requires_grad for name, p in pnet.named_parameters()}
         for t in plan.tensors:
+            if t.name not in trained:
+                continue
             form = factored_form(t, plan.dtype, lazy) if is_formable(t, pnet) else None
-            if form is not None:
-                self.forms |= dict.fromkeys((t.name, *t.aliases), form)
-                sides = zip(form.keys, factor_shapes(t), strict=False)
-                self._weights |= {key: _meta(shape, plan.dtype, True) for key, shape in sides}
-            else:
-                dtype = DTYPES[t.dtype]
+            if form is None:
+                dtype, shape = DTYPES[t.dtype], self.shapes.get(t.name, t.shape)
                 grad = dtype.is_floating_point and (bool(t.slots) or trained[t.name])
-                self._weights[t.name] = _meta(self.shapes.get(t.name, t.shape), dtype, grad)
-        self._net = PureNet(pnet, self.forms, self._adapt)
+                self._weights[t.name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+            else:
+                self.forms |= dict.fromkeys((t.name, *t.aliases), form)
+                for key, (*lead, n, k) in zip(form.keys, factor_shapes(t), strict=False):
+                    # Rows last in memory, as sines are made: layers' products then read views of them.
+                    factor = torch.empty((*lead, k, n), dtype=plan.dtype, device="meta").transpose(-1, -2)
+                    self._weights[key] = factor.requires_grad_()
+        self._net = RunnableNet(pnet, self.forms, self._adapt)
+        # What a first call checks, training checks.
+        self._net.compiled = True
         self._buffers = {n: torch.empty_like(b, device="meta") for n, b in pnet.named_buffers()}
 
     def __call__(self, run: RunLoss, batch: Any) -> list[Cell]:
         """Costs of a microbatch on the meta device; `run` calls the p-net as the loss function does."""
-        meter = self._meter = _Meter(len(self._blocks))
+        n = len(self._blocks) + 2
+        self._cells, self._same, self._at, self._blocks_run = [Cell() for _ in range(n)], list(range(n)), 0, 0
+        # Of every kind of block that has run, its cell and its output.
+        self._seen: dict[Any, tuple[int, Any]] = {}
+        # Storages with their cells, alive so that no other gets their address. Weights, buffers, batch are in none.
         inputs = [x for _, x in tree_leaves(batch) if isinstance(x, Tensor)]
-        for x in (*self._weights.values(), *self._buffers.values(), *inputs):
-            meter.keep(x, -1)
-        call = next(iter(self.forms.values())).call if self.forms else None
+        known = {x.untyped_storage()._cdata for x in (*self._weights.values(), *self._buffers.values(), *inputs)}
+        kept: dict[int, tuple[Any, int]] = {}
         formed: dict[str, Tensor] = {}
+        call = next(iter(self.forms.values())).call if self.forms else None
 
         def pack(x: Tensor) -> Tensor:
             formed.update(call.cache or {} if call is not None else {})
-            meter.keep(x, meter.at)
+            storage = x.untyped_storage()
+            if storage._cdata not in known:
+                kept.setdefault(storage._cdata, (storage, self._at))
             return x
 
+        def count(flops: int) -> None:
+            self._cells[self._at].flops += flops
+
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-        with torch.enable_grad(), _Attention(meter), hooks, meter:
+        with torch.enable_grad(), _FusedAttention(count), hooks, self:
             out = self._net.run(self._weights, dict(self._buffers), run, batch)
         pair = isinstance(out, tuple) and len(out) == 2
         self.aux = sum(isinstance(x, Tensor | int | float) for _, x in tree_leaves(out[1])) if pair else 0
-        return meter.finish({x.untyped_storage()._cdata for x in formed.values()})
+        weights = {x.untyped_storage()._cdata for x in formed.values()}
+        for key, (storage, at) in kept.items():
+            cell, n_bytes = self._cells[at], storage.nbytes()
+            if key in weights:
+                cell.formed += n_bytes
+            else:
+                cell.saved, cell.largest = cell.saved + n_bytes, max(cell.largest, n_bytes)
+        return [self._cells[i] for i in self._same]
 
-    def _adapt(self, net: nn.Module) -> frozenset[str]:
-        changed: frozenset[str] = frozenset()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count it."""
+        cell, kwargs = self._cells[self._at], kwargs or {}
+        out = func(*args, **kwargs)
+        cell.operators += 1
+        flops = flop_registry.get(func._overloadpacket)
+        if flops is not None:
+            cell.flops += flops(*args, **kwargs, out_val=out)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        made = [x for x in (out if isinstance(out, list | tuple) else (out,)) if isinstance(x, Tensor)]
+        places = {x.untyped_storage()._cdata for x in given}
+        if any(x.untyped_storage()._cdata not in places for x in made):  # Views move nothing.
+            cell.moved += sum(x.nbytes for x in (*given, *made))
+        return out
+
+    def _adapt(self, net: nn.Module) -> Collection[str]:
+        changed: Collection[str] = ()
         if self._tensor is not None:
-            wire = DryWire(*self._tensor.wire)
-            wire.count = self._count
-            splits = self._tensor._splits
-            splits.update({name: split._replace(wire=wire, local=True) for name, split in splits.items()})
+            wire: Any = self._tensor.wire
+            wire.sent = self._sent
             changed = self._tensor.adapt(net)
-        for i, name in enumerate(self._blocks):
+        for name in {*self._blocks.values()}:
             block = net.get_submodule(name)
-            block.__dict__["forward"] = self._staged(i, block.forward)
+            block.__dict__["forward"] = self._in_cell(name, block.forward)
         return changed
 
-    def _count(self, forward: float, backward: float) -> None:
-        cell = self._meter.cell
+    def _sent(self, forward: float, backward: float) -> None:
+        cell = self._cells[self._at]
         cell.sent, cell.sent_back = cell.sent + forward, cell.sent_back + backward
         cell.messages += (forward > 0) + (backward > 0)
 
-    def _staged(self, i: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _in_cell(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward, in its cell; the output of an equal block where there was one."""
-        kind = [*self._blocks.values()][i]
 
-        def staged(*args: Any, **kwargs: Any) -> Any:
-            meter, given = self._meter, [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            key = kind, *((tuple(x.shape), x.dtype) for x in given)
-            if key not in meter.seen:
-                meter.at = i + 1
-                meter.seen[key] = meter.at, forward(*args, **kwargs)
-            meter.same[i + 1], out = meter.seen[key]
-            meter.at = len(self._blocks) + 1
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._blocks_run += 1  # They run in their order, each once.
+            at, given = self._blocks_run, [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            key = name, *((tuple(x.shape), x.dtype) for x in given)
+            if key not in self._seen:
+                self._at = at
+                self._seen[key] = at, forward(*args, **kwargs)
+            self._same[at], out = self._seen[key]
+            self._at = len(self._blocks) + 1
             return out
 
-        return staged
+        return run

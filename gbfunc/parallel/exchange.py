@@ -53,6 +53,18 @@ class Gather(NamedTuple):
         gathered = self._silenced(all_gather(self.layout.mesh, parts, [sizes] * len(parts)))
         return Factors(*gathered) if len(gathered) == 2 else gathered[0]
 
+    def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
+        """The outputs of a rank that holds none of an ensemble's tiles; they depend on the leaves all the same.
+
+        Without a graph this rank's backward would never come to the collective in which the others wait for it.
+        """
+        anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
+        rows, cols, *_ = e.dims
+        if self.layout.as_factors(e):
+            k = e.hypernet.factor_width
+            return Factors(anchor.new_zeros((0, rows, k)) + anchor, anchor.new_zeros((0, cols, k)) + anchor)
+        return anchor.new_zeros((0, rows, cols)) + anchor
+
     def _sent(self, e: Ensemble, out: Tensor | Factors) -> list[Tensor]:
         """What is gathered of an ensemble's outputs: factors or tiles, as the layout has it."""
         as_factors = self.layout.as_factors(e)
@@ -65,19 +77,6 @@ class Gather(NamedTuple):
             return gathered
         # The same values, and a gradient of exact zeros whatever comes: the graph stays, for the others wait in it.
         return [torch.where(x.new_zeros((), dtype=torch.bool), x, x.detach()) for x in gathered]
-
-
-def no_tiles(layout: Layout, e: Ensemble, leaves: Params) -> Tensor | Factors:
-    """The outputs of a rank that holds none of an ensemble's tiles; they depend on the leaves all the same.
-
-    Without a graph this rank's backward would never come to the collective in which the others wait for it.
-    """
-    anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
-    rows, cols, *_ = e.dims
-    if layout.as_factors(e):
-        k = e.hypernet.factor_width
-        return Factors(anchor.new_zeros((0, rows, k)) + anchor, anchor.new_zeros((0, cols, k)) + anchor)
-    return anchor.new_zeros((0, rows, cols)) + anchor
 
 
 def _gather_in_buckets(layout: Layout, pieces: list[Tensor], sizes: list[Sizes]) -> list[Tensor]:
@@ -101,16 +100,12 @@ def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
     """Which tensors travel together: the large alone, the small of a dtype, in order, until they are a bucket."""
     buckets: list[list[int]] = []
     small: dict[torch.dtype, list[int]] = {}
-    filled: dict[torch.dtype, int] = {}
     for i, (dtype, size) in enumerate(pieces):
-        if size >= BUCKET_BYTES:
-            buckets.append([i])
-            continue
-        small.setdefault(dtype, []).append(i)
-        filled[dtype] = filled.get(dtype, 0) + size
-        if filled[dtype] >= BUCKET_BYTES:
-            buckets.append(small.pop(dtype))
-            del filled[dtype]
+        bucket = [i] if size >= BUCKET_BYTES else [*small.pop(dtype, []), i]
+        if sum(pieces[k][1] for k in bucket) >= BUCKET_BYTES:
+            buckets.append(bucket)
+        else:
+            small[dtype] = bucket
     return [*buckets, *small.values()]
 
 

@@ -27,8 +27,7 @@ class CollectiveError(ConnectionError):
 class Faults:
     """Turns the failure of a collective into a `CollectiveError`, naming the ranks that sign no list in the store then.
 
-    `groups` are the process groups whose connections are aborted after a failure, so that ranks that wait for this one
-    fail as well. Nothing is sent as long as all goes well.
+    Connections of `groups` are aborted then, so that ranks that wait for this one fail as well.
     """
 
     def __init__(self, rank: int, world: int, timeout: float, store: Any) -> None:

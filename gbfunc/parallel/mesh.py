@@ -26,14 +26,7 @@ AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
 
 
 class Axis(NamedTuple):
-    """Ranks that talk to each other.
-
-    Attributes:
-        name: of the axis.
-        ranks: their global ranks.
-        rank: where among them this one is, its local rank.
-        group: their process group, None for a single rank.
-    """
+    """Ranks that talk to each other: their global ranks, where among them this one is, and their process group."""
 
     name: str
     ranks: tuple[int, ...]
@@ -77,13 +70,9 @@ class Mesh:
 
     Attributes:
         sizes: ranks along each axis, by name.
-        world: ranks in all.
-        rank: which of them this one is.
-        data: ranks along the data axis.
-        gnets: ranks along the g-net axis.
-        gnets_index: position along the g-net axis.
-        shards: parts of the global batch: ranks that have rows of their own.
-        shard: which part of the global batch is this rank's.
+        world, rank: ranks in all, and which of them this one is.
+        data, gnets, gnets_index: ranks along the data and the g-net axis, and the position along the latter.
+        shards, shard: parts of the global batch, and which of them is this rank's.
         device: where tensors that are sent live.
         timeout: seconds after which a collective fails.
         traffic: bytes sent by this rank.
@@ -101,6 +90,7 @@ class Mesh:
         grid = torch.arange(self.world, device="cpu").reshape([*self.sizes.values()])
         lines = {name: grid.movedim(i, -1).reshape(-1, self.sizes[name]) for i, name in enumerate(AXES)}
         lines |= {"replicas": lines["gnets"].T, "world": grid.reshape(1, -1)}
+        # Equal lines of ranks share a process group.
         groups: dict[Any, Any] = {}
         self._axes = {name: self._axis(name, line.tolist(), groups) for name, line in lines.items()}
         self.data, self.gnets = self.sizes["data"], self.sizes["gnets"]
@@ -110,18 +100,14 @@ class Mesh:
             self.faults.groups = [group for group in groups.values() if group is not None]
 
     def _axis(self, name: str, lines: list[list[int]], groups: dict[Any, Any]) -> Axis:
-        """This rank's line of ranks, of several that have no rank in common; equal lines share a process group."""
-        ranks = next(tuple(line) for line in lines if self.rank in line)
-        key = tuple(map(tuple, lines))
+        """This rank's line of ranks, of several that have no rank in common."""
+        ranks, key = next(tuple(line) for line in lines if self.rank in line), str(lines)
         if key not in groups:
             groups[key] = None
-            if not _initialised():
-                pass  # A mesh to compute with.
-            elif len(ranks) == self.world > 1:
-                groups[key] = dist.group.WORLD
-            elif len(ranks) > 1:
+            if _initialised() and len(ranks) > 1:  # Else a mesh to compute with.
                 limit = timedelta(seconds=self.timeout)
-                groups[key] = dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
+                world = len(ranks) == self.world
+                groups[key] = dist.group.WORLD if world else dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
         return Axis(name, ranks, ranks.index(self.rank), groups[key])
 
     def axis(self, name: AxisName) -> Axis:
@@ -139,6 +125,11 @@ class Mesh:
         groups = [a.group for a in axes.values()]
         grid = torch.arange(self.world, device="cpu").reshape([a.size for a in axes.values()])
         return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=tuple(axes))
+
+    @cached_property
+    def device_meshes(self) -> Mapping[str, Any]:
+        """Its part along each of these axes; torch takes milliseconds to cut one, and steps read it for every layer."""
+        return {name: self.device_mesh[name] for name in self.device_mesh.mesh_dim_names}
 
     @contextmanager
     def sending(self, kind: str, n_bytes: int, axis: str = "world") -> Iterator[None]:
@@ -159,18 +150,17 @@ class Mesh:
                 first layer takes these (sequence parallelism).
         """
         rows = batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
-        axis = self._axes["tensor"]
-        if sequence_dim is None or axis.size == 1:
+        if sequence_dim is None:
             return rows
+        axis, dim = self._axes["tensor"], sequence_dim
 
         def part(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.ndim <= sequence_dim:
+            if not isinstance(x, Tensor) or x.ndim <= dim:
                 return x
-            length = -(-x.shape[sequence_dim] // axis.size)
-            start = min(axis.rank * length, x.shape[sequence_dim])
-            return x.narrow(sequence_dim, start, min(length, x.shape[sequence_dim] - start))
+            parts = x.chunk(axis.size, dim)
+            return parts[axis.rank] if axis.rank < len(parts) else x.narrow(dim, x.shape[dim], 0)
 
-        return tree_map(part, rows)
+        return rows if axis.size == 1 else tree_map(part, rows)
 
     def barrier(self) -> None:
         """Wait for all ranks; `CollectiveError` if one does not come within the timeout."""
@@ -227,7 +217,8 @@ def mesh(
         init_method: where ranks meet, as in `torch.distributed.init_process_group`.
 
     Raises:
-        ValueError: if the product of all axes is not the number of ranks.
+        ValueError: if the product of all axes is not the number of ranks, or ranks give different ones.
+        CollectiveError: if a rank is missing.
 
     >>> with mesh() as one:
     ...     one.world, one.rank
@@ -261,7 +252,22 @@ def mesh(
         store = dist.PrefixStore(f"attempt_{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
-    return Mesh(sizes, dist.get_rank() if _initialised() else 0, device, timeout, store, began)
+    rank = dist.get_rank() if _initialised() else 0
+    _check_sizes(sizes, Faults(rank, world, timeout, store))
+    return Mesh(sizes, rank, device, timeout, store, began)
+
+
+def _check_sizes(sizes: dict[str, int], faults: Faults) -> None:
+    """ValueError where ranks make different meshes: their groups would wait for each other."""
+    found: list[Any] = [sizes] * faults.world
+    if faults.world > 1:
+        with faults.named("gather"):
+            dist.all_gather_object(found, sizes)
+    for rank, there in enumerate(found):
+        if there != sizes:
+            raise ValueError(
+                f"ranks must make the same mesh, got {sizes} on rank {faults.rank}, {there} on rank {rank}"
+            )
 
 
 def _initialised() -> bool:

@@ -17,7 +17,6 @@ meta device.
 
 from __future__ import annotations
 
-import inspect
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +39,9 @@ from gbfunc.parallel.chain import (
     trace_chain,
 )
 from gbfunc.parallel.mesh import Mesh
+from gbfunc.parallel.pipeline_order import schedule_class, stage_ranks
 from gbfunc.pnet import StopForward
-from gbfunc.trees import tree_map
+from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params
 
 __all__ = ["SCHEDULES", "Chain", "Pipeline", "find_blocks", "spread", "trace_chain"]
@@ -74,14 +74,13 @@ class _Stage(nn.Module):
         """One microbatch."""
         pipeline, number = self.pipeline, self.calls
         self.calls += 1
-        pipeline.stage, pipeline.position = self.index, 0
-        pipeline.kept = {}
-        pipeline.values = _unpack(sent, pipeline.live[self.index]) if self.index else {}
+        pipeline.stage, pipeline.position, pipeline.kept = self.index, 0, {}
+        pipeline.values = pipeline.parcels[self.index].unpack(sent) if self.index else {}
         try:
             loss = pipeline.call(number).reshape(1)
         except _Cut:
             pipeline.check_kept()
-            return _pack(pipeline.values, pipeline.live[self.index + 1], sent.device)
+            return pipeline.parcels[self.index + 1].pack(pipeline.values)
         if self.index < pipeline.stages - 1:
             raise ValueError("in a pipeline the loss function must call the p-net once, as it did in the trace")
         if isinstance(loss, Absent):
@@ -89,64 +88,70 @@ class _Stage(nn.Module):
         return loss
 
 
-Value = tuple[Source, tuple[int, ...], torch.dtype]
+class _Parcel:
+    """What a stage gets of the ones before it, as one tensor [n], which has the gradients of all.
 
+    Its dtype is the widest of the differentiable ones; the bytes of integers and masks are sent as they are. A single
+    value is sent in its own shape, without another copy.
 
-def _wire_dtype(values: Sequence[Value]) -> torch.dtype:
-    """In which values travel: the widest of those that are differentiable."""
-    dtypes = [d for _, _, d in values if d.is_floating_point or d.is_complex]
-    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    Args:
+        values: their sources, shapes and dtypes.
+    """
 
+    def __init__(self, values: Sequence[tuple[Source, tuple[int, ...], torch.dtype]]) -> None:
+        self.values = values
+        self.sources = {source for source, _, _ in values}
+        dtypes = [d for _, _, d in values if d.is_floating_point or d.is_complex]
+        self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        self.single = len(values) == 1 and values[0][2] == self.dtype
+        # Numbers that each takes.
+        self.sizes = [self._size(shape, dtype) for _, shape, dtype in values]
 
-def _wire_size(value: Value, wire: torch.dtype) -> int:
-    """Numbers that a value takes on its way."""
-    _, shape, dtype = value
-    n = math.prod(shape)
-    return n if dtype.is_floating_point or dtype.is_complex else -(-n * dtype.itemsize // wire.itemsize)
+    def _size(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        n = math.prod(shape)
+        return n if dtype.is_floating_point or dtype.is_complex else -(-n * dtype.itemsize // self.dtype.itemsize)
 
+    @property
+    def like(self) -> Tensor:
+        """The tensor on the meta device."""
+        shape = self.values[0][1] if self.single else (sum(self.sizes),)
+        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
-def _pack(values: Mapping[Source, Tensor], live: Sequence[Value], device: torch.device) -> Tensor:
-    """All values as one tensor [n], which has their gradients; the bytes of integers and masks are sent as they are."""
-    wire, parts = _wire_dtype(live), []
-    for value in live:
-        source, shape, dtype = value
-        x = values.get(source)
-        if x is None or isinstance(x, Absent):
-            raise refuse([source], "a later stage needs what this one does not have")
-        if tuple(x.shape) != shape or x.dtype != dtype:
-            raise ValueError(
-                f"a stage must give {source} as {shape} of {dtype}, got {tuple(x.shape)} of {x.dtype}: activations "
-                "must be whole on every tensor rank, and of one dtype"
-            )
-        if not (dtype.is_floating_point or dtype.is_complex):
-            data = x.detach().reshape(-1).contiguous().view(torch.uint8)
-            room = torch.zeros(_wire_size(value, wire) * wire.itemsize, dtype=torch.uint8, device=x.device)
-            room[: data.numel()] = data
-            x = room.view(wire)
-        if len(live) == 1 and dtype == wire:  # As it is, without another copy: what is kept is one.
-            return x if x.requires_grad else x.detach().requires_grad_()
-        parts.append(x.reshape(-1).to(wire))
-    # Of one part too: torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
-    sent = torch.cat(parts)
-    # A stage without trained tensors sends what nothing comes back to; torch's schedules ask for its gradient.
-    return sent if sent.requires_grad else sent.detach().requires_grad_()
+    def pack(self, given: Mapping[Source, Tensor]) -> Tensor:
+        """The tensor of the values."""
+        parts = []
+        for (source, shape, dtype), n in zip(self.values, self.sizes, strict=True):
+            x = given.get(source)
+            if x is None or isinstance(x, Absent):
+                raise refuse([source], "a later stage needs what this one does not have")
+            if tuple(x.shape) != shape or x.dtype != dtype:
+                raise ValueError(
+                    f"a stage must give {source} as {shape} of {dtype}, got {tuple(x.shape)} of {x.dtype}: activations "
+                    "must be whole on every tensor rank, and of one dtype"
+                )
+            if not (dtype.is_floating_point or dtype.is_complex):
+                data = x.detach().reshape(-1).contiguous().view(torch.uint8)
+                room = torch.zeros(n * self.dtype.itemsize, dtype=torch.uint8, device=x.device)
+                room[: data.numel()] = data
+                x = room.view(self.dtype)
+            parts.append(x if self.single else x.reshape(-1).to(self.dtype))
+        # Of one part too: torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
+        sent = parts[0] if self.single else torch.cat(parts)
+        # A stage without trained tensors sends what nothing comes back to; torch's schedules ask for its gradient.
+        return sent if sent.requires_grad else sent.detach().requires_grad_()
 
-
-def _unpack(sent: Tensor, live: Sequence[Value]) -> dict[Source, Tensor]:
-    """The values again."""
-    if len(live) == 1 and live[0][2] == sent.dtype:
-        return {live[0][0]: sent}
-    sizes = [_wire_size(value, sent.dtype) for value in live]
-    found, start = {}, 0
-    for (source, shape, dtype), n in zip(live, sizes, strict=True):
-        x, start = sent.narrow(0, start, n), start + n
-        if dtype.is_floating_point or dtype.is_complex:
-            # A copy, since a module may change it in place.
-            found[source] = x.clone().reshape(shape).to(dtype)
-        else:
-            data = x.detach().clone().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
-            found[source] = data.clone().view(dtype).reshape(shape)
-    return found
+    def unpack(self, sent: Tensor) -> dict[Source, Tensor]:
+        """The values again: copies, since a module may change them in place."""
+        if self.single:
+            return {self.values[0][0]: sent}
+        found = {}
+        for (source, shape, dtype), x in zip(self.values, sent.split(self.sizes), strict=True):
+            if dtype.is_floating_point or dtype.is_complex:
+                found[source] = x.clone().reshape(shape).to(dtype)
+            else:
+                data = x.detach().clone().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
+                found[source] = data.clone().view(dtype).reshape(shape)
+        return found
 
 
 class Pipeline:
@@ -160,11 +165,11 @@ class Pipeline:
         splits: names of the blocks that begin a stage; None spreads them by operations.
 
     Attributes:
-        names: parameters that this rank needs.
-        buffers: buffers that it updates.
+        names, buffers: parameters that this rank needs, and buffers that it updates.
         rank, ranks: this one along the axis, and how many there are.
-        ran: whether a step has been made.
-        stage: the stage that runs now.
+        parcels: what each stage gets of the ones before it.
+        stage, position: the stage that runs now, and how many units this call has come to.
+        values: outputs of units that are sent, or were.
 
     Raises:
         ValueError: for a schedule that is none, or a p-net without blocks.
@@ -180,45 +185,47 @@ class Pipeline:
         self._pnet, self._mesh, self._microbatches, self._splits = pnet, mesh, microbatches, splits
         self._axis = mesh.axis("pipeline")
         self._class, each = SCHEDULES[schedule]
-        self.ranks, self.stages = self._axis.size, each * self._axis.size
+        self.rank, self.ranks, self.stages = self._axis.rank, self._axis.size, each * self._axis.size
         self._blocks = find_blocks(pnet, self.stages, splits)
-        self.rank = self._axis.rank
-        rank, ranks = self.rank, self.ranks
-        self.mine = [rank] if each == 1 else [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]
-        if microbatches < ranks:
-            raise ValueError(f"a pipeline of {ranks} ranks needs at least as many microbatches, got {microbatches}")
+        order: Any = schedule
+        self.mine = [s for s, rank in enumerate(stage_ranks(order, self.ranks, each)) if rank == self.rank]
+        if microbatches < self.ranks:
+            raise ValueError(
+                f"a pipeline of {self.ranks} ranks needs at least as many microbatches, got {microbatches}"
+            )
         self.stage, self.position, self._inside = 0, 0, False
         self.values: dict[Source, Tensor] = {}
         # Outputs that were kept in this call, with their counts of changes; and which were changed in the first ones.
         self.kept: dict[Source, tuple[Tensor, int]] = {}
         self._changes: dict[Source, bool] = {}
-        self.live: list[list[Value]] = []
+        self.parcels: list[_Parcel] = []
         self.leaves: Params = {}
         self.call: Callable[[int], Tensor] = lambda number: torch.zeros(())
         self._built: dict[Any, Any] = {}
 
     def prepare(self, run: Callable[[Any, Any], Any], microbatch: Any) -> None:
         """Settle stages and shapes for microbatches of this form: `run(net, microbatch)` is the loss function."""
-        key = tuple((tuple(x.shape), x.dtype) for x in _tensors(microbatch))
-        if key in self._built:
-            self.chain, self.live, self._schedule = self._built[key]
-            return
-        device = next((x.device for x in _tensors(microbatch)), self._mesh.device)
-        self.chain = trace_chain(self._pnet, self._blocks, lambda net: run(net, tree_map(_copied, microbatch)), device)
-        if not self._built:
-            begins = [] if self._splits is None else [self._blocks.index(name) for name in self._splits]
-            self.starts = (
-                spread(self.chain.flops, self.stages) if self._splits is None else (0, *begins, len(self._blocks))
-            )
-            self.names, self.buffers = self._needed(self._pnet.named_parameters), self._needed(self._pnet.named_buffers)
-        self.live = [self._find_live(stage) for stage in range(self.stages)]
-        self._schedule = self._make_schedule()
-        self._built[key] = self.chain, self.live, self._schedule
+        tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
+        key = tuple((tuple(x.shape), x.dtype) for x in tensors)
+        if key not in self._built:
+            device = tensors[0].device if tensors else self._mesh.device
+            # The trace may change the batch.
+            copied = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, microbatch)
+            chain = self.chain = trace_chain(self._pnet, self._blocks, lambda net: run(net, copied), device)
+            if not self._built:
+                begins = [self._blocks.index(name) for name in self._splits or ()]
+                even = spread(chain.flops, self.stages)
+                self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
+                self.names = self._needed(self._pnet.named_parameters)
+                self.buffers = self._needed(self._pnet.named_buffers)
+            self.parcels = [_Parcel(self._crossing(stage)) for stage in range(self.stages)]
+            self._built[key] = chain, self.parcels, self._make_schedule()
+        self.chain, self.parcels, self._schedule = self._built[key]
 
     def _stage_of(self, cell: int) -> int:
-        return bisect_right(self.starts, max(cell, 0)) - 1
+        return bisect_right(self._starts, max(cell, 0)) - 1
 
-    def _find_live(self, stage: int) -> list[Value]:
+    def _crossing(self, stage: int) -> list[Any]:
         """What is made before a stage and needed in it, or after; raises for what is needed and cannot be sent."""
         calls, drawn = self.chain.calls, dict[Source, int]()
         reads = [*((self._stage_of(c.cell), c.needs) for c in calls), (self.stages - 1, self.chain.end)]
@@ -237,48 +244,27 @@ class Pipeline:
     def _needed(self, members: Callable[..., Any]) -> frozenset[str]:
         """Parameters or buffers of this rank's stages, tied ones by their first name."""
         names: dict[int, str] = {}
-        needed: set[str] = set()
-        for name, tensor in members(remove_duplicate=False):
-            first = names.setdefault(id(tensor), name)
-            if any(self._runs(stage, name) for stage in self.mine):
-                needed.add(first)
-        return frozenset(needed)
-
-    def _runs(self, stage: int, name: str) -> bool:
-        """Whether a stage uses a parameter or buffer."""
-        first, last = self.starts[stage : stage + 2]
-        place = self.chain.places.get(name)
-        if place is None:
-            return name.startswith(tuple(f"{b}." for b in self._blocks[first:last]))
-        return bool(place & (set(range(first, last)) | ({-1} if stage == 0 else set())))
+        named = [(names.setdefault(id(x), name), name) for name, x in members(remove_duplicate=False)]
+        stages = {name: {*map(self._stage_of, self.chain.places[name])} for _, name in named}
+        return frozenset(first for first, name in named if stages[name] & {*self.mine})
 
     def _make_schedule(self) -> Any:
-        from torch.distributed import pipelining
+        """Torch's schedule, and its stages on this rank."""
+        from torch.distributed.pipelining import PipelineStage
 
-        def like(stage: int) -> Tensor:
-            wire = _wire_dtype(self.live[stage])
-            n = sum(_wire_size(value, wire) for value in self.live[stage])
-            single = len(self.live[stage]) == 1 and self.live[stage][0][2] == wire
-            return torch.empty(self.live[stage][0][1] if single else n, dtype=wire, device="meta", requires_grad=True)
-
-        number = torch.empty(1, device="meta")
-        loss = torch.empty(1, dtype=self._loss_dtype(), device="meta", requires_grad=True)
-        stages = []
-        for index in self.mine:
-            given = like(index) if index else number
-            out = like(index + 1) if index < self.stages - 1 else loss
-            module, device, group = _Stage(self, index), self._mesh.device, self._axis.group
-            stages.append(pipelining.PipelineStage(module, index, self.stages, device, given, out, group=group))
-        make: Any = getattr(pipelining, self._class, None)
-        if make is None or "scale_grads" not in inspect.signature(make).parameters:
-            raise ValueError(f"torch {torch.__version__} has no {self._class} that this pipeline can use: 2.7 has")
-        single = len(stages) == 1
-        return make(
-            stages[0] if single else stages, self._microbatches, loss_fn=lambda out, _: out.sum(), scale_grads=False
-        ), [stage.submod for stage in stages]
-
-    def _loss_dtype(self) -> torch.dtype:
-        return next((p.dtype for p in self._pnet.parameters() if p.is_floating_point()), torch.float32)
+        dtype = next((p.dtype for p in self._pnet.parameters() if p.is_floating_point()), torch.float32)
+        number, loss = (torch.empty(1, dtype=d, device="meta", requires_grad=True) for d in (torch.float32, dtype))
+        # The first stage gets the number of the microbatch, the last one gives the loss.
+        passed = [number.detach(), *(parcel.like for parcel in self.parcels[1:]), loss]
+        modules = [_Stage(self, i) for i in self.mine]
+        device, group = self._mesh.device, self._axis.group
+        stages = [
+            PipelineStage(m, m.index, self.stages, device, passed[m.index], passed[m.index + 1], group=group)
+            for m in modules
+        ]
+        options: Any = {"loss_fn": lambda out, _: out.sum(), "scale_grads": False}
+        make = schedule_class(self._class)
+        return make(stages[0] if len(stages) == 1 else stages, self._microbatches, **options), modules
 
     def adapt(self, skeleton: nn.Module) -> tuple[str, ...]:
         """Give the units of a skeleton the forward that stages need."""
@@ -291,25 +277,25 @@ class Pipeline:
         def staged(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return forward(*args, **kwargs)
-            number, calls = self.position, self.chain.calls
+            calls = self.chain.calls[self.position : self.position + 1]
             self.position += 1
-            if number >= len(calls) or calls[number].name != name:
+            if not calls or calls[0].name != name:
+                traced = calls[0].name if calls else "nothing"
                 raise ValueError(
                     f"in a pipeline the p-net must call its modules as in the trace: {name!r} ran in the place of "
-                    f"{calls[number].name if number < len(calls) else 'nothing'!r}"
+                    f"{traced!r}"
                 )
-            call = calls[number]
-            stage = self._stage_of(call.cell)
+            stage = self._stage_of(calls[0].cell)
             if stage > self.stage:
                 raise _Cut
             if stage < self.stage:
-                return self._skip(call, args, kwargs)
+                return self._skip(calls[0], args, kwargs)
             self._inside = True
             try:
                 out = forward(*args, **kwargs)
             finally:
                 self._inside = False
-            self._keep(call, out)
+            self._keep(calls[0], out)
             return out
 
         return staged
@@ -335,7 +321,7 @@ class Pipeline:
             raise ValueError(
                 f"in a pipeline {call.name!r} must return what it did in the trace, {call.spec}: got {spec}"
             )
-        needed = {value[0] for value in self.live[self.stage + 1]} if self.stage < self.stages - 1 else set()
+        needed = self.parcels[self.stage + 1].sources if self.stage < self.stages - 1 else ()
         for leaf, x in zip(call.leaves, leaves, strict=True):
             if isinstance(x, Absent) and not isinstance(leaf, int):
                 raise refuse(x.sources, f"{call.name!r} needs what its rank does not have")
@@ -347,19 +333,14 @@ class Pipeline:
 
     def check_kept(self) -> None:
         """Find which outputs were changed in place after they were kept, of which copies are sent from then on."""
-        kept, self.kept = self.kept, {}
-        for source, (x, version) in kept.items():
+        for source, (x, version) in self.kept.items():
             changed = x._version != version
             if not self._changes.setdefault(source, changed) and changed:
                 raise refuse([source], "it is changed in place, which it was not in the first microbatch")
+        self.kept = {}
 
     def fill(self, weights: Params, shapes: Mapping[str, tuple[int, ...]]) -> Params:
-        """The weights of this rank, and for all other parameters absent tensors.
-
-        Args:
-            weights: those of this rank's stages.
-            shapes: of parameters that are not whole here.
-        """
+        """The weights of this rank's stages, and for all other parameters absent tensors, of `shapes` if not whole."""
         device = next((w.device for w in weights.values()), self._mesh.device)
         made = {name.rpartition("_form.")[0] or name for name in weights}
         others = {n: p for n, p in self._pnet.named_parameters() if n not in made}
@@ -395,21 +376,7 @@ class Pipeline:
 
     def _count(self) -> None:
         """Count what this rank sends: activations forward, their gradients back."""
-        sent = 0
-        for stage in self.mine:
-            for other, start in ((stage + 1, stage + 1), (stage - 1, stage)):
-                if 0 <= other < self.stages and other not in self.mine:
-                    wire = _wire_dtype(self.live[start])
-                    sent += sum(_wire_size(value, wire) for value in self.live[start]) * wire.itemsize
-        self._mesh.traffic.add("p2p", sent * self._microbatches, "pipeline")
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, Tensor) else None, tree)
-    return found
-
-
-def _copied(x: Any) -> Any:
-    """A leaf of a batch that a trace may change."""
-    return x.clone() if isinstance(x, Tensor) else x
+        crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
+        sent = [self.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
+        n_bytes = sum(sum(parcel.sizes) * parcel.dtype.itemsize for parcel in sent)
+        self._mesh.traffic.add("p2p", n_bytes * self._microbatches, "pipeline")

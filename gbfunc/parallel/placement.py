@@ -72,21 +72,22 @@ class Layout:
         return self.placement == "factors" and e.hypernet.factorised and bool(e.leaves)
 
     @cached_property
+    def _spans(self) -> dict[str, slice]:
+        """This rank's tiles, by flat name of the leaves that are split over the g-net axis."""
+        leaves = ((e, k, leaf) for e in self.plan.ensembles for k, leaf in e.leaves.items() if self.sharded)
+        return {f"{GNET}{e.name}/{k}": self.span(e) for e, k, leaf in leaves if leaf.scope == "tile"}
+
+    @cached_property
     def split(self) -> frozenset[str]:
         """Flat names of the leaves that are split over the g-net axis."""
-        leaves = ((e.name, k, leaf) for e in self.plan.ensembles for k, leaf in e.leaves.items())
-        return frozenset(f"{GNET}{e}/{k}" for e, k, leaf in leaves if self.sharded and leaf.scope == "tile")
+        return frozenset(self._spans)
 
     @cached_property
     def ownership(self) -> Mapping[str, Rows]:
         """The rows of every trained leaf that this rank holds, by flat name (`gnets/ENSEMBLE/LEAF`, `direct/NAME`)."""
         counts = {name: shape[0] if shape else 1 for name, shape in self.plan.leaf_shapes.items()}
-        rows = {name: Rows(0, count, count) for name, count in counts.items()}
-        for e in self.plan.ensembles:
-            for name in self.split & {f"{GNET}{e.name}/{k}" for k in e.leaves}:
-                mine = self.span(e)
-                rows[name] = Rows(mine.start, mine.stop - mine.start, counts[name])
-        return rows
+        mine = {name: self._spans.get(name, slice(0, n)) for name, n in counts.items()}
+        return {name: Rows(rows.start, rows.stop - rows.start, counts[name]) for name, rows in mine.items()}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -121,9 +122,10 @@ def gather_bytes(
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):
             tile = _tile_bytes(plan, e, placement == "factors" and e.hypernet.factorised, itemsize)
+            n = e.n_tiles
             for rank, mine in enumerate(shares[e.name]):
                 out[rank] += mine * tile * (gnets - 1)
-                back[rank] += (e.n_tiles - mine) * tile
+                back[rank] += (n - mine) * tile
     return [*zip(out, back, strict=True)]
 
 
@@ -204,9 +206,8 @@ def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: boo
 
 def products(e: Ensemble) -> float:
     """Operations that multiply an ensemble's factors to tiles."""
-    return (
-        e.n_tiles * product_flops(e.dims.rows, e.dims.cols, e.hypernet.factor_width) if e.hypernet.factorised else 0.0
-    )
+    k = e.hypernet.factor_width if e.hypernet.factorised else 0
+    return e.n_tiles * product_flops(e.dims.rows, e.dims.cols, k)
 
 
 def operations(e: Ensemble) -> float:

@@ -28,8 +28,7 @@ from gbfunc.trees import n_rows
 
 if TYPE_CHECKING:
     from gbfunc.parallel.dry_run import RunLoss
-    from gbfunc.parallel.planner_costs import Model
-    from gbfunc.parallel.planner_stages import Footprint, RankLayout
+    from gbfunc.parallel.planner_costs import Footprint, Model, RankLayout
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} of a device must be a number >= 0, got {value!r}")
-            if not value and name not in ("latency", "overhead"):
-                raise ValueError(f"{name} of a device must be > 0, got 0")
+            least = "number >= 0" if name in ("latency", "overhead") else "number > 0"
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < math.inf or (not value and least == "number > 0"):
+                raise ValueError(f"{name} of a device must be a {least}, got {value!r}")
 
     def to_json(self) -> str:
         """As `gbfunc plan --device FILE` takes it."""
@@ -69,8 +68,8 @@ class DeviceSpec:
         names = [field.name for field in fields(DeviceSpec)]
         try:
             values = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"a device must be a JSON object with {', '.join(names)}: {error}") from None
+        except ValueError:
+            values = None
         if not isinstance(values, dict) or values.keys() - set(names):
             raise ValueError(f"a device must be a JSON object with {', '.join(names)}, got {text[:80]!r}")
         return DeviceSpec(**values)
@@ -128,8 +127,8 @@ class ParallelPlan(NamedTuple):
         return report(self, most)
 
 
-# The simulator runs for this many layouts at the head of the table, up to so many events: beyond, a closed form.
 _SIMULATED, _EVENTS = 64, 6_000
+"""The simulator runs for this many layouts at the head of the table, up to so many events: beyond, a closed form."""
 
 _RULE_OF_THUMB = 12.0
 """Bytes per parameter: weights, gradients and one state of the optimizer in float32."""
@@ -178,9 +177,13 @@ def plan_parallel(
     if not rows:
         raise ValueError(f"the batch must have rows, the same in all tensors, got {rows}")
     model = Model(plan, pnet, batch, rows, loss_fn or _call, parallel, lazy, optimizer_states)
-    fits, refused = _evaluate(model, device, ranks, microbatches)
-    head = [_simulated(model, device, p) for p in fits[:_SIMULATED]]
-    fits = sorted(head + fits[_SIMULATED:], key=lambda p: p.seconds)
+    fits, refused = list[LayoutPlan](), list[tuple[str, str]]()
+    for choices in _layouts(model, ranks, microbatches):
+        found = choices if isinstance(choices, tuple) else _best(model, device, choices)
+        fits.append(found) if isinstance(found, LayoutPlan) else refused.append(found)
+    fits.sort(key=lambda p: p.seconds)
+    fits[:_SIMULATED] = [_simulated(model, device, p) for p in fits[:_SIMULATED]]
+    fits.sort(key=lambda p: p.seconds)
     smallest = _smallest(model, device, ranks, microbatches, bool(fits))
     dense, sent = model.dense(ranks)
     thumb = _RULE_OF_THUMB * plan.pnet_params
@@ -193,30 +196,9 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
     return net(batch if isinstance(batch, Tensor) else batch[0])
 
 
-def _evaluate(
-    model: Model, device: DeviceSpec, ranks: int, microbatches: int | None
-) -> tuple[list[LayoutPlan], list[tuple[str, str]]]:
-    """The layouts that fit, by seconds without the simulator, and the reasons of the others."""
-    fits, refused = [], []
-    for choices in _layouts(model, ranks, microbatches):
-        if isinstance(choices, tuple):
-            refused.append(choices)
-            continue
-        found = [_costed(model, device, layout) for layout in choices]
-        least = min(found, key=lambda p: p.peak)
-        if least.peak <= device.memory:
-            fits.append(min((p for p in found if p.peak <= device.memory), key=lambda p: p.seconds))
-            continue
-        parts = sorted(least.memory.items(), key=lambda item: -item[1])[:2]
-        words = " and ".join(f"{name} {n / 1e9:,.3g} GB" for name, n in parts)
-        reason = f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
-        refused.append((str(least.layout), reason))
-    return sorted(fits, key=lambda p: p.seconds), refused
-
-
 def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[list[RankLayout] | tuple[str, str]]:
     """Choices of microbatches for each layout; or the layout with the reason why it cannot be."""
-    from gbfunc.parallel.planner_stages import RankLayout
+    from gbfunc.parallel.planner_costs import RankLayout
 
     for tensor in _divisors(ranks):
         if tensor > 1 and (reason := model.why_not_split(tensor)):
@@ -224,22 +206,21 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[lis
             continue
         for pipeline in _divisors(ranks // tensor):
             shards = ranks // tensor // pipeline
+            name = f"data {shards} x pipeline {pipeline} x tensor {tensor}"
             if shards > model.rows:
-                yield f"data {shards} x pipeline {pipeline} x tensor {tensor}", f"the batch has {model.rows} rows"
+                yield name, f"the batch has {model.rows} rows"
                 continue
-            schedules = [None] if pipeline == 1 else ["gpipe", "1f1b", "interleaved", "zbv"]
-            for schedule in schedules:
-                name = f"data {shards} x pipeline {pipeline} x tensor {tensor}, {schedule}"
+            for schedule in ("gpipe", "1f1b", "interleaved", "zbv") if pipeline > 1 else (None,):
                 stages = pipeline * (2 if schedule in ("interleaved", "zbv") else 1)
                 if schedule and (reason := model.why_not_staged(stages, schedule)):
-                    yield name, reason
+                    yield f"{name}, {schedule}", reason
                     continue
                 numbers = _numbers(-(-model.rows // shards), pipeline, microbatches)
                 if schedule == "interleaved":  # In equal rounds.
                     numbers = [m for m in numbers if m % (m // pipeline) == 0]
                 if not numbers:
                     reason = f"no number of microbatches from {pipeline} on divides {model.rows / shards:.4g} rows"
-                    yield name, reason
+                    yield f"{name}, {schedule}", reason
                     continue
                 for placement, gnets in model.placements(shards):
                     for remat in ("none", "layer") if model.can_remat(placement) else ("none",):
@@ -262,16 +243,27 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def _best(model: Model, device: DeviceSpec, choices: list[RankLayout]) -> LayoutPlan | tuple[str, str]:
+    """The fastest of the choices that fit; or the one that needs least, and why it does not."""
+    found = [_costed(model, device, layout) for layout in choices]
+    fitting = [p for p in found if p.peak <= device.memory]
+    if fitting:
+        return min(fitting, key=lambda p: p.seconds)
+    least = min(found, key=lambda p: p.peak)
+    parts = sorted(least.memory.items(), key=lambda item: -item[1])[:2]
+    words = " and ".join(f"{name} {n / 1e9:,.3g} GB" for name, n in parts)
+    return str(least.layout), f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
+
+
 def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
     """A layout with the closed form of the pipeline: all ranks as slow as the slowest, and its ramps."""
     cost = model.footprint(layout)
-    forward, backward = _stage_seconds(cost, device)
+    forward, backward, generate = _stage_seconds(cost, device, layout)
     p, m = layout.sizes["pipeline"], layout.microbatches
-    busiest = max(sum(forward[s] + backward[s] for s in mine) for mine in cost.stages)
+    busiest = max(sum(forward[s] + backward[s] for s in mine) for mine in layout.stages)
     ramp = 0.0 if p == 1 or layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
     hops = 2 * (p - 1) * (cost.hidden / device.link + device.latency) if p > 1 else 0.0
-    generate = _generate_seconds(cost, device, layout)
-    work = m * busiest + max(sum(generate[s] for s in mine) for mine in cost.stages)
+    work = m * busiest + max(sum(generate[s] for s in mine) for mine in layout.stages)
     seconds = work + ramp * busiest + hops + _tail(cost, device)
     return LayoutPlan(layout, cost.memory, cost.sent, seconds, (seconds - work) / seconds if p > 1 else 0.0)
 
@@ -280,54 +272,48 @@ def _simulated(model: Model, device: DeviceSpec, planned: LayoutPlan) -> LayoutP
     """A layout with the pipeline simulated, unless it is too long."""
     layout, m = planned.layout, planned.layout.microbatches
     cost = model.footprint(layout)
-    stages = sum(map(len, cost.stages))
-    if layout.schedule is None or 6 * stages * m > _EVENTS:
+    stages, kind = len(cost.cells), layout.schedule
+    if kind is None or 6 * stages * m > _EVENTS:
         return planned
-    forward, backward = _stage_seconds(cost, device)
+    forward, backward, generate = _stage_seconds(cost, device, layout)
     again = layout.remat == "layer"
     # A third of what generation takes is forward; made again, it is there twice.
     parts, once = (4, m) if again else (3, 1)
-    generate = [g / once / parts for g in _generate_seconds(cost, device, layout)]
+    generate = [g / once / parts for g in generate]
     halves = [b / 2 for b in backward]
-    costs = ScheduleCosts(
+    costs = ScheduleCosts.nothing()._replace(
         forward=forward,
         backward=backward,
         backward_input=halves,
         backward_weight=halves,
         generate=generate,
         generate_backward=[2 * g for g in generate],
-        update=0.0,
-        all_reduce=0.0,
         send=device.latency + cost.hidden / device.link,
-        receive=0.0,
     )
-    kind: Any = layout.schedule
     sizes: Any = {"layers": stages, "ranks": layout.sizes["pipeline"], "microbatches": m}
-    timeline = simulate(make_schedule(kind, **sizes, weights="remat" if again else "generated", costs=costs))
+    made: Any = make_schedule(kind, **sizes, weights="remat" if again else "generated", costs=costs)  # pyright: ignore
+    timeline = simulate(made)
     return planned._replace(seconds=timeline.duration + _tail(cost, device), bubble=timeline.bubble)
 
 
-def _stage_seconds(cost: Footprint, device: DeviceSpec) -> tuple[list[float], list[float]]:
-    """Forward and backward of a microbatch through each stage."""
-    forward, backward = [], []
-    for cell in cost.cells:
+def _stage_seconds(
+    cost: Footprint, device: DeviceSpec, layout: RankLayout
+) -> tuple[list[float], list[float], list[float]]:
+    """Of each stage: forward and backward of a microbatch, and generation of its weights in a step, both ways."""
+    forward, backward, generate = list[float](), list[float](), list[float]()
+    times = 4 / 3 * layout.microbatches if layout.remat == "layer" else 1.0
+    for cell, flops, n_bytes in zip(cost.cells, cost.generation, cost.weights, strict=True):
         work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
         wait = cell.messages * device.latency / 2
         forward.append(work + cell.sent / device.link + wait)
         backward.append(2 * work + cell.sent_back / device.link + wait)
-    return forward, backward
-
-
-def _generate_seconds(cost: Footprint, device: DeviceSpec, layout: RankLayout) -> list[float]:
-    """Generation of each stage's weights, forward and backward, in a step: its weights are moved six times."""
-    times = 4 / 3 * layout.microbatches if layout.remat == "layer" else 1.0
-    pairs = zip(cost.generation, cost.weights, strict=True)
-    return [times * (flops / device.flops + 6 * n_bytes / device.bandwidth) for flops, n_bytes in pairs]
+        generate.append(times * (flops / device.flops + 6 * n_bytes / device.bandwidth))  # Weights are moved six times.
+    return forward, backward, generate
 
 
 def _tail(cost: Footprint, device: DeviceSpec) -> float:
     """Sums over ranks, gathers of a split genome, and the update."""
-    axes = [n for axis, n in cost.sent.items() if axis not in ("tensor", "pipeline") and n]
+    axes = [n for axis, n in cost.sent.items() if axis not in ("tensor", "pipeline")]
     genome = cost.memory["genome"] + cost.memory["optimizer"]
     return sum(axes) / device.link + len(axes) * device.latency + 3 * genome / device.bandwidth
 

@@ -37,30 +37,20 @@ class ScheduleError(ValueError):
 
 
 class Event(NamedTuple):
-    """One event of a rank.
+    """One event of a rank."""
 
-    Attributes:
-        kind: what is done.
-        duration: how long the rank is busy with it.
-        layer: of the p-net; for drawing and messages.
-        microbatch: likewise.
-        loads: entries with their sizes that are stored when it starts, such as the microbatch that it reads.
-        stores: entries that it has stored when it ends; an entry of the same name is replaced.
-        frees: entries that it has freed when it ends.
-        ranks: who takes part in a collective, in ascending order.
-        peer: whom a message goes to or comes from.
-        tag: what is sent or reduced; the tags of the ends of a message are equal, and those of a collective's ranks.
-    """
-
-    kind: Kind
-    duration: float = 0.0
-    layer: int | None = None
-    microbatch: int | None = None
+    kind: Kind  # What is done
+    duration: float = 0.0  # How long the rank is busy with it
+    layer: int | None = None  # Of the p-net; for drawing and messages
+    microbatch: int | None = None  # Likewise
+    # Entries with their sizes that are stored when it starts, such as the microbatch that it reads
     loads: Mapping[str, float] = _NOTHING
+    # Entries that it has stored when it ends; an entry of the same name is replaced
     stores: Mapping[str, float] = _NOTHING
-    frees: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
-    peer: int | None = None
+    frees: tuple[str, ...] = ()  # Entries that it has freed when it ends
+    ranks: tuple[int, ...] = ()  # Who takes part in a collective, in ascending order
+    peer: int | None = None  # Whom a message goes to or comes from
+    # What is sent or reduced; the tags of the ends of a message are equal, and those of a collective's ranks
     tag: str = ""
 
 

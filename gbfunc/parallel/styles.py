@@ -78,7 +78,10 @@ def tensor_styles(pnet: nn.Module) -> Styles:
     """
     make = _STYLES.get(type(pnet).__name__)
     if make is None:
-        raise ValueError(f"there are styles for {', '.join(_STYLES)}, got a {type(pnet).__name__}: write them yourself")
+        raise ValueError(
+            f"there are styles for {', '.join(_STYLES)}, got a {type(pnet).__name__}: write yours as "
+            "parallel={'up': ColwiseParallel(), 'down': RowwiseParallel()}"
+        )
     return make(pnet)
 
 

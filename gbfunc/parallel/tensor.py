@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatch
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from gbfunc.layers.install import layer_form
-from gbfunc.parallel.activations import Wire, chunk_sizes
+from gbfunc.layers.install import layer_form, transposed
+from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
 from gbfunc.parallel.collectives import Sizes, gather_objects
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.parallel.tensor_layers import Split, install_layer, matrix_dims
-from gbfunc.parallel.undivided import Undivided
+from gbfunc.parallel.tensor_layers import Split, install_layer
 from gbfunc.pnet import skeleton_of
 from gbfunc.tiling import Piece
 from gbfunc.types import Params
@@ -93,13 +92,14 @@ def _check_divides(ranks: int, n: int, what: str) -> None:
         raise ValueError(f"{what}: {n} cannot be split over {ranks} tensor ranks, {fits} would fit")
 
 
-class TensorParallel(Undivided):
+class TensorParallel:
     """The tensor axis of a mesh and the styles of a p-net's layers: what each rank's piece is, and how it is applied.
 
     Args:
         pnet: the p-net.
         styles: style of each module.
         mesh: the ranks.
+        wire: makes what carries activations between them.
 
     Attributes:
         pieces: which part of a parameter's matrix this rank has, by name; all others are replicated.
@@ -112,74 +112,68 @@ class TensorParallel(Undivided):
         ValueError: for a style that names no module, or a layer that cannot be split so.
     """
 
-    def __init__(self, pnet: nn.Module, styles: Styles, mesh: Mesh) -> None:
-        self.wire = Wire(mesh, mesh.axis("tensor"))
-        self.ranks = self.wire.axis.size
+    local_rows: int | None = None
+    by_class = False
+
+    def __init__(self, pnet: nn.Module, styles: Styles, mesh: Mesh, wire: type[Wire] = Wire) -> None:
+        self.wire = wire(mesh, mesh.axis("tensor"))
+        self.ranks, self._rank = self.wire.axis.size, self.wire.axis.rank
         self._styles = resolve(pnet, styles)
         self.pieces: dict[str, Piece] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._splits: dict[str, Split] = {}
-        self._placements: dict[str, tuple[Any, tuple[int, ...]]] = {}
-        self.local_rows: int | None = None
-        self.by_class = False
+        # How a parameter is placed over the ranks, and along a split dimension the parts of all ranks.
+        self._placements: dict[str, tuple[Any, Sizes]] = {}
         self.takes_parts = any(map(_takes_parts, self._styles.values()))
         self._alike: dict[str, list[Tensor]] | None = {}
         if self.ranks == 1:
             return
         owners = {id(p): n for n, p in reversed(list(pnet.named_parameters(remove_duplicate=False)))}
-        scratch = skeleton_of(pnet)
+        others = {}
         for name, style in self._styles.items():
-            module = pnet.get_submodule(name)
+            module: Any = pnet.get_submodule(name)
             if isinstance(style, ColwiseParallel | RowwiseParallel) and layer_form(module) is not None:
-                self._splits[name] = self._split(name, module, style)
-                self._cut(module, self._splits[name], owners)
+                split = self._splits[name] = self._split(name, module, style)
+                dim = int((split.by == "columns") != split.transposed)
+                self._cut(owners[id(module.weight)], split.piece, Shard(dim), split.sizes, module.weight.shape)
+                bias = getattr(module, "bias", None)
+                if bias is not None and split.by == "rows":
+                    self._cut(owners[id(bias)], Piece(split.piece.rows, (0, 1)), Shard(0), split.sizes, bias.shape)
             elif not isinstance(style, DividedAttributes):
+                others[name] = style
+        if others:
+            scratch = skeleton_of(pnet)
+            for name, style in others.items():
                 self._by_torch(name, scratch.get_submodule(name), style)
 
-    def _split(self, name: str, module: nn.Module, style: Any) -> Split:
-        rows, cols = matrix_dims(name, module)
+    def _split(self, name: str, module: Any, style: Any) -> Split:
+        """How a layer is split; ValueError where it cannot be."""
+        flipped = transposed(module)
+        if not flipped and not isinstance(module, nn.Linear | nn.Embedding):
+            raise ValueError(f"{name!r} is a {type(module).__name__}: only linear layers and embeddings are split")
+        rows, cols = module.weight.shape[::-1] if flipped else module.weight.shape
         # An embedding's matrix has its words in rows: row parallel splits these.
         by = "rows" if isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding) else "columns"
         parts, length = 1, rows if by == "rows" else cols
         if isinstance(style, PackedColwiseParallel):
             parts = style.parts
-            if length % parts:
+            if length % parts or by == "columns":
                 raise ValueError(f"{name!r} has {length} outputs, which are not {parts} equal parts")
             what = f"{name!r}, {'heads' if style.heads else 'outputs of a part'}"
             _check_divides(self.ranks, style.heads or length // parts, what)
-        part = chunk_sizes(length // parts, self.ranks)
-        start, mine = self.wire.start(part), part[self.wire.axis.rank]
-        ranges = tuple((p * length // parts + start, p * length // parts + start + mine) for p in range(parts))
-        out, into = style.output_layouts[0], style.input_layouts[0]
-        sizes = tuple(parts * n for n in part)
-        transposed = tuple(cast(Tensor, module.weight).shape) != (rows, cols) or type(module).__name__ == "Conv1D"
-        return Split(name, (rows, cols), by, sizes, ranges, into, out, style.use_local_output, transposed, self.wire)
+        sizes = chunk_sizes(length // parts, self.ranks)
+        start = self.wire.start(sizes)
+        ranges = tuple((p + start, p + start + sizes[self._rank]) for p in range(0, length, max(1, length // parts)))
+        piece = Piece(ranges, (0, cols)) if by == "rows" else Piece(((0, rows),), ranges[0])
+        into, out, sizes = style.input_layouts[0], style.output_layouts[0], tuple(parts * n for n in sizes)
+        return Split(name, by, sizes, piece, into, out, style.use_local_output, flipped, self.wire)
 
-    def _cut(self, module: nn.Module, split: Split, owners: Mapping[int, str]) -> None:
-        """Note which piece of a layer's weight and bias this rank has."""
-        weight: Any = module.weight
-        rows, cols = split.dims
-        piece = Piece(split.ranges, (0, cols)) if split.by == "rows" else Piece(((0, rows),), split.ranges[0])
-        dim = int((split.by == "columns") != split.transposed)
-        self._note(owners[id(weight)], piece, Shard(dim), tuple(weight.shape), split.ranges)
-        bias = getattr(module, "bias", None)
-        if bias is not None and split.by == "rows":
-            self._note(owners[id(bias)], Piece(split.ranges, (0, 1)), Shard(0), tuple(bias.shape), split.ranges)
-
-    def _note(
-        self, name: str, piece: Piece, placement: Any, shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...]
-    ) -> None:
+    def _cut(self, name: str, piece: Piece, placement: Any, sizes: Sizes, shape: Any) -> None:
+        """Record which piece of a parameter this rank has."""
         if self.pieces.setdefault(name, piece) != piece:
             raise ValueError(f"{name!r} is tied between layers that split it in different ways: give them one style")
-        self._placements[name] = placement, shape
-        self.shapes[name] = tuple(
-            sum(b - a for a, b in ranges) if i == placement.dim else n for i, n in enumerate(shape)
-        )
-
-    @property
-    def device_mesh(self) -> Any:
-        """Torch's mesh of the tensor axis alone."""
-        return self.wire.mesh.device_mesh["tensor"]
+        self._placements[name] = placement, sizes
+        self.shapes[name] = (*shape[: placement.dim], sizes[self._rank], *shape[placement.dim + 1 :])
 
     def adapt(self, skeleton: nn.Module) -> frozenset[str]:
         """Put the layers' parallel forms, and torch's styles where there are none, into a p-net's skeleton.
@@ -197,18 +191,22 @@ class TensorParallel(Undivided):
                 self._by_torch(name, module, style)
         return frozenset(self._placements)
 
-    def _by_torch(self, name: str, module: nn.Module, style: ParallelStyle) -> None:
+    def _by_torch(self, name: str, module: nn.Module, style: Any) -> None:
         """Let torch apply a style to a module of a skeleton, and record what it has made of the parameters."""
         before = dict(module.named_parameters())
-        parallelize_module(module, self.device_mesh, style)
+        parallelize_module(module, self.wire.device_mesh, style)
         for key, parameter in module.named_parameters():
-            full = f"{name}.{key}" if name else key
-            if isinstance(parameter, DTensor) and not isinstance(before[key], DTensor):
-                placement = parameter.placements[0]
-                self._placements[full] = placement, tuple(parameter.shape)
-                if isinstance(placement, Shard):
-                    piece, mine = self._piece(parameter, placement)
-                    self._note(full, piece, placement, tuple(parameter.shape), (mine,))
+            if not isinstance(parameter, DTensor) or isinstance(before[key], DTensor):
+                continue
+            full, placement = f"{name}.{key}" if name else key, parameter.placements[0]
+            self._placements[full] = placement, ()
+            if isinstance(placement, Shard):
+                rows, cols = (*parameter.shape, 1)[:2]
+                sizes = chunk_sizes(parameter.shape[placement.dim], self.ranks)
+                start = self.wire.start(sizes)
+                mine = start, start + sizes[self._rank]
+                piece = Piece((mine,), (0, cols)) if placement.dim == 0 else Piece(((0, rows),), mine)
+                self._cut(full, piece, placement, sizes, parameter.shape)
 
         def note(_: nn.Module, args: Any, out: Any) -> None:
             if isinstance(out, DTensor):
@@ -220,25 +218,12 @@ class TensorParallel(Undivided):
             # Torch takes the parts of a plain tensor for equally long.
             if isinstance(args[0], DTensor):
                 return args
-            placement = cast(Any, style).sequence_sharding[0]
-            dim = placement.dim % args[0].ndim
-            return (self.joined(args[0], dim, self.wire.sizes_of(args[0].shape[dim])), *args[1:])
+            dim = style.sequence_sharding[0].dim % args[0].ndim
+            return (self.wire.joined(args[0], Shard(dim), self.wire.sizes_of(args[0].shape[dim])), *args[1:])
 
         module.register_forward_hook(note, prepend=True)
         if isinstance(style, SequenceParallel):
             module.register_forward_pre_hook(even, prepend=True)
-
-    def joined(self, x: Tensor, dim: int, sizes: Sizes) -> Any:
-        """This rank's part of a tensor, split along a dimension, as a DTensor."""
-        shape = tuple(sum(sizes) if i == dim else n for i, n in enumerate(x.shape))
-        return _dtensor(x, self.device_mesh, Shard(dim), shape)
-
-    def _piece(self, parameter: DTensor, placement: Shard) -> tuple[Piece, tuple[int, int]]:
-        shape = (*parameter.shape, 1)[:2]
-        sizes = chunk_sizes(shape[placement.dim], self.ranks)
-        start = self.wire.start(sizes)
-        mine = (start, start + sizes[self.wire.axis.rank])
-        return (Piece((mine,), (0, shape[1])) if placement.dim == 0 else Piece(((0, shape[0]),), mine)), mine
 
     def note(self, placement: Any, local: Tensor) -> None:
         """Record the placement of the last layer's output: whether the loss is of this rank's part of it alone."""
@@ -253,9 +238,9 @@ class TensorParallel(Undivided):
         active = torch.ops.aten._log_softmax.default in handlers
         return loss_parallel() if self.by_class and not active else nullcontext()
 
-    def plain(self, loss: Tensor) -> Tensor:
+    def plain(self, loss: Any) -> Tensor:
         """A loss as a plain tensor, the same on every rank."""
-        return cast(Any, loss).full_tensor() if isinstance(loss, DTensor) else loss
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
     def compare(self, loss: Tensor) -> None:
         """At the first step, check that ranks agree in what they must have alike.
@@ -291,14 +276,13 @@ class TensorParallel(Undivided):
             return tensors
         placed = {}
         for name, x in tensors.items():
-            placement, shape = self._placements.get(name, (None, ()))
             weight, _, given = name.rpartition("_form.")
-            if placement is None and weight in self.pieces and given not in ("left", "right"):
+            if name in self._placements:
+                placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
+            elif weight in self.pieces and given not in ("left", "right"):
                 placed[name] = x  # What this rank's piece is made of.
-            elif placement is None:
-                placed[name] = _replicated(x, 1 / self.ranks, self._watch(name)) if x.requires_grad else x
             else:
-                placed[name] = _as_dtensor(x, self.device_mesh, placement, shape)
+                placed[name] = scale_gradient(x, 1 / self.ranks, self._watch(name)) if x.requires_grad else x
         return placed
 
     def watch(self, what: str, x: Tensor) -> None:
@@ -340,32 +324,13 @@ def resolve(pnet: nn.Module, styles: Styles) -> dict[str, ParallelStyle]:
     return found
 
 
-# Gradients of a rank's part of the parameters.
-
-
-class _Replicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, seen: list[Tensor] | None) -> Tensor:
-        ctx.factor, ctx.seen = factor, seen
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.seen is not None:
-            ctx.seen.append(grads[0].detach())
-        return grads[0] * ctx.factor, None, None
-
-
-def _replicated(x: Tensor, factor: float, seen: list[Tensor] | None) -> Tensor:
-    y: Any = _Replicated.apply(x, factor, seen)
-    return y
-
-
 class _AsDTensor(torch.autograd.Function):
+    """A rank's part of a parameter as a DTensor, whose gradient is that of the part."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Any, placement: Any, shape: tuple[int, ...]) -> Tensor:
-        ctx.placement, ctx.ranks = placement, mesh.size()
-        return _dtensor(x.detach(), mesh, placement, shape)
+    def forward(ctx: Any, x: Tensor, wire: Wire, placement: Any, sizes: Sizes) -> Tensor:
+        ctx.placement, ctx.ranks = placement, wire.axis.size
+        return wire.joined(x.detach(), placement, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -378,14 +343,3 @@ class _AsDTensor(torch.autograd.Function):
         local = grad.to_local()
         # A replicated gradient is equal on all ranks, a partial one is a summand already.
         return (local / ctx.ranks if isinstance(found, Replicate) else local), None, None, None
-
-
-def _as_dtensor(x: Tensor, mesh: Any, placement: Any, shape: tuple[int, ...]) -> Tensor:
-    made: Any = _AsDTensor.apply(x, mesh, placement, shape)
-    return made
-
-
-def _dtensor(x: Tensor, mesh: Any, placement: Any, shape: tuple[int, ...]) -> Any:
-    """A DTensor from this rank's part, uneven ones included."""
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return DTensor.from_local(x, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)

@@ -1,9 +1,7 @@
 """Layers whose matrix is split over tensor ranks: column and row parallel, on factors or on a piece of the weight.
 
-    by rows (column parallel)    y_p = x W_p^T          with factors    y_p = (x R) L_p^T
-    by columns (row parallel)    y = sum_p x_p W_p^T    with factors    y = (sum_p x_p R_p) L^T
-
-Suffixes: i tile rows (nr), j tile columns (nc), r and c rows and columns of a tile, k rank, B batch rows.
+by rows (column parallel)    y_p = x W_p^T          with factors    y_p = (x R) L_p^T
+by columns (row parallel)    y = sum_p x_p W_p^T    with factors    y = (sum_p x_p R_p) L^T
 """
 
 from __future__ import annotations
@@ -20,47 +18,21 @@ from gbfunc.costs import OPERATIONS_PER_BYTE, dense_flops, thin_flops
 from gbfunc.layers.factored import FactoredWeight, from_thin, thin_product
 from gbfunc.parallel.activations import Wire, chunk_sizes, scale_gradient
 from gbfunc.parallel.collectives import Sizes
-from gbfunc.tiling import TileGrid
+from gbfunc.tiling import Piece, cut_piece, join_tiles
 
 
 class Split(NamedTuple):
-    """How a layer is split over the ranks.
+    """How a layer is split over the ranks."""
 
-    Attributes:
-        name: of the layer.
-        dims: rows (outputs, or words) and columns of its matrix.
-        by: `"rows"` of its matrix (column parallel: outputs), or `"columns"` (row parallel: inputs).
-        sizes: rows or columns of every rank.
-        ranges: those of this rank.
-        into: layout of a plain input.
-        out: layout of the output.
-        local: whether the output is a plain tensor, and not a DTensor.
-        transposed: whether the layer stores the transpose of its matrix.
-        wire: the ranks.
-    """
-
-    name: str
-    dims: tuple[int, int]
-    by: str
-    sizes: Sizes
-    ranges: tuple[tuple[int, int], ...]
-    into: Any
-    out: Any
-    local: bool
-    transposed: bool
-    wire: Wire
-
-
-def matrix_dims(name: str, module: nn.Module) -> tuple[int, int]:
-    """Rows (outputs, or words) and columns of a layer's matrix; ValueError for a layer that has no such."""
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor):
-        return weight.shape[1], weight.shape[0]
-    raise ValueError(f"{name!r} is a {type(module).__name__}: only linear layers and embeddings are split")
+    name: str  # Of the layer
+    by: str  # `"rows"` of its matrix (column parallel: outputs, or words), or `"columns"` (row parallel: inputs)
+    sizes: Sizes  # Rows or columns of every rank
+    piece: Piece  # The block of the matrix that is this rank's
+    into: Any  # Layout of a plain input
+    out: Any  # Layout of the output
+    local: bool  # Whether the output is a plain tensor, and not a DTensor
+    transposed: bool  # Whether the layer stores the transpose of its matrix
+    wire: Wire  # The ranks
 
 
 def install_layer(layer: nn.Module, parallel: Any, split: Split) -> None:
@@ -72,149 +44,125 @@ def install_layer(layer: nn.Module, parallel: Any, split: Split) -> None:
     layer.__class__ = type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": forward})
 
 
-def _factors(layer: Any) -> FactoredWeight | None:
-    """The layer's factors, unless its dense weight is in use already."""
-    form = layer._modules.get("weight_form")
-    return form if isinstance(form, FactoredWeight) and form.held is None else None
+def local(x: Any) -> Any:
+    """This rank's part of a DTensor; anything else as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """The product with this rank's piece of a weight that is not thin."""
-    form = layer._modules.get("weight_form")
-    split: Split = layer.split
-    if isinstance(form, FactoredWeight):
-        if form.held is None:
-            return F.linear(x, _piece_of(form, split), bias)
-        weight = scale_gradient(form.held, split.wire.axis.size)
-        weight = weight.t() if form.transposed else weight
-        piece = (
-            torch.cat([weight[a:b] for a, b in split.ranges])
-            if split.by == "rows"
-            else weight[:, slice(*split.ranges[0])]
-        )
-        return F.linear(x, piece, bias)
-    if form is not None:
+    form, split = layer._modules.get("weight_form"), layer.split
+    if form is None:
+        weight = local(layer.weight)
+        return F.linear(x, weight.t() if split.transposed else weight, bias)
+    if not isinstance(form, FactoredWeight):
         return form.linear(x, bias)
-    weight = layer.weight.to_local()
-    return F.linear(x, weight.t() if split.transposed else weight, bias)
-
-
-def _piece_of(form: FactoredWeight, split: Split) -> Tensor:
-    """This rank's piece of a factored weight's matrix."""
     ranks = split.wire.axis.size
-    left, right = scale_gradient(form.left, ranks), scale_gradient(form.right, ranks)
-    rows = split.ranges if split.by == "rows" else ((0, form.grid.rows),)
-    cols = split.ranges[0] if split.by == "columns" else (0, form.grid.cols)
-    return torch.cat([_block(left, right, form.grid, a, b, *cols) for a, b in rows])
+    if form.held is not None:  # It was formed for somebody else.
+        weight = scale_gradient(form.held, ranks)
+        return F.linear(x, split.piece.of(weight.t() if form.transposed else weight), bias)
+    cut = cut_piece(form.grid, split.piece)
+    tiles: Any = [*(cut.tiles or ())]
+    tiles = slice(tiles[0], tiles[-1] + 1) if tiles[-1] - tiles[0] == len(tiles) - 1 else tiles
+    left, right = (scale_gradient(factor, ranks).flatten(0, 1)[tiles] for factor in (form.left, form.right))
+    return F.linear(x, cut.crop(join_tiles(left @ right.mT, cut.grid)), bias)
 
 
-def _block(left: Tensor, right: Tensor, grid: TileGrid, a: int, b: int, c: int, d: int) -> Tensor:
-    """Rows a..b and columns c..d of the matrix of factors, from the tiles that they meet."""
-    r, q = grid.tile_rows, grid.tile_cols
-    i, j = a // r, c // q
-    tiles = left[i : -(-b // r), j : -(-d // q)] @ right[i : -(-b // r), j : -(-d // q)].mT
-    matrix = tiles.transpose(1, 2).flatten(2).flatten(0, 1)
-    return matrix[a - i * r : b - i * r, c - j * q : d - j * q]
-
-
-def _thin_pays(form: FactoredWeight, split: Split, batch: int, width: int, sent: bool) -> bool:
-    """Whether the thin products cost less than the piece itself, bytes on the wire included (`lazy="auto"`)."""
-    if not form.auto:
-        return True
+def _thin(layer: Any, batch: int, width: int, sent: bool) -> FactoredWeight | None:
+    """The layer's factors, where thin products cost less than the piece itself, bytes on the wire included."""
+    form, split = layer._modules.get("weight_form"), layer.split
+    if not isinstance(form, FactoredWeight) or form.held is not None:
+        return None
     nr, nc, _, k = form.left.shape
     rows, cols, ranks = form.grid.rows, form.grid.cols, split.wire.axis.size
     balance = OPERATIONS_PER_BYTE.get(form.left.device.type, OPERATIONS_PER_BYTE["cpu"])
     byte = balance * 2 * form.left.element_size() * batch * sent
     parts = (ranks, 1) if split.by == "rows" else (1, ranks)
     thin = thin_flops(rows, cols, k, (nr, nc), batch, parts) + byte * nr * nc * k
-    return thin < dense_flops(rows, cols, k, batch) / ranks + byte * width
+    return form if not form.auto or thin < dense_flops(rows, cols, k, batch) / ranks + byte * width else None
 
 
 def _by_rows(layer: Any, input: Tensor) -> Any:
     """Column parallel: this rank's outputs."""
     split: Split = layer.split
-    wire, form, bias = split.wire, _factors(layer), layer.bias
-    bias = None if bias is None else bias.to_local()
+    wire, bias = split.wire, local(layer.bias)
     x, at, sizes = _incoming(layer, input)
     if isinstance(at, Shard) and at.dim in (-1, x.ndim - 1):
-        x, at = wire.split_to_whole(x, -1, sizes), Replicate()
+        x, at = wire.move(x, "split", "whole", -1, sizes), Replicate()
     width = x.shape[-1]
-    if form is not None and _thin_pays(form, split, x.numel() // max(1, width), width, x.requires_grad):
-        # Pieces of the whole factors get summands of the gradient, what all ranks compute alike gets its part of it.
-        left = scale_gradient(form.left, wire.axis.size)
-        alike = isinstance(at, Replicate) and x.requires_grad
-        right = form.right if alike else scale_gradient(form.right, wire.axis.size)
-        thin = thin_product(x, right, (0, width))
-        if alike:
-            thin = wire.whole_in_part(thin)
-        elif isinstance(at, Shard):
-            thin = wire.split_in_part(thin, at.dim, sizes)
-        y = from_thin(thin, left, split.ranges)
-        y = y if bias is None else y + bias.to(y.dtype)
-    else:
-        x = wire.split_in_part(x, at.dim, sizes) if isinstance(at, Shard) else wire.whole_in_part(x)
-        y = _dense(layer, x, bias)
+    form = _thin(layer, x.numel() // max(1, width), width, x.requires_grad)
+    if form is None:
+        x = (
+            wire.move(x, "split", "used in part", at.dim, sizes)
+            if isinstance(at, Shard)
+            else wire.move(x, "whole", "used in part")
+        )
+        return _outgoing(layer, _dense(layer, x, bias), Shard(x.ndim - 1), split.sizes)
+    # Pieces of the whole factors get summands of the gradient, what all ranks compute alike gets its part of it.
+    alike = isinstance(at, Replicate) and x.requires_grad
+    right = form.right if alike else scale_gradient(form.right, wire.axis.size)
+    thin = thin_product(x, right, (0, width))
+    if alike:
+        thin = wire.move(thin, "whole", "used in part")
+    elif isinstance(at, Shard):
+        thin = wire.move(thin, "split", "used in part", at.dim, sizes)
+    y = from_thin(thin, scale_gradient(form.left, wire.axis.size), split.piece.rows)
+    y = y if bias is None else y + bias.to(y.dtype)
     return _outgoing(layer, y, Shard(y.ndim - 1), split.sizes)
 
 
 def _by_columns(layer: Any, input: Tensor) -> Any:
     """Row parallel: the sum over ranks of what each rank's inputs give."""
     split: Split = layer.split
-    wire, form, bias = split.wire, _factors(layer), layer.bias
+    wire, bias, cols, rows = split.wire, layer.bias, split.piece.cols, split.piece.shape[0]
     x, at, _ = _incoming(layer, input, last=True)
     if isinstance(at, Replicate):
-        x = wire.whole_to_split(x, -1, split.sizes)
-    cols = split.ranges[0]
+        x = wire.move(x, "whole", "split", -1, split.sizes)
     if x.shape[-1] != cols[1] - cols[0]:
         raise ValueError(f"expected {cols[1] - cols[0]} of {sum(split.sizes)} features here, got {tuple(x.shape)}")
-    rows = split.dims[0]
-    if form is not None and not _thin_pays(form, split, math.prod(x.shape[:-1]), rows, True):
-        form = None
-    if form is not None:
-        right = scale_gradient(form.right, wire.axis.size)
-        part = thin_product(x, right, cols)
-    else:
+    form = _thin(layer, math.prod(x.shape[:-1]), rows, True)
+    if form is None:
         part = _dense(layer, x, None)
-    out = split.out if isinstance(split.out, Shard) and split.out.dim % part.ndim != part.ndim - 1 else Replicate()
-    if isinstance(out, Shard):
-        sizes, factor = chunk_sizes(part.shape[out.dim], wire.axis.size), float(wire.axis.size)
-        y = wire.partial_to_split(part, out.dim, sizes)
     else:
-        sizes, factor = (), 1.0
-        y = wire.partial_to_whole(part)
+        part = thin_product(x, scale_gradient(form.right, wire.axis.size), cols)
+    y, at, sizes = _summed(split, part)
+    # Where ranks have parts of the rows, what they all use gets summands of its gradient.
+    factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
     if form is not None:
         y = from_thin(y, scale_gradient(form.left, factor), ((0, rows),))
     if bias is not None:
         y = y + scale_gradient(bias, factor).to(y.dtype)
-    return _outgoing(layer, y, out, sizes)
+    return _outgoing(layer, y, at, sizes)
 
 
 def _embedding(layer: Any, input: Tensor) -> Any:
     """Rows of the weight: looked up in whole factors by every rank, or each in its piece, and summed."""
     split: Split = layer.split
-    wire, form = split.wire, layer._modules.get("weight_form")
-    index = input.to_local() if isinstance(input, DTensor) else input
+    form, index, padding = layer._modules.get("weight_form"), local(input), layer.padding_idx
     if isinstance(form, FactoredWeight):
         # Generating the rows takes less than sending them.
-        return _outgoing(layer, form.embedding(index, layer.padding_idx), Replicate(), ())
-    weight = form.dense() if form is not None else layer.weight.to_local()
+        return _outgoing(layer, form.embedding(index, padding), Replicate(), ())
+    weight = local(layer.weight) if form is None else form.dense()
     if split.by == "columns":
-        return _outgoing(layer, F.embedding(index, weight, layer.padding_idx), Shard(index.ndim), split.sizes)
-    first, last = split.ranges[0]
+        return _outgoing(layer, F.embedding(index, weight, padding), Shard(index.ndim), split.sizes)
+    ((first, last),) = split.piece.rows
     here = (index >= first) & (index < last)
-    if layer.padding_idx is not None:
+    table = weight if len(weight) else weight.new_zeros(1, weight.shape[1])
+    rows = F.embedding(torch.where(here, index - first, 0), table)
+    if padding is not None:
         # The row of padding has no gradient.
-        padding = index == layer.padding_idx % sum(split.sizes)
-    rows = F.embedding(
-        torch.where(here, index - first, 0), weight if len(weight) else weight.new_zeros(1, weight.shape[1])
-    )
-    if layer.padding_idx is not None:
-        rows = torch.where(padding.unsqueeze(-1), rows.detach(), rows)
+        rows = torch.where((index == padding % sum(split.sizes)).unsqueeze(-1), rows.detach(), rows)
     part = torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows))
-    if isinstance(split.out, Shard) and split.out.dim % part.ndim != part.ndim - 1:
-        sizes = chunk_sizes(part.shape[split.out.dim], wire.axis.size)
-        return _outgoing(layer, wire.partial_to_split(part, split.out.dim, sizes), split.out, sizes)
-    return _outgoing(layer, wire.partial_to_whole(part), Replicate(), ())
+    return _outgoing(layer, *_summed(split, part))
+
+
+def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
+    """The sum over ranks, its placement, and sizes: whole, or split as the output is to be, but along features."""
+    out, wire = split.out, split.wire
+    if isinstance(out, Shard) and out.dim % part.ndim != part.ndim - 1:
+        sizes = chunk_sizes(part.shape[out.dim], wire.axis.size)
+        return wire.move(part, "partial", "split", out.dim, sizes), out, sizes
+    return wire.move(part, "partial", "whole"), Replicate(), ()
 
 
 def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
@@ -223,8 +171,7 @@ def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, An
     wire = split.wire
     if isinstance(input, DTensor):
         at = input.placements[0]
-        usable = isinstance(at, Replicate) or (isinstance(at, Shard) and (not last or at.dim == input.ndim - 1))
-        if not usable:
+        if not isinstance(at, Replicate | Shard) or (last and isinstance(at, Shard) and at.dim != input.ndim - 1):
             at = Shard(input.ndim - 1) if last else Replicate()
             input = input.redistribute(placements=(at,))
         sizes = chunk_sizes(input.shape[at.dim], wire.axis.size) if isinstance(at, Shard) else ()
@@ -236,38 +183,26 @@ def _incoming(layer: Any, input: Tensor, last: bool = False) -> tuple[Tensor, An
             )
         return x, at, sizes
     at = split.into
-    if isinstance(at, Shard):
-        dim = at.dim % input.ndim
-        if dim == input.ndim - 1 and last:
-            return input, Shard(dim), ()
-        if last:
-            raise ValueError(f"a row-parallel layer takes inputs that are whole or split along features, got {at}")
-        return input, Shard(dim), wire.sizes_of(input.shape[dim])
-    layer.parallel.watch(f"the input of {split.name}", input)
-    return input, at, ()
+    if not isinstance(at, Shard):
+        layer.parallel.watch(f"the input of {split.name}", input)
+        return input, at, ()
+    dim = at.dim % input.ndim
+    if last and dim != input.ndim - 1:
+        raise ValueError(f"a row-parallel layer takes inputs that are whole or split along features, got {at}")
+    return input, Shard(dim), () if last else wire.sizes_of(input.shape[dim])
 
 
 def _outgoing(layer: Any, y: Tensor, at: Any, sizes: Sizes) -> Any:
     """A layer's output as its style has it."""
     split: Split = layer.split
-    wire, want = split.wire, split.out
-    want = Shard(want.dim % y.ndim) if isinstance(want, Shard) else want
-    at = Shard(at.dim % y.ndim) if isinstance(at, Shard) else at
-    if isinstance(at, Shard) and isinstance(want, Replicate):
-        y, at = wire.split_to_whole(y, at.dim, sizes), want
-    elif isinstance(at, Replicate) and isinstance(want, Shard):
+    wire = split.wire
+    at, want = (Shard(p.dim % y.ndim) if isinstance(p, Shard) else p for p in (at, split.out))
+    if at != want and isinstance(at, Shard):
+        y, at = wire.move(y, "split", "whole", at.dim, sizes), Replicate()
+    if at != want and isinstance(want, Shard):
         sizes = chunk_sizes(y.shape[want.dim], wire.axis.size)
-        y, at = wire.whole_to_split(y, want.dim, sizes), want
-    elif at != want and isinstance(at, Shard) and isinstance(want, Shard):
-        y = wire.split_to_whole(y, at.dim, sizes)
-        sizes = chunk_sizes(y.shape[want.dim], wire.axis.size)
-        y, at = wire.whole_to_split(y, want.dim, sizes), want
-    elif at != want:
+        y, at = wire.move(y, "whole", "split", want.dim, sizes), want
+    if at != want:
         raise ValueError(f"output_layouts of a layer must be Replicate() or Shard(dim), got {want}")
-    parallel = layer.parallel
-    parallel.note(at, y)
-    if split.local:
-        return y
-    if isinstance(at, Shard):
-        return parallel.joined(y, at.dim, sizes)
-    return DTensor.from_local(y, parallel.device_mesh, [at], run_check=False)
+    layer.parallel.note(at, y)
+    return y if split.local else wire.joined(y, at, sizes)

@@ -1,16 +1,13 @@
 """Schedules of one training step, for `simulate`: data and pipeline parallel; weights stored, sharded or generated.
 
 The first eight are the puzzles of S. Rush's LLM Training Puzzles (2023), solved as there, which also says what each
-keeps longer than it must.
-
-Entries are named `activation[layer, microbatch]` (the input of a layer), `dactivation[...]` (its gradient),
-`weight[layer]`, `dweight[layer]` and so on.
+keeps longer than it must. Entries are named `activation[layer, microbatch]` (the input of a layer),
+`dactivation[...]` (its gradient), `weight[layer]`, `dweight[layer]` and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order, stage_ranks
@@ -22,29 +19,11 @@ ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded"
 
 
 class ScheduleCosts(NamedTuple):
-    """Durations and sizes, in any units; the defaults are those of the puzzles, and what these lack is gbfunc's.
+    """Durations, by kind of event, and sizes, in any units; the defaults are those of the puzzles, and gbfunc's own.
 
     What a layer takes is one number for all layers, or one for each. A duration or an activation is that of one
-    microbatch. Durations have the names of the kinds of events.
-
-    Attributes:
-        forward: of a layer.
-        backward: of a layer.
-        backward_input: of a layer, the half of backward that gives the gradient of its input.
-        backward_weight: of a layer, the half that gives the gradient of its weight.
-        generate: a layer's weight from the genome, whatever the microbatch.
-        generate_backward: the gradient of the genome from that of a layer's weight.
-        update: of a layer's weight; of the whole genome where weights are generated.
-        all_reduce: of a layer's gradient; of the whole genome's where weights are generated.
-        all_gather: of a layer's weight.
-        reduce_scatter: of a layer's gradient.
-        send: of a microbatch's activation or its gradient, during which the sender does nothing else.
-        receive: likewise, of the receiver.
-        activation: size of the input of a layer, and of its gradient; one more than layers, the last is the output.
-        weight: size of a layer's weight, and of its gradient.
-        optimizer: size of the state of a layer's optimizer.
-        genome: size of the genome, and of its gradient.
-        genome_optimizer: size of the state of its optimizer.
+    microbatch; `activation` is the size of a layer's input, so there is one more of it than layers. Where weights are
+    generated, `update` and `all_reduce` are of the whole genome and its gradient, else of a layer's.
     """
 
     forward: PerLayer = 1.0
@@ -65,26 +44,26 @@ class ScheduleCosts(NamedTuple):
     genome: float = 512 * 512 / 32
     genome_optimizer: float = 512 * 512 / 32
 
+    @classmethod
+    def nothing(cls) -> ScheduleCosts:
+        """Costs of zero."""
+        return cls._make([0.0] * len(cls._fields))
+
 
 class Recipe(NamedTuple):
-    """In what schedules differ.
+    """In what schedules differ."""
 
-    Attributes:
-        order: of a pipeline; `"once"`: forward and backward of all microbatches together; `"each"`: one by one.
-        data_parallel: whether the ranks have a microbatch each, and are not just the stages of a pipeline.
-        gathers: where weights are sharded, which layers a rank helps to gather when they are needed: those of its
-            stage, or all, as each is sharded over the ranks of all stages.
-        scatters: whether gradients are reduced and scattered at once, not all-reduced in the end.
-        sums: whether a layer has one gradient, to which each microbatch adds, and not one for each microbatch.
-        keeps_ends: whether the output of the last layer of a stage, and the gradient of the input of its first, stay
-            stored when they are no longer needed.
-    """
-
+    # Of a pipeline; `"once"`: forward and backward of all microbatches together; `"each"`: one by one
     order: PipelineOrder | Literal["once", "each"]
-    data_parallel: bool = False
+    data_parallel: bool = False  # Whether the ranks have a microbatch each, and are not just the stages of a pipeline
+    # Where weights are sharded, which layers a rank helps to gather when they are needed: those of its stage, or all,
+    # as each is sharded over the ranks of all stages
     gathers: Literal["stage", "all"] | None = None
-    scatters: bool = False
+    scatters: bool = False  # Whether gradients are reduced and scattered at once, not all-reduced in the end
+    # Whether a layer has one gradient, to which each microbatch adds, and not one for each microbatch
     sums: bool = True
+    # Whether the output of the last layer of a stage, and the gradient of the input of its first, stay stored when they
+    # are no longer needed
     keeps_ends: bool = False
 
 
@@ -120,9 +99,8 @@ def make_schedule(
             `"ddp"`, `"sharded"` (weights and optimizer sharded, whole gradients), `"fsdp"` (gradients sharded too):
             each rank has one microbatch and all layers. `"pipeline"`: each rank has one stage, through which all
             microbatches pass at once. `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zbv"`: one by one, in the order of
-            `pipeline_order`.
-            `"pipeline_fsdp"`: a stage per layer, `ranks / layers` ranks for each of them, which have one microbatch
-            each; weights are sharded over all ranks.
+            `pipeline_order`. `"pipeline_fsdp"`: a stage per layer, `ranks / layers` ranks for each of them, which have
+            one microbatch each; weights are sharded over all ranks.
         layers: of the p-net; a multiple of the stages.
         ranks: of a pipeline, or of data parallelism.
         microbatches: of one step, where they are not given by the ranks.
@@ -162,63 +140,68 @@ def make_schedule(
             raise ValueError(f"expected one number or {expected} for {name} of {layers} layers, got {len(cost)}")
     programs = []
     for rank in range(ranks):
-        if recipe.order == "once":
-            actions = (Action("F", rank % depth, 0), Action("B", rank % depth, 0))
-        else:
-            actions = pipeline_order(order, rank % depth, depth, microbatches, virtual)
-        programs.append(_Program(recipe, weights, costs, layers, microbatches, stages, tuple(range(ranks)), rank))
+        place = rank % depth
+        actions = [Action("F", place, 0), Action("B", place, 0)]
+        if recipe.order != "once":
+            actions = pipeline_order(order, place, depth, microbatches, virtual)
+        elif recipe.gathers == "all" and weights == "stored":
+            # All ranks take part in gathering and reducing every layer, between their messages.
+            actions = [Action("F", s, 0) for s in range(depth)] + [Action("B", s, 0) for s in reversed(range(depth))]
+        together = microbatches if recipe.order == "once" else 1
+        programs.append(_Program(recipe, weights, costs, layers // len(stages), together, stages, rank, ranks))
         programs[-1].run(actions)
     return Schedule([program.events for program in programs], [program.stored for program in programs])
 
 
-@dataclass
 class _Program:
-    """The events of one rank, and what it stores from the beginning."""
+    """The events of one rank, and what it stores from the beginning.
 
-    recipe: Recipe
-    weights: WeightSource
-    costs: ScheduleCosts
-    layers: int
-    microbatches: int
-    stages: tuple[int, ...]
-    world: tuple[int, ...]
-    rank: int
+    `each` layers make a stage, `together` microbatches pass at once, and `stages` has the place in the pipeline of the
+    ranks of each stage.
+    """
 
-    def __post_init__(self) -> None:
-        recipe, weights, costs, depth = self.recipe, self.weights, self.costs, max(self.stages) + 1
-        self.place = self.rank % depth
-        self.generated, self.sharded = weights != "stored", recipe.gathers is not None and weights == "stored"
-        self.together = self.microbatches if recipe.order == "once" else 1
-        self.all = self.sharded and recipe.gathers == "all"
+    def __init__(
+        self,
+        recipe: Recipe,
+        weights: WeightSource,
+        costs: ScheduleCosts,
+        each: int,
+        together: int,
+        stages: tuple[int, ...],
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.recipe, self.costs, self.each, self.together, self.stages = recipe, costs, each, together, stages
+        self.layers, self.rank, self.place = each * len(stages), rank, rank % (max(stages) + 1)
+        self.generated, self.again = weights != "stored", weights == "remat"
+        self.sharded = recipe.gathers is not None and not self.generated
+        self.world = tuple(range(ranks))
         # Those that have the same layers, or, where every rank stores a part of every layer, all.
-        self.group = self.world if self.all else self.world[self.place :: depth]
+        every = self.sharded and recipe.gathers == "all"
+        self.group = self.world if every else self.world[self.place :: max(stages) + 1]
         self.made: set[int] = set()
-        mine = [layer for stage, place in enumerate(self.stages) if place == self.place for layer in self.of(stage)]
+        mine = [n for stage, place in enumerate(stages) if place == self.place for n in self.of(stage)]
         # Names of each layer's gradients.
-        self.gradients: dict[int, dict[str, None]] = {layer: {} for layer in mine}
+        self.gradients: dict[int, dict[str, None]] = {n: {} for n in mine}
         self.events: list[Event] = []
         if self.generated:
             self.stored = {"genome": costs.genome, "genome optimizer": costs.genome_optimizer}
         else:
             kinds = {"shard" if self.sharded else "weight": costs.weight, "optimizer": costs.optimizer}
             parts = len(self.group) if self.sharded else 1
-            kept = range(self.layers) if self.all else mine
+            kept = range(self.layers) if every else mine
             self.stored = {f"{kind}[{n}]": _at(size, n) / parts for n in kept for kind, size in kinds.items()}
 
     def of(self, stage: int) -> range:
         """Layers of a stage."""
-        size = self.layers // len(self.stages)
-        return range(stage * size, (stage + 1) * size)
+        return range(stage * self.each, (stage + 1) * self.each)
 
     def run(self, actions: Sequence[Action]) -> None:
         """One training step."""
-        if self.all:  # All ranks take part in gathering and reducing every layer, between their messages.
-            stages = range(len(self.stages))
-            actions = [*(Action("F", s, 0) for s in stages), *(Action("B", s, 0) for s in reversed(stages))]
-        for op, stage, i in actions:
-            (self.forward if op == "F" else self.backward)(stage, i, op)
+        for action in actions:
+            self.do(*action)
         if self.generated:
-            if self.weights == "generated":
+            if not self.again:
                 for layer in reversed(self.gradients):
                     self.generate_backward(layer, also=(f"weight[{layer}]",))
             if len(self.world) > 1:
@@ -230,39 +213,30 @@ class _Program:
                 self.emit("all_reduce", layer, ranks=self.group, tag=f"dweight[{layer}]")
             self.emit("update", layer, frees=tuple(gradients))
 
-    def forward(self, stage: int, i: int, op: str) -> None:
-        """Forward through a stage, with the messages before and after it; another rank's is just gathered."""
-        mine, layers = self.stages[stage] == self.place, self.of(stage)
-        if mine:
-            self.message("receive", stage - 1, self.activation(layers[0], i), i)
-        for layer in layers:
-            self.acquire(layer, i, mine)
-            if mine:
-                loads = self.activation(0, i) if layer == 0 else {}
-                stores = self.activation(layer + 1, i)
-                self.emit("forward", layer, i, loads=loads, stores=stores, frees=self.passing(layer))
-        if mine:
-            self.message("send", stage + 1, self.activation(layers[-1] + 1, i), i)
-
-    def backward(self, stage: int, i: int, op: str) -> None:
-        """Backward or a half of it through a stage, with the messages before and after it."""
-        mine, layers = self.stages[stage] == self.place, self.of(stage)
-        if mine and op != "W":
-            gradient = self.activation(layers[-1] + 1, i, "d")
-            if layers[-1] + 1 < self.layers:
-                self.message("receive", stage + 1, gradient, i)
-            else:
-                frees = () if self.recipe.keeps_ends else tuple(self.activation(self.layers, i))
-                self.emit("loss", None, i, stores=gradient, frees=frees)
-        for layer in reversed(layers):
+    def do(self, op: str, stage: int, i: int) -> None:
+        """An action, with the messages before and after it; of another rank's layers weights are just gathered."""
+        mine, layers, forward = self.stages[stage] == self.place, self.of(stage), op == "F"
+        ends, ahead, d = (layers[0], layers[-1] + 1), 1, ""
+        if not forward:
+            ends, ahead, d = (layers[-1] + 1, layers[0]), -1, "d"
+        messages = mine and op != "W"
+        if messages and not forward and ends[0] == self.layers:
+            frees = () if self.recipe.keeps_ends else tuple(self.activation(self.layers, i))
+            self.emit("loss", None, i, stores=self.activation(self.layers, i, d), frees=frees)
+        elif messages:
+            self.message("receive", stage - ahead, self.activation(ends[0], i, d), i)
+        for layer in layers if forward else reversed(layers):
             if op != "W":
                 self.acquire(layer, i, mine)
-            if mine:
+            if mine and forward:
+                loads, stores = self.activation(0, i) if layer == 0 else {}, self.activation(layer + 1, i)
+                self.emit("forward", layer, i, loads=loads, stores=stores, frees=self.passing(layer))
+            elif mine:
                 self.layer_backward(layer, i, op)
-            else:
+            elif not forward:
                 self.reduce_scatter(layer, i)
-        if mine and op != "W":
-            self.message("send", stage - 1, self.activation(layers[0], i, "d"), i)
+        if messages:
+            self.message("send", stage + ahead, self.activation(ends[1], i, d), i)
 
     def layer_backward(self, layer: int, i: int, op: str) -> None:
         """Backward of a layer, or a half of it, and what is done with the gradient of its weight."""
@@ -276,16 +250,15 @@ class _Program:
             self.gradients[layer][gradient] = None
             stores[gradient] = _at(self.costs.weight, layer)
             frees += (*self.activation(layer, i), *self.activation(layer + 1, i, "d"))
+        scatters = self.sharded and self.recipe.scatters
+        # A pipelined one frees what it can before its gradient is reduced.
+        late = frees if scatters and self.recipe.gathers != "all" else self.passing(layer) if scatters else ()
         kinds: dict[str, Kind] = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
-        if not (self.sharded and self.recipe.scatters):
-            self.emit(kinds[op], layer, i, stores=stores, frees=frees)
-            if self.weights == "remat" and op != "I":
-                self.generate_backward(layer, i)
-            return
-        # The pipelined one frees what it can before its gradient is reduced.
-        late = self.passing(layer) if self.all else frees
         self.emit(kinds[op], layer, i, stores=stores, frees=tuple(name for name in frees if name not in late))
-        self.reduce_scatter(layer, i, late)
+        if scatters:
+            self.reduce_scatter(layer, i, late)
+        elif self.again and op != "I":
+            self.generate_backward(layer, i)
 
     def reduce_scatter(self, layer: int, i: int, frees: tuple[str, ...] = ()) -> None:
         """Sum a layer's gradient over the ranks, each of which keeps its part."""
@@ -306,13 +279,13 @@ class _Program:
         weight = {name: _at(self.costs.weight, layer)}
         if self.sharded:
             self.emit("all_gather", layer, stores=weight, frees=() if keep else (name,), ranks=self.group, tag=name)
-        elif self.weights == "remat" or (self.generated and layer not in self.made):
+        elif self.again or (self.generated and layer not in self.made):
             self.made.add(layer)
             self.emit("generate", layer, i, stores=weight)
 
     def passing(self, layer: int) -> tuple[str, ...]:
         """The whole weight where it is there only while the layer is worked on."""
-        return (f"weight[{layer}]",) if self.sharded or self.weights == "remat" else ()
+        return (f"weight[{layer}]",) if self.sharded or self.again else ()
 
     def activation(self, layer: int, i: int, gradient: str = "") -> dict[str, float]:
         """A layer's input, or its gradient."""

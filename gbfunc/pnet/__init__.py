@@ -11,7 +11,7 @@ from gbfunc.pnet.describe import (
     skeleton_of,
     with_weights,
 )
-from gbfunc.pnet.grown import GrownNet
+from gbfunc.pnet.grown import GrownNet, RunnableNet
 from gbfunc.pnet.pure import PureNet, StopForward
 from gbfunc.pnet.reads import watch_first_call
 
@@ -19,6 +19,7 @@ __all__ = [
     "GrownNet",
     "ParameterInfo",
     "PureNet",
+    "RunnableNet",
     "StopForward",
     "buffers_of",
     "copy_of",

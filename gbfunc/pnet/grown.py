@@ -8,11 +8,19 @@ the call, and they work for this call alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import GeneratorType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from gbfunc.layers.forms import WeightForm
+from gbfunc.pnet.pure import FrozenBuffers, PureNet
+from gbfunc.types import Params, TensorMap
 
 _READS = frozenset(
     "buffers children extra_repr forward get get_buffer get_extra_state get_parameter get_submodule items keys modules "
@@ -24,34 +32,10 @@ _PARAMETERS = frozenset({"get_parameter", "named_parameters", "parameters", "sta
 _CONTAINERS = (nn.Module, nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 _STOCK = {cls: frozenset(n for n in dir(cls) if callable(getattr(cls, n)) and n[:2] != "__") for cls in _CONTAINERS}
 _END = object()
-
-
-class Run(Protocol):
-    """One call of a function with the net (`gbfunc.pnet.pure.NetRun`)."""
-
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a part of the p-net while its weights are in place."""
-        ...
-
-    def train(self, module: nn.Module, mode: bool) -> None:
-        """Set the training mode of a part for the rest of the run."""
-        ...
-
-    def part(self, module: nn.Module, method: str = "") -> None:
-        """Refuse the call of a part, or of a method, of a p-net of which only the whole can be called."""
-        ...
-
-    def own(self, method: str) -> None:
-        """Watch what a method of the p-net changes."""
-        ...
-
-    def note(self, value: Any) -> None:
-        """Watch the parameters in a value, which the loss function must not change."""
-        ...
-
-    def view(self, module: nn.Module) -> GrownNet:
-        """The view of a part, the same as long as somebody holds it."""
-        ...
+_LATE = (
+    "net, or a part or method of it, is used outside of the call of the loss function that it belongs to, where there "
+    "are no weights: use it inside"
+)
 
 
 class GrownNet:
@@ -68,9 +52,9 @@ class GrownNet:
 
     __slots__ = ("__weakref__", "_gb_module", "_gb_run")
     _gb_module: nn.Module
-    _gb_run: Run
+    _gb_run: NetRun
 
-    def __init__(self, module: nn.Module, run: Run) -> None:
+    def __init__(self, module: nn.Module, run: NetRun) -> None:
         object.__setattr__(self, "_gb_module", module)
         object.__setattr__(self, "_gb_run", run)
 
@@ -167,7 +151,7 @@ def _impure(what: str, hint: str = "change the p-net before gb.make_plan") -> st
     return f"{what} would change the p-net, which is a pure function of its weights in a loss function: {hint}"
 
 
-def _viewed(value: Any, run: Run, note: Callable[[Any], None] | None = None) -> Any:
+def _viewed(value: Any, run: NetRun, note: Callable[[Any], None] | None = None) -> Any:
     """A value with views in the place of modules; `note` gets it, or each item of an iterator."""
     if type(value) is GrownNet:
         return value
@@ -186,7 +170,191 @@ def _viewed(value: Any, run: Run, note: Callable[[Any], None] | None = None) -> 
     return dict(zip(value, views, strict=True)) if type(value) is dict else type(value)(views)
 
 
-def _each(items: Iterator[Any], run: Run, note: Callable[[Any], None] | None = None) -> Iterator[Any]:
+def _each(items: Iterator[Any], run: NetRun, note: Callable[[Any], None] | None = None) -> Iterator[Any]:
     """The items of an iterator over parts of a module, each made while the weights are in place."""
     while (item := run.call(next, items, _END)) is not _END:
         yield _viewed(item, run, note)
+
+
+class RunnableNet(PureNet):
+    """A pure function that also runs functions of the p-net with all that it has: `run`.
+
+    Args:
+        pnet, forms, adapt, frozen: as for `PureNet`.
+        submodule_call_error: why no part of the p-net can be called alone, "" where it can.
+
+    Attributes:
+        compiled: whether functions that are run may be compiled: they get the skeleton itself.
+        runs: those that go on, the innermost last.
+    """
+
+    def __init__(
+        self,
+        pnet: nn.Module,
+        forms: Mapping[str, WeightForm] | None = None,
+        adapt: Callable[[nn.Module], Collection[str]] = lambda skeleton: (),
+        frozen: FrozenBuffers | None = None,
+        submodule_call_error: str = "",
+    ) -> None:
+        super().__init__(pnet, forms, adapt, frozen)
+        self.submodule_call_error, self.compiled = submodule_call_error, False
+        self.runs: list[NetRun] = []
+        self._held: weakref.WeakSet[NetRun] | None = None
+
+    def run(
+        self, weights: TensorMap, buffers: Params, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`function(net, *args, **kwargs)`, `net` being the p-net on these tensors, with all its parts (`GrownNet`).
+
+        Outside of `held`, the net is of no use afterwards.
+
+        Raises:
+            RuntimeError: for what would change the p-net, or a net that is used after its time.
+            ValueError: as a call does.
+        """
+        if self.compiled or torch.compiler.is_compiling():
+            return self.swap(weights, buffers, function, (self.skeleton, *args), kwargs)
+        with self.turn(weights, buffers, getattr(function, "__code__", None)) as first:
+            run = NetRun(self, weights, buffers, first)
+            try:
+                return _uncompiled()(run, function, args, kwargs)
+            finally:
+                if self._held is None:
+                    run.close()
+                else:
+                    self._held.add(run)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the nets of runs be called again until the end of this, as checkpoints around them do in backward."""
+        outer, self._held = self._held, weakref.WeakSet()
+        try:
+            yield
+        finally:
+            for run in self._held:
+                run.close()
+            self._held = outer
+
+
+class NetRun:
+    """One run of a function with the net ; those that are `first` of their kind are watched more closely."""
+
+    def __init__(self, pure: RunnableNet, weights: TensorMap, buffers: Params, first: bool) -> None:
+        self._pure, self._first = pure, first
+        self._given: tuple[TensorMap, Params] | None = weights, buffers
+        # What is assigned during the run is not seen by a recomputation; changes in place are, as in any module.
+        self._before = dict(buffers)
+        self._switched, self._structure = False, ("", [])
+        self._noted: dict[int, tuple[Tensor, Any, Tensor | None]] = {}
+        self._views: weakref.WeakValueDictionary[int, GrownNet] = weakref.WeakValueDictionary()
+
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function; RuntimeError if it changed the p-net."""
+        assert self._given is not None
+        return self._swap(self._given[1], self._checked, function, *args, **kwargs)
+
+    def close(self) -> None:
+        """From here on the net is refused."""
+        self._given = None
+
+    def _swap(self, buffers: Params, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._given is not None
+        self._pure.runs.append(self)
+        try:
+            return self._pure.swap(self._given[0], buffers, function, args, kwargs)
+        finally:
+            self._pure.runs.pop()
+
+    def _checked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        pure, (method, structure) = self._pure, self._structure
+        try:
+            out = function(self.view(pure.skeleton), *args, **kwargs)
+        finally:
+            method, structure = self._structure
+            if method and structure != _structure(pure.skeleton):
+                pure.broken = f"the p-net's method {method!r} changed its modules: call it before gb.make_plan"
+        if pure.broken:
+            raise RuntimeError(pure.broken)
+        for x, mark, copied in self._noted.values():
+            if _mark(x) != mark or (copied is not None and not torch.allclose(x, copied, 0, 0, equal_nan=True)):
+                raise RuntimeError(f"the loss function changes {self._name(x)} in place: compute with a new tensor")
+        self._noted = {}
+        return out
+
+    def _name(self, x: Tensor) -> str:
+        weights = self._given[0] if self._given else {}
+        return next((f"the parameter {k!r}" for k, w in weights.items() if w is x), "a parameter")
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a part of the p-net while its weights are in place; RuntimeError after the end."""
+        if self._runs and self._given is not None:
+            return self._pure.guarded(self._first, *self._given, function, *args, **kwargs)
+        with self._pure.lock:
+            # In backward, where a checkpoint around the call makes it again: buffers are not changed twice.
+            if self._given is None or self in self._pure.runs or self._switched:
+                raise RuntimeError(_LATE)
+            return self._swap({k: b.detach().clone() for k, b in self._before.items()}, function, *args, **kwargs)
+
+    @property
+    def _runs(self) -> bool:
+        """Whether it is this run's tensors that the skeleton has."""
+        return bool(self._pure.runs) and self._pure.runs[-1] is self
+
+    def train(self, module: nn.Module, mode: bool) -> None:
+        """Set the training mode of a part for the rest of the run."""
+        if not self._runs:
+            raise RuntimeError(_LATE)
+        self._switched = True
+        module.train(mode)
+
+    def part(self, module: nn.Module, method: str = "") -> None:
+        """Refuse the call of a part, or of a method, of a p-net of which only the whole can be called."""
+        if self._pure.submodule_call_error and (method or module is not self._pure.skeleton):
+            what = f"its method {method!r}" if method else f"its {type(module).__name__}"
+            raise RuntimeError(f"{self._pure.submodule_call_error}: call net(...), not {what}")
+
+    def own(self, method: str) -> None:
+        """Watch whether a method of the p-net changes its modules."""
+        if not self._structure[0]:
+            self._structure = method, _structure(self._pure.skeleton)
+
+    def note(self, value: Any) -> None:
+        """Watch the parameters in a value, which must not change."""
+        if isinstance(value, Mapping | tuple | list):
+            for x in value.values() if isinstance(value, Mapping) else value:
+                self.note(x)
+        elif type(value) in (Tensor, nn.Parameter) and id(value) not in self._noted and not value.is_inference():
+            mark = _mark(value)
+            copied = value.detach().clone() if self._first and mark[1] else None
+            self._noted[id(value)] = value, mark, copied
+
+    def view(self, module: nn.Module) -> GrownNet:
+        """The view of a part, the same as long as somebody holds it: `m is not net.head` means what it says."""
+        view = self._views.get(id(module))
+        if view is None:
+            view = self._views[id(module)] = GrownNet(module, self)
+        return view
+
+
+def _mark(x: Tensor) -> tuple[int, int, bool]:
+    """What changes with a tensor that is changed in place, or is given other data; torch.func has no address."""
+    try:
+        return x._version, x.data_ptr(), x.requires_grad
+    except RuntimeError:
+        return x._version, 0, x.requires_grad
+
+
+def _structure(net: nn.Module) -> list[Any]:
+    """Modules, and names of what they hold."""
+    return [(m, *(list(names) for names in (m._parameters, m._buffers, m._modules))) for m in net.modules()]
+
+
+@functools.cache
+def _disabled() -> Callable[..., Any]:
+    # isinstance knows no view of a module in compiled code, and would be False there without a word.
+    return torch.compiler.disable(NetRun.start)  # pyright: ignore[reportReturnType]
+
+
+def _uncompiled() -> Callable[..., Any]:
+    """`NetRun.start` that no compiler looks into, should there be one."""
+    return _disabled() if "torch._dynamo" in sys.modules else NetRun.start

@@ -9,7 +9,6 @@ module's own.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -19,13 +18,8 @@ import torch._C._functorch as functorch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-_CHECKPOINT = (
-    "this p-net calls torch.utils.checkpoint inside its forward: backward would recompute with the module's own "
-    "weights instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
-)
 _OTHERWISE = "other than through the module (a closure, a global name, a weak reference, a copy): write self."
 _MARK = "_gb_own_tensors"
 
@@ -143,23 +137,6 @@ def _storages(x: Tensor) -> list[torch.UntypedStorage]:
         return [x.untyped_storage()]
     except (NotImplementedError, RuntimeError):
         return []
-
-
-def refuse_checkpoints(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`; ValueError if it leaves something that `torch.utils.checkpoint` recomputes."""
-    before = _checkpoints()
-    out = function(*args, **kwargs)
-    if _checkpoints() > before:
-        raise ValueError(_CHECKPOINT)
-    return out
-
-
-_KEPT = [getattr(checkpointing, "_CheckpointFrame", object()), checkpointing.CheckpointFunction._backward_cls]
-
-
-def _checkpoints() -> int:
-    """A number that rises with each checkpoint that waits for backward: an object has a reference to its type."""
-    return sum(map(sys.getrefcount, _KEPT))
 
 
 class _Watched:

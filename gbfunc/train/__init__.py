@@ -3,7 +3,7 @@
 from gbfunc.train.alignment import UpdateAlignment, update_alignment
 from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
-from gbfunc.train.options import Lazy, Remat, StepOptions
+from gbfunc.train.options import Remat, StepOptions
 from gbfunc.train.param_groups import ROLES
 from gbfunc.train.population import Population, population
 from gbfunc.train.schedules import torch_schedule
@@ -11,7 +11,6 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, make_train_step
 
 __all__ = [
     "ROLES",
-    "Lazy",
     "LossAndGrads",
     "LossFn",
     "Objective",

@@ -1,8 +1,7 @@
 """Optimizers as pairs of pure functions `(init, update)`, made of any class of `torch.optim`.
 
-Each update makes torch's optimizer on copies, hands it the state, lets it step once and takes the new state out.
-Classes that treat every number alone get the small leaves of a group as one: new leaves and their states are then
-consecutive views of one buffer, which the next update takes as it is.
+Each update makes torch's optimizer on copies, hands it the state, lets it step once and takes the new state out. The
+fused kernel of Adam and AdamW, which does all that their `step()` does, is called without the class.
 
 Leaves have roles, which say how a class takes them. Code weights and linear coefficients of g-nets are stacked,
 [T, ...], with T tiles (or groups of tiles); direct parameters are ordinary parameters of the p-net.
@@ -13,27 +12,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from gbfunc.train.param_groups import ROLES, LearningRate, ParamGroup, check_class, learning_rate, param_groups
+from gbfunc.train.param_groups import ROLES, Kernel, LearningRate, ParamGroup, check_class, learning_rate, param_groups
 from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of
 from gbfunc.types import Params
 
 Roles: TypeAlias = Mapping[str, str]
 """Role by name of leaf: `"code"`, `"linear"` or `"direct"`."""
 
-JOINED_NUMEL = 2**14
-"""Largest leaf that is stepped as a part of a buffer: a longer one takes less time to step than to copy there."""
-
 # Functions in C: an update calls them for every tensor.
 _SPEC, _FORM = attrgetter("shape", "dtype", "device"), attrgetter("shape", "dtype")
-_NBYTES, _BASE = attrgetter("nbytes"), attrgetter("_base")
 
 
 class OptState(NamedTuple):
@@ -58,7 +51,7 @@ class Optimizer(NamedTuple):
             TypeError for a class that keeps anything but tensors.
         update: `(grads, state, params, roles, *, donate=False) -> (params, state)`. Nothing given is changed unless
             donated; donated buffers may be updated in place and returned, and only the results may be used after.
-            Results need no grad, have no graph and may be views of buffers that they share. TypeError if `state` is no
+            Results need no grad and have no graph. TypeError if `state` is no
             `OptState`; ValueError if it, the leaves or their roles do not fit, or the learning rate is negative.
         settings: class, learning rate and options, which all ranks must have alike.
     """
@@ -129,7 +122,7 @@ def torch_optimizer(
         """One step: the new parameters and the new state; errors for a state, leaves or a rate that do not fit."""
         prepared = prepare(params, roles)
         if grads.keys() != params.keys() or [*map(_SPEC, map(grads.get, params))] != prepared.leaf_specs:
-            compare_trees(prepared.leaves, grads, "grads do not fit params")
+            compare_trees({k: spec_of(p) for k, p in params.items()}, grads, "grads do not fit params")
         _check_state(state, params, prepared, cls.__name__, fingerprint)
         step = int(state.step)
         new: Params = {}
@@ -152,75 +145,56 @@ _Leaf: TypeAlias = tuple[str, str | None, tuple[tuple[int, ...], torch.dtype, to
 
 
 class _Call(NamedTuple):
-    """One optimizer of torch that an update makes, and the leaves that it steps.
+    """One optimizer of torch that an update makes: its class with options, those of the kernel, and its leaves.
 
-    Attributes:
-        group: the class and its options.
-        options: its options, with or without the fused kernel.
-        names: of the leaves.
-        entries: where it steps the leaves as one, the entries of their state: whether each is a tensor like the leaf,
-            or one number, which all leaves have alike.
+    `adam` is the kernel that takes the place of the class from the second step on.
     """
 
     group: ParamGroup
     options: dict[str, Any]
     names: list[str]
-    entries: dict[str, bool] | None = None
+    adam: Kernel | None
 
     def update(
         self, step: int, grads: Params, old: Mapping[str, Params], params: Params, donate: bool
     ) -> tuple[Params, dict[str, Params]]:
         """New leaves and their new state; `old` is not read at the first step."""
-        names, columns = self.names, {}
-        if self.entries is not None:
-            states = [old[k] for k in names] if step else []
-            columns = {e: [*map(itemgetter(e), states)] for e in self.entries if step}
-            counts = [column for e, column in columns.items() if not self.entries[e]]
-        if self.entries is None or not all(map(_known_equal, counts)):
-            given = {k: params[k] for k in names}
-            return self._advance(step, grads, {k: old[k] for k in names} if step else {}, given, donate)
-        leaves = [params[k] for k in names]
-        state = {e: _join(x) if self.entries[e] else x[0].clone() for e, x in columns.items()}
-        grad = {"": _join([grads[k] for k in names])}
-        new, after = self._advance(step, grad, {"": state} if step else {}, {"": _join(leaves)}, donate)
-        # Each has its own count of changes: a forward may change one in place that another's backward does not read.
-        parts = [x.data for x in _unflatten_dense_tensors(new[""], leaves)]
-        rows = [
-            _unflatten_dense_tensors(after[""][e], leaves) if like else _repeat(after[""][e], len(names))
-            for e, like in self.entries.items()
-        ]
-        of_leaf = zip(*rows, strict=True) if rows else ((),) * len(names)
-        named: list[Params] = [dict(zip(self.entries, row, strict=True)) for row in of_leaf]
-        return dict(zip(names, parts, strict=True)), dict(zip(names, named, strict=True))
-
-    def _advance(
-        self, step: int, grads: Params, old: Mapping[str, Params], params: Params, donate: bool
-    ) -> tuple[Params, dict[str, Params]]:
-        """Step copies of `params` and of their state, or donated ones in place."""
-        new = {k: p.detach() if donate and p.is_contiguous() else p.clone() for k, p in params.items()}
+        given = [params[k] for k in self.names]
+        new = [p.detach() if donate and p.is_contiguous() else p.clone() for p in given]
+        # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
+        copy = not donate and self.group.cls.__module__.partition(".")[0] != "torch"
+        fitted = _aligned([grads[k].clone() if copy else grads[k] for k in self.names], new)
         # Torch fills an empty state at its first step. Zeros, or the state after a step with zero gradients, would
         # be another algorithm: NAdam's mu_product starts at 1, Rprop's step sizes at lr, SGD's momentum at the
         # first gradient, ASGD's average at the first iterate.
-        states = {k: _writable(old[k], p, donate) for k, p in new.items()} if step else {}
-        # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
-        copy = not donate and self.group.cls.__module__.partition(".")[0] != "torch"
-        fitted = {k: _aligned(grads[k].clone() if copy else grads[k], p) for k, p in new.items()}
-        return new, self.step(step, new, fitted, states)
+        rows = [old[k] for k in self.names] if step else []
+        tensors = [t for of in rows for t in of.values()]
+        tensors = [t.detach() if t.requires_grad else t for t in tensors] if donate else [*map(Tensor.clone, tensors)]
+        own = iter(_aligned(tensors, [p for of, p in zip(rows, new, strict=False) for _ in of]))
+        states = [dict(zip(of, own, strict=False)) for of in rows]
+        after = self.step(step, new, fitted, states)
+        return dict(zip(self.names, new, strict=True)), dict(zip(self.names, after, strict=True))
 
-    def step(self, step: int, params: Params, grads: Params, old: dict[str, Params]) -> dict[str, Params]:
-        """Step `params` in place; returns the new state of each. `old` is {} at the first step."""
-        tensors = [tile for p in params.values() for tile in self._tiles(p)]
-        tensor_grads = [tile for k in params for tile in self._tiles(grads[k])]
+    def step(
+        self, step: int, params: Sequence[Tensor], grads: Sequence[Tensor], old: Sequence[Params]
+    ) -> Sequence[Params]:
+        """Step `params` in place; returns the new state of each. `old` is empty at the first step."""
         rate = self.group.lr if isinstance(self.group.lr, float) else learning_rate(self.group.lr, step)
+        if old and self.adam is not None:
+            counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
+            torch._foreach_add_(counts, 1)  # pyright: ignore[reportPrivateImportUsage]
+            moments += [[]] * (3 - len(moments))
+            self.adam.function(params, grads, *moments, counts, lr=rate, **self.adam.options)
+            return old
+        tensors, tensor_grads = ([tile for x in xs for tile in self._tiles(x)] for xs in (params, grads))
         optimizer = self.group.cls(tensors, lr=rate, **self.options)
         for p, g in zip(tensors, tensor_grads, strict=True):
             p.grad = g
-        if old:
-            states: list[Params] = []
-            for k, p in params.items():
-                views = {e: self._tiles(t) for e, t in old[k].items()}
-                states += [{e: v[i] for e, v in views.items()} for i in range(len(self._tiles(p)))]
-            optimizer.state.update(zip(tensors, states, strict=True))
+        states: list[Params] = []
+        for p, of in zip(params, old, strict=False):
+            views = {e: self._tiles(t) for e, t in of.items()}
+            states += [{e: v[i] for e, v in views.items()} for i in range(len(self._tiles(p)))]
+        optimizer.state.update(zip(tensors, states, strict=False))
         before = {} if old else _memory(optimizer)
         optimizer.step()
         for p in tensors:
@@ -229,54 +203,22 @@ class _Call(NamedTuple):
             _check_memory(optimizer, before, tensors)
         after = iter([optimizer.state[p] for p in tensors])
         if not self.group.by_tile:
-            return dict(zip(params, after, strict=True))
-        by_tile = {k: [next(after) for _ in p] for k, p in params.items()}
-        return {k: {e: torch.stack([s[e] for s in states]) for e in states[0]} for k, states in by_tile.items()}
+            return [*after]
+        by_tile = [[next(after) for _ in p] for p in params]
+        return [{e: torch.stack([s[e] for s in states]) for e in states[0]} for states in by_tile]
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
         """What torch shall see as a parameter each: leaves, or their tiles; of its state the same."""
         return x.unbind() if self.group.by_tile else (x,)
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype as one, [n]: a view where they are consecutive in memory, otherwise a copy."""
-    first = tensors[0]
-    places = [*accumulate(map(_NBYTES, tensors), initial=first.data_ptr())]
-    end, storage = places.pop(), first.untyped_storage()
-    if (
-        places == [*map(Tensor.data_ptr, tensors)]
-        and all(map(Tensor.is_contiguous, tensors))
-        # Otherwise it is by chance: storages of their own, one after the other.
-        and end <= storage.data_ptr() + storage.nbytes()
-    ):
-        return first.as_strided(((end - places[0]) // first.element_size(),), (1,))
-    return _flatten_dense_tensors(tensors)
-
-
-def _repeat(count: Tensor, n: int) -> Sequence[Tensor]:
-    """A number as that of n leaves, which `_known_equal` recognises: each of its own memory, as files ask."""
-    counts = count.expand(n).clone()
-    vars(counts)["equal_at"] = counts._version
-    return counts.unbind()
-
-
-def _known_equal(counts: Sequence[Tensor]) -> bool:
-    """Whether numbers are equal: known without reading them, which stops an accelerator, unless changed since."""
-    base = counts[0]._base
-    if base is not None and getattr(base, "equal_at", None) == base._version:
-        if [*map(id, map(_BASE, counts))] == [id(base)] * len(counts):
-            return True
-    return len(set(map(Tensor.item, counts))) == 1
-
-
 class _Prepared(NamedTuple):
-    """What an update of such leaves calls, the leaves, and every tensor `(leaf, entry)` of its state.
+    """What an update of such leaves calls, and every tensor `(leaf, entry)` of its state.
 
-    The last three are the specs as lists, in the order of the leaves.
+    The last three are specs as lists, in the order of the leaves: one comparison of each decides for what fits.
     """
 
     calls: list[_Call]
-    leaves: dict[str, TensorSpec]
     specs: dict[tuple[str, str], TensorSpec]
     leaf_specs: list[Any]
     entries: list[tuple[str, ...]]
@@ -292,48 +234,37 @@ def _prepare(group_of: Callable[[str, str, tuple[int, ...]], ParamGroup], leaves
             raise ValueError(f"role of leaf {name!r} must be one of {ROLES}, got {role!r}")
         group = group_of(name, role, shape)
         zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
-        joins = group.joins and dtype.is_floating_point and 0 < zeros[name].numel() <= JOINED_NUMEL
-        key = group, group.fuses(dtype, device), (dtype, device) if joins else None
-        names.setdefault(key, []).append(name)
-    for key in [key for key, named in names.items() if key[2] is not None and len(named) == 1]:
-        names.setdefault((*key[:2], None), []).extend(names.pop(key))
-    calls: list[_Call] = []
-    states: dict[str, dict[str, TensorSpec]] = {}
+        adam = group.adam if (fused := group.fuses(dtype, device)) else None
+        # A kernel takes leaves of one dtype on one device.
+        names.setdefault((group, fused, adam and (dtype, device)), []).append(name)
+    calls = [
+        _Call(group, group.kernel(fused), named, group.adam if kind else None)
+        for (group, fused, kind), named in names.items()
+    ]
+    states: dict[str, Params] = {}
     with torch.no_grad():
-        for (group, fused, kind), named in names.items():
-            call = _Call(group, group.kernel(fused), named)
-            joined = kind is not None
-            given = {"": torch.zeros(2, dtype=kind[0], device=kind[1])} if joined else {k: zeros[k] for k in named}
-            after = call.step(0, given, {k: torch.zeros_like(p) for k, p in given.items()}, {})
-            found = {k: {e: spec_of(x) for e, x in state.items()} for k, state in after.items()}
-            if joined:
-                entries = {e: len(spec.shape or ()) > 0 for e, spec in found[""].items()}
-                call = call._replace(entries=entries)
-                for k in named:
-                    like = tuple(zeros[k].shape)
-                    found[k] = {e: x._replace(shape=like) if entries[e] else x for e, x in found[""].items()}
-            states |= found
-            calls.append(call)
-    specs = {(k, entry): spec for k in zeros for entry, spec in states[k].items()}
-    leaf_specs = [spec for _, _, spec in leaves]
+        for call in calls:
+            given = [zeros[k] for k in call.names]
+            after = call.step(0, given, [torch.zeros_like(p) for p in given], [])
+            states |= zip(call.names, after, strict=True)
+    specs = {(k, entry): spec_of(x) for k in zeros for entry, x in states[k].items()}
     forms = [(spec.shape, spec.dtype) for spec in specs.values()]
-    of_leaves = [tuple(states[k]) for k in zeros]
-    return _Prepared(calls, {k: spec_of(p) for k, p in zeros.items()}, specs, leaf_specs, of_leaves, forms)
+    return _Prepared(calls, specs, [spec for _, _, spec in leaves], [tuple(states[k]) for k in zeros], forms)
 
 
-def _writable(state: Params, p: Tensor, donate: bool) -> Params:
-    """The state of leaf `p` as tensors that torch may change in place."""
-    return {e: _aligned((t.detach() if t.requires_grad else t) if donate else t.clone(), p) for e, t in state.items()}
-
-
-def _aligned(t: Tensor, p: Tensor) -> Tensor:
-    """`t` in the memory layout of `p`, where it has its shape.
+def _aligned(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each tensor in the memory layout of another one, where it has its shape.
 
     Fused CPU kernels ignore strides, and `torch.autograd.grad`, unlike `backward()`, returns gradients of any layout.
     """
-    if (t.is_contiguous() and p.is_contiguous()) or t.shape != p.shape or t.stride() == p.stride():
-        return t
-    return torch.empty_like(p, dtype=t.dtype, device=t.device).copy_(t)
+    if all(map(Tensor.is_contiguous, (*tensors, *like))):
+        return tensors
+    return [
+        t
+        if t.shape != p.shape or t.stride() == p.stride()
+        else torch.empty_like(p, dtype=t.dtype, device=t.device).copy_(t)
+        for t, p in zip(tensors, like, strict=True)
+    ]
 
 
 def _memory(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from gbfunc.parallel import Placement
+from gbfunc.parallel import Layout, Mesh, Placement
 from gbfunc.plan import StoredDtype, stored_name
-from gbfunc.types import Kernel
+from gbfunc.types import Kernel, Lazy
 
-Lazy = bool | Literal["auto"]
 Remat = Literal["none", "generate", "layer"]
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of `make_train_step`, which says what each means.
+    """Options of `make_train_step`.
+
+    Attributes:
+        donate: the step may update the state's buffers in place: less memory and time; use only the state it returns.
+        microbatches: split each batch in so many equal parts; weights are generated once, and the loss is their mean.
+        clip_norm: largest Euclidean norm of the genome's gradient.
+        amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
+        lazy: whether weights stay factors (see `generate`): True wherever they can, False nowhere, `"auto"` where a
+            count of operations and bytes says that it pays for the rows of input; values agree up to rounding. Only
+            layers with torch's forward apply factors: other code reads the dense weight (counted by `dense_reads`).
+        remat: what backward makes again instead of keeping: nothing (`"none"`, the fastest), what lies between genome
+            and weights (`"generate"`), or the weights too, each made just before its layer uses it (`"layer"`; where
+            the genome is split each is gathered again, none stays factors, and all ranks must use the same layers).
+        on_nonfinite: what to do on a loss or gradient that is not finite: `"skip"` keeps the state and reports it,
+            `"raise"` raises.
+        kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU; on a GPU Triton, for
+            ReLU g-nets alone), "eager" (PyTorch), "reference" (the definition) or "auto", compiled where that pays.
+        compile: generation, p-net and loss become one compiled graph (`torch.compile`); the first step takes long.
+        mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
+            over the global batch, and all ranks call with the same arguments. None is this process alone.
+        placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
+            genome's gradient is summed; `"sharded"`, each rank along the g-net axis holds an equal share of every
+            ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
+            `"auto"`, by a count of bytes and operations (`gbfunc.parallel.placement`).
+        check_every: steps between checks that ranks hold the same state, 0 for a check of the first step alone.
+        parallel: how layers are split over the mesh's tensor axis: styles of `torch.distributed.tensor.parallel` by
+            name of module, wildcards too, as `parallelize_module` takes them; `gbfunc.parallel.styles.tensor_styles`
+            has those of some p-nets. Each rank generates and applies its pieces; with `lazy`, thin products travel.
+            All ranks along the axis get the same rows, or, where the first layer takes a sharded input, each its part.
+        pipeline: the schedule by which microbatches go through the mesh's pipeline axis, each rank running some of the
+            p-net's blocks: `"gpipe"`, `"1f1b"`, `"interleaved"` or `"zbv"` (torch's). All ranks along the axis get the
+            same rows, of which `microbatches` must be a divisor; the loss function must run on the meta device up to
+            the p-net's call.
+        stages: names of the blocks that begin a stage, but for the first one; None balances counted operations.
+        rounding: the loss sees the genome as `save` with this dtype stores it, and gradients go straight through the
+            rounding: a short training with it, after one without, recovers most of what rounding alone costs.
 
     Raises:
         ValueError: for options out of range, or that exclude each other.
@@ -32,10 +67,12 @@ class StepOptions:
     on_nonfinite: Literal["skip", "raise"] = "skip"
     kernel: Kernel = "auto"
     compile: bool = False
+    mesh: Mesh | None = None
     placement: Placement | Literal["auto"] = "auto"
     check_every: int = 100
+    parallel: Mapping[str, Any] | None = None
     pipeline: str | None = None
-    stages: tuple[str, ...] | None = None
+    stages: Sequence[str] | None = None
     rounding: StoredDtype | None = None
 
     def __post_init__(self) -> None:
@@ -59,8 +96,9 @@ class StepOptions:
             stored_name(self.rounding, "rounding")
         if self.pipeline is None and self.stages is not None:
             raise ValueError("stages= are those of a pipeline: say pipeline=")
-        if self.compile and self.pipeline is not None:
-            raise ValueError("compile=True and pipeline= do not go together")
+        for name in ("pipeline", "parallel"):
+            if self.compile and getattr(self, name) is not None:
+                raise ValueError(f"compile=True and {name}= do not go together")
         if self.compile and (self.microbatches > 1 or self.remat != "none"):
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
 
@@ -69,13 +107,22 @@ class StepOptions:
         """`lazy`, but for compiled steps of torch 2.5, whose Dynamo does not trace forms of layers."""
         return self.lazy if not self.compile or torch.__version__ >= "2.6" else False
 
-    def check_placement(self, sharded: bool, placement: Placement) -> None:
-        """Raise ValueError for options that cannot be where the genome is placed so."""
-        if sharded and self.remat == "layer" and self.microbatches > 1:
+    def check_layout(self, layout: Layout) -> None:
+        """Raise ValueError for options that the plan, the mesh, or the placement of the genome on it excludes."""
+        sizes = layout.mesh.sizes
+        if self.parallel is None and sizes["tensor"] > 1:
+            raise ValueError("the mesh has a tensor axis: parallel= must say how layers are split over it")
+        if self.pipeline is None and sizes["pipeline"] > 1:
+            raise ValueError("the mesh has a pipeline axis: pipeline= must say by which schedule")
+        if layout.plan.base is not None and (self.parallel is not None or self.pipeline is not None):
+            raise ValueError("a p-net with a base is not split: parallel= and pipeline= are for plans without one")
+        if not layout.sharded:
+            return
+        if self.remat == "layer" and self.microbatches > 1:
             # Ranks with fewer rows may have fewer microbatches, and would miss the gathers of the others.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
-        if sharded and self.rounding is not None:
+        if self.rounding is not None:
             # Tiles of several ranks may have a scale in common.
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")
-        if sharded and placement == "sharded" and self.lazy is True:
+        if layout.placement == "sharded" and self.lazy is True:
             raise ValueError("lazy=True needs factors, and placement='sharded' gathers tiles: take placement='factors'")

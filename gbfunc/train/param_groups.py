@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
 from numbers import Real
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -28,11 +29,13 @@ _FUSED: Mapping[Any, Mapping[str, frozenset[torch.dtype]]] = {
 }
 """Where tests hold a fused kernel equal to the plain step: dtypes by type of device."""
 
-_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()
-)
-"""Classes that step one tensor as they step its parts: their states are tensors like the parameter, and scalars."""
+
+class Kernel(NamedTuple):
+    """A fused kernel of torch: the function, the entries of the state in its order, and its options but for `lr`."""
+
+    function: Callable[..., None]
+    entries: tuple[str, ...]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +47,17 @@ class ParamGroup:
     options: dict[str, Any]
     by_tile: bool
 
-    @property
-    def joins(self) -> bool:
-        """Whether the class steps one tensor as it steps its parts."""
-        return self.cls in _ELEMENTWISE
+    @cached_property
+    def adam(self) -> Kernel | None:
+        """The kernel of Adam or AdamW, where it does all that their step does with these options."""
+        name = {torch.optim.Adam: "_fused_adam_", torch.optim.AdamW: "_fused_adamw_"}.get(cast(Any, self.cls))
+        known = {"betas", "eps", "weight_decay", "amsgrad", "maximize"}
+        if name is None or self.options.keys() - known - {"fused"}:
+            return None
+        options = {k: v for k, v in self.cls([torch.zeros(1)], **self.options).defaults.items() if k in known}
+        options["beta1"], options["beta2"] = map(float, options.pop("betas"))
+        largest = ("max_exp_avg_sq",) if options["amsgrad"] else ()
+        return Kernel(getattr(torch, name), ("step", "exp_avg", "exp_avg_sq", *largest), options)
 
     def fuses(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the fused kernel steps such a leaf: where it is right; on other devices, where the options ask."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gbfunc.train.gradients.batched import Batched
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state, own_direct, step_seed
 from gbfunc.trees import (
@@ -88,14 +89,17 @@ class Population:
                 batch with a packed sequence, or a loss that is no scalar or does not depend on what is trained.
         """
         refuse_packed(batch)
-        (state, named), step = checked_state(states), self.train_step
+        state, step = states, self.train_step
+        named, _ = checked_state(state)
         self._check(state, named)
         named = named if step._options.donate else own_direct(named)
-        flat = {k: v.detach() for k, v in named.items() if k not in step._frozen}
+        flat = {k: named[k].detach() for k in step._trained}
         frozen = {k: named[k] for k in step._frozen}
         buffers = {k: v.clone() for k, v in state.buffers.items()}
-        seeds = [step_seed(*both) for both in zip(state.seed, state.step, strict=True)]
-        batched = step._objective.batched(self._same_batch)
+        seeds = [step_seed(*both) for both in zip(state.seed.tolist(), state.step.tolist(), strict=True)]
+        objective = step._objective
+        assert objective.strategy.loss is not None
+        batched = Batched(step.plan, objective.strategy.loss, objective.scale, self._same_batch)
         loss_n, aux, gradients, buffers = batched(frozen, flat, buffers, batch, seeds)
         norms = [torch.linalg.vector_norm(g.reshape(self.n, -1), dim=1) for g in gradients.values()]
         norm_n = torch.linalg.vector_norm(torch.stack(norms), dim=0)

@@ -48,11 +48,11 @@ def make_factors(grid: TileGrid, k: int, seed: int, dtype: torch.dtype = torch.f
 
 
 def make_form(
-    kind: str, name: str, shape: tuple[int, ...], grid: TileGrid, transposed: bool = False, auto: bool = False
+    kind: str, name: str, shape: tuple[int, ...], grid: TileGrid, transposed: bool = False, rank: int | None = None
 ) -> WeightForm:
-    """A form of one of `KINDS` with the inputs left and right."""
+    """A form of one of `KINDS` with the inputs left and right; with a rank, factors are used where they pay."""
     if kind == "factored":
-        return FactoredWeight(name, shape, grid, transposed, auto)
+        return FactoredWeight(name, shape, grid, rank or 1, transposed, auto=rank is not None)
 
     def maker(left: Tensor, right: Tensor) -> Tensor:
         return product(left, right, shape, grid, transposed)
@@ -122,7 +122,9 @@ def on_form(kind: str, module: nn.Module, cuts: Cuts, *, k: int = 2, auto: bool 
         if kind == "dense":
             made[name] = lambda left, right, s=shape, g=grid, t=transposed: product(left, right, s, g, t)
         else:
-            forms |= dict.fromkeys((name, *info.aliases), make_form(kind, name, shape, grid, transposed, auto))
+            forms |= dict.fromkeys(
+                (name, *info.aliases), make_form(kind, name, shape, grid, transposed, k if auto else None)
+            )
 
     def tensors(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         given = {k: v for k, v in leaves.items() if k.rpartition(".")[0] not in cuts}

@@ -6,6 +6,7 @@ library's arithmetic. Names: i, j row and column of a tile; y, x row and column 
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -55,6 +56,11 @@ def code(encoding: dict[str, Any], n: int, index: int) -> list[float]:
                     own = code({"type": encoding["code"]}, axis, position)
                 found = own + found
             return found
+        case "table":
+            rows, columns = encoding["shape"]
+            numbers = np.frombuffer(base64.b64decode(encoding["data"]), encoding["dtype"])
+            assert len(numbers) == rows * columns and rows == n
+            return [float(x) for x in numbers[index * columns : (index + 1) * columns]]
         case "per_axis":
             positions = encoding["n_positions"]
             channel, position = divmod(index, positions)
@@ -66,7 +72,9 @@ def code(encoding: dict[str, Any], n: int, index: int) -> list[float]:
 
 def is_local(encoding: dict[str, Any]) -> bool:
     """Whether the code numbers positions within a tile."""
-    return is_local(encoding["channels"]) if encoding["type"] == "per_axis" else encoding["type"] != "grid"
+    return (
+        is_local(encoding["channels"]) if encoding["type"] == "per_axis" else encoding["type"] not in ("grid", "table")
+    )
 
 
 def tile_code(encoding: Encoding, n: int, tile: int, block: int, i: int) -> list[float]:

@@ -1,19 +1,24 @@
 """Real ranks for tests: so many processes that meet at a file, run one function, and hand back what it returns.
 
-As a script, `ranks.py MODULE:FUNCTION FOLDER WORLD`, it imports the module once and forks the ranks. A function
-`before_fork` of the module is called before, with the arguments: what it imports is imported once.
+As a script it is the server of a test process, which has imported what takes seconds: for each line of its input it
+forks a process of its own session, which forks the ranks. A function `before_fork` of the module of the cases is called
+before, with the arguments: what it imports is imported once.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,35 +58,76 @@ def launch(
 ) -> list[tuple[int | str, str]]:
     """Run the ranks to their end: exit code (a signal's is negative) and output of each; killed when the time is up."""
     torch.save(arguments, folder / "arguments.pt")
-    command = [sys.executable, str(SUPPORT / "ranks.py"), function, str(folder), str(world)]
-    own = {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
-    with (folder / "log").open("w+") as log:
-        environment = {**os.environ, **own, **paths}
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            process.wait(timeout * PATIENCE)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        log.seek(0)
-        words = log.read()
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    own = {"WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
+    server.stdin.write(json.dumps([function, str(folder), world, {**os.environ, **own}]) + "\n")
+    server.stdin.flush()
+    child = int(server.stdout.readline())
+    if not select.select([server.stdout], [], [], timeout * PATIENCE)[0]:
+        os.killpg(child, signal.SIGKILL)
+    server.stdout.readline()
+    words = (folder / "log").read_text()
     codes = folder / "ended.json"
     ended = json.loads(codes.read_text()) if codes.exists() else [words or "time is up"] * world
     logs = [folder / f"log-{r}" for r in range(world)]
     return [(code, path.read_text()[-4000:] if path.exists() else "") for code, path in zip(ended, logs, strict=True)]
 
 
-def fork_ranks(world: int, function: str, folder: Path) -> list[int]:
-    """Fork the ranks and wait for them: their exit codes."""
+@lru_cache
+def _server() -> subprocess.Popen[str]:
+    """The server of this process, which ends when its input does."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
+    command = [sys.executable, str(Path(__file__).resolve())]
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)  # Closes its input.
+    return server
+
+
+def serve() -> None:
+    """Answer each request by the id of the process that starts the ranks, and by another line when it has ended."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What an import prints is no answer.
+    for line in sys.stdin:
+        function, place, world, environment = json.loads(line)
+        folder = Path(place)
+        with suppress(Exception):  # It fails again in the child, and is reported there.
+            prepare(function, folder)
+        if child := os.fork():
+            print(child, file=answers, flush=True)
+            os.waitpid(child, 0)
+            print("ended", file=answers, flush=True)
+            continue
+        try:
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            with (folder / "log").open("w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            os.environ.clear()
+            os.environ.update(environment)
+            ended = fork_ranks(world, function, folder)
+            (folder / "ended.json").write_text(json.dumps(ended))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def prepare(function: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Import the function; it and its arguments."""
     name, attribute = function.split(":")
     module = importlib.import_module(name)
-    call = getattr(module, attribute)
     arguments = torch.load(folder / "arguments.pt", weights_only=False)
     getattr(module, "before_fork", lambda **arguments: None)(**arguments)
+    return getattr(module, attribute), arguments
+
+
+def fork_ranks(world: int, function: str, folder: Path) -> list[int]:
+    """Fork the ranks and wait for them: their exit codes."""
+    call, arguments = prepare(function, folder)
     children = []
     for rank in range(world):
         if child := os.fork():
@@ -109,6 +155,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.float64):
         torch.sin(torch.ones(1, dtype=dtype))
-    target, place, size = sys.argv[1:]
-    ended_with = fork_ranks(int(size), target, Path(place))
-    (Path(place) / "ended.json").write_text(json.dumps(ended_with))
+    serve()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -74,6 +76,12 @@ EXAMPLES: Mapping[str, tuple[Hypernet, ...]] = MappingProxyType(
 FACTORIES = (linear_end, bounded_end, all_linear)
 """What `Plan.from_json` and `load` need for the examples."""
 
+
+def named(value: object) -> str:
+    """A test's name of a parameter, without addresses: every process of pytest-xdist must give the same."""
+    return re.sub(r" at 0x\w+", "", str(value))
+
+
 ALL_EXAMPLES = [h for examples in EXAMPLES.values() for h in examples]
 
 
@@ -108,7 +116,10 @@ def grid_dims(draw: st.DrawFn, n: int) -> tuple[int, ...]:
 def encodings(draw: st.DrawFn, n: int, nested: bool = True) -> Encoding:
     """Any encoding that fits an axis of n."""
     simple = {"binary": gb.binary, "gray": gb.gray, "one_hot": gb.one_hot}
-    kind: str = draw(st.sampled_from([*simple, "grid", *(["per_axis"] if nested else [])]))
+    kind: str = draw(st.sampled_from([*simple, "grid", "table", *(["per_axis"] if nested else [])]))
+    if kind == "table":
+        numbers = np.random.default_rng(n).normal(size=(n, draw(st.integers(1, 3))))
+        return gb.table(draw(st.sampled_from([np.arange(n)[:, None], numbers, numbers.astype(np.float16)])))
     if kind == "grid":
         code: Any = draw(st.sampled_from(["coordinate", "gray", "binary"]))
         return gb.grid(*draw(grid_dims(n)), code=code, bandwidth=draw(st.sampled_from([0.5, 2.0, 6.0])))

@@ -72,7 +72,6 @@ def toy(
     hypernet: Any,
     lead: tuple[int, ...],
     styles: Callable[[], dict[str, Any]] = sequence_styles,
-    steps: int = 4,
     max_tile: Any = None,
     copies: bool = False,
     **options: Any,
@@ -84,7 +83,7 @@ def toy(
     parallel = None if mesh is None else styles()
     step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, parallel=parallel, **options)
     state, reports = step.init(3), []
-    for i in range(steps):
+    for i in range(2):
         batch = draw(*lead, 10, seed=i), draw(*lead, 5, seed=100 + i)
         if mesh is not None:
             batch = mesh.shard_batch(batch, sequence_dim=0 if styles is sequence_styles and not copies else None)
@@ -97,15 +96,15 @@ CASES: dict[str, Callable[[Mesh | None], Any]] = {}
 for _name, _hypernet in TYPES.items():
     for _lead in ((20,), (12, 12)):
         CASES[f"sequence {_lead} {_name}"] = partial(toy, hypernet=_hypernet, lead=_lead)
-    CASES[f"sequence of copies {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), steps=3, copies=True)
-    CASES[f"whole {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), styles=plain_styles, steps=3)
+    CASES[f"sequence of copies {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), copies=True)
+    CASES[f"whole {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), styles=plain_styles)
     for _tile in (4, (5, 7)):
-        CASES[f"tiles {_tile} {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), steps=3, max_tile=_tile)
+        CASES[f"tiles {_tile} {_name}"] = partial(toy, hypernet=_hypernet, lead=(20,), max_tile=_tile)
 for _rows in (4, 2):
     # Of three ranks, one or two have none.
     for _micro in (1, 2):
         CASES[f"{_rows} rows in a sequence, micro {_micro}"] = partial(
-            toy, hypernet=TYPES["periodic"], lead=(_rows,), steps=3, microbatches=_micro
+            toy, hypernet=TYPES["periodic"], lead=(_rows,), microbatches=_micro
         )
 for _lazy in (True, False, "auto"):
     for _remat in ("none", "generate", "layer"):
@@ -116,7 +115,6 @@ for _lazy in (True, False, "auto"):
                     hypernet=TYPES["periodic"],
                     lead=(12,),
                     styles=_styles,
-                    steps=3,
                     max_tile=(11, 9),
                     lazy=_lazy,
                     remat=_remat,
@@ -171,7 +169,7 @@ def residual(mesh: Mesh | None, manner: str, **options: Any) -> Any:
         plan, pnet, loss_fn, optimizer, mesh=mesh, parallel=None if mesh is None else styles, **options
     )
     state, reports = step.init(3), []
-    for i in range(3):
+    for i in range(2):
         x, y = draw(6, 7, 8, seed=i), torch.randint(0, 12, (6, 7), generator=torch.Generator().manual_seed(i))
         if mesh is not None:
             (x,), y = mesh.shard_batch((x,), None if manner == "classes" else 1), mesh.shard_batch(y)
@@ -224,7 +222,7 @@ def text(mesh: Mesh | None, name: str, hypernet: Any, include: Any = (), layers:
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=0.02)
     step = gb.make_train_step(plan, pnet, next_token, optimizer, mesh=mesh, parallel=parallel, **options)
     state, reports = step.init(3), []
-    for i in range(3):
+    for i in range(2):
         batch = torch.randint(0, 22, (8 if layers > 2 else 4, 9), generator=torch.Generator().manual_seed(i))
         state, info = step(state, batch if mesh is None else mesh.shard_batch(batch))
         reports.append(torch.stack([info.loss, info.grad_norm]))
@@ -392,6 +390,17 @@ def other_rows(mesh: Mesh) -> Any:
 def other_styles(mesh: Mesh) -> Any:
     styles = plain_styles() if mesh.rank == 0 else {"in_proj": ColwiseParallel()}
     return one_step(mesh, Toy().double(), styles, (draw(6, 10), draw(6, 5)))
+
+
+@refused("ranks must make the same mesh, got ")
+def another_mesh(mesh: Mesh) -> Any:
+    return gb.mesh(tensor=2) if mesh.rank else gb.mesh(data=2)
+
+
+@refused("rank 1 in parallel (in_proj.output_layouts[0]: 'Shard(dim=-1)', not 'Replicate()')")
+def other_arguments_of_a_style(mesh: Mesh) -> Any:
+    out = Replicate() if mesh.rank == 0 else Shard(-1)
+    return one_step(mesh, Toy().double(), {"in_proj": ColwiseParallel(output_layouts=out)}, (draw(6, 10), draw(6, 5)))
 
 
 @refused("split over ranks and made in pieces")

@@ -140,12 +140,21 @@ def on_meta() -> nn.Module:
         return mlp()
 
 
+def own_codes(n: int) -> Tensor:
+    """Codes of n units in two kinds: the kind, and a number of their own."""
+    return torch.stack([torch.arange(n) % 2 * 2.0 - 1, torch.linspace(-1.7, 1.7, n)], 1)
+
+
 ZOO: Mapping[str, Animal] = MappingProxyType(
     {
         "mlp": Animal(mlp),
         "conv_bn": Animal(conv_bn, (2, 6, 6)),
         "conv_bn_eval": Animal(conv_bn, (2, 6, 6), train=False),
-        "grouped_conv": Animal(lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5)),
+        "grouped_conv": Animal(
+            lambda: nn.Conv2d(4, 6, 3, groups=2),
+            (4, 5, 5),
+            {"encodings": {"weight": (own_codes(6), gb.per_axis(gb.table(own_codes(2)), gb.grid(3, 3), 9))}},
+        ),
         "transposed_conv": Animal(lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), (3, 3, 3)),
         "attention": Animal(SelfAttention, (5, 8)),
         "transformer": Animal(encoder, (5, 8)),
@@ -160,7 +169,13 @@ ZOO: Mapping[str, Animal] = MappingProxyType(
             lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)),
             options={"hypernet": gb.periodic(2, share="layers")},
         ),
-        "mixed": Animal(mlp, options={"rules": [(r"2\.", gb.low_rank(1)), (r"0\.bias", gb.constant(0.1))]}),
+        "mixed": Animal(
+            mlp,
+            options={
+                "rules": [(r"2\.", gb.low_rank(1)), (r"0\.bias", gb.constant(0.1))],
+                "encodings": {"0.weight": (own_codes(7), None)},
+            },
+        ),
         "conv1d": Animal(lambda: nn.Sequential(Conv1D(7, 6), nn.Tanh(), Conv1D(3, 7))),
         "running": Animal(Running),
         "bfloat16": Animal(lambda: mlp().bfloat16()),

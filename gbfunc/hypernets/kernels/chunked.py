@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
-import optree
 import torch
 from torch import Tensor
 
@@ -56,7 +55,8 @@ class RowMap(NamedTuple):
             # The gradient is linear in the cotangents, and its gradient in them is the forward derivative.
             # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
             outputs, pull = torch.func.vjp(self.fn, rows, shared)[:2]
-            push = torch.func.vjp(pull, optree.tree_map(torch.zeros_like, outputs))[1]
+            zeros = tuple(tuple(map(torch.zeros_like, part)) for part in outputs)
+            push = torch.func.vjp(pull, zeros)[1]
             return push((row_tangents, shared_tangents))[0]
 
         n, k = self.inputs

@@ -1,7 +1,14 @@
 // Sines and cosines of codes on a CPU: with A = X U + phase, [s sin A + t cos A, s cos A - t sin A], and its gradients.
 //
+// With z = exp(i A), the cosines' half is the real part of (s + i t) z, and the sines' half its imaginary part. Codes are
+// often sums of those of a place and of a block: where row b m + o has the code of row b m plus that of row o less that of
+// row 0 (bits of a number, coordinates in an image), z is exp(i A_o) times the turn exp(i (A_bm - A_0)), so that n rows
+// take m + n / m sines. Other codes have one block, m = n. With the cotangent q of the cosines' half and g of the sines',
+// P = (q + i g) conj(z) gives ds = sum Re P, dt = sum Im P and dA = s Im P - t Re P; the gradients of the code weights
+// take the sums of dA over blocks, for each place, and over places, for each block, which need no z of a single row.
+//
 // A feature depends on no other: a work item is some features of some groups of tiles, and no two items share a sum.
-// Backward makes A again, so that nothing is kept but the inputs.
+// Backward makes z again, so that nothing is kept but the inputs. Vectors go along the rows.
 //
 // All arrays are contiguous. Suffixes: T tiles; G groups of tiles that share U; n rows; p width of the codes; H features.
 
@@ -17,10 +24,12 @@ struct Wave {
   const S *phase, *sine, *cosine;   // [T, H], or null: 0, 1 and 0
   const S* scale;                   // of s and t: [T], or null: 1
   const Size* groups;               // [T], or null: each tile is a group
-  S* out;                           // [T, n, 2 H]; in backward its gradient
+  S* out;                           // [T, 2 H, n]; in backward its gradient
   S *d_weights, *d_phase, *d_sine, *d_cosine;  // [G, p, H] and [T, H], written to
-  Size tiles, n_groups, rows, width, features, code_step, cosine_first;
+  Size tiles, n_groups, rows, width, features, code_step, cosine_first, period;
   Size group_of(Size tile) const { return groups ? groups[tile] : tile; }
+  S* sines(Size tile, Size h) const { return out + (tile * 2 * features + (cosine_first ? features : 0) + h) * rows; }
+  S* cosines(Size tile, Size h) const { return out + (tile * 2 * features + (cosine_first ? 0 : features) + h) * rows; }
 };
 
 template <class S>
@@ -103,134 +112,173 @@ void sincos(Vec<S> x, Vec<S>& sin, Vec<S>& cos) {
     }
 }
 
-constexpr Size kBlock = 64;  // rows whose outputs are written, or whose gradients are summed, vector by vector
+constexpr Size kChunk = 512;  // places whose numbers stay in the first-level cache
 
-// What a tile's rows are computed from, for some features: weights [p, features], then phase, s and t, padded by zeros.
+// Sum of a vector's numbers.
 template <class S>
-struct Inputs {
-  std::vector<Vec<S>> weights, phase, s, t;
+S total(Vec<S> x) {
+  S numbers[kLanes<S>];
+  std::memcpy(numbers, &x, kBytes);
+  for (Size half = kLanes<S> / 2; half; half /= 2)
+    for (Size l = 0; l < half; l++) numbers[l] += numbers[l + half];
+  return numbers[0];
+}
 
-  void read(const Wave<S>& w, Size tile, Size first, Size end) {
-    const Size lanes = kLanes<S>, vectors = round_up(end - first, lanes) / lanes, H = w.features;
-    weights.resize(vectors * w.width);
-    phase.resize(vectors), s.resize(vectors), t.resize(vectors);
-    const S* u = w.weights + w.group_of(tile) * w.width * H;
-    const Vec<S> scale = spread(w.scale ? w.scale[tile] : S(1));
-    for (Size k = 0; k < vectors; k++) {
-      const Size h = first + k * lanes, some = end - h, at = tile * H + h;
-      for (Size j = 0; j < w.width; j++) weights[k * w.width + j] = load(u + j * H + h, some);
-      phase[k] = w.phase ? load(w.phase + at, some) : Vec<S>{};
-      s[k] = w.sine ? load(w.sine + at, some) * scale : scale;
-      t[k] = w.cosine ? load(w.cosine + at, some) * scale : Vec<S>{};
+// Numbers in whole vectors.
+template <class S>
+struct Row {
+  std::vector<Vec<S>> vectors;
+  void fit(Size count) { vectors.assign(round_up(count, kLanes<S>) / kLanes<S>, Vec<S>{}); }
+  S* data() { return reinterpret_cast<S*>(vectors.data()); }
+};
+
+// The codes of a tile, transposed: of places, and of blocks less that of the first one.
+template <class S>
+struct Codes {
+  Row<S> places, blocks;  // [p, m] and [p, n / m], each row in whole vectors
+  const S* of = nullptr;
+  Size m = 0, rows = 0, width = 0, count = 0, place_step = 0, block_step = 0;
+
+  void read(const Wave<S>& w, Size tile) {
+    const S* codes = w.codes + tile * w.code_step;
+    if (of == codes && m == w.period && rows == w.rows && width == w.width) return;  // all tiles have them
+    of = codes, m = w.period, rows = w.rows, width = w.width, count = (rows + m - 1) / m, place_step = round_up(m, kLanes<S>), block_step = round_up(count, kLanes<S>);
+    places.fit(place_step * w.width), blocks.fit(block_step * w.width);
+    for (Size o = 0; o < m; o++)
+      for (Size j = 0; j < w.width; j++) places.data()[j * place_step + o] = codes[o * w.width + j];
+    for (Size b = 1; b < count; b++)
+      for (Size j = 0; j < w.width; j++)
+        blocks.data()[j * block_step + b] = codes[b * m * w.width + j] - codes[j];
+  }
+};
+
+// What one feature of a tile is computed from, and scratch space for it.
+template <class S>
+struct Feature {
+  Codes<S> codes;
+  std::vector<S> weights, d_weights;
+  S phase, s, t, d_phase, d_s, d_t;
+  Row<S> sin, cos, block_sin, block_cos;  // of the places of a chunk, and of the blocks' turns
+  Row<S> re, im, block_re, block_im;      // sums of (q + i g) times the conjugate of the others
+
+  void read(const Wave<S>& w, Size tile, Size h) {
+    codes.read(w, tile);
+    weights.resize(w.width);
+    const Size at = tile * w.features + h;
+    for (Size j = 0; j < w.width; j++) weights[j] = w.weights[(w.group_of(tile) * w.width + j) * w.features + h];
+    const S scale = w.scale ? w.scale[tile] : S(1);
+    phase = w.phase ? w.phase[at] : S(0), s = w.sine ? w.sine[at] * scale : S(1);
+    t = w.cosine ? w.cosine[at] * scale : S(0);
+    turn(codes.blocks.data(), codes.block_step, codes.count, S(0), block_sin, block_cos);
+  }
+
+  // Sines and cosines of some columns of codes [p, step].
+  void turn(const S* from, Size step, Size some, S first, Row<S>& sines, Row<S>& cosines) {
+    sines.fit(some), cosines.fit(some);
+    for (Size k = 0; k < Size(sines.vectors.size()); k++) {
+      Vec<S> a = spread(first);
+      for (Size j = 0; j < Size(weights.size()); j++) a += load(from + j * step + k * kLanes<S>) * spread(weights[j]);
+      sincos<S>(a, sines.vectors[k], cosines.vectors[k]);
+    }
+  }
+
+  // Calls f(first place, places) for each chunk of places, whose sines and cosines are there then.
+  template <class F>
+  void by_chunks(F f) {
+    for (Size first = 0; first < codes.m; first += kChunk) {
+      const Size some = std::min(kChunk, codes.m - first);
+      turn(codes.places.data() + first, codes.place_step, some, phase, sin, cos);
+      f(first, some);
     }
   }
 };
 
-template <class S, int R>
-void angles(const S* codes, const Vec<S>* weights, Vec<S> phase, Size width, Vec<S> (&sin)[R], Vec<S> (&cos)[R]) {
-  Vec<S> a[R];
-  for (auto& x : a) x = phase;
-  for (Size j = 0; j < width; j++)
-    for (int r = 0; r < R; r++) a[r] += spread(codes[r * width + j]) * weights[j];
-  for (int r = 0; r < R; r++) sincos<S>(a[r], sin[r], cos[r]);
-}
-
-// Calls f(tile, first row, end of rows, vector of features, first of them) for all of an item.
-template <class S, class F>
-void by_blocks(const Wave<S>& w, Size first, Size end, F f) {
-  for (Size top = 0; top < w.rows; top += kBlock)
-    for (Size k = 0, h = first; h < end; k++, h += kLanes<S>) f(top, std::min(w.rows, top + kBlock), k, h);
-}
-
+// Adds codes [p, step] times dA to the gradients of the weights.
 template <class S>
-void forward(const Wave<S>& w, Inputs<S>& in, Size tile, Size first, Size end) {
-  in.read(w, tile, first, end);
-  const Size H = w.features, sine_at = w.cosine_first ? H : 0, cosine_at = H - sine_at;
-  const S* codes = w.codes + tile * w.code_step;
-  S* out = w.out + tile * w.rows * 2 * H;
-  by_blocks(w, first, end, [&](Size top, Size bottom, Size k, Size h) {
-    const Vec<S> s = in.s[k], t = in.t[k];
-    by_rows(top, bottom, [&](Size i, auto count) {
-      constexpr int R = decltype(count)::value;
-      Vec<S> sin[R], cos[R];
-      angles<S, R>(codes + i * w.width, &in.weights[k * w.width], in.phase[k], w.width, sin, cos);
-      for (int r = 0; r < R; r++) {
-        S* row = out + (i + r) * 2 * H + h;
-        store(row + sine_at, s * sin[r] + t * cos[r], end - h);
-        store(row + cosine_at, s * cos[r] - t * sin[r], end - h);
-      }
-    });
-  });
-}
-
-// Sums of gradients of some features.
-template <class S>
-struct Sums {
-  std::vector<Vec<S>> weights, phase, s, t, block;
-};
-
-template <class S>
-void backward(const Wave<S>& w, Inputs<S>& in, Sums<S>& d, Size tile, Size first, Size end) {
-  in.read(w, tile, first, end);
-  const Size H = w.features, sine_at = w.cosine_first ? H : 0, cosine_at = H - sine_at;
-  const S* codes = w.codes + tile * w.code_step;
-  const S* out = w.out + tile * w.rows * 2 * H;
-  for (auto* x : {&d.phase, &d.s, &d.t}) x->assign(in.s.size(), Vec<S>{});
-  d.block.resize(w.width);
-  by_blocks(w, first, end, [&](Size top, Size bottom, Size k, Size h) {
-    // Block by block, so that the rounding errors of long columns do not pile up.
-    std::fill(d.block.begin(), d.block.end(), Vec<S>{});
-    Vec<S> dA_sum = {}, ds = {}, dt = {};
-    const Vec<S> s = in.s[k], t = in.t[k];
-    by_rows(top, bottom, [&](Size i, auto count) {
-      constexpr int R = decltype(count)::value;
-      Vec<S> sin[R], cos[R], dA[R];
-      angles<S, R>(codes + i * w.width, &in.weights[k * w.width], in.phase[k], w.width, sin, cos);
-      for (int r = 0; r < R; r++) {
-        const S* row = out + (i + r) * 2 * H + h;
-        const Vec<S> of_sine = load(row + sine_at, end - h), of_cosine = load(row + cosine_at, end - h);
-        const Vec<S> along = of_sine * sin[r] + of_cosine * cos[r], across = of_sine * cos[r] - of_cosine * sin[r];
-        dA[r] = s * across - t * along;
-        ds += along, dt += across, dA_sum += dA[r];
-      }
-      for (Size j = 0; j < w.width; j++)
-        for (int r = 0; r < R; r++) d.block[j] += spread(codes[(i + r) * w.width + j]) * dA[r];
-    });
-    for (Size j = 0; j < w.width; j++) d.weights[k * w.width + j] += d.block[j];
-    d.phase[k] += dA_sum, d.s[k] += ds, d.t[k] += dt;
-  });
-  const Vec<S> scale = spread(w.scale ? w.scale[tile] : S(1));
-  for (Size k = 0, h = first; h < end; k++, h += kLanes<S>) {
-    const Size at = tile * H + h;
-    if (w.d_phase) store(w.d_phase + at, d.phase[k], end - h);
-    if (w.d_sine) store(w.d_sine + at, d.s[k] * scale, end - h);
-    if (w.d_cosine) store(w.d_cosine + at, d.t[k] * scale, end - h);
+void add(Feature<S>& f, const S* codes, Size step, const Row<S>& dA) {
+  for (Size j = 0; j < Size(f.weights.size()); j++) {
+    Vec<S> sum = {};
+    for (Size k = 0; k < Size(dA.vectors.size()); k++) sum += load(codes + j * step + k * kLanes<S>) * dA.vectors[k];
+    f.d_weights[j] += total<S>(sum);
   }
+}
+
+template <class S>
+void forward(const Wave<S>& w, Feature<S>& f, Size tile, Size h) {
+  f.read(w, tile, h);
+  S *sines = w.sines(tile, h), *cosines = w.cosines(tile, h);
+  f.by_chunks([&](Size first, Size some) {
+    for (Size b = 0; b < f.codes.count; b++) {
+      const S c = f.block_cos.data()[b], d = f.block_sin.data()[b];
+      const Vec<S> re = spread(f.s * c - f.t * d), im = spread(f.s * d + f.t * c);
+      const Size at = b * f.codes.m + first, end = std::min(some, w.rows - at);
+      for (Size o = 0, k = 0; o < end; o += kLanes<S>, k++) {
+        store(sines + at + o, re * f.sin.vectors[k] + im * f.cos.vectors[k], end - o);
+        store(cosines + at + o, re * f.cos.vectors[k] - im * f.sin.vectors[k], end - o);
+      }
+    }
+  });
+}
+
+template <class S>
+void backward(const Wave<S>& w, Feature<S>& f, Size tile, Size h) {
+  f.read(w, tile, h);
+  const S *sines = w.sines(tile, h), *cosines = w.cosines(tile, h);
+  const Size lanes = kLanes<S>, m = f.codes.m, count = f.codes.count;
+  f.d_weights.assign(w.width, S(0)), f.d_phase = f.d_s = f.d_t = 0;
+  f.block_re.fit(count), f.block_im.fit(count);
+  f.by_chunks([&](Size first, Size some) {
+    f.re.fit(some), f.im.fit(some);
+    for (Size b = 0; b < count; b++) {
+      const Vec<S> c = spread(f.block_cos.data()[b]), d = spread(f.block_sin.data()[b]);
+      const Size at = b * m + first, end = std::min(some, w.rows - at);
+      Vec<S> re = {}, im = {};
+      for (Size o = 0, k = 0; o < end; o += lanes, k++) {
+        const Vec<S> g = load(sines + at + o, end - o), q = load(cosines + at + o, end - o);
+        f.re.vectors[k] += q * c + g * d, f.im.vectors[k] += g * c - q * d;
+        re += q * f.cos.vectors[k] + g * f.sin.vectors[k], im += g * f.cos.vectors[k] - q * f.sin.vectors[k];
+      }
+      if (count > 1) f.block_re.data()[b] += total<S>(re), f.block_im.data()[b] += total<S>(im);
+    }
+    Vec<S> along = {}, across = {};
+    for (Size k = 0; k < Size(f.re.vectors.size()); k++) {
+      Vec<S>&re = f.re.vectors[k], &im = f.im.vectors[k];
+      const Vec<S> x = re * f.cos.vectors[k] + im * f.sin.vectors[k], y = im * f.cos.vectors[k] - re * f.sin.vectors[k];
+      along += x, across += y;
+      re = spread(f.s) * y - spread(f.t) * x;  // from here on dA
+    }
+    add(f, f.codes.places.data() + first, f.codes.place_step, f.re);
+    const S ds = total<S>(along), dt = total<S>(across);
+    f.d_s += ds, f.d_t += dt, f.d_phase += f.s * dt - f.t * ds;
+  });
+  for (Size b = 0; b < count; b++) {
+    const S c = f.block_cos.data()[b], d = f.block_sin.data()[b];
+    S &re = f.block_re.data()[b], im = f.block_im.data()[b];
+    re = f.s * (im * c - re * d) - f.t * (re * c + im * d);
+  }
+  if (count > 1) add(f, f.codes.blocks.data(), f.codes.block_step, f.block_re);
+  const S scale = w.scale ? w.scale[tile] : S(1);
+  const Size at = tile * w.features + h;
+  if (w.d_phase) w.d_phase[at] = f.d_phase;
+  if (w.d_sine) w.d_sine[at] = f.d_s * scale;
+  if (w.d_cosine) w.d_cosine[at] = f.d_t * scale;
 }
 
 // The gradients of the weights of some groups, and of what their tiles have of their own.
 template <class S>
-void backward_groups(const Wave<S>& w, Inputs<S>& in, Sums<S>& d, Size low, Size high, Size first, Size end) {
-  const Size lanes = kLanes<S>, vectors = round_up(end - first, lanes) / lanes, size = vectors * w.width;
+void backward_groups(const Wave<S>& w, Feature<S>& f, Size low, Size high, Size first, Size end) {
   const bool shared = w.groups || !w.tiles;  // an empty array has no address
-  std::vector<Vec<S>> totals(shared ? (high - low) * size : 0);
-  auto write = [&](Size group, const Vec<S>* from) {
-    for (Size k = 0, h = first; k < vectors; k++, h += lanes)
-      for (Size j = 0; j < w.width; j++)
-        store(w.d_weights + (group * w.width + j) * w.features + h, from[k * w.width + j], end - h);
-  };
+  auto at = [&](Size group, Size j, Size h) -> S& { return w.d_weights[(group * w.width + j) * w.features + h]; };
+  for (Size group = low; shared && group < high; group++)
+    for (Size j = 0; j < w.width; j++) std::fill(&at(group, j, first), &at(group, j, first) + (end - first), S(0));
   for (Size tile = shared ? 0 : low; tile < (shared ? w.tiles : high); tile++) {
     const Size group = w.group_of(tile);
     if (group < low || group >= high) continue;
-    d.weights.assign(size, Vec<S>{});
-    backward(w, in, d, tile, first, end);
-    if (shared)
-      for (Size i = 0; i < size; i++) totals[(group - low) * size + i] += d.weights[i];
-    else
-      write(group, d.weights.data());
+    for (Size h = first; h < end; h++) {
+      backward(w, f, tile, h);
+      for (Size j = 0; j < w.width; j++) at(group, j, h) = f.d_weights[j] + (shared ? at(group, j, h) : S(0));
+    }
   }
-  if (shared)
-    for (Size group = low; group < high; group++) write(group, totals.data() + (group - low) * size);
 }
 
 // Calls f(wave, first tile or group, end, first feature, end) for all of several waves, in parallel.
@@ -245,7 +293,7 @@ void by_items(const Wave<S>* waves, Size count, int threads, bool groups, F make
     const Size units = groups ? waves[i].n_groups : waves[i].tiles, H = waves[i].features;
     const Size at_once = std::max<Size>(1, (units + parts - 1) / parts);
     // Few tiles are divided by features.
-    const Size some = units >= parts ? H : round_up(std::max<Size>(1, H * units / parts), kLanes<S>);
+    const Size some = units >= parts ? H : std::max<Size>(1, H * units / parts);
     for (Size low = 0; low < units; low += at_once)
       for (Size first = 0; first < H; first += some)
         items.push_back({i, low, std::min(units, low + at_once), first, std::min(H, first + some)});
@@ -264,8 +312,9 @@ void all_forward(const Wave<S>* waves, Size count, int threads) {
   for (Size i = 0; i < count; i++)
     prefer_large_pages(waves[i].out, waves[i].tiles * waves[i].rows * waves[i].features * 2 * sizeof(S));
   by_items(waves, count, threads, false, [] {
-    return [in = Inputs<S>()](const Wave<S>& w, Size low, Size high, Size first, Size end) mutable {
-      for (Size tile = low; tile < high; tile++) forward(w, in, tile, first, end);
+    return [f = Feature<S>()](const Wave<S>& w, Size low, Size high, Size first, Size end) mutable {
+      for (Size tile = low; tile < high; tile++)
+        for (Size h = first; h < end; h++) forward(w, f, tile, h);
     };
   });
 }
@@ -273,8 +322,8 @@ void all_forward(const Wave<S>* waves, Size count, int threads) {
 template <class S>
 void all_backward(const Wave<S>* waves, Size count, int threads) {
   by_items(waves, count, threads, true, [] {
-    return [in = Inputs<S>(), d = Sums<S>()](const Wave<S>& w, Size low, Size high, Size first, Size end) mutable {
-      backward_groups(w, in, d, low, high, first, end);
+    return [f = Feature<S>()](const Wave<S>& w, Size low, Size high, Size first, Size end) mutable {
+      backward_groups(w, f, low, high, first, end);
     };
   });
 }

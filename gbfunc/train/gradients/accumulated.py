@@ -8,12 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result, outside_autocast
-from gbfunc.trees import mean_tree
+from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result, detached, outside_autocast
+from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows
 from gbfunc.types import Params
 
 Split = Callable[[Any, int], list[tuple[Any, float]]]
 """`(batch, rows) -> microbatches`, each with its rows."""
+
+
+def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
+    """Equal microbatches, each with its part of the rows."""
+    return [(small, rows / n) for small in split_batch(batch, n)] if n > 1 else [(batch, rows)]
+
+
+def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
+    """Microbatches of a rank's share, which ranks may have uneven ones of.
+
+    Ranks with fewer rows may take fewer microbatches: only generation has collectives, unless layers have some
+    (`takes_parts`).
+    """
+    most = n_rows(batch)
+    if n == 1 or most is None:
+        return equal_parts(n, batch, rows)
+    return [(small, n_rows(small) or 0) for small in split_rows(batch, n if takes_parts else min(n, most or n))]
 
 
 class Kept:
@@ -48,14 +65,7 @@ class Regenerated(Kept):
 
 
 class Accumulated:
-    """Gradients of the weights, summed over microbatches, then of the genome.
-
-    Args:
-        loss: of the genome.
-        scale: of the loss, against underflow in half precision.
-        split: of the batch into microbatches.
-        source: of the weights.
-    """
+    """Gradients of the weights, summed over microbatches, then of the genome."""
 
     seed_shift = 0
     least_rows = 2
@@ -63,11 +73,12 @@ class Accumulated:
     def __init__(self, loss: GenomeLoss, scale: float, split: Split, source: Kept) -> None:
         self.loss, self._scale, self._split, self._source = loss, scale, split, source
 
-    def prepare(self, given: Given, wanted: list[Tensor]) -> None:
-        """Nothing."""
-
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         """Loss, aux and gradients, means over the microbatches."""
+        with self.loss.net.held():
+            return self._result(given, wanted)
+
+    def _result(self, given: Given, wanted: list[Tensor]) -> Result:
         made, trained = self._source.weights(given)
         weights = leaves_of(made, trained)
         sums: Params = {}
@@ -75,7 +86,7 @@ class Accumulated:
         for small, n in self._split(given.batch, given.rows):
             loss, aux = self.loss.on(weights, given.buffers, small)
             rows = self.loss.rows(n)
-            given.buffers.update({k: v.detach() for k, v in given.buffers.items()})
+            given.buffers.update(detached(given.buffers))
             ends.append((loss.detach(), given.detached(aux), rows))
             gradients = self.loss.gradients(loss * (self._scale * rows), [weights[k] for k in trained])
             for k, g in zip(trained, gradients, strict=True):

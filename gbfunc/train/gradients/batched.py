@@ -18,11 +18,7 @@ from gbfunc.types import Params
 class Batched:
     """Losses and gradients of n genomes, stacked as their leaves are.
 
-    Args:
-        plan: the plan.
-        loss: of one genome.
-        scale: of the loss, against underflow in half precision.
-        same: whether all genomes have the same batch, or each its part of the first dimension.
+    All have the `same` batch, or each its part of the first dimension.
     """
 
     def __init__(self, plan: Plan, loss: GenomeLoss, scale: float, same: bool) -> None:

@@ -1,21 +1,24 @@
-"""The loss as a function of the genome: generator, p-net and loss function, as every strategy uses them."""
+"""The loss of a genome with its gradient, by one graph from the leaves through the weights to the loss.
+
+leaves --generator--> weights --p-net, loss function--> loss --backward--> gradients of the leaves
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from gbfunc.generate import Generator
+from gbfunc.generate import make_generator
 from gbfunc.genome import Noise, sample_noise
 from gbfunc.parallel import Layout
-from gbfunc.parallel.undivided import Undivided
 from gbfunc.plan import Plan
-from gbfunc.pnet import GrownNet, PureNet
+from gbfunc.pnet import GrownNet, RunnableNet
+from gbfunc.tiling import Piece
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import DIRECT, tree_map
 from gbfunc.types import Params
@@ -56,6 +59,8 @@ class Given(NamedTuple):
 
     def detached(self, aux: Any) -> Any:
         """Aux without its graph, and with copies of what the step changes later: buffers and direct parameters."""
+        if type(aux) is dict and not aux:
+            return aux
         changing: set[int] | None = None
 
         def detached(x: Any) -> Any:
@@ -78,7 +83,7 @@ class Result(NamedTuple):
         loss: mean over the share.
         aux: what the loss function returned beside it.
         gradients: of the scaled sum of the rows' losses, of each wanted tensor, None where it has no part in the loss.
-        rows: of the share, divided by the ranks that have the same ones.
+        rows: of the share.
     """
 
     loss: Tensor
@@ -88,22 +93,9 @@ class Result(NamedTuple):
 
 
 class GenomeLoss:
-    """Loss and aux of a p-net on the weights of a genome.
+    """Loss and aux of a p-net on the weights of a genome: `generator` makes them of leaves, `net` takes them.
 
-    Args:
-        pnet: the p-net.
-        loss_fn: the loss function.
-        layout: where the genome lives.
-        options: of the step.
-        split: how layers are split over tensor ranks.
-        names: parameters that this rank makes; None is all.
-        adapt: changes the skeleton further.
-        submodule_call_error: why no part of the p-net can be called alone, "" where it can.
-        others: what the p-net takes for parameters that are not made here, from those that are.
-
-    Attributes:
-        generator: from leaves to weights.
-        net: from weights to outputs.
+    `names` and `pieces` are as for `make_generator`, `adapt` and `submodule_call_error` as for `RunnableNet`.
     """
 
     def __init__(
@@ -112,16 +104,15 @@ class GenomeLoss:
         loss_fn: LossFn,
         layout: Layout,
         options: StepOptions,
-        split: Undivided,
         *,
         names: Collection[str] | None = None,
+        pieces: Mapping[str, Piece] | None = None,
         adapt: Callable[[nn.Module], Collection[str]] = lambda net: (),
         submodule_call_error: str = "",
-        others: Callable[[Params, Mapping[str, tuple[int, ...]]], Params] = lambda weights, shapes: weights,
     ) -> None:
-        self._loss_fn, self._split, self._others, self._amp = loss_fn, split, others, options.amp
+        self._loss_fn, self._amp = loss_fn, options.amp
         base = layout.plan.base_tensors(pnet)
-        self.generator = Generator(
+        self.generator = make_generator(
             layout.plan,
             kernel=options.kernel,
             layout=layout,
@@ -129,11 +120,10 @@ class GenomeLoss:
             lazy=options.usable_lazy,
             remat=options.remat == "layer",
             names=names,
-            pieces=split.pieces,
+            pieces=pieces,
             base=base,
         )
-        forms = self.generator.forms
-        self.net = PureNet(pnet, forms, lambda net: {*split.adapt(net), *adapt(net)}, base, submodule_call_error)
+        self.net = RunnableNet(pnet, self.generator.forms, adapt, base, submodule_call_error)
 
     def weights(self, given: Given) -> Params:
         """The weights, in their forms."""
@@ -145,11 +135,9 @@ class GenomeLoss:
 
     def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
-        weights = self._split.place(self._others(weights, self._split.shapes))
         with self._autocast(weights) if self._amp else nullcontext():
             out = self.net.run(weights, buffers, self._loss_fn, batch)
-        loss, aux = loss_and_aux(out)
-        loss = self._split.plain(loss)
+        loss, aux = self._loss_and_aux(out)
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
         return loss.reshape(()), aux
@@ -158,16 +146,125 @@ class GenomeLoss:
         device = next((w.device.type for w in weights.values()), "cpu")
         return torch.autocast(device, self._amp)
 
+    def _loss_and_aux(self, out: Any) -> tuple[Tensor, Any]:
+        return loss_and_aux(out)
+
     def rows(self, rows: float) -> float:
-        """Rows whose mean the last loss was: those of this rank's outputs, where these are a part of the rows."""
+        """Rows whose mean the last loss was."""
         # Rows of zeros have a weight as well; what comes of them does not count.
-        return (rows or 1) if self._split.local_rows is None else self._split.local_rows
+        return rows or 1
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
         """Gradients of a loss of the p-net; None for tensors that have no part in it."""
         # Backward under a caller's autocast would compute the products of generation in half precision.
-        with self._split.backward(), outside_autocast(loss):
+        with outside_autocast(loss):
             return torch.autograd.grad(loss, of, allow_unused=True)
+
+
+class OneGraph:
+    """One graph from the leaves to the loss, eager; `scale` that loss against underflow in half precision."""
+
+    seed_shift = 0
+    least_rows = 2
+    """Rows of zeros in the place of an empty share: some layers refuse a single one."""
+
+    def __init__(self, loss: GenomeLoss, scale: float) -> None:
+        self.loss, self._scale = loss, scale
+
+    def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
+        """Loss, aux and gradients."""
+        with self.loss.net.held():
+            return self._result(given, wanted, *self.loss(given))
+
+    def _result(self, given: Given, wanted: list[Tensor], loss: Tensor, aux: Any) -> Result:
+        rows = self.loss.rows(given.rows)
+        gradients = self.loss.gradients(loss * (self._scale * rows), wanted)
+        if all(g is None for g in gradients):
+            raise ValueError(NO_GRADIENT)
+        return Result(loss.detach(), given.detached(aux), gradients, rows)
+
+
+class Strategy(Protocol):
+    """How the genome's gradient is computed: `OneGraph`, or one of the other files."""
+
+    @property
+    def loss(self) -> GenomeLoss | None: ...  # noqa: D102 (None before a first call that makes it)
+
+    @property
+    def seed_shift(self) -> int: ...  # noqa: D102 (added to the seed of dropout)
+
+    @property
+    def least_rows(self) -> int: ...  # noqa: D102 (rows of zeros in the place of an empty share)
+
+    def __call__(self, given: Given, wanted: list[Tensor]) -> Result: ...  # noqa: D102
+
+
+class LossAndGrads(NamedTuple):
+    """Loss and gradient of a batch.
+
+    Attributes:
+        loss: the mean over the batch, detached.
+        aux: what the loss function returned beside it, detached.
+        gradients: of the loss, by flat name.
+        buffers: after the step.
+        norm: Euclidean norm of the gradients.
+    """
+
+    loss: Tensor
+    aux: Any
+    gradients: Params
+    buffers: Params
+    norm: Tensor
+
+
+class Objective:
+    """The loss of a genome on a batch, with its gradient, in one process; the strategy's loss has been scaled."""
+
+    def __init__(self, plan: Plan, strategy: Strategy, scale: float) -> None:
+        self._plan, self.strategy, self.scale = plan, strategy, scale
+
+    @property
+    def dense_reads(self) -> dict[str, int]:
+        """How often the p-net has read weights as dense tensors, of those that are not: by name."""
+        loss = self.strategy.loss
+        return {} if loss is None else loss.net.dense_reads
+
+    def __call__(
+        self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
+    ) -> LossAndGrads:
+        """Loss and gradient.
+
+        Args:
+            leaves: the genome's, flat by name, as the loss sees them.
+            trained: those that gradients are wanted for, which require grad; `leaves` are them, or made of them.
+            buffers: the p-net's, untouched.
+            batch: the batch, with a mesh this rank's share of it.
+            seed: of dropout and of stochastic g-nets.
+            step: its number.
+
+        Raises:
+            ValueError: for a loss that is no scalar or does not depend on what is trained, or a batch that microbatches
+                cannot split.
+        """
+        noise = noise_of(self._plan, seed, next(iter(trained.values())))
+        given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
+        loss, aux, gradients, _ = self._found(given, trained, seed)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+        return LossAndGrads(loss, aux, gradients, detached(given.buffers), norm)
+
+    def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
+        """Loss, aux, gradients of the sum of the rows' losses, and rows."""
+        wanted = [*trained.values()]
+        with seeded(seed, wanted[0].device), torch.enable_grad():
+            loss, aux, found, rows = self.strategy(given, wanted)
+        scale = self.scale
+        gradients: Params = {}
+        for (name, leaf), gradient in zip(trained.items(), found, strict=True):
+            gradient = torch.zeros_like(leaf) if gradient is None else gradient
+            # Those of `nn.Embedding(sparse=True)`.
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            gradients[name] = gradient if scale == 1.0 else gradient / scale
+        return loss, aux, gradients, rows
 
 
 def outside_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -186,6 +283,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in gpus)):
             generator.manual_seed(seed)
         yield
+
+
+def detached(buffers: Params) -> Params:
+    """Buffers without a graph, with which a module may have changed them: it must not live from step to step."""
+    return {k: v.detach() for k, v in buffers.items()}
 
 
 def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gbfunc.parallel import Layout, gather_objects
 from gbfunc.parallel.pipeline import Pipeline
-from gbfunc.parallel.undivided import Undivided
-from gbfunc.train.gradients.accumulated import Kept, Split, leaves_of, mean_of, through_gnets
-from gbfunc.train.gradients.loss import GenomeLoss, Given, LossFn, Result
+from gbfunc.train.gradients.accumulated import Kept, equal_parts, leaves_of, mean_of, through_gnets
+from gbfunc.train.gradients.loss import GenomeLoss, Given, LossFn, Result, seeded
+
+if TYPE_CHECKING:
+    from gbfunc.parallel.tensor import TensorParallel
 
 _STAGE_MIX = 0x94D049BB133111EB
 """An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of a pipeline's stages."""
@@ -21,18 +23,8 @@ _STAGE_MIX = 0x94D049BB133111EB
 class Pipelined:
     """Gradients of this rank's weights by a schedule, then of the genome.
 
-    Which parameters a rank needs is known when the p-net has been traced with a first batch (`prepare`).
-
-    Args:
-        pipeline: stages and schedule.
-        build: makes the loss of the genome on this rank, from the pipeline.
-        loss_fn: the loss function.
-        scale: of the loss, against underflow in half precision.
-        split: of the batch into microbatches.
-        source: of the weights.
-        layout: where the genome lives.
-        divided: how layers are split over tensor ranks.
-        microbatches: how many.
+    Which parameters a rank needs is known when the p-net has been traced with a first batch: then `build` makes the
+    loss of the genome on this rank.
     """
 
     def __init__(
@@ -41,40 +33,40 @@ class Pipelined:
         build: Callable[[Pipeline], GenomeLoss],
         loss_fn: LossFn,
         scale: float,
-        split: Split,
+        microbatches: int,
         source: Callable[[GenomeLoss], Kept],
         layout: Layout,
-        divided: Undivided,
-        microbatches: int,
+        split: TensorParallel | None,
     ) -> None:
         self._pipeline, self._build, self._loss_fn, self._scale = pipeline, build, loss_fn, scale
-        self._split, self._make_source, self._layout, self._divided = split, source, layout, divided
+        self._microbatches, self._make_source, self._layout, self._split = microbatches, source, layout, split
         self.seed_shift = _STAGE_MIX * pipeline.rank
         self.least_rows = max(2, microbatches)
         self.loss: GenomeLoss | None = None
-        self._source: Kept | None = None
-
-    def prepare(self, given: Given, wanted: list[Tensor]) -> None:
-        """Trace the stages, at the first batch of its kind."""
-        self._pipeline.prepare(self._loss_fn, self._split(given.batch, given.rows)[0][0])
-        if self.loss is None:
-            self.loss = self._build(self._pipeline)
-            self._source = self._make_source(self.loss)
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         """Loss, aux and gradients: the same loss on all ranks of the pipeline."""
+        parts = equal_parts(self._microbatches, given.batch, given.rows)
+        with seeded(0, wanted[0].device):
+            self._pipeline.prepare(self._loss_fn, parts[0][0])
+        if self.loss is None:
+            self.loss = self._build(self._pipeline)
+        with self.loss.net.held():
+            return self._result(given, wanted, self.loss, parts)
+
+    def _result(
+        self, given: Given, wanted: list[Tensor], loss_of: GenomeLoss, parts: list[tuple[Any, float]]
+    ) -> Result:
         pipeline, before = self._pipeline, {k: x.clone() for k, x in given.buffers.items()}
-        loss_of, source = self.loss, self._source
-        assert loss_of is not None and source is not None
+        source, shapes = self._make_source(loss_of), {} if self._split is None else self._split.shapes
         made, trained = source.weights(given)
         weights = leaves_of(made, trained)
-        parts = self._split(given.batch, given.rows)
         ends: list[tuple[Tensor, Any, float]] = []
 
         def call(number: int) -> Tensor:
             small, n = parts[number]
-            loss, aux = loss_of.on(weights, given.buffers, small)
-            if self._divided.by_class:
+            loss, aux = loss_of.on(pipeline.fill(weights, shapes), given.buffers, small)
+            if self._split is not None and self._split.by_class:
                 raise ValueError("classes split over ranks (loss_parallel) and pipeline= do not go together")
             rows = loss_of.rows(n)
             ends.append((loss.detach(), given.detached(aux), rows))

@@ -1,0 +1,103 @@
+"""Generation of a genome that is split over ranks: each makes its tiles, and all are gathered in one autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gbfunc.generate.generator import Generator, Local, Made, Stack
+from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.layers.forms import Needs, Source
+from gbfunc.parallel import Gather, Layout
+from gbfunc.plan import Ensemble
+from gbfunc.tiling import Cut, join_tiles
+from gbfunc.types import Factors, Kernel
+
+
+class Remote(NamedTuple):
+    """The g-nets of a slot of which each rank holds some; all ranks evaluate them together, and gather."""
+
+    stack: RankStack
+    number: int
+    run: Run
+    gather: Gather
+
+    def matrix(self) -> Tensor:
+        """The matrix [R, C], or the block of it that is cut out."""
+        cut = self.stack.cuts[self.number]
+        return cut.crop(join_tiles(dense_tiles(self._tiles()), cut.grid))
+
+    def factors(self) -> Factors:
+        """Factors of its tiles."""
+        return Made(self._tiles(), self.stack.cuts[self.number]).factors()
+
+    def inputs(self) -> Sequence[Tensor]:
+        """Leaves and noise of this rank's tiles, and whether its gradients count."""
+        counts = torch.tensor(self.gather.counts, device="cpu")
+        return *Local(self.run, self.stack.cuts[self.number]).inputs(), counts
+
+    def _tiles(self) -> Tensor | Factors:
+        stack = self.stack
+        return self.gather.slot(stack.ensemble, stack.tiles(self.run, self.gather), stack.sizes[self.number])
+
+
+class RankStack(Stack):
+    """An ensemble of which each rank holds some tiles; all of its slots are made, and `cuts` are the blocks of them.
+
+    Where it `needs` leaves, each slot is gathered when it is asked for. `sizes` are tiles of each slot by rank.
+    """
+
+    def __init__(
+        self, layout: Layout, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs
+    ) -> None:
+        every = {i: cuts.get(i, Cut(p.slot.grid)) for i, p in enumerate(ensemble.spans)}
+        self.sizes = [layout.sizes_of(ensemble, i) for i in every]
+        self._layout = layout
+        super().__init__(ensemble, kernel, every, needs)
+        self._held = [sizes[layout.mesh.gnets_index] for sizes in self.sizes]
+
+    def _mine(self) -> slice:
+        return self._layout.span(self.ensemble)
+
+    def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
+        """One slot, from its inputs: leaves and noise of this rank's tiles, and whether its gradients count."""
+        run = self._filled(number, inputs)
+        return Remote(self, number, run, Gather(self._layout, bool(next(inputs))))
+
+    def remote(self, run: Run, gather: Gather) -> Sequence[Source]:
+        """Each slot, to be gathered by itself."""
+        return [Remote(self, number, part, gather) for number, part in enumerate(run.split(self._held))]
+
+    def tiles(self, run: Run, gather: Gather) -> Tensor | Factors:
+        """This rank's tiles or factors, to be gathered; it may hold none."""
+        return run.tiles() if run.n_tiles else gather.no_tiles(self.ensemble, run.leaves)
+
+
+class RankGenerator(Generator):
+    """A generator whose outputs are gathered: all at once, or slot by slot where they are not to be kept."""
+
+    def __init__(self, layout: Layout, *args: Any) -> None:
+        super().__init__(*args)
+        self._layout = layout
+
+    def _slots(self, runs: Sequence[Run], counts: bool) -> list[Sequence[Source]]:
+        gather = Gather(self._layout, counts)
+        pairs = [*zip(self.stacks, runs, strict=True)]
+        # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
+        mine = {
+            s.ensemble.name: s.tiles(run, gather)
+            for s, run in pairs
+            if isinstance(s, RankStack) and s.needs != "leaves"
+        }
+        tiles = gather.outputs(mine) if mine else {}
+        return [
+            s.of_tiles(tiles[s.ensemble.name])
+            if s.ensemble.name in tiles
+            else s.remote(run, gather)
+            if isinstance(s, RankStack)
+            else s.split(run)
+            for s, run in pairs
+        ]

@@ -1,0 +1,73 @@
+"""Which strategy computes a genome's gradient."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gbfunc.parallel import Layout
+from gbfunc.train.gradients.accumulated import Accumulated, Kept, Regenerated, equal_parts, parts_of_share
+from gbfunc.train.gradients.compiled import CompiledGraph
+from gbfunc.train.gradients.loss import GenomeLoss, LossFn, Objective, OneGraph, Strategy
+from gbfunc.train.gradients.ranks import RankObjective, SplitLoss
+from gbfunc.train.options import StepOptions
+
+if TYPE_CHECKING:
+    from gbfunc.parallel.pipeline import Pipeline
+    from gbfunc.parallel.tensor import TensorParallel
+
+_FP16_SCALE = 2.0**10
+"""Loss scale under float16, which keeps small gradients of activations from underflow (Micikevicius et al., 2018)."""
+
+_FP16_SCALE_PER_ROW = 2.0**4
+"""Loss scale under float16 with a mesh, for each row of a rank's share: as large at 64 rows."""
+
+
+def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
+    """The loss of a plan's genomes with its gradient, by what the options and the mesh ask for."""
+    ranks, split, scale = layout.mesh.world, None, 1.0
+    if options.parallel is not None:
+        # Torch's DTensor takes half a second to import.
+        from gbfunc.parallel.tensor import TensorParallel
+
+        split = TensorParallel(pnet, options.parallel, layout.mesh)
+        split = split if split.ranks > 1 else None
+    if options.amp == torch.float16:
+        scale = _FP16_SCALE if ranks == 1 else _FP16_SCALE_PER_ROW
+    strategy = _strategy(pnet, loss_fn, layout, options, split, scale)
+    if ranks == 1:
+        return Objective(layout.plan, strategy, scale)
+    return RankObjective(layout, strategy, scale, options.check_every, split)
+
+
+def _strategy(
+    pnet: nn.Module,
+    loss_fn: LossFn,
+    layout: Layout,
+    options: StepOptions,
+    split: TensorParallel | None,
+    scale: float,
+) -> Strategy:
+    source, n = Regenerated if options.remat == "generate" else Kept, options.microbatches
+    make = partial(GenomeLoss if split is None else partial(SplitLoss, split), pnet, loss_fn, layout, options)
+    if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
+        # Torch's pipelines take a while to import.
+        from gbfunc.parallel.pipeline import Pipeline
+        from gbfunc.train.gradients.pipelined import Pipelined
+
+        def build(pipeline: Pipeline) -> GenomeLoss:
+            return make(names=pipeline.names, adapt=pipeline.adapt, submodule_call_error=pipeline.submodule_call_error)
+
+        pipeline = Pipeline(pnet, options.pipeline, layout.mesh, n, options.stages)
+        return Pipelined(pipeline, build, loss_fn, scale, n, source, layout, split)
+    loss = make()
+    if options.compile:
+        return CompiledGraph(loss, scale, layout)
+    if n == 1 and source is Kept:
+        return OneGraph(loss, scale)
+    takes_parts = split is not None and split.takes_parts
+    parts = partial(equal_parts, n) if layout.mesh.world == 1 else partial(parts_of_share, n, takes_parts)
+    return Accumulated(loss, scale, parts, source(loss))
