@@ -30,7 +30,7 @@ LEVELS = (
     {"export"},
     {"__init__"},
     {"tasks", "plots"},
-    {"lab"},
+    {"lab", "federated"},
     {"cli"},
     {"__main__"},
 )

@@ -1,4 +1,4 @@
-"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `predict`, `sample`, `export`, `compare`, `bench`.
+"""The command line: `gbfunc demo`, `plan`, `train`, `eval`, `predict`, `sample`, `export`, `compare`, and more.
 
 What the user could mend (options that do not fit, files that are missing or damaged, packages that are not installed)
 is raised in every module of this room as `ValueError`, `OSError` or `ImportError`, and reported in one line by `main`.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
@@ -25,6 +25,7 @@ from gbfunc.cli.options import (
     GenomeOptions,
     PNetOptions,
     RunOptions,
+    ScheduleName,
     StoredOptions,
     TeacherOptions,
 )
@@ -247,6 +248,66 @@ class Bench(Command):
     all-reduce, between the ranks of torchrun or two processes on the loopback."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Federated(Command, ConfigOption):
+    """Simulate federated learning of a genome on Flower: clients with examples of their own, kilobytes a round."""
+
+    data: PNetOptions = PNetOptions()
+    genome: GenomeOptions = GenomeOptions()
+
+    clients: int = 100
+    """How many there are."""
+
+    sample: int = 10
+    """Clients that train in a round, chosen by chance."""
+
+    alpha: float = float("inf")
+    """How alike their examples are: concentration of the Dirichlet distribution by which each class is spread over
+    them, 0.1 to 1; inf for parts alike."""
+
+    rounds: int = 200
+    """Rounds in all."""
+
+    local_steps: int = 20
+    """Training steps of a client in a round."""
+
+    batch_size: int = 32
+    """Examples of a step."""
+
+    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.03; with --dense 0.1)")] = None
+    """Highest learning rate of clients."""
+
+    schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
+    """Course of that rate over the rounds: averages of genomes stand still where it does not fall."""
+
+    optimizer: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: Adam; with --dense SGD)")] = None
+    """Class of torch.optim of the clients, which begins afresh in each round."""
+
+    strategy: Annotated[str, arg(metavar="NAME")] = "FedAvg"
+    """Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, FedMedian, ..."""
+
+    strategy_config: Annotated[str, arg(metavar="JSON", help_behavior_hint=NONE)] = "{}"
+    """Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'."""
+
+    up: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int4"
+    """dtype in which clients send their change: intN are codes, whose error a client adds to its next change."""
+
+    down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
+    """dtype in which the server sends the genome; its own stays in float32."""
+
+    dense: FlagCreatePairsOff[bool] = False
+    """Send the p-net's weights themselves, without a genome: the dense baseline."""
+
+    measure_every: Annotated[int, arg(metavar="ROUNDS")] = 10
+    """Rounds from one validation to the next."""
+
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
+    """Folder for metrics.json, history.csv, genome.safetensors, and server.safetensors, the server after each round."""
+
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on from OUT/server.safetensors, with the strategy's state; clients begin with no error to add."""
+
+
 COMMANDS: dict[str, Any] = {
     "demo": Demo,
     "plan": Plan,
@@ -257,4 +318,5 @@ COMMANDS: dict[str, Any] = {
     "export": Export,
     "compare": Compare,
     "bench": Bench,
+    "federated": Federated,
 }

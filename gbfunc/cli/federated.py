@@ -1,0 +1,205 @@
+"""`gbfunc federated`: many clients with examples of their own train one genome, in one process."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+import gbfunc as gb
+from gbfunc.cli.about import about
+from gbfunc.cli.commands import Federated
+from gbfunc.cli.config import settings_of
+from gbfunc.cli.job import Job, find_optimizer, make_job, read_json
+from gbfunc.cli.networks import genome_metrics, read_genome
+from gbfunc.cli.output import open_folder, print_metrics, reporter, write_history, write_metrics
+from gbfunc.cli.provenance import provenance
+from gbfunc.cli.teacher import GENOME_FILE
+from gbfunc.tasks.base import SCHEDULES
+from gbfunc.tasks.data import Split
+
+if TYPE_CHECKING:
+    from gbfunc.federated import GenomeStrategy, LocalGrid
+
+SERVER_FILE = "server.safetensors"
+_MARKS = (0.90, 0.95, 0.97)
+"""Accuracies of which the bytes are reported that it took to reach them."""
+
+
+def run(options: Federated) -> None:
+    """Simulate, write the results, print them."""
+    _check(options)
+    job = make_job(options.data, options.genome, dense=options.dense)
+    if not isinstance(job.task.train, Split):
+        raise ValueError(f"federated is for tasks of examples with a class each, got --task {options.data.task}")
+    rows: list[dict[str, float]] = []
+    with _folder(options.out) as folder:
+        strategy, grid = _federation(job, options)
+        with _quiet(), grid, reporter("federated", options.rounds) as report:
+
+            def measure(round_: int, arrays: Any) -> None:
+                done = strategy.done
+                if done % options.measure_every and done != options.rounds:
+                    return
+                found = job.task.evaluate(gb.materialize(job.plan, strategy.genome, job.pnet).eval(), job.task.val)
+                up, down = grid.traffic.up, grid.traffic.down
+                loss = strategy.rounds[-1].metrics.get("loss", float("nan")) if strategy.rounds else float("nan")
+                rows.append({"round": done, "train_loss": loss, "bytes_up": up, "bytes_down": down}
+                            | {f"val_{k}": v for k, v in found.items()})  # fmt: skip
+                report(done, f"{up:,} bytes up", job.task.metric.show(found[job.task.metric.name]))
+
+            strategy.train(grid, options.rounds, evaluate_fn=measure)
+        path = folder / GENOME_FILE
+        gb.save(path, job.plan, strategy.genome, None, about(job.task, options.data))
+        metrics = _metrics(job, options, path, strategy, grid, rows)
+        if options.out is not None:
+            write_history(folder / "history.csv", {"federated": rows})
+            write_metrics(folder / "metrics.json", metrics)
+    print_metrics(metrics, job.task)
+    _print_traffic(metrics)
+
+
+def _check(options: Federated) -> None:
+    for name in ("clients", "sample", "rounds", "local_steps", "batch_size", "measure_every"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.sample > options.clients:
+        raise ValueError(f"--sample {options.sample} is more than --clients {options.clients}")
+    if options.lr is not None and not 0 < options.lr < float("inf"):
+        raise ValueError(f"--lr must be a positive number, got {options.lr}")
+    if options.resume and options.out is None:
+        raise ValueError("--resume needs --out, the folder of the federation to go on with")
+    if options.out is not None and (options.out / SERVER_FILE).exists() and not options.resume:
+        raise ValueError(f"{options.out} holds a federation: --resume goes on with it, or choose another --out")
+
+
+def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid]:
+    """The server's strategy, and the clients."""
+    from gbfunc import federated as fed
+
+    task, seed = job.task, options.data.seed
+    # Whose examples are whose does not change with the seed of a training.
+    parts = [torch.from_numpy(p) for p in fed.partition(task.train.y, options.clients, options.alpha)]
+
+    def examples(context: Any) -> Split:
+        part = parts[context.node_config["partition-id"]]
+        return Split(task.train.x[part], task.train.y[part])
+
+    optimizer = find_optimizer(options.optimizer or ("SGD" if options.dense else "Adam"))
+    recipe = replace(job.recipe, optimizer=optimizer)
+    app = fed.client_app(
+        job.plan,
+        job.pnet,
+        task.loss,
+        examples,
+        steps=options.local_steps,
+        batch_size=options.batch_size,
+        optimizer=optimizer,
+        options=recipe.optimizer_options,
+        seed=seed,
+    )
+    lr = options.lr or (0.1 if options.dense else 3e-2)
+    schedule = SCHEDULES[options.schedule](recipe, lr, options.rounds)
+    strategy = fed.GenomeStrategy(
+        _strategy(options),
+        job.plan,
+        gb.init_genome(job.plan, job.pnet, seed),
+        lr=lambda round_: float(schedule(round_)),
+        down=options.down,
+        up=options.up,
+        checkpoint=None if options.out is None else options.out / SERVER_FILE,
+        seed=seed,
+    )
+    return strategy, fed.LocalGrid(app, [{"partition-id": i} for i in range(options.clients)])
+
+
+def _strategy(options: Federated) -> Any:
+    """Flower's strategy of a name, which trains with so many clients and leaves evaluation to the server."""
+    from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
+
+    known = [name for name in strategies.__all__ if name.startswith("Fed") and "Xgb" not in name]
+    if options.strategy not in known:
+        raise ValueError(f"--strategy must be one of {', '.join(known)}, got {options.strategy!r}")
+    # A part of all nodes is rounded down: none, and at least so many.
+    nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
+    given = nodes | {"fraction_evaluate": 0.0} | read_json("--strategy-config", options.strategy_config)
+    try:
+        with _quiet():
+            return getattr(strategies, options.strategy)(**given)
+    except TypeError as error:
+        raise ValueError(f"--strategy-config does not fit {options.strategy}: {error}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Flower's own log is left out: the command shows progress of its own."""
+    log = logging.getLogger("flwr")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """The folder for results; one that is removed afterwards where `out` is None."""
+    with open_folder(out) if out is not None else TemporaryDirectory(prefix="gbfunc-") as folder:
+        yield Path(folder)
+
+
+def _metrics(
+    job: Job,
+    options: Federated,
+    path: Path,
+    strategy: GenomeStrategy,
+    grid: LocalGrid,
+    rows: list[dict[str, float]],
+) -> dict[str, Any]:
+    """Sizes, accuracies, and what was sent."""
+    plan, _, net = read_genome(path, options.data, job.task)
+    name = f"val_{job.task.metric.name}"
+    counted = [{k: row[k] for k in ("round", "bytes_up", "bytes_down")} for row in rows]
+    reached = {
+        f"{mark:.0%}": next((found for found, row in zip(counted, rows, strict=True) if row[name] >= mark), None)
+        for mark in _MARKS
+    }
+    traffic, n = grid.traffic, max(1, grid.traffic.messages)
+    return {
+        **genome_metrics(plan, path, net, job.task),
+        "network": "federated, dense" if job.dense else "federated",
+        "rounds": strategy.done,
+        "bytes_up": traffic.up,
+        "bytes_down": traffic.down,
+        "bytes_up_per_client_and_round": traffic.up / n,
+        "bytes_down_per_client_and_round": traffic.down / n,
+        "largest_reply": traffic.largest_up,
+        "reached": reached,
+        "left_out": {str(r.round): {str(k): v for k, v in r.left_out.items()} for r in strategy.rounds if r.left_out},
+        "config": json.loads(json.dumps(settings_of(options, {}), default=str)),
+    } | provenance(job.task, plan, torch.device("cpu"))
+
+
+def _print_traffic(metrics: Mapping[str, Any]) -> None:
+    console = Console()
+    up, down = metrics["bytes_up_per_client_and_round"], metrics["bytes_down_per_client_and_round"]
+    console.print(
+        f"{metrics['rounds']} rounds; a client and round {up:,.0f} bytes up, {down:,.0f} down; in all "
+        f"{metrics['bytes_up']:,} up, {metrics['bytes_down']:,} down"
+    )
+    for mark, row in metrics["reached"].items():
+        if row is not None:
+            sent = f"{row['bytes_up']:,} bytes up, {row['bytes_down']:,} down"
+            console.print(f"validation {mark} after round {row['round']}: {sent}")
+    for round_, left in metrics["left_out"].items():
+        for node, words in left.items():
+            console.print(f"round {round_}: node {node} was left out: {words}")

@@ -1,0 +1,25 @@
+"""Federated learning of genomes on Flower: what travels is the genome, and every strategy works as it is."""
+
+try:
+    import flwr  # noqa: F401  # pyright: ignore[reportMissingImports]
+except ImportError as _error:
+    raise ImportError("federated learning needs its extra package: pip install 'gbfunc[flower]'") from _error
+
+from gbfunc.federated.client import client_app
+from gbfunc.federated.partition import partition
+from gbfunc.federated.server import GenomeStrategy, Round, server_app
+from gbfunc.federated.simulation import LocalGrid, Traffic
+from gbfunc.federated.wire import FORMATS, Wire, identity
+
+__all__ = [
+    "FORMATS",
+    "GenomeStrategy",
+    "LocalGrid",
+    "Round",
+    "Traffic",
+    "Wire",
+    "client_app",
+    "identity",
+    "partition",
+    "server_app",
+]

@@ -1,0 +1,273 @@
+"""The server: any of Flower's strategies on genomes that travel in few bytes; an app that Flower runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict  # pyright: ignore[reportMissingImports]
+from flwr.serverapp import Grid, ServerApp  # pyright: ignore[reportMissingImports]
+from flwr.serverapp.strategy import Result, Strategy  # pyright: ignore[reportMissingImports]
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from gbfunc import Genome, Plan
+from gbfunc.federated.client import ARRAYS, IDENTITY, METRICS, RATE, SENT_AS
+from gbfunc.federated.wire import NUMBERS, Vector, Wire, check_format, difference
+from gbfunc.files import replace_file
+from gbfunc.types import GenomeLike
+
+_LOG = logging.getLogger(__name__)
+
+_VECTOR, _STATE = "genome", "strategy/"
+
+
+class Round(NamedTuple):
+    """What came back in a round of training.
+
+    Attributes:
+        round: its number, from 1.
+        used: clients whose changes were used.
+        left_out: why others were not, by the number of their node.
+        metrics: means over those that were used.
+    """
+
+    round: int
+    used: int
+    left_out: Mapping[int, str]
+    metrics: Mapping[str, Any]
+
+
+class GenomeStrategy(Strategy):
+    """A strategy of Flower's whose arrays are a genome, sent in few bytes each way.
+
+    The strategy inside sees genomes in float32 alone: what it is to send is rounded to `down`, and what comes back, a
+    change of what was sent, is added to the genome before it was rounded. Where both are float32, it may as well be
+    used without this class, with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config.
+
+    Args:
+        strategy: FedAvg, FedAdam, FedProx, ..., also those of differential privacy.
+        plan: the plan.
+        genome: a genome of it.
+        lr: the clients' learning rate, or a function of the round, which counts from 0.
+        down: dtype in which the genome is sent (`wire.FORMATS`).
+        up: dtype in which clients send changes.
+        checkpoint: a file that holds, after every round, all that the next one takes; `start` goes on from it where it
+            is there. Nothing of it is code.
+        seed: of the choice of clients; None leaves it to chance.
+        stop: ends after a round in which no client could be used, as a plan that clients refuse stays refused.
+
+    Attributes:
+        rounds: what came back, round by round, since this object was made.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        plan: Plan,
+        genome: GenomeLike,
+        *,
+        lr: float | Callable[[int], float],
+        down: str = "float16",
+        up: str = "int4",
+        checkpoint: Path | None = None,
+        seed: int | None = None,
+        stop: bool = True,
+    ) -> None:
+        check_format(down, "down")
+        check_format(up, "up")
+        self.strategy, self.wire, self.rounds = strategy, Wire(plan, genome), list[Round]()
+        self._lr: Callable[[int], float] = lr if callable(lr) else lambda round_: lr
+        self._down, self._up, self._seed, self._stop = down, up, seed, stop
+        self._path, self._done = checkpoint, 0
+        self._vector = self.wire.vector(genome)
+
+    @property
+    def genome(self) -> Genome:
+        """The genome as it is now."""
+        return self.wire.genome(self._vector)
+
+    @property
+    def done(self) -> int:
+        """Rounds that are done, those before a checkpoint included."""
+        return self._done
+
+    def summary(self) -> None:
+        """Log the settings."""
+        _LOG.info("genomes of %s numbers: %s down, %s up", f"{self.wire.size:,}", self._down, self._up)
+        self.strategy.summary()
+
+    def train(self, grid: Grid, rounds: int, **options: Any) -> Result:
+        """Train until so many rounds are done in all, from the checkpoint where there is one.
+
+        Args:
+            grid: the nodes, as Flower gives them to a server's app.
+            rounds: in all.
+            **options: others of `Strategy.start`: `timeout`, `evaluate_fn`, ...
+
+        Raises:
+            ValueError: for a checkpoint of another plan, library or strategy, or a damaged one; if no client of a round
+                could be used.
+            OSError: if the checkpoint cannot be written.
+        """
+        if self._path is not None and self._path.exists():
+            self._read(self._path)
+        arrays = _record(self._vector)
+        return self.start(grid, arrays, num_rounds=max(0, rounds - self._done), **options)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """What the strategy would send, in few bytes."""
+        self._vector = self.wire.unpack(arrays)
+        config[RATE], config[SENT_AS] = float(self._lr(self._done)), self._up
+        return self._configured("configure_train", arrays, config, grid)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """What the strategy would send, in few bytes."""
+        # The round that these nodes are to measure is over.
+        return self._configured("configure_evaluate", arrays, config, grid, self._done)
+
+    def _configured(
+        self, method: str, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, number: int | None = None
+    ) -> list[Message]:
+        config[IDENTITY] = self.wire.identity
+        number = self._done + 1 if number is None else number
+        before = random.getstate()
+        if self._seed is not None:
+            # Flower draws nodes with the generator of the process.
+            random.seed(f"{self._seed}/{number}/{method}")
+        try:
+            messages = list(getattr(self.strategy, method)(number, arrays, config, grid))
+        finally:
+            if self._seed is not None:
+                random.setstate(before)
+        packed = self.wire.pack(self._vector, self._down) if messages else None
+        for message in messages:
+            rest = {k: v for k, v in message.content.items() if k != ARRAYS}
+            message.content = RecordDict({ARRAYS: packed, **rest})
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """What the strategy makes of the clients' genomes; the checkpoint is written."""
+        used, left_out = [], {}
+        for reply in replies:
+            try:
+                used.append(self._whole(reply))
+            except ValueError as error:
+                left_out[reply.metadata.src_node_id] = str(error)
+        for node, words in left_out.items():
+            _LOG.warning("round %d: node %d is left out: %s", self._done + 1, node, words)
+        if left_out and not used and self._stop:
+            node, words = next(iter(left_out.items()))
+            raise ValueError(
+                f"round {self._done + 1}: none of {len(left_out)} clients could be used; node {node}: {words}"
+            )
+        arrays, metrics = self.strategy.aggregate_train(self._done + 1, used)
+        if arrays is not None:
+            self._vector = self.wire.unpack(arrays)
+            # In float32 whatever the strategy computes in.
+            arrays = _record(self._vector)
+        self._done += 1
+        self.rounds.append(Round(self._done, len(used), left_out, dict(metrics or {})))
+        if self._path is not None:
+            self._write(self._path)
+        return arrays, metrics
+
+    def _whole(self, reply: Message) -> Message:
+        """A client's reply with its genome in float32; `ValueError` for one that cannot be used."""
+        if reply.has_error():
+            raise ValueError(reply.error.reason or f"error {reply.error.code}")
+        records = reply.content.array_records, reply.content.metric_records
+        if [*records[0]] != [ARRAYS] or [*records[1]] != [METRICS]:
+            raise ValueError(f"expected the records {ARRAYS!r} and {METRICS!r}, got {[*reply.content]}")
+        vector, weight = self.wire.unpack(records[0][ARRAYS]), records[1][METRICS].get("num-examples")
+        if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ValueError(f"expected a number of examples above 0, got {weight!r}")
+        if self._up != "float32":
+            vector = self._vector + vector
+        if not np.isfinite(vector).all():
+            raise ValueError("its genome holds numbers that are not finite")
+        reply.content = RecordDict({ARRAYS: _record(vector), METRICS: records[1][METRICS]})
+        return reply
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """What the strategy makes of the clients' metrics."""
+        return self.strategy.aggregate_evaluate(self._done, replies)
+
+    def _write(self, path: Path) -> None:
+        tensors, numbers = {_VECTOR: torch.from_numpy(self._vector)}, {}
+        for name, value in vars(self.strategy).items():
+            if isinstance(value, dict) and value and all(isinstance(x, np.ndarray) for x in value.values()):
+                tensors |= {f"{_STATE}{name}/{k}": torch.from_numpy(np.array(x)) for k, x in value.items()}
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                numbers[name] = value
+        about = {"round": self._done, "id": self.wire.identity, "strategy": _name(self.strategy), "numbers": numbers}
+        replace_file(path, save(tensors, {"server": json.dumps(about)}))
+
+    def _read(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = json.loads((file.metadata() or {})["server"])
+                tensors = {k: file.get_tensor(k).numpy().copy() for k in file.keys()}  # noqa: SIM118 (not a dict)
+            vector, done, there = tensors.pop(_VECTOR), int(about["round"]), str(about["id"])
+            name, numbers = str(about["strategy"]), dict(about["numbers"])
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a checkpoint of a server: {error}") from error
+        if (words := difference(self.wire.identity, there)) is not None:
+            raise ValueError(f"{path} cannot be gone on from: {words.replace('the server', 'its writer')}")
+        if name != _name(self.strategy):
+            raise ValueError(f"{path} is of the strategy {name}, got {_name(self.strategy)}")
+        state: dict[str, dict[str, NDArray[Any]]] = {}
+        for key, array in tensors.items():
+            attribute, _, part = key.removeprefix(_STATE).partition("/")
+            state.setdefault(attribute, {})[part] = array
+        if unknown := (state.keys() | numbers.keys()) - vars(self.strategy).keys():
+            raise ValueError(f"{path} holds {sorted(unknown)}, which {name} has not: it is of another version of it")
+        vars(self.strategy).update(state, **numbers)
+        self._vector, self._done = self.wire.unpack(_record(vector)), done
+
+
+def server_app(
+    make: Callable[[Context], GenomeStrategy],
+    rounds: int,
+    finish: Callable[[GenomeStrategy], None],
+    **options: Any,
+) -> ServerApp:
+    """A `ServerApp` that trains a genome.
+
+    Args:
+        make: the strategy, from the context of the run (`context.run_config`).
+        rounds: in all.
+        finish: what to do with the strategy, and its genome, at the end.
+        **options: others of `Strategy.start`.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy = make(context)
+        strategy.train(grid, rounds, **options)
+        finish(strategy)
+
+    return app
+
+
+def _record(vector: Vector) -> ArrayRecord:
+    return ArrayRecord({NUMBERS: Array(vector)})
+
+
+def _name(strategy: Strategy) -> str:
+    return type(strategy).__name__

@@ -1,0 +1,142 @@
+"""What travels between server and clients: a genome, or the change of one, as arrays that Flower sends.
+
+Suffixes: P numbers of a genome and of its buffers, in the order of their names.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord  # pyright: ignore[reportMissingImports]
+from numpy.typing import NDArray
+
+from gbfunc import Genome, Plan, __version__
+from gbfunc.genome import check_genome
+from gbfunc.plan.compact import Compact, pack
+from gbfunc.plan.rounding import BITS
+from gbfunc.trees import flatten_tree, unflatten_tree
+from gbfunc.types import GenomeLike, Params
+
+Vector = NDArray[np.float32]
+
+NUMBERS, CODES = "genome", "codes"
+"""Names of a record's one array: numbers [P], or bytes [n]."""
+
+# Codes are written as a genome's file has them, which begins with its plan: both sides know theirs.
+_NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))
+
+FORMATS = ("float32", "float16", *BITS)
+"""What numbers may be sent as."""
+
+_CURES = {
+    "library": "gbfunc {here} here, {there} at the server: install the same version on both sides",
+    "plan": "{here} here, {there} at the server: start all sides from the same genome file",
+    "base": "{here} here, {there} at the server: load the pretrained network that the genome file names",
+}
+
+
+def identity(plan: Plan) -> str:
+    """What both sides must have alike: version of the library, digests of plan and base, with `/` between them."""
+    digest = plan.digest()[:16]
+    return f"{__version__}/{digest}/{'none' if plan.base is None else plan.base.digest[:16]}"
+
+
+def difference(here: str, there: str) -> str | None:
+    """What two identities differ in, by name and with the cure; None where they are equal."""
+    if here.count("/") != there.count("/"):
+        return f"expected an identity such as {here!r} from the server, got {there!r}"
+    for (name, cure), a, b in zip(_CURES.items(), here.split("/"), there.split("/"), strict=True):
+        if a != b:
+            return f"another {name}: {cure.format(here=a, there=b)}"
+    return None
+
+
+def check_format(dtype: str, what: str = "dtype") -> None:
+    """Raise `ValueError` for what is none of `FORMATS`."""
+    if dtype not in FORMATS:
+        raise ValueError(f"{what} must be one of {', '.join(FORMATS)}, got {dtype!r}")
+
+
+class Wire:
+    """Genomes of one plan as vectors, and these as what is sent.
+
+    Buffers of floating point (running statistics) travel with the genome; others, such as counts of batches, do not.
+
+    Args:
+        plan: the plan.
+        like: a genome of it: parts that do not travel are its own.
+
+    Raises:
+        ValueError: if they do not fit together.
+    """
+
+    def __init__(self, plan: Plan, like: GenomeLike) -> None:
+        check_genome(plan, like)
+        self.plan, self.identity = plan, identity(plan)
+        self._like = Genome(like.gnets, like.direct, like.buffers)
+        named = {k: x.detach().cpu() for k, x in flatten_tree(self._like).items()}
+        self._named = {k: named[k] for k in sorted(named)}
+        self._sent = {k: x for k, x in self._named.items() if x.is_floating_point()}
+        self.size = sum(x.numel() for x in self._sent.values())
+
+    def vector(self, genome: GenomeLike) -> Vector:
+        """The numbers of a genome [P], float32."""
+        named = flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers))
+        return np.concatenate([named[k].detach().cpu().float().reshape(-1).numpy() for k in self._sent])
+
+    def genome(self, vector: Vector) -> Genome:
+        """The genome of a vector [P], with tensors of its own."""
+        named = {k: x.clone() for k, x in self._named.items()} | self._leaves(vector)
+        return unflatten_tree(named, self._like)
+
+    def _leaves(self, vector: Vector) -> Params:
+        parts = torch.from_numpy(np.array(vector, np.float32)).split([x.numel() for x in self._sent.values()])
+        return {k: p.reshape(x.shape).to(x.dtype) for (k, x), p in zip(self._sent.items(), parts, strict=True)}
+
+    def pack(self, vector: Vector, dtype: str) -> ArrayRecord:
+        """A vector [P] as a record of one array.
+
+        Args:
+            vector: finite numbers.
+            dtype: one of `FORMATS`: `"float32"`, `"float16"`, or `"int2"` to `"int8"` for the codes of a genome's file:
+                blocks with a scale each, biases in float16, all in one stream of as many bits as they need.
+
+        Raises:
+            ValueError: for another dtype, or numbers that it does not hold.
+        """
+        check_format(dtype)
+        if not np.isfinite(vector).all():
+            raise ValueError(f"{int((~np.isfinite(vector)).sum())} of the genome's {len(vector):,} numbers not finite")
+        if dtype in BITS:
+            rest = {k: torch.zeros_like(x) for k, x in self._named.items() if k not in self._sent}
+            data, _ = pack(_NO_PLAN, rest | self._leaves(vector), BITS[dtype])
+            return ArrayRecord({CODES: Array(np.frombuffer(data, np.uint8))})
+        with np.errstate(over="ignore"):
+            numbers = vector.astype(dtype)
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"the genome holds {np.abs(vector).max():g}, too large a number for {dtype}")
+        return ArrayRecord({NUMBERS: Array(numbers)})
+
+    def unpack(self, arrays: ArrayRecord) -> Vector:
+        """The vector [P] of a record, float32.
+
+        Raises:
+            ValueError: for a record of another form, another genome's or a damaged one, or numbers that are not finite.
+        """
+        if [*arrays] not in ([NUMBERS], [CODES]):
+            raise ValueError(f"expected a record with one array, {NUMBERS!r} or {CODES!r}, got {[*arrays]}")
+        array = next(iter(arrays.values())).numpy()
+        if CODES in arrays:
+            if array.dtype != np.uint8 or array.ndim != 1:
+                raise ValueError(f"expected codes as bytes [n], got {array.dtype} {array.shape}")
+            leaves = Compact.parse(array.tobytes()).leaves(self.plan.leaves)
+            vector = np.concatenate([leaves[k].float().reshape(-1).numpy() for k in self._sent])
+        else:
+            if array.dtype.kind != "f" or array.shape != (self.size,):
+                raise ValueError(f"expected {self.size:,} numbers, got {array.dtype} {array.shape}")
+            vector = array.astype(np.float32)
+        if not np.isfinite(vector).all():
+            raise ValueError(f"{int((~np.isfinite(vector)).sum())} of {self.size:,} numbers are not finite")
+        return vector

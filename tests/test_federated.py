@@ -1,0 +1,431 @@
+"""Federated learning: what travels, what strategies make of it, who is refused, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.tasks import Task, find_task
+from gbfunc.tasks.data import Split
+from gbfunc.trees import flatten_tree
+
+pytest.importorskip("flwr", reason="its versions of other packages are not those of the other tests: see .ci/run")
+
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict  # pyright: ignore
+from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
+from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
+
+from gbfunc.federated import FORMATS, GenomeStrategy, LocalGrid, Wire, client_app, identity, partition
+from gbfunc.federated.client import ARRAYS, METRICS
+from gbfunc.federated.wire import CODES, NUMBERS, difference
+
+N, ALL = 4, {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 4}
+
+
+class Problem(NamedTuple):
+    task: Task
+    pnet: nn.Module
+    plan: gb.Plan
+    genome: gb.Genome
+    examples: Callable[[Context], Split]
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    task = find_task("digits", None, {})
+    task = task.with_pnet(task.pnet.scaled(0.05))  # pyright: ignore[reportOptionalCall]
+    pnet = task.build(0)
+    plan = task.plan(pnet, genome_params=400)
+    parts = [torch.from_numpy(part) for part in partition(task.train.y, N, alpha=0.5)]
+
+    def examples(context: Context) -> Split:
+        part = parts[context.node_config["partition-id"]]
+        return Split(task.train.x[part], task.train.y[part])
+
+    return Problem(task, pnet, plan, gb.init_genome(plan, pnet, 0), examples)
+
+
+@pytest.fixture(scope="module")
+def app(problem: Problem) -> ClientApp:
+    return client_app(problem.plan, problem.pnet, problem.task.loss, problem.examples, steps=3, batch_size=16)
+
+
+def grid_of(app: Callable[..., Message]) -> LocalGrid:
+    return LocalGrid(app, [{"partition-id": i} for i in range(N)])
+
+
+def server(problem: Problem, strategy: Any = None, **options: Any) -> GenomeStrategy:
+    given: dict[str, Any] = {"lr": 1e-2, "up": "float32", "down": "float32", "seed": 0} | options
+    return GenomeStrategy(strategy or strategies.FedAvg(**ALL), problem.plan, problem.genome, **given)
+
+
+def trained(strategy: GenomeStrategy, app: Callable[..., Message], rounds: int = 1) -> np.ndarray:
+    with grid_of(app) as grid:
+        strategy.train(grid, rounds)
+    return strategy.wire.vector(strategy.genome)
+
+
+@given(st.integers(1, 8), st.sampled_from([0.3, 1.0, math.inf]), st.integers(0, 5))
+def test_parts_are_disjoint_and_all(clients: int, alpha: float, seed: int) -> None:
+    labels = np.arange(400) % 7
+    parts = partition(labels, clients, alpha, seed)
+    assert len(parts) == clients and min(map(len, parts)) >= 10
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(400))
+    again = partition(labels, clients, alpha, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+def test_a_small_concentration_gives_clients_few_classes() -> None:
+    labels = np.arange(5_000) % 10
+    shares = [
+        np.mean([np.bincount(labels[part], minlength=10).max() / len(part) for part in partition(labels, 20, alpha)])
+        for alpha in (0.3, math.inf)
+    ]
+    assert shares[0] > 0.3 > 0.2 > shares[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(([0, 1], 1), "need 10 examples"), (([0] * 50, 0), "clients >= 1"), (([0] * 50, 2, -1.0), "alpha > 0")],
+)
+def test_parts_that_cannot_be_are_refused(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        partition(*arguments)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_genome_comes_through_as_its_dtype_holds_it(problem: Problem, dtype: str) -> None:
+    wire = Wire(problem.plan, problem.genome)
+    vector = wire.vector(problem.genome)
+    packed = wire.pack(vector, dtype)
+    back = wire.unpack(packed)
+    bits = {"float32": 32, "float16": 16}.get(dtype) or int(dtype.removeprefix("int"))
+    step = 0 if bits == 32 else 2.0**-10 if bits == 16 else 2 / (2**bits - 1)
+    assert np.abs(back - vector).max() <= step * np.abs(vector).max()
+    # The array's own header, a scale and a zero point for each block.
+    assert len(packed[CODES if dtype.startswith("int") else NUMBERS].data) <= len(vector) * bits / 8 + 300
+    again = wire.genome(vector)
+    for name, leaf in flatten_tree(problem.genome).items():
+        torch.testing.assert_close(flatten_tree(again)[name], leaf, rtol=0, atol=0)
+
+
+def test_running_statistics_travel_and_counts_of_batches_stay() -> None:
+    pnet = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Linear(20, 3))
+    plan = gb.make_plan(pnet, gb.periodic(features=2))
+    genome = gb.init_genome(plan, pnet)
+    wire = Wire(plan, genome)
+    assert wire.size == plan.genome_params + 40
+    for dtype in ("float32", "int8"):
+        back = wire.genome(wire.unpack(wire.pack(wire.vector(genome), dtype)))
+        torch.testing.assert_close(back.buffers["1.running_var"], torch.ones(20), rtol=1e-2, atol=0)
+        assert back.buffers["1.num_batches_tracked"].dtype == torch.int64
+
+
+def test_damaged_records_are_refused(problem: Problem) -> None:
+    wire = Wire(problem.plan, problem.genome)
+    vector = wire.vector(problem.genome)
+    codes = np.array(wire.pack(vector, "int4")[CODES].numpy())
+    codes[-1] ^= 1
+    for record, words in (
+        (ArrayRecord({CODES: Array(codes)}), "checksum"),
+        (ArrayRecord({NUMBERS: Array(vector[1:])}), "numbers, got float32"),
+        (ArrayRecord({NUMBERS: Array(vector.astype(np.int32))}), "got int32"),
+        (ArrayRecord({"weights": Array(vector)}), "one array"),
+        (ArrayRecord({NUMBERS: Array(vector * math.nan)}), "not finite"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wire.unpack(record)
+    with pytest.raises(ValueError, match="not finite"):
+        wire.pack(vector * math.inf, "int8")
+    with pytest.raises(ValueError, match="too large a number for float16"):
+        wire.pack(vector * 1e6, "float16")
+    with pytest.raises(ValueError, match="one of float32, float16, int2"):
+        wire.pack(vector, "int9")
+
+
+def local_genomes(problem: Problem, app: ClientApp) -> tuple[list[np.ndarray], list[int]]:
+    """What each client's app alone makes of the genome, and how many examples it has."""
+    vectors, counts = [], []
+    for i in range(N):
+        # One client at a time: the others are away.
+        only = server(problem, strategies.FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0))
+        with LocalGrid(app, [{"partition-id": j} for j in range(N)]) as grid:
+            number = list(grid.get_node_ids())[i]
+            grid.get_node_ids = lambda number=number: [number]
+            only.train(grid, 1)
+        vectors.append(only.wire.vector(only.genome))
+        counts.append(len(problem.examples(Context(1, 1, {"partition-id": i}, RecordDict(), {}))))
+    return vectors, counts
+
+
+def test_averages_are_those_of_the_clients_genomes(problem: Problem, app: ClientApp) -> None:
+    vectors, counts = local_genomes(problem, app)
+    mean = np.average(np.stack(vectors).astype(np.float64), axis=0, weights=counts)
+    assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
+    np.testing.assert_allclose(trained(server(problem), app), mean, rtol=0, atol=1e-5)
+    # The change in codes is near it, and so is a start that was rounded on its way.
+    whole = np.linalg.norm(mean - server(problem).wire.vector(problem.genome))
+    for options in ({"up": "int8"}, {"up": "float16", "down": "float16"}, {"up": "int8", "down": "int8"}):
+        found = trained(server(problem, **options), app)
+        assert 0 < np.linalg.norm(found - mean) < 0.3 * whole
+
+
+def test_a_strategy_works_without_ours(problem: Problem, app: ClientApp) -> None:
+    """In float32 the messages are those of any Flower app."""
+    from flwr.app import ConfigRecord  # pyright: ignore[reportMissingImports]
+
+    from gbfunc.federated.client import IDENTITY, RATE, SENT_AS
+
+    wire = Wire(problem.plan, problem.genome)
+    config = ConfigRecord({IDENTITY: wire.identity, RATE: 1e-2, SENT_AS: "float32"})
+    with grid_of(app) as grid:
+        start = wire.pack(wire.vector(problem.genome), "float32")
+        result = strategies.FedAvg(**ALL).start(grid, start, num_rounds=1, train_config=config)
+    np.testing.assert_allclose(wire.unpack(result.arrays), trained(server(problem), app), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: strategies.FedAvgM(**ALL, server_momentum=0.5),
+        lambda: strategies.FedAdam(**ALL, eta=1e-2),
+        lambda: strategies.FedYogi(**ALL, eta=1e-2),
+        lambda: strategies.FedAdagrad(**ALL, eta=1e-2),
+        lambda: strategies.FedProx(**ALL, proximal_mu=0.1),
+        lambda: strategies.FedMedian(**ALL),
+        lambda: strategies.FedTrimmedAvg(**ALL),
+        lambda: strategies.Krum(**ALL, num_malicious_nodes=1),
+        lambda: strategies.DifferentialPrivacyServerSideFixedClipping(strategies.FedAvg(**ALL), 1e-3, 1.0, N),
+    ],
+    ids=["FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx", "FedMedian", "FedTrimmedAvg", "Krum", "privacy"],
+)
+def test_every_strategy_works_as_it_is(problem: Problem, app: ClientApp, make: Callable[[], Any]) -> None:
+    first = server(problem).wire.vector(problem.genome)
+    found = trained(one := server(problem, make(), up="int4", down="int8"), app, rounds=2)
+    assert np.isfinite(found).all() and 0 < np.abs(found - first).max() < 1
+    assert [r.used for r in one.rounds] == [N, N] and not any(r.left_out for r in one.rounds)
+
+
+def test_the_proximal_term_pulls_to_the_start(problem: Problem) -> None:
+    app = client_app(problem.plan, problem.pnet, problem.task.loss, problem.examples, optimizer=torch.optim.SGD)
+    first = server(problem).wire.vector(problem.genome)
+    # A rate of 1e-2 times a weight of 100 undoes each step.
+    found = trained(server(problem, strategies.FedProx(**ALL, proximal_mu=100.0)), app)
+    np.testing.assert_allclose(found, first, rtol=0, atol=1e-6)
+    assert np.abs(trained(server(problem), app) - first).max() > 1e-3
+
+
+def test_what_codes_leave_is_sent_the_next_time(problem: Problem, app: ClientApp) -> None:
+    """All that a client sent, and what it still holds, is the sum of its changes."""
+    wire, sent, states = Wire(problem.plan, problem.genome), [], []
+
+    def listening(message: Message, context: Context) -> Message:
+        before = context.state.array_records.get("left")
+        left = 0 if before is None else before["left"].numpy()
+        reply = app(message, context)
+        if context.node_config["partition-id"] == 0:
+            sent.append(wire.unpack(reply.content.array_records[ARRAYS]))
+            states.append((left, context.state.array_records["left"]["left"].numpy()))
+        return reply
+
+    trained(server(problem, up="int2"), listening, rounds=3)
+    assert len(sent) == 3 and np.abs(states[-1][1]).max() > 0
+    # int2 of the first round: too coarse to be right alone; change = what is sent + what is left.
+    exact: list[np.ndarray] = []
+
+    def exactly(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if context.node_config["partition-id"] == 0:
+            exact.append(wire.unpack(reply.content.array_records[ARRAYS]))
+        return reply
+
+    trained(server(problem), exactly)
+    change = exact[0] - wire.vector(problem.genome)
+    np.testing.assert_allclose(sent[0] + states[0][1], change, rtol=0, atol=1e-5)
+    assert np.abs(sent[0] - change).max() > 1e-3
+    np.testing.assert_array_equal(states[1][0], states[0][1])
+
+
+def other(problem: Problem, what: str, monkeypatch: pytest.MonkeyPatch) -> ClientApp:
+    plan, pnet = problem.plan, problem.pnet
+    if what == "plan":
+        plan = problem.task.plan(pnet, genome_params=300)
+    if what == "library":
+        monkeypatch.setattr("gbfunc.federated.wire.__version__", "0.0.9")
+    return client_app(plan, pnet, problem.task.loss, problem.examples, steps=1)
+
+
+@pytest.mark.parametrize("what", ["plan", "library"])
+def test_another_plan_or_library_is_refused_by_name(
+    problem: Problem, what: str, monkeypatch: pytest.MonkeyPatch, app: ClientApp
+) -> None:
+    with monkeypatch.context() as changed:
+        stranger = other(problem, what, changed)
+
+    def mixed(message: Message, context: Context) -> Message:
+        return (stranger if context.node_config["partition-id"] == 2 else app)(message, context)
+
+    trained(one := server(problem), mixed)
+    ((node, words),) = one.rounds[0].left_out.items()
+    assert one.rounds[0].used == N - 1 and node == 4 and f"another {what}" in words
+    with pytest.raises(ValueError, match=f"none of {N} clients could be used; node 2: another {what}"):
+        trained(server(problem), stranger)
+
+
+def test_another_base_is_refused_by_name() -> None:
+    identities = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        pnet = nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 3))
+        identities.append(identity(gb.make_plan(pnet, gb.periodic(features=2), base="own")))
+    here, there = identities
+    assert difference(here, here) is None
+    # The plan names its base: what differs is said in the order library, plan, base.
+    assert "another" in str(difference(here, there))
+    swapped = "/".join([*here.split("/")[:2], there.split("/")[2]])
+    assert "another base" in str(difference(here, swapped))
+
+
+@pytest.mark.parametrize("what", ["nan", "inf", "weight", "records", "error"])
+def test_what_cannot_be_used_is_left_out_and_reported(problem: Problem, app: ClientApp, what: str) -> None:
+    def faulty(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if context.node_config["partition-id"] != 1:
+            return reply
+        arrays, metrics = reply.content.array_records[ARRAYS], reply.content.metric_records[METRICS]
+        if what in ("nan", "inf"):
+            vector = np.array(arrays[NUMBERS].numpy())
+            vector[3] = math.nan if what == "nan" else math.inf
+            arrays = ArrayRecord({NUMBERS: Array(vector)})
+        elif what == "weight":
+            metrics = MetricRecord({"num-examples": -5, "loss": 0.0})
+        elif what == "error":
+            return Message(Error(1, "out of memory"), reply_to=message)
+        content = {ARRAYS: arrays} if what == "records" else {ARRAYS: arrays, METRICS: metrics}
+        return Message(RecordDict(content), reply_to=message)
+
+    vectors, counts = local_genomes(problem, app)
+    rest = [0, 2, 3]
+    found = trained(one := server(problem), faulty)
+    mean = np.average([vectors[i] for i in rest], axis=0, weights=[counts[i] for i in rest])
+    np.testing.assert_allclose(found, mean, rtol=0, atol=1e-5)
+    words = {"nan": "not finite", "inf": "not finite", "weight": "-5", "records": METRICS, "error": "out of memory"}
+    assert one.rounds[0].left_out.keys() == {3} and words[what] in one.rounds[0].left_out[3]
+
+
+def test_a_client_that_diverges_says_so(problem: Problem) -> None:
+    app = client_app(problem.plan, problem.pnet, problem.task.loss, problem.examples, optimizer=torch.optim.SGD)
+    with pytest.raises(ValueError, match="not finite, at a learning rate of 1e\\+30"):
+        trained(server(problem, lr=1e30), app)
+
+
+def test_a_server_goes_on_from_its_checkpoint(problem: Problem, app: ClientApp, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"up": "int4", "down": "int8", "lr": lambda round_: 1e-2 / (round_ + 1)}
+
+    def adam() -> Any:
+        return strategies.FedAdam(fraction_train=0.5, fraction_evaluate=0.0, eta=1e-2, beta_1=0.9, beta_2=0.99)
+
+    straight = trained(server(problem, adam(), **options), app, rounds=4)
+    path = tmp_path / "server.safetensors"
+    with grid_of(app) as grid:
+        first = server(problem, adam(), checkpoint=path, **options)
+        first.train(grid, 2)
+        # The nodes go on, with what they have not sent yet.
+        second = server(problem, adam(), checkpoint=path, **options)
+        second.train(grid, 4)
+    assert second.done == 4 and [r.round for r in second.rounds] == [3, 4]
+    np.testing.assert_array_equal(second.wire.vector(second.genome), straight)
+    # The optimizer's state was needed for that.
+    forgetful = server(problem, adam(), **options)
+    forgetful._vector, forgetful._done = first.wire.vector(first.genome), 2
+    assert not np.array_equal(trained(forgetful, app, rounds=4), straight)
+
+
+def test_checkpoints_of_others_are_refused(problem: Problem, app: ClientApp, tmp_path: Path) -> None:
+    path = tmp_path / "server.safetensors"
+    trained(server(problem, checkpoint=path), app)
+    with pytest.raises(ValueError, match="of the strategy FedAvg, got FedAdam"):
+        trained(server(problem, strategies.FedAdam(**ALL), checkpoint=path), app, 2)
+    plan = problem.task.plan(problem.pnet, genome_params=300)
+    smaller = GenomeStrategy(
+        strategies.FedAvg(**ALL), plan, gb.init_genome(plan, problem.pnet), lr=1.0, checkpoint=path
+    )
+    with pytest.raises(ValueError, match="another plan"):
+        trained(smaller, app, 2)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="not a checkpoint of a server"):
+        trained(server(problem, checkpoint=path), app, 2)
+    path.write_bytes(b"\x80\x04no pickle")
+    with pytest.raises(ValueError, match="not a checkpoint of a server"):
+        trained(server(problem, checkpoint=path), app, 2)
+
+
+def test_clients_evaluate(problem: Problem) -> None:
+    task = problem.task
+    app = client_app(problem.plan, problem.pnet, task.loss, problem.examples, steps=1, evaluate=task.evaluate)
+    one = server(problem, strategies.FedAvg(min_available_nodes=N))
+    with grid_of(app) as grid:
+        result = one.train(grid, 1)
+    net = gb.materialize(problem.plan, one.genome, problem.pnet)
+    # Means over the clients' examples are that over all.
+    assert result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(task.evaluate(net, task.train)["accuracy"])
+
+
+FEDERATED = ["federated", "--sizes", "64", "55", "10", "--genome-params", "400", "--clients", "10", "--sample", "3"]
+
+
+def test_the_command_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    options = [*FEDERATED, "--alpha", "0.5", "--local-steps", "10", "--schedule", "constant", "--out", str(out)]
+    assert main([*options, "--rounds", "12"]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["test_accuracy"] > 0.7 and metrics["rounds"] == 12 and not metrics["left_out"]
+    # int4 and int8 of 400 numbers, and some 300 bytes of Flower's message.
+    assert metrics["largest_reply"] < 400 / 2 + 450 and metrics["bytes_down"] < 36 * (400 + 750)
+    plan, genome = gb.load(out / "genome.safetensors")
+    assert plan.genome_params <= 400 and len(gb.flatten(genome)[0]) == plan.genome_params
+    assert main([*options, "--rounds", "14"]) == 2
+    assert "--resume goes on with it" in capsys.readouterr().err
+    assert main([*options, "--rounds", "14", "--resume"]) == 0
+    assert json.loads((out / "metrics.json").read_text())["rounds"] == 14
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--strategy", "FedSGD"], "--strategy must be one of FedAdagrad, FedAdam, FedAvg"),
+        (["--strategy-config", '{"etta": 1}'], "--strategy-config does not fit FedAvg"),
+        (["--up", "int9"], "up must be one of float32"),
+        (["--sample", "11"], "--sample 11 is more than --clients 10"),
+        (["--alpha", "0"], "alpha > 0"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--lr", "-1"], "--lr must be a positive number"),
+        (["--resume"], "--resume needs --out"),
+        (["--clients", "1000"], "1000 clients need 10 examples each"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*FEDERATED, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_dense_network_travels_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*FEDERATED[:5], "--clients", "5", "--sample", "2", "--rounds", "1", "--dense", "--up", "int8"]
+    assert main([*words, "--down", "float32", "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["genome_params"] == 64 * 55 + 55 + 55 * 10 + 10
+    assert metrics["bytes_down"] > 2 * 4 * metrics["genome_params"] > 3 * metrics["bytes_up"]
