@@ -32,6 +32,7 @@ GROUPS = {
     "Genomes and their weights": "Genome init_genome generate materialize fit_genome flatten sample_noise",
     "Files": "save load load_metadata export Checkpointer load_checkpoint",
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
+    "Evolution": "evolution.GenomeProblem evolution.ControlProblem",
     "Many ranks": "mesh plan_parallel",
     "What these take and return": "train.TrainStep train.StepInfo train.Optimizer train.Population "
     "train.UpdateAlignment pnet.GrownNet fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint export.Exported "

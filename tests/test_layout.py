@@ -30,7 +30,7 @@ LEVELS = (
     {"export"},
     {"__init__"},
     {"tasks", "plots"},
-    {"lab", "federated"},
+    {"lab", "federated", "evolution"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,252 @@
+"""Genomes as EvoTorch's solutions: each judged as it would be alone, in units of its steps."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gbfunc as gb
+
+pytest.importorskip("evotorch", reason="the extra `evolve`")
+pytest.importorskip("gymnasium")
+
+from evotorch.algorithms import CMAES, PGPE, SNES, GeneticAlgorithm
+from evotorch.operators import GaussianMutation, OnePointCrossOver
+
+from gbfunc.evolution import STEPS, ControlProblem, GenomeProblem
+from gbfunc.tasks.control import Episodes, evaluate, find_environment
+from tests.support.zoo import ZOO, dtype_of
+from tests.support.zoo import loss_fn as zoo_loss
+
+PLANS: dict[str, dict[str, Any]] = {
+    "periodic": {"hypernet": gb.periodic(features=3)},
+    "relu": {"hypernet": gb.gnet((4,), activation="relu"), "max_tile": 8},
+    "low rank": {"hypernet": gb.low_rank(rank=2)},
+    "dense": {"rules": [(".*", None)]},
+}
+LEARNERS: dict[str, Callable[[Any], Any]] = {
+    "PGPE": lambda p: PGPE(p, popsize=32, center_learning_rate=0.5, stdev_learning_rate=0.1, stdev_init=1.0),
+    "SNES": lambda p: SNES(p, popsize=32, stdev_init=1.0),
+    "CMA-ES": lambda p: CMAES(p, popsize=32, stdev_init=1.0),  # pyright: ignore[reportArgumentType]
+    "genetic": lambda p: GeneticAlgorithm(
+        p, popsize=32, operators=[OnePointCrossOver(p, tournament_size=2), GaussianMutation(p, stdev=0.5)]
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("evotorch").setLevel(logging.WARNING)
+
+
+def small(plan: str = "periodic") -> tuple[gb.Plan, nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pnet = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    return gb.make_plan(pnet, **PLANS[plan]), pnet
+
+
+def loss_fn(net: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(net(batch[0]), batch[1])
+
+
+def batches(n: int | None = None) -> Any:
+    """A batch that a linear rule decides, time and again."""
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batch = x, x[:, :3].argmax(-1)
+    return itertools.repeat(batch) if n is None else itertools.repeat(batch, n)
+
+
+def problem(plan: str = "periodic", **options: Any) -> GenomeProblem:
+    return GenomeProblem(*small(plan), loss_fn, options.pop("batches", batches()), **options)
+
+
+def mutants(p: GenomeProblem, n: int = 5) -> Tensor:
+    return torch.randn(n, len(p.start_P), generator=torch.Generator().manual_seed(2), dtype=p.start_P.dtype)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_members_have_the_losses_of_their_grown_networks(plan: str, lazy: bool) -> None:
+    p, batch = problem(plan, lazy=lazy), next(batches())
+    z = mutants(p)
+    alone = torch.stack([loss_fn(p.net(one), batch) for one in z])
+    torch.testing.assert_close(p.losses(z, batch), alone.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("animal", ["conv_bn", "grouped_conv", "tied", "attention", "shared", "running"])
+def test_odd_pnets_are_judged_as_they_are_in_use(animal: str) -> None:
+    pnet = ZOO[animal].pnet().eval()
+    plan, batch = ZOO[animal].plan(pnet), ZOO[animal].batch(dtype_of(pnet))
+    p = GenomeProblem(plan, pnet, zoo_loss, itertools.repeat(batch))
+    z = 3 * mutants(p, 3)
+    alone = torch.stack([zoo_loss(p.net(one).eval(), batch).detach() for one in z])
+    torch.testing.assert_close(p.losses(z, batch), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_change_nothing() -> None:
+    whole, parts, batch = problem(), problem(chunk=2), next(batches())
+    torch.testing.assert_close(parts.losses(mutants(whole), batch), whole.losses(mutants(whole), batch))
+
+
+def test_steps_are_parts_of_each_leafs_deviation() -> None:
+    steps = {"code": 0.5, "linear": 0.25, "direct": 2.0}
+    p = problem(steps=steps)
+    flat = gb.init_genome(*small())
+    moved = p.genome(torch.ones(len(p.start_P), dtype=p.start_P.dtype))
+    found = {
+        (e.name, k): (moved.gnets[e.name][k] - flat.gnets[e.name][k]) / flat.gnets[e.name][k].std(correction=0)
+        for e in p.plan.ensembles
+        for k in e.leaves
+    }
+    roles = {(e.name, k): leaf.role for e in p.plan.ensembles for k, leaf in e.leaves.items()}
+    assert {roles[k] for k in found} == {"code", "linear"}
+    for key, by in found.items():
+        torch.testing.assert_close(by, torch.full_like(by, steps[roles[key]]))
+    for name, x in moved.direct.items():
+        expected = 2.0 * flat.direct[name].std(correction=0)
+        torch.testing.assert_close(x - flat.direct[name], expected.expand_as(x))
+
+
+def test_the_search_starts_where_it_is_told() -> None:
+    start = gb.init_genome(*small(), seed=7)
+    p = problem(start=start)
+    torch.testing.assert_close(gb.flatten(p.genome(torch.zeros(len(p.start_P), dtype=p.start_P.dtype)))[0], p.start_P)
+    torch.testing.assert_close(p.start_P, gb.flatten(start)[0])
+    new = p.generate_values(3)
+    assert new[0].abs().max() == 0 < new[1:].abs().min()
+
+
+def test_a_subspace_is_searched_by_its_own_numbers() -> None:
+    basis = torch.randn(4, len(problem().start_P), dtype=torch.float64)
+    p = problem(subspace=(4, lambda z: z @ basis))
+    assert p.solution_length == 4
+    moved = gb.flatten(p.genome(torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=p.start_P.dtype)))[0]
+    torch.testing.assert_close(moved, p.start_P + p.steps_P * basis[1])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:evotorch", "ignore::DeprecationWarning:evotorch")  # of its CMA-ES
+@pytest.mark.parametrize("name", LEARNERS)
+def test_algorithms_lower_the_loss_without_a_gradient(name: str) -> None:
+    p, batch = problem(steps={role: 0.2 for role in STEPS}), next(batches())
+    searcher = LEARNERS[name](p)
+    searcher.run(25)
+    losses = p.losses(torch.stack([torch.zeros_like(p.start_P), searcher.status["best"].values.clone()]), batch)
+    assert losses[1] < losses[0] - 0.15
+    # A genetic algorithm judges parents anew, as the batch is another one.
+    assert p.evaluations == 25 * 32 * (2 if name == "genetic" else 1)
+
+
+def test_a_search_is_repeated_by_its_seed_and_its_center_is_saved(tmp_path: Any) -> None:
+    found = []
+    for _ in range(2):
+        p = problem(seed=3)
+        searcher = LEARNERS["PGPE"](p)
+        searcher.run(3)
+        found.append(p.genome(searcher.status["center"]))
+    assert torch.equal(gb.flatten(found[0])[0], gb.flatten(found[1])[0])
+    gb.save(tmp_path / "evolved.safetensors", p.plan, found[0])
+    _, loaded = gb.load(tmp_path / "evolved.safetensors")
+    assert torch.equal(gb.flatten(loaded)[0], gb.flatten(found[0])[0])
+
+
+def test_stochastic_genomes_have_one_noise_a_generation() -> None:
+    _, pnet = small()
+    plan = gb.make_plan(pnet, gb.stochastic((4,)), max_tile=8)
+    batch = next(batches())
+    first, second = (GenomeProblem(plan, pnet, loss_fn, batches(), seed=0) for _ in range(2))
+    twins = torch.zeros(2, len(first.start_P), dtype=first.start_P.dtype)
+    losses = [first.losses(twins, batch) for _ in range(2)]
+    assert losses[0][0] == losses[0][1] != losses[1][0]
+    assert torch.equal(second.losses(twins, batch), losses[0])
+
+
+def test_members_without_a_finite_loss_are_the_worst() -> None:
+    def broken(net: Any, batch: Any) -> Tensor:
+        loss = loss_fn(net, batch)
+        return torch.where(net[0].weight[0, 0] > 0, loss, torch.nan)
+
+    p = GenomeProblem(*small(), broken, batches(), steps={role: 3.0 for role in STEPS})
+    batch: Any = p.generate_batch(16)
+    p.evaluate(batch)
+    losses = p.losses(batch.values.clone().as_subclass(Tensor), next(batches()))
+    bad = losses.isnan()
+    assert 0 < bad.sum() < 16
+    assert (batch.evals[:, 0][bad] == losses[~bad].max()).all()
+
+    def hopeless(net: Any, batch: Any) -> Tensor:
+        return loss_fn(net, batch) * torch.nan
+
+    p = GenomeProblem(*small(), hopeless, batches())
+    with pytest.raises(FloatingPointError, match="no member"):
+        LEARNERS["SNES"](p).run(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": {"code": 0.1}}, "a positive number for each of code, linear, direct"),
+        ({"steps": dict(STEPS) | {"direct": 0.0}}, "'direct': 0.0"),
+        ({"chunk": 0}, "positive number of members, got 0"),
+        ({"subspace": (2, lambda z: z)}, "must give"),
+    ],
+    ids=["steps", "zero", "chunk", "subspace"],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        problem(**options)
+
+
+def test_a_foreign_start_and_an_end_of_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit the plan"):
+        problem(start=gb.init_genome(*small("relu")))
+    with pytest.raises(ValueError, match="at an end after 32 evaluations"):
+        LEARNERS["SNES"](problem(batches=batches(1))).run(2)
+
+
+@pytest.mark.parametrize(("env", "actions"), [("CartPole-v1", 2), ("Pendulum-v1", 1)])
+def test_networks_act_as_they_would_alone(env: str, actions: int) -> None:
+    inputs = find_environment(env).inputs[0]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pnet = nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, actions))
+    p = ControlProblem(gb.make_plan(pnet, gb.periodic(features=2)), pnet, env, steps={role: 1.0 for role in STEPS})
+    solution = mutants(p, 1)
+
+    class Policy(nn.Module):
+        """What the library's own evaluation takes: numbers of a policy, and values."""
+
+        def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+            out = p.net(solution[0])(obs)
+            return (out if actions == 2 else torch.cat([out, out], -1)), out[..., 0]
+
+    alone = evaluate(Policy(), Episodes(find_environment(env), 5, 3))
+    torch.testing.assert_close(p.returns(solution, 3, 5)[0], torch.from_numpy(alone), rtol=1e-4, atol=1e-3)
+
+
+def test_a_controller_evolves() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pnet = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+    steps = {role: 0.5 for role in STEPS}
+    p = ControlProblem(gb.make_plan(pnet, gb.periodic(features=2)), pnet, "CartPole-v1", episodes=2, steps=steps)
+    searcher = PGPE(p, popsize=16, center_learning_rate=0.5, stdev_learning_rate=0.1, stdev_init=1.0, optimizer="adam")
+    searcher.run(10)
+    center = searcher.status["center"].clone().as_subclass(Tensor)
+    both = p.returns(torch.stack([torch.zeros_like(center), center]), 20, 0).mean(1)
+    assert both[1] > both[0] + 20
+    assert p.evaluations == 10 * 16 and p.env_steps > 10 * 16 * 2
+
+
+def test_an_environment_of_images_is_refused() -> None:
+    pytest.importorskip("ale_py")
+    with pytest.raises(ValueError, match="must have vectors as observations"):
+        ControlProblem(*small(), "ALE/Breakout-v5")
