@@ -6,8 +6,9 @@ import base64
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.export import page
 from gbfunc.export.page import NETWORK, script
+from gbfunc.export.page.layers import layers_in_a_row
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.types import Genome
 from tests.support.former_files import FORMER
@@ -36,7 +38,7 @@ const tried = (job) => {
     const net = generate(genome);
     for (const [name, { shape, data }] of Object.entries(net)) said.weights[name] = [shape, text(data)];
     said.parts = genome.parts;
-    const run = job.inputs.length ? networkOf(genome.metadata, net) : null;
+    const run = job.inputs.length ? networkOf(genome.metadata, net, job.networks) : null;
     for (const { shape, data } of job.inputs) {
       said.outputs.push(text(run(shape ? { shape, data: Float64Array.from(data) } : data).data));
     }
@@ -50,7 +52,9 @@ console.log(JSON.stringify(JSON.parse(fs.readFileSync(0, "utf8")).map(tried)));
 """
 
 
-def in_node(folder: Path, *files: bytes, inputs: Sequence[Tensor] = ()) -> list[dict[str, Any]]:
+def in_node(
+    folder: Path, *files: bytes, inputs: Sequence[Tensor] = (), networks: Mapping[str, Any] = MappingProxyType({})
+) -> list[dict[str, Any]]:
     """What the page makes of genomes' files: `weights` by name, `outputs` of the inputs, or why it is `refused`."""
     assert NODE is not None
     program = folder / "page.js"
@@ -58,7 +62,8 @@ def in_node(folder: Path, *files: bytes, inputs: Sequence[Tensor] = ()) -> list[
     examples = [
         {"data": x.tolist()} if x.ndim == 1 else {"shape": list(x.shape), "data": x.flatten().tolist()} for x in inputs
     ]
-    jobs = json.dumps([{"genome": base64.b64encode(data).decode(), "inputs": examples} for data in files])
+    rest = {"inputs": examples, "networks": dict(networks)}
+    jobs = json.dumps([{"genome": base64.b64encode(data).decode(), **rest} for data in files])
     done = subprocess.run([NODE, str(program)], input=jobs, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -72,8 +77,8 @@ def in_node(folder: Path, *files: bytes, inputs: Sequence[Tensor] = ()) -> list[
     return answers
 
 
-def one_in_node(path: Path, inputs: Sequence[Tensor] = ()) -> dict[str, Any]:
-    return in_node(path.parent, path.read_bytes(), inputs=inputs)[0]
+def one_in_node(path: Path, inputs: Sequence[Tensor] = (), **options: Any) -> dict[str, Any]:
+    return in_node(path.parent, path.read_bytes(), inputs=inputs, **options)[0]
 
 
 def grown(net: nn.Module, **options: Any) -> tuple[gb.Plan, Genome]:
@@ -109,7 +114,7 @@ TYPES = {
 DTYPES = (None, "float16", "bfloat16", *(f"int{bits}" for bits in range(2, 9)))
 
 
-def randomise(norm: nn.BatchNorm2d) -> None:
+def randomise(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> None:
     """Statistics as after some training."""
     assert norm.running_mean is not None and norm.running_var is not None
     nn.init.normal_(norm.running_mean)
@@ -195,6 +200,100 @@ def test_outputs_of_every_network(tmp_path: Path, name: str, made: tuple[Interfa
             assert (got - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
 
 
+def own_nets() -> dict[str, nn.Sequential]:
+    """P-nets of one's own for images [3, 20, 20], with each layer that a page knows in some form."""
+    head = nn.Sequential(
+        nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 8), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(8, 10)
+    )
+    return {
+        "plain": nn.Sequential(nn.Flatten(), nn.Linear(1200, 9), nn.Tanh(), nn.Identity(), nn.Linear(9, 10, False)),
+        "nested": nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 6, (3, 5), (2, 1), padding=(1, 0)), nn.BatchNorm2d(6, eps=1e-2), nn.ReLU()),
+            nn.MaxPool2d(3, 2, 1),
+            nn.Sequential(nn.Conv2d(6, 12, 3, padding="same", dilation=(1, 2), groups=3), nn.GELU(), nn.Dropout2d()),
+            nn.AvgPool2d((2, 3), padding=(1, 1)),
+            nn.Conv2d(12, 6, 2, padding="valid", bias=False),
+            nn.GELU(approximate="tanh"),
+            nn.AvgPool2d(1, (1, 2)),
+            head,
+        ),
+        "means": nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8, affine=False), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.BatchNorm1d(8), nn.Linear(8, 10),
+        ),
+    }  # fmt: skip
+
+
+@needs_node
+@pytest.mark.parametrize("name", ["plain", "nested", "means"])
+def test_outputs_of_networks_of_ones_own(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    net = own_nets()[name].eval()
+    for norm in net.modules():
+        if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
+            randomise(norm)
+    plan, genome = grown(net, hypernet=gb.periodic(3))
+    path = tmp_path / "genome"
+    gb.save(path, plan, genome, dtype="int8", metadata={"pnet": "my_work:net"})
+    inputs = list(torch.randn(3, 3, 20, 20))
+    said = one_in_node(path, inputs, networks={"my_work:net": layers_in_a_row(net)})
+    check_weights(said, path)
+    with torch.no_grad():
+        expected = gb.materialize(*gb.load(path), net).eval()(torch.stack(inputs))
+    assert len(said["outputs"]) == 3
+    assert (torch.stack(said["outputs"]) - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@needs_node
+def test_a_description_of_another_network_is_refused(tmp_path: Path) -> None:
+    plan, genome = grown(nn.Sequential(nn.Linear(6, 5)), hypernet=gb.periodic(2))
+    path = tmp_path / "genome"
+    gb.save(path, plan, genome, metadata={"pnet": "mine"})
+    for layers, message in (
+        (
+            [["linear", "0"], ["relu"], ["linear", "2"]],
+            "this genome's network has no layer \"2\", which the page's has",
+        ),
+        ([["linear", "0"], ["cubed"]], 'not in the browser yet: layers "cubed"'),
+    ):
+        assert one_in_node(path, [torch.zeros(1, 6)], networks={"mine": layers})["refused"] == message
+
+
+class Doubled(nn.Sequential):
+    """Layers in a row, twice."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def hooked() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3))
+    net[0].register_forward_hook(lambda module, args, output: None)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (nn.Linear(3, 3), "the p-net is of type Linear"),
+        (Doubled(nn.Linear(3, 3)), "the p-net is of type Doubled"),
+        (nn.Sequential(nn.Sequential(nn.Softplus())), "'0.0' is Softplus"),
+        (hooked(), "with a hook"),
+        (nn.Sequential(nn.Conv2d(1, 1, 2, padding="same")), "'0' is Conv2d"),
+        (nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")), "the usual options alone"),
+        (nn.Sequential(nn.MaxPool2d(2, ceil_mode=True)), "ceil_mode=True"),
+        (nn.Sequential(nn.AvgPool2d(2, padding=1, count_include_pad=False)), "'0' is AvgPool2d"),
+        (nn.Sequential(nn.AdaptiveAvgPool2d(2)), "'0' is AdaptiveAvgPool2d"),
+        (nn.Sequential(nn.Flatten(2)), "'0' is Flatten"),
+        (nn.Sequential(nn.LayerNorm([2, 3])), "'0' is LayerNorm"),
+        (nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False)), "'0' is BatchNorm2d"),
+    ],
+)
+def test_other_networks_are_refused_by_the_name_of_what_has_no_description(net: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers_in_a_row(net)
+
+
 def tables() -> dict[str, list[str]]:
     """The types and networks that the page's own tables hold."""
     assert NODE is not None
@@ -232,7 +331,7 @@ def test_what_the_page_does_not_know_is_named(tmp_path: Path) -> None:
     assert one_in_node(path)["refused"] == "not in the browser yet: weights of float16"
     plan, genome = grown(net.float(), hypernet=gb.periodic(2))
     gb.save(path, plan, genome, metadata={"pnet": "mine:net"})
-    assert one_in_node(path, [torch.zeros(1, 6)])["refused"] == 'not in the browser yet: running the network "mine:net"'
+    assert one_in_node(path, [torch.zeros(1, 6)])["refused"] == 'this page does not know the network "mine:net"'
     gb.save(path, plan, genome)
     assert "does not say which network" in one_in_node(path, [torch.zeros(1, 6)])["refused"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.export.page import in_address, page
 from gbfunc.tasks.mnist import load_mnist
-from gbfunc.tasks.pnets import Interface, find_pnet
+from gbfunc.tasks.pnets import Interface, find_pnet, import_factory
 
 playwright = pytest.importorskip("playwright.sync_api")
 image = pytest.importorskip("PIL.Image")
@@ -223,8 +224,49 @@ def test_a_network_that_it_cannot_run_grows_all_the_same(tab: Any, tmp_path: Pat
     (tmp_path / "net.html").write_text(page((tmp_path / "genome").read_bytes()), encoding="utf-8")
     opened(tab, tmp_path / "net.html")
     said = tab.inner_text("#alert")
-    assert said == 'The network does not run here: not in the browser yet: running the network "mine:net".'
+    assert said == 'The network does not run here: this page does not know the network "mine:net".'
     assert tab.locator("#tensors canvas").count() == 1 and not tab.locator("#network").is_visible()
+
+
+def test_a_network_of_ones_own_runs(
+    tab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_net", raising=False)
+    Path("own_net.py").write_text(
+        "from torch import nn\n"
+        "def net(units):\n"
+        "    body = nn.Sequential(nn.Conv2d(1, 3, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten())\n"
+        "    return nn.Sequential(body, nn.Linear(108, units), nn.GELU(), nn.Linear(units, 4))\n"
+        "def other():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.Softplus())\n",
+        encoding="utf-8",
+    )
+    said = {"interface": [[1, 28, 28], 4], "task": "mine", "mean": 30.0, "std": 70.0, "classes": ["a", "b", "c", "d"]}
+    net = import_factory("own_net:net", "a net")(7).eval()
+    plan = gb.make_plan(net, gb.periodic(3))
+    genome = gb.init_genome(plan, net, seed=0)
+    gb.save("genome", plan, genome, metadata={**said, "pnet": "own_net:net", "pnet_config": {"units": 7}})
+    export = ["export", "--genome", "genome", "--out", "net.html"]
+    assert main(export) == 0
+    assert (
+        "does not run the network: genome was trained with --pnet own_net:net, which is code" in capsys.readouterr().out
+    )
+    assert main([*export, "--pnet", "own_net:net"]) == 0
+    assert "does not run" not in capsys.readouterr().out
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 28, 28))
+    opened(tab, tmp_path / "net.html")
+    got = tab.evaluate("images => images.map(pixels => Array.from(gbfunc.run(pixels)))", pixels.reshape(5, -1).tolist())
+    with torch.no_grad():
+        expected = gb.materialize(plan, genome, net)((torch.tensor(pixels)[:, None].float() - 30) / 70)
+    assert (torch.tensor(got) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    tab.locator("#draw").press("ArrowDown")
+    tab.locator("#answer", has_text="%").wait_for()
+    net = import_factory("own_net:other", "a net")()
+    plan = gb.make_plan(net, gb.periodic(3))
+    gb.save("genome", plan, gb.init_genome(plan, net, seed=0), metadata={**said, "pnet": "own_net:other"})
+    assert main([*export, "--pnet", "own_net:other"]) == 0
+    assert "'2' is Softplus" in capsys.readouterr().out
 
 
 def test_a_language_model_writes_as_torch_does(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

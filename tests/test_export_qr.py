@@ -66,6 +66,9 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert main(["eval", "--genome", genome]) == 0
     expected = capsys.readouterr().out
+    # Where the bytes of the file go, whose sum it is.
+    assert f"{Path(genome).stat().st_size:,} bytes on disk as int7" in expected
+    assert "(plan)" in expected and "(scales)" in expected and "former" not in expected
     assert main(["export", "--genome", genome, "--out", code, "--qr", PAGE]) == 0
     capsys.readouterr()
     assert main(["eval", "--genome", code]) == 0

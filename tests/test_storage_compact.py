@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gbfunc as gb
+from gbfunc.cli.eval import byte_report
 from gbfunc.plan import genome_file_bytes
 from gbfunc.plan.file_layout import deflate
 from gbfunc.plan.rounding import rounded
+from gbfunc.storage.genome_file import load_dtype
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
 from tests.support.former_files import FORMER
 from tests.support.plans import PLANS
@@ -103,6 +105,25 @@ def test_files_of_former_versions_are_read(name: str, tmp_path: Path) -> None:
     gb.save(tmp_path / "now", plan, genome)
     again, same = gb.load(tmp_path / "now")
     assert again == plan and same_bits(leaves_of(same), leaves_of(genome))
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_bytes_of_files_of_former_versions_are_reported(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "former"
+    path.write_bytes(b85decode(FORMER[name][2]))
+    size = path.stat().st_size
+    now = gb.save(tmp_path / "now", *gb.load(path), load_dtype(path), gb.load_metadata(path))
+    said, again = byte_report(path), byte_report(tmp_path / "now")
+    assert f"{now:,} bytes on disk" in again and "former" not in again
+    assert (
+        said == again + (now != size) * f"\nformat       a former one: the file has {size:,} bytes, saved again {now:,}"
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "int2", "int8"])
+def test_a_file_says_what_it_holds_numbers_in(dtype: str | None, tmp_path: Path, genuine: Genuine) -> None:
+    gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype)
+    assert load_dtype(tmp_path / "g") == dtype
 
 
 def digest_of(genome: gb.Genome) -> str:

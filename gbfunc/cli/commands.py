@@ -77,7 +77,7 @@ class Demo(Command, RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(GenomeCommand, ConfigOption, GenomeFileOptions):
-    """Rebuild the p-net from a genome file and measure it; task and p-net are those that the file names."""
+    """Show where a genome file's bytes go; rebuild the p-net from it and measure it. The file names task and p-net."""
 
 
 @dataclass(frozen=True, kw_only=True)

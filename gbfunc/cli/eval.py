@@ -1,13 +1,29 @@
-"""`gbfunc eval`: the p-net of a genome file, rebuilt and measured."""
+"""`gbfunc eval`: where the bytes of a genome's file go, and its p-net, rebuilt and measured."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import gbfunc as gb
 from gbfunc.cli.commands import Eval
 from gbfunc.cli.networks import genome_metrics, read_genome
 from gbfunc.cli.output import print_metrics
+from gbfunc.plan.report import file_bytes
+from gbfunc.storage.genome_file import load_dtype
 
 
 def run(options: Eval) -> None:
     """Measure and print."""
     plan, task, net = read_genome(options.genome, options)
-    print_metrics(genome_metrics(plan, options.genome, net, task), task)
+    metrics = genome_metrics(plan, options.genome, net, task)
+    print(byte_report(options.genome), end="\n\n")
+    print_metrics(metrics, task)
+
+
+def byte_report(path: Path) -> str:
+    """The plan's report with the bytes of its genome's file, and of such a file as it is written now."""
+    plan, genome = gb.load(path)
+    dtype, metadata = load_dtype(path), gb.load_metadata(path)
+    report = plan.report(dtype, genome, metadata)
+    now, size = sum(file_bytes(plan, dtype, genome, metadata).values()), path.stat().st_size
+    return report + f"\nformat       a former one: the file has {size:,} bytes, saved again {now:,}" * (now != size)

@@ -15,6 +15,7 @@ from gbfunc.cli.networks import read_genome
 from gbfunc.cli.output import open_folder
 from gbfunc.cli.predict import task_of
 from gbfunc.export import export_module, page
+from gbfunc.export.page.layers import Layer, layers_in_a_row
 from gbfunc.export.qr import write_qr
 from gbfunc.files import replace_file
 from gbfunc.tasks.pnets import Interface
@@ -64,15 +65,34 @@ def _to_browser(options: Export) -> None:
             write_qr(options.out, data, options.qr)
         print(f"{options.out}: the code of {options.qr} with the {len(data):,} bytes of the genome")
         return
-    runs = said.get("pnet") in page.PNETS and "interface" in said
-    alphabets = {str(said["alphabet"]): _alphabet(options)} if runs and "alphabet" in said else {}
-    text = page.page(data, alphabets).encode()
+    networks: dict[str, list[Layer]] = {}
+    unknown = ""
+    if said.get("pnet") not in page.PNETS:
+        try:
+            networks = _described(options, said)
+        except (ValueError, ImportError) as error:
+            unknown = f"; it shows how the weights grow, and does not run the network: {error}"
+    alphabets = {str(said["alphabet"]): _alphabet(options)} if not unknown and "alphabet" in said else {}
+    text = page.page(data, alphabets, networks).encode()
     with open_folder(options.out.parent):
         replace_file(options.out, text)
-    grows = (
-        "" if runs else f"; it shows how the weights grow, {said.get('pnet') or 'their network'} does not run there yet"
-    )
-    print(f"{options.out}: {len(text):,} bytes, the genome has {len(data):,}{grows}")
+    print(f"{options.out}: {len(text):,} bytes, the genome has {len(data):,}{unknown}")
+
+
+def _described(options: Export, said: Mapping[str, Any]) -> dict[str, list[Layer]]:
+    """The p-net of one's own for a page, by its name in the genome's file; `ValueError` for one that no page runs."""
+    interface, name = said.get("interface"), said.get("pnet")
+    if not (isinstance(interface, list) and isinstance(interface[0], list) and {"mean", "std"} <= said.keys()):
+        raise ValueError("it has images for those alone whose file says what they are like (interface, mean, std)")
+    if name is None:
+        raise ValueError("the genome's file does not name it (pnet)")
+    shape, outputs = interface[0], interface[1]
+    _, _, net = read_genome(options.genome, options, load=lambda data: task_of(data, said))
+    layers = layers_in_a_row(net)
+    made = net(torch.zeros(1, *shape))
+    if made.shape != (1, outputs):
+        raise ValueError(f"it makes {list(made.shape)} of one example, expected [1, {outputs}]")
+    return {str(name): layers}
 
 
 def _alphabet(options: Export) -> str:

@@ -53,11 +53,11 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
         ValueError: if it has no code, or one without a genome.
     """
     zxing, image = needs("qr", "zxingcpp", "PIL.Image")
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no such picture: {os.fspath(path)!r}")
     try:
         with image.open(path) as picture:
             codes: list[Any] = zxing.read_barcodes(picture.convert("L"), formats=zxing.BarcodeFormat.QRCode)
-    except FileNotFoundError:
-        raise
     except (OSError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)!r} is no picture that can be read: {error}") from error
     if len(codes) != 1:

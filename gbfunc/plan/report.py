@@ -68,7 +68,8 @@ def file_bytes(
     if name in BITS:
         find = compact.most_bytes if genome is None else lambda *of: compact.pack(*of)[1]
         sizes = find(text, leaves, BITS[name])
-        parts += {PLAN: len(deflate(bare)), METADATA: sizes.document - len(deflate(bare)), CONTAINER: sizes.head}
+        packed = len(deflate(bare))
+        parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: sizes.head}
         plain, codes = sizes.plain, [(SCALES, sizes.scales)]
         for leaf, bits in sizes.bits.items():
             at = 0

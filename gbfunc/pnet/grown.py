@@ -237,7 +237,7 @@ class RunnableNet(PureNet):
 
 
 class NetRun:
-    """One run of a function with the net ; those that are `first` of their kind are watched more closely."""
+    """One run of a function with the net; those that are `first` of their kind are watched more closely."""
 
     def __init__(self, pure: RunnableNet, weights: TensorMap, buffers: Params, first: bool) -> None:
         self._pure, self._first = pure, first

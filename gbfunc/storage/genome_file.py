@@ -134,6 +134,16 @@ def load_metadata(path: str | os.PathLike[str]) -> Any:
     return _read(path, read)
 
 
+def load_dtype(path: str | os.PathLike[str]) -> StoredDtype | None:
+    """What a file stores trained numbers in, as `dtype` of `save`; None for the plan's own. Raises as `load`."""
+
+    def read() -> Any:
+        held = _open(Path(path))
+        return f"int{held.bits}" if isinstance(held, Compact) else held.dtype
+
+    return _read(path, read)
+
+
 def _read(path: str | os.PathLike[str], read: Callable[[], Any]) -> Any:
     """What `read` gives; whatever is wrong with the file is a `ValueError`."""
     if not Path(path).exists():

@@ -1,7 +1,8 @@
 """A page that grows a genome in the browser, and runs its network: one HTML file, which asks no network for anything.
 
 Its JavaScript reads a genome's file (`read.js`), generates the weights (`grow.js`), runs the p-nets of the command line
-(`networks.js`), and shows it all (`page.js`). The formats' constants stand in the package's Python alone.
+and those that `layers.py` describes (`networks.js`), and shows it all (`page.js`). The formats' constants are in the
+package's Python alone.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from types import MappingProxyType
 
+from gbfunc.export.page.layers import Layer
 from gbfunc.plan import Plan
 from gbfunc.plan.compact import DIGEST_BYTES, EXPONENT, MAGIC
 from gbfunc.plan.file_layout import _WORDS, FORMER_WORDS, WORDS
@@ -35,14 +37,20 @@ def check(plan: Plan) -> None:
         raise ValueError(f"not in the browser yet: {what}")
 
 
-def page(genome: bytes = b"", alphabets: Mapping[str, str] = MappingProxyType({})) -> str:
+def page(
+    genome: bytes = b"",
+    alphabets: Mapping[str, str] = MappingProxyType({}),
+    networks: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
+) -> str:
     """The page with a genome in it.
 
     Args:
         genome: what it shows where its address has no genome in its fragment.
         alphabets: characters that language models write, by what their files say of them.
+        networks: descriptions of p-nets that it does not know, of `layers_in_a_row`, by their names in files.
     """
-    held = json.dumps({"genome": in_address(genome), "alphabets": dict(alphabets)}).replace("<", "\\u003c")
+    contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
+    held = json.dumps(contents).replace("<", "\\u003c")
     parts = {"style": _source("page.css"), "embedded": held, "script": script(*NETWORK, "page.js")}
     return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], _source("page.html"))
 

@@ -98,9 +98,9 @@ const ACTIVATIONS = {
 function project(codes, weight, width) {
   return codes.map((code) => {
     const sums = new Float64Array(width);
-    code.forEach((x, p) => {
-      for (let h = 0; h < width; h++) sums[h] += x * weight[p * width + h];
-    });
+    for (let p = 0; p < code.length; p++) {
+      for (let h = 0; h < width; h++) sums[h] += code[p] * weight[p * width + h];
+    }
     return sums;
   });
 }
@@ -112,11 +112,15 @@ const codeWeights = ({ rowWidth, colWidth }, size, scope) => ({
 const sharing = ({ share = "none" }) => share !== "none";
 const tileLeaf = (...shape) => ({ shape, scope: "tile" });
 
-/** [n] angles of a side -> [n, 2 H] their sines, then their cosines. */
-const waves = (angles) => angles.map((a) => {
-  const out = new Float64Array(2 * a.length);
-  out.set(a.map(Math.sin));
-  out.set(a.map(Math.cos), a.length);
+/** [n][H] angles of a side -> [n][2 H] their sines, then their cosines; with `swapped`, cosines first. */
+const waves = (angles, swapped = false) => angles.map((a) => {
+  const H = a.length;
+  const out = new Float64Array(2 * H);
+  const [sine, cosine] = swapped ? [H, 0] : [0, H];
+  for (let h = 0; h < H; h++) {
+    out[sine + h] = Math.sin(a[h]);
+    out[cosine + h] = Math.cos(a[h]);
+  }
   return out;
 });
 
@@ -179,8 +183,7 @@ const TYPES = {
         }
       }
       // sin(a + b) = sin(a) cos(b) + cos(a) sin(b): the halves of one side change places.
-      const right = waves(project(col, col_weight, H)).map((w) => Float64Array.of(...w.subarray(H), ...w.subarray(0, H)));
-      return [left, right];
+      return [left, waves(project(col, col_weight, H), true)];
     },
   },
   bilinear: {

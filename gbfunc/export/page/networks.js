@@ -1,4 +1,7 @@
-/** Networks in plain JavaScript, one example at a time: the p-nets of `gbfunc.tasks.pnets`, by their names there. */
+/**
+ * Networks in plain JavaScript, one example at a time: the p-nets of `gbfunc.tasks.pnets`, by their names there, and layers
+ * in a row, as `layers.py` describes them.
+ */
 
 const relu = (x) => ({ ...x, data: x.data.map((v) => Math.max(0, v)) });
 const added = (x, y) => ({ ...x, data: x.data.map((v, i) => v + y.data[i]) });
@@ -18,24 +21,33 @@ function linear({ shape, data }, weight, bias) {
   return { shape: [...shape.slice(0, -1), m], data: out };
 }
 
+/** Both numbers of what is one for rows and for columns, or a number for both. */
+const pair = (n) => (Array.isArray(n) ? n : [n, n]);
+
+/** Places of a window along an axis of n, as torch counts them. */
+const windows = (n, size, stride, padding) => Math.floor((n + 2 * padding - size) / stride) + 1;
+
 /** A convolution of [C, h, w] with zeros around it. */
-function conv({ shape: [channels, h, w], data }, weight, bias, stride = 1, padding = 0) {
-  const [outs, , kh, kw] = weight.shape;
-  const size = (n, k) => Math.floor((n + 2 * padding - k) / stride) + 1;
-  const [oh, ow] = [size(h, kh), size(w, kw)];
+function conv({ shape: [channels, h, w], data }, weight, bias, stride = 1, padding = 0, dilation = 1) {
+  const [outs, ins, kh, kw] = weight.shape;
+  const [[sh, sw], [ph, pw], [dh, dw]] = [stride, padding, dilation].map(pair);
+  const [oh, ow] = [windows(h, dh * (kh - 1) + 1, sh, ph), windows(w, dw * (kw - 1) + 1, sw, pw)];
+  // Each group of outputs sees its own `ins` of the channels.
+  const each = (outs * ins) / channels;
   const out = new Float64Array(outs * oh * ow);
   for (let o = 0; o < outs; o++) {
     const map = out.subarray(o * oh * ow, (o + 1) * oh * ow).fill(bias ? bias.data[o] : 0);
-    for (let c = 0; c < channels; c++) {
+    for (let c = 0; c < ins; c++) {
+      const from = (Math.floor(o / each) * ins + c) * h;
       for (let y = 0; y < kh; y++) {
         for (let x = 0; x < kw; x++) {
-          const v = weight.data[((o * channels + c) * kh + y) * kw + x];
+          const v = weight.data[((o * ins + c) * kh + y) * kw + x];
           for (let i = 0; i < oh; i++) {
-            const row = i * stride + y - padding;
+            const row = i * sh + y * dh - ph;
             if (row < 0 || row >= h) continue;
             for (let j = 0; j < ow; j++) {
-              const col = j * stride + x - padding;
-              if (col >= 0 && col < w) map[i * ow + j] += v * data[(c * h + row) * w + col];
+              const col = j * sw + x * dw - pw;
+              if (col >= 0 && col < w) map[i * ow + j] += v * data[(from + row) * w + col];
             }
           }
         }
@@ -45,22 +57,31 @@ function conv({ shape: [channels, h, w], data }, weight, bias, stride = 1, paddi
   return { shape: [outs, oh, ow], data: out };
 }
 
-/** Batch normalisation of [C, h, w] by running statistics. */
-function batchNorm({ shape, data }, net, name) {
-  const [weight, bias, mean, variance] = ["weight", "bias", "running_mean", "running_var"].map((k) => net[`${name}.${k}`].data);
-  const size = shape[1] * shape[2];
-  const scale = Array.from(weight, (v, c) => v / Math.sqrt(variance[c] + 1e-5));
-  return { shape, data: data.map((v, i) => ((c) => (v - mean[c]) * scale[c] + bias[c])(Math.floor(i / size))) };
+/** Batch normalisation of [C, ...] by running statistics. */
+function batchNorm({ shape, data }, net, name, eps = 1e-5) {
+  const [weight, bias, mean, variance] = ["weight", "bias", "running_mean", "running_var"].map((k) => net[`${name}.${k}`]?.data);
+  const size = product(shape.slice(1));
+  const scale = Array.from(variance, (v, c) => (weight ? weight[c] : 1) / Math.sqrt(v + eps));
+  return { shape, data: data.map((v, i) => ((c) => (v - mean[c]) * scale[c] + (bias ? bias[c] : 0))(Math.floor(i / size))) };
 }
 
-function maxPool({ shape: [c, h, w], data }) {
-  const [oh, ow] = [h >> 1, w >> 1];
-  const out = new Float64Array(c * oh * ow).map((_, k) => {
-    const [m, i, j] = [Math.floor(k / oh / ow), Math.floor(k / ow) % oh, k % ow];
-    const at = (m * h + 2 * i) * w + 2 * j;
-    return Math.max(data[at], data[at + 1], data[at + w], data[at + w + 1]);
+/** The largest entry of each window of [C, h, w], or with `mean` their mean, with zeros around. */
+function pool({ shape: [channels, h, w], data }, size, stride = size, padding = 0, mean = false) {
+  const [[kh, kw], [sh, sw], [ph, pw]] = [size, stride, padding].map(pair);
+  const [oh, ow] = [windows(h, kh, sh, ph), windows(w, kw, sw, pw)];
+  const out = new Float64Array(channels * oh * ow).map((_, k) => {
+    const [c, i, j] = [Math.floor(k / oh / ow), Math.floor(k / ow) % oh, k % ow];
+    let [sum, most] = [0, -Infinity];
+    for (let row = Math.max(0, i * sh - ph); row < Math.min(h, i * sh - ph + kh); row++) {
+      for (let col = Math.max(0, j * sw - pw); col < Math.min(w, j * sw - pw + kw); col++) {
+        const v = data[(c * h + row) * w + col];
+        sum += v;
+        most = Math.max(most, v);
+      }
+    }
+    return mean ? sum / (kh * kw) : most;
   });
-  return { shape: [c, oh, ow], data: out };
+  return { shape: [channels, oh, ow], data: out };
 }
 
 const flat = ({ data }) => ({ shape: [data.length], data });
@@ -71,15 +92,15 @@ function means({ shape: [channels, h, w], data }) {
   return { shape: [channels], data: Float64Array.from({ length: channels }, mean) };
 }
 
-function layerNorm({ shape, data }, net, name) {
-  const [weight, bias] = [net[`${name}.weight`].data, net[`${name}.bias`].data];
+function layerNorm({ shape, data }, net, name, eps = 1e-5) {
+  const [weight, bias] = [net[`${name}.weight`]?.data, net[`${name}.bias`]?.data];
   const n = shape.at(-1);
   const out = new Float64Array(data.length);
   for (let r = 0; r < data.length; r += n) {
     const row = data.subarray(r, r + n);
     const mean = row.reduce((a, b) => a + b, 0) / n;
-    const scale = 1 / Math.sqrt(row.reduce((a, b) => a + (b - mean) ** 2, 0) / n + 1e-5);
-    for (let i = 0; i < n; i++) out[r + i] = (row[i] - mean) * scale * weight[i] + bias[i];
+    const scale = 1 / Math.sqrt(row.reduce((a, b) => a + (b - mean) ** 2, 0) / n + eps);
+    for (let i = 0; i < n; i++) out[r + i] = (row[i] - mean) * scale * (weight ? weight[i] : 1) + (bias ? bias[i] : 0);
   }
   return { shape, data: out };
 }
@@ -114,33 +135,59 @@ function attention({ shape: [length, packed], data }, heads) {
   return { shape: [length, width], data: out };
 }
 
+/** What acts on each number by itself, by its name in a description. */
+const POINTWISE = {
+  ...ACTIVATIONS,
+  sigmoid: (x) => 1 / (1 + Math.exp(-x)),
+  silu: (x) => x / (1 + Math.exp(-x)),
+  gelu_tanh: (x) => (x / 2) * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3))),
+};
+
+/** The other layers, by their names in a description: each maps an example, with the tensors by name and its options. */
+const LAYERS = {
+  linear: (x, net, name) => linear(x, net[`${name}.weight`], net[`${name}.bias`]),
+  conv: (x, net, name, ...how) => conv(x, net[`${name}.weight`], net[`${name}.bias`], ...how),
+  batch_norm: batchNorm,
+  layer_norm: layerNorm,
+  max_pool: (x, net, ...how) => pool(x, ...how),
+  avg_pool: (x, net, size, stride, padding) => pool(x, size, stride, padding, true),
+  means: (x) => ({ ...means(x), shape: [x.shape[0], 1, 1] }),
+  flatten: flat,
+};
+
+/** A network that is described as its layers in a row, [[name, option, ...], ...]. */
+function inARow(net, layers) {
+  for (const [kind, name] of layers) {
+    const held = typeof name !== "string" || Object.keys(net).some((key) => key.startsWith(`${name}.`));
+    if (!held) throw new Refusal(`this genome's network has no layer ${JSON.stringify(name)}, which the page's has`);
+    if (!(kind in POINTWISE || kind in LAYERS)) throw new Refusal(`not in the browser yet: layers ${JSON.stringify(kind)}`);
+  }
+  const applied = (x, [kind, ...how]) => (kind in LAYERS ? LAYERS[kind](x, net, ...how) : { ...x, data: x.data.map(POINTWISE[kind]) });
+  return (x) => layers.reduce(applied, x);
+}
+
 /** Each takes the tensors by name and the p-net's options, and gives what maps an example to logits. */
 const NETWORKS = {
-  mlp: (net) => (x) => {
+  mlp: (net) => {
     const layers = Object.keys(net).filter((name) => name.endsWith(".weight")).length;
-    let y = flat(x);
-    for (let i = 0; i < layers; i++) {
-      y = linear(i ? relu(y) : y, net[`${2 * i}.weight`], net[`${2 * i}.bias`]);
-    }
-    return y;
+    const row = Array.from({ length: layers }, (_, i) => [["linear", `${2 * i}`], ["relu"]]).flat();
+    return inARow(net, [["flatten"], ...row.slice(0, -1)]);
   },
 
-  lenet5: (net) => (x) => {
-    const first = maxPool(conv(x, net["0.weight"], net["0.bias"]));
-    const maps = maxPool(conv(first, net["2.weight"], net["2.bias"]));
-    return linear(relu(linear(flat(maps), net["5.weight"], net["5.bias"])), net["7.weight"], net["7.bias"]);
-  },
+  lenet5: (net) => inARow(net, [
+    ["conv", "0"], ["max_pool", 2], ["conv", "2"], ["max_pool", 2], ["flatten"], ["linear", "5"], ["relu"], ["linear", "7"],
+  ]),
 
-  allconv: (net, { dropout = 0, norm = true }) => (x) => {
+  allconv: (net, { dropout = 0, norm = true }) => {
     // [stride, padding] of each convolution but the last.
     const shapes = [[1, 1], [1, 1], [2, 1], [1, 1], [1, 1], [2, 1], [1, 0], [1, 0]];
+    const row = [];
     let layer = 0;
     for (const [stride, padding] of shapes) {
-      x = conv(x, net[`${layer}.weight`], net[`${layer}.bias`], stride, padding);
-      x = relu(norm ? batchNorm(x, net, layer + 1) : x);
+      row.push(["conv", `${layer}`, stride, padding], ...(norm ? [["batch_norm", `${layer + 1}`]] : []), ["relu"]);
       layer += (norm ? 3 : 2) + (stride === 2 && dropout ? 1 : 0);
     }
-    return means(conv(x, net[`${layer}.weight`], net[`${layer}.bias`]));
+    return inARow(net, [...row, ["conv", `${layer}`], ["means"], ["flatten"]]);
   },
 
   resnet20: resnet,
@@ -186,10 +233,11 @@ function resnet(net) {
   };
 }
 
-/** What maps an example to logits, by what a genome's file says of its p-net. */
-function networkOf(metadata, tensors) {
+/** What maps an example to logits, by what a genome's file says of its p-net and by descriptions of others. */
+function networkOf(metadata, tensors, described = {}) {
   const { pnet, pnet_config: config = {} } = metadata;
   if (!pnet) throw new Refusal("the file does not say which network it grows: it was not written by gbfunc train");
-  if (!(pnet in NETWORKS)) throw new Refusal(`not in the browser yet: running the network ${JSON.stringify(pnet)}`);
-  return NETWORKS[pnet](tensors, config);
+  if (Object.hasOwn(described, pnet)) return inARow(tensors, described[pnet]);
+  if (pnet in NETWORKS) return NETWORKS[pnet](tensors, config);
+  throw new Refusal(`this page does not know the network ${JSON.stringify(pnet)}`);
 }

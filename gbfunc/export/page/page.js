@@ -13,6 +13,9 @@ const element = (tag, properties, ...children) => {
   return made;
 };
 
+/** What the page shows now is seen before `work` begins. */
+const afterPaint = (work) => requestAnimationFrame(() => setTimeout(work));
+
 function refuse(error, what = "This genome cannot be shown") {
   if (!(error instanceof Refusal)) console.error(error);
   $("alert").textContent = `${what}: ${error.message}.`;
@@ -56,7 +59,7 @@ function showGenome(bytes, { parts }) {
     dot.style.background = shade(name, 128);
     return element("li", {}, dot, `${name}: ${count(to - from)}`);
   }));
-  draw();
+  afterPaint(draw);
   onresize = draw;
 }
 
@@ -177,7 +180,7 @@ function grow(genome) {
             for (const tensor of changed) figures.get(tensor)?.paint();
             performance.mark("weights drawn");
             if (end) return resolve(performance.now() - begun);
-            return requestAnimationFrame(frame);
+            return afterPaint(frame);
           }
         }
       } catch (error) {
@@ -422,7 +425,7 @@ function drawn(logits, temperature) {
 /** The network in action, or why it is not. */
 function showNetwork({ metadata }, tensors) {
   $("classifier").hidden = $("writer").hidden = true;
-  const run = networkOf(metadata, tensors);
+  const run = networkOf(metadata, tensors, EMBEDDED.networks);
   const [inputs, outputs, tokens] = metadata.interface ?? [[], 0];
   const about = `${metadata.pnet}, for ${metadata.task}`;
   if (tokens) {
@@ -433,7 +436,7 @@ function showNetwork({ metadata }, tensors) {
     $("network-note").textContent = `The network (${about}) writes one character after the other, each from the ${inputs[0]} before it.`;
     return logits;
   }
-  if (inputs.length !== 3 || !metadata.std) throw new Refusal(`not in the browser yet: the task ${JSON.stringify(metadata.task)}`);
+  if (inputs.length !== 3 || !metadata.std) throw new Refusal(`the page takes images and characters, and the file says of neither how they become inputs`);
   let scaled;
   const logits = (pixels) => run({ shape: inputs, data: scaled(pixels) }).data;
   scaled = classifier((pixels) => logits(pixels), metadata);
