@@ -25,14 +25,42 @@ settings.register_profile(
 settings.load_profile("gbfunc")
 
 TRANSCENDENTAL = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.log, torch.sqrt, torch.erf)
+LONG = ("tensor_parallel", "distributed", "pages", "planner", "bench_memory", "pipeline", "kernels_triton")
+"""Files of half a minute and few tests, which begin first: what runs alone at the end is short."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist would begin with the files of the most tests.
     torch.set_num_threads(1)  # torch may have been loaded before
     # The first multi-threaded call of these in a process can be off by 8e-5; one element first prevents it.
     for dtype in (torch.float32, torch.float64):
         for function in TRANSCENDENTAL:
             function(torch.ones(1, dtype=dtype))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Makes no cases that `-m "not slow"`, the default, would make and deselect: there are some 4,500 of them."""
+    if metafunc.config.option.markexpr == "not slow":
+        marks = metafunc.definition.own_markers
+        few = any(mark.name == "slow" for mark in marks)
+        marks[:] = [_quick(mark, few) if mark.name == "parametrize" else mark for mark in marks]
+
+
+def _quick(mark: pytest.Mark, few: bool) -> pytest.Mark:
+    """A parametrisation without its slow cases; of a test that is slow itself, the first case alone."""
+    names, cases, *others = mark.args
+    quick = [case for case in cases if not any(m.name == "slow" for m in getattr(case, "marks", ()))]
+    if few and callable(mark.kwargs.get("ids")):
+        quick = quick[:1]
+    if len(quick) == len(cases):
+        return mark
+    return pytest.mark.parametrize(names, quick, *others, **mark.kwargs).mark
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
 
 
 @pytest.fixture(autouse=True)

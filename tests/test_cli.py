@@ -411,17 +411,6 @@ def test_help_names_every_option_with_its_default(command: str, capsys: pytest.C
     assert ("--epochs" in text) == (command in ("demo", "train"))
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from gbfunc.cli import main\n"
-        "try: main(['train', '--help'])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'sklearn', 'matplotlib', 'scipy', 'pandas'} & sys.modules.keys()\n"
-        "sys.exit(bool(heavy))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
-
-
 def test_python_dash_m() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gbfunc", "plan", "--nope"], check=False, capture_output=True, text=True

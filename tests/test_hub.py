@@ -175,12 +175,3 @@ for call in (lambda: module.push_to_hub("a/b"), lambda: gb.GenomeModule.from_pre
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.count("needs the package huggingface_hub: pip install huggingface_hub") == 2
-
-
-def test_importing_the_library_imports_neither_the_hub_nor_what_trains() -> None:
-    script = (
-        "import sys, gbfunc as gb; gb.GenomeModule; names = {'huggingface_hub', 'peft', 'transformers', 'accelerate'};"
-        "print(sorted(names & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ import gbfunc as gb
 from gbfunc.cli.parser import parse
 from gbfunc.export import page as browser
 from gbfunc.hypernets import TYPES
-from tests.support.ranks import PATIENCE, ROOT
+from tests.support.ranks import ROOT, run_ranks
 
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("notebooks/*/*.md")])
 # Blocks below `<!-- example: ... -->` have tests of their own.
@@ -67,15 +64,12 @@ def test_scripts_of_many_ranks_run_as_the_page_starts_them(i: int, ranks: int, t
     page = ROOT / RANKS
     script = ("ranks.py", "pieces.py")[i]
     command = next(line for code in blocks(page, "bash") for line in code.splitlines() if script in line)
-    _, *words = shlex.split(command, comments=True)
+    words = shlex.split(command, comments=True)
     (tmp_path / script).write_text(blocks(page, "python")[i])
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-    done = subprocess.run(
-        launch, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=100 * PATIENCE, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    # The commands of `tests/test_cli_ranks.py` start with torchrun itself, whose imports take seconds on each rank.
+    assert words == ["torchrun", "--nproc-per-node", str(ranks), script]
+    printed = run_ranks(ranks, "rank_commands:run_script", arguments={"script": str(tmp_path / script)})
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", "".join(printed))]
     assert len(losses) == (1 if ranks == 2 else 4) and len(set(losses)) == 1
 
 

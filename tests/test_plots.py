@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 
 import numpy as np
 import pytest
@@ -213,10 +212,3 @@ def test_schedules_draw_every_kind_and_ranks_that_do_nothing() -> None:
     assert len(figure.axes[0].containers) == len(alone) and png(figure).startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="events that take time"):
         plot_schedule(Timeline(((),)))
-
-
-def test_pyplot_is_not_needed() -> None:
-    import subprocess
-
-    code = "import sys, gbfunc.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -51,7 +51,7 @@ class Pretrained(nn.Module):
 def pretrained(seed: int = 0) -> nn.Module:
     """Always the same one, in evaluation mode, with running statistics that are not those of a fresh one."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         pnet = Pretrained()
         pnet(torch.randint(0, 11, (16, 5)))
     return pnet.eval()

@@ -142,7 +142,7 @@ def outputs_and_gradients(formed: Formed, use: Callable[..., Any], *inputs: Tens
     """What `use(net, *inputs)` returns, and the gradients of the leaves and of the inputs that are real numbers."""
     inputs = tuple(x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)  # dropout
+        torch.default_generator.manual_seed(1)  # dropout
         out = use(formed, *inputs)
     outputs = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
     seeds = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape) for x in outputs]

@@ -98,7 +98,7 @@ class Operation(NamedTuple):
     def pnet(self) -> nn.Module:
         """The p-net; every call gives the same values."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             net = Net(quietly(self.layers), self.forward)
         cast = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "half"}
         return getattr(net, cast[self.dtype])().train(self.train)
@@ -111,7 +111,7 @@ class Operation(NamedTuple):
     def loss(self, net: Callable[..., Any], batch: Tensor) -> Tensor:
         """The loss function; a forward that draws does so from the same start in every mode, and in the oracle."""
         if self.random:
-            torch.manual_seed(7)
+            torch.default_generator.manual_seed(7)
         return self.unseeded(net, batch)
 
     def batch(self) -> Tensor:

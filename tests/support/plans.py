@@ -47,7 +47,7 @@ def mixed(dtype: torch.dtype = torch.float32) -> nn.Module:
 def plans() -> dict[str, tuple[nn.Module, Plan]]:
     """P-nets with plans, of everything that a file may hold."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return _plans()
 
 

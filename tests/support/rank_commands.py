@@ -1,11 +1,13 @@
-"""Commands on ranks, as torchrun would start them, without its seconds of imports."""
+"""Commands and scripts on ranks, as torchrun would start them, without its seconds of imports."""
 
 from __future__ import annotations
 
 import io
 import os
+import runpy
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -35,3 +37,14 @@ def run(init_method: str, argv: Sequence[str]) -> tuple[object, str, str]:
     if world > 1:
         dist.destroy_process_group()
     return code, out.getvalue(), err.getvalue()
+
+
+def run_script(init_method: str, script: str) -> str:
+    """Run a script in its folder, in a group that is there: what it prints."""
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+    os.chdir(Path(script).parent)
+    with redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(script, run_name="__main__")
+    dist.destroy_process_group()
+    return out.getvalue()

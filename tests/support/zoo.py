@@ -38,7 +38,8 @@ class Animal(NamedTuple):
     def pnet(self, seed: int = 0) -> nn.Module:
         """The p-net; the same seed gives the same one."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            # Not `torch.manual_seed`, which formats three stacks for accelerators that are not there.
+            torch.default_generator.manual_seed(seed)
             return self.make().train(self.train)
 
     def plan(self, pnet: nn.Module, **changes: Any) -> gb.Plan:
