@@ -111,9 +111,9 @@ plan = gb.make_plan(
     genome_params=3_000 if config else 1_500,
 )
 report = plan.report().splitlines()
-rows = [i for i, line in enumerate(report) if "encoder.layer.0" in line]
-last = max(i for i, line in enumerate(report) if "encoder.layer." in line)
-print("\n".join([*report[: rows[-1] + 1], "...  (the same for each layer)", *report[last + 1 :]]))
+first = max(i for i, line in enumerate(report) if ".0." in line)
+last = max(i for i, line in enumerate(report) if " delta " in line)
+print("\n".join([*report[: first + 1], "...  (the same for each layer)", *report[last + 1 :]]))
 
 # %% [markdown]
 # Deltas start at exactly zero, so that a fresh genome is the base, bit for bit:

@@ -180,7 +180,10 @@ def _table(plan: Any, parts: Mapping[str, int]) -> list[str]:
 
 
 def _fitted(rows: list[dict[str, str]]) -> list[str]:
-    """Rows as lines of at most `_WIDTH` characters where that can be: notes go below, long names lose their middle."""
+    """Rows as lines of at most `_WIDTH` characters where that can be.
+
+    Notes go below, and long names lose their beginning, as far as that leaves none like another.
+    """
     notes: list[str] = []
     lines = _lines(rows)
     if len(lines[1]) > _WIDTH:
@@ -190,11 +193,13 @@ def _fitted(rows: list[dict[str, str]]) -> list[str]:
                 row["note"] = f"[{notes.index(note) + 1}]"
         lines = _lines(rows)
     if (over := len(lines[1]) - _WIDTH) > 0:
-        most = max(_SHORT_NAME, max(len(row["tensor"]) for row in rows) - over)
-        for row in rows:
-            if len(name := row["tensor"]) > most:
-                row["tensor"] = f"{name[:4]}...{name[7 - most :]}"
-        lines = _lines(rows)
+        names = [row["tensor"] for row in rows]
+        most = max(_SHORT_NAME, max(map(len, names)) - over)
+        # As short as they say which tensor is meant: layers are told apart by numbers in their middle.
+        sizes = range(most, max(map(len, names)))
+        ends = ([x if len(x) <= n else f"...{x[3 - n :]}" for x in names] for n in sizes)
+        short = next((found for found in ends if len(set(found)) == len(names)), names)
+        lines = _lines([row | {"tensor": name} for row, name in zip(rows, short, strict=True)])
     return [line.rstrip() for line in lines] + [f"[{i}] {note}" for i, note in enumerate(notes, 1)]
 
 
