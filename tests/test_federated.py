@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli import main
 from gbfunc.tasks import Task, find_task
 from gbfunc.tasks.data import Split
 from gbfunc.trees import flatten_tree
@@ -116,6 +114,7 @@ def test_a_genome_comes_through_as_its_dtype_holds_it(problem: Problem, dtype: s
     assert np.abs(back - vector).max() <= step * np.abs(vector).max()
     # The array's own header, a scale and a zero point for each block.
     assert len(packed[CODES if dtype.startswith("int") else NUMBERS].data) <= len(vector) * bits / 8 + 300
+    np.testing.assert_array_equal(wire.rounded(vector, dtype), back)
     again = wire.genome(vector)
     for name, leaf in flatten_tree(problem.genome).items():
         torch.testing.assert_close(flatten_tree(again)[name], leaf, rtol=0, atol=0)
@@ -284,18 +283,23 @@ def test_another_plan_or_library_is_refused_by_name(
         trained(server(problem), stranger)
 
 
-def test_another_base_is_refused_by_name() -> None:
-    identities = []
+def test_adapters_travel_and_another_base_is_refused_by_name(problem: Problem) -> None:
+    task, apps, plans = problem.task, [], []
     for seed in (0, 1):
-        torch.manual_seed(seed)
-        pnet = nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 3))
-        identities.append(identity(gb.make_plan(pnet, gb.periodic(features=2), base="own")))
-    here, there = identities
-    assert difference(here, here) is None
-    # The plan names its base: what differs is said in the order library, plan, base.
-    assert "another" in str(difference(here, there))
-    swapped = "/".join([*here.split("/")[:2], there.split("/")[2]])
-    assert "another base" in str(difference(here, swapped))
+        pnet = task.build(seed)
+        plans.append(gb.make_plan(pnet, gb.periodic(features=2), base="own"))
+        apps.append(client_app(plans[seed], pnet, task.loss, problem.examples, steps=3))
+    start = gb.init_genome(plans[0], task.build(0))
+    strategy = GenomeStrategy(strategies.FedAvg(**ALL), plans[0], start, lr=1e-2, seed=0)
+    with grid_of(lambda m, c: apps[int(c.node_config["partition-id"] == 3)](m, c)) as grid:
+        strategy.train(grid, 1)
+    # Of the network, only the base's digest is anywhere but in the clients.
+    assert strategy.rounds[0].used == N - 1 and "another base" in strategy.rounds[0].left_out[5]
+    after = task.evaluate(gb.materialize(plans[0], strategy.genome, task.build(0)), task.train)
+    assert after != task.evaluate(task.build(0), task.train)
+    assert difference(identity(plans[0]), identity(plans[0])) is None
+    with pytest.raises(ValueError, match="base"):
+        client_app(plans[0], task.build(1), task.loss, problem.examples)
 
 
 @pytest.mark.parametrize("what", ["nan", "inf", "weight", "records", "error"])
@@ -381,51 +385,3 @@ def test_clients_evaluate(problem: Problem) -> None:
     net = gb.materialize(problem.plan, one.genome, problem.pnet)
     # Means over the clients' examples are that over all.
     assert result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(task.evaluate(net, task.train)["accuracy"])
-
-
-FEDERATED = ["federated", "--sizes", "64", "55", "10", "--genome-params", "400", "--clients", "10", "--sample", "3"]
-
-
-def test_the_command_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    options = [*FEDERATED, "--alpha", "0.5", "--local-steps", "10", "--schedule", "constant", "--out", str(out)]
-    assert main([*options, "--rounds", "12"]) == 0
-    metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["test_accuracy"] > 0.7 and metrics["rounds"] == 12 and not metrics["left_out"]
-    # int4 and int8 of 400 numbers, and some 300 bytes of Flower's message.
-    assert metrics["largest_reply"] < 400 / 2 + 450 and metrics["bytes_down"] < 36 * (400 + 750)
-    plan, genome = gb.load(out / "genome.safetensors")
-    assert plan.genome_params <= 400 and len(gb.flatten(genome)[0]) == plan.genome_params
-    assert main([*options, "--rounds", "14"]) == 2
-    assert "--resume goes on with it" in capsys.readouterr().err
-    assert main([*options, "--rounds", "14", "--resume"]) == 0
-    assert json.loads((out / "metrics.json").read_text())["rounds"] == 14
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--strategy", "FedSGD"], "--strategy must be one of FedAdagrad, FedAdam, FedAvg"),
-        (["--strategy-config", '{"etta": 1}'], "--strategy-config does not fit FedAvg"),
-        (["--up", "int9"], "up must be one of float32"),
-        (["--sample", "11"], "--sample 11 is more than --clients 10"),
-        (["--alpha", "0"], "alpha > 0"),
-        (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--lr", "-1"], "--lr must be a positive number"),
-        (["--resume"], "--resume needs --out"),
-        (["--clients", "1000"], "1000 clients need 10 examples each"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*FEDERATED, *options]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_the_dense_network_travels_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = [*FEDERATED[:5], "--clients", "5", "--sample", "2", "--rounds", "1", "--dense", "--up", "int8"]
-    assert main([*words, "--down", "float32", "--out", str(tmp_path)]) == 0
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["genome_params"] == 64 * 55 + 55 + 55 * 10 + 10
-    assert metrics["bytes_down"] > 2 * 4 * metrics["genome_params"] > 3 * metrics["bytes_up"]

@@ -152,5 +152,5 @@ def _coded(wire: Wire, change: Vector, dtype: str, context: Context) -> ArrayRec
     if _LEFT in context.state.array_records:
         change = change + context.state.array_records[_LEFT][_LEFT].numpy()
     packed = wire.pack(change, dtype)
-    context.state[_LEFT] = ArrayRecord({_LEFT: Array(change - wire.unpack(packed))})
+    context.state[_LEFT] = ArrayRecord({_LEFT: Array(change - wire.rounded(change, dtype))})
     return packed

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gbfunc import Genome, Plan, __version__
 from gbfunc.genome import check_genome
 from gbfunc.plan.compact import Compact, pack
-from gbfunc.plan.rounding import BITS
+from gbfunc.plan.rounding import BITS, rounded
 from gbfunc.trees import flatten_tree, unflatten_tree
 from gbfunc.types import GenomeLike, Params
 
@@ -32,15 +32,16 @@ FORMATS = ("float32", "float16", *BITS)
 
 _CURES = {
     "library": "gbfunc {here} here, {there} at the server: install the same version on both sides",
-    "plan": "{here} here, {there} at the server: start all sides from the same genome file",
     "base": "{here} here, {there} at the server: load the pretrained network that the genome file names",
+    "plan": "{here} here, {there} at the server: start all sides from the same genome file",
 }
+"""What is compared, in this order: a plan names its base, so that of another base is another plan, too."""
 
 
 def identity(plan: Plan) -> str:
-    """What both sides must have alike: version of the library, digests of plan and base, with `/` between them."""
+    """What both sides must have alike: version of the library, digests of base and plan, with `/` between them."""
     digest = plan.digest()[:16]
-    return f"{__version__}/{digest}/{'none' if plan.base is None else plan.base.digest[:16]}"
+    return f"{__version__}/{'none' if plan.base is None else plan.base.digest[:16]}/{digest}"
 
 
 def difference(here: str, there: str) -> str | None:
@@ -80,6 +81,7 @@ class Wire:
         self._named = {k: named[k] for k in sorted(named)}
         self._sent = {k: x for k, x in self._named.items() if x.is_floating_point()}
         self.size = sum(x.numel() for x in self._sent.values())
+        self._last: tuple[bytes, Vector] | None = None
 
     def vector(self, genome: GenomeLike) -> Vector:
         """The numbers of a genome [P], float32."""
@@ -129,10 +131,7 @@ class Wire:
             raise ValueError(f"expected a record with one array, {NUMBERS!r} or {CODES!r}, got {[*arrays]}")
         array = next(iter(arrays.values())).numpy()
         if CODES in arrays:
-            if array.dtype != np.uint8 or array.ndim != 1:
-                raise ValueError(f"expected codes as bytes [n], got {array.dtype} {array.shape}")
-            leaves = Compact.parse(array.tobytes()).leaves(self.plan.leaves)
-            vector = np.concatenate([leaves[k].float().reshape(-1).numpy() for k in self._sent])
+            vector = self._decoded(array)
         else:
             if array.dtype.kind != "f" or array.shape != (self.size,):
                 raise ValueError(f"expected {self.size:,} numbers, got {array.dtype} {array.shape}")
@@ -140,3 +139,21 @@ class Wire:
         if not np.isfinite(vector).all():
             raise ValueError(f"{int((~np.isfinite(vector)).sum())} of {self.size:,} numbers are not finite")
         return vector
+
+    def _decoded(self, codes: NDArray[np.uint8]) -> Vector:
+        """The vector of codes [n]; that of the last ones is kept, as many nodes of one process get the same."""
+        if codes.dtype != np.uint8 or codes.ndim != 1:
+            raise ValueError(f"expected codes as bytes [n], got {codes.dtype} {codes.shape}")
+        data = codes.tobytes()
+        if self._last is None or self._last[0] != data:
+            leaves = Compact.parse(data).leaves(self.plan.leaves)
+            self._last = data, np.concatenate([leaves[k].float().reshape(-1).numpy() for k in self._sent])
+        return self._last[1].copy()
+
+    def rounded(self, vector: Vector, dtype: str) -> Vector:
+        """What `unpack` makes of what `pack` makes of a vector, without its bytes."""
+        check_format(dtype)
+        if dtype not in BITS:
+            return vector.astype(dtype).astype(np.float32)
+        near = rounded(self._named | self._leaves(vector), dtype)
+        return np.concatenate([near[k].float().reshape(-1).numpy() for k in self._sent])

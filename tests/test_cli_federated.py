@@ -1,0 +1,84 @@
+"""`gbfunc federated`, and the app of the guide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.tasks import find_task
+from tests.support.ranks import ROOT
+
+pytest.importorskip("flwr", reason="its versions of other packages are not those of the other tests: see .ci/run")
+
+FEDERATED = ["federated", "--sizes", "64", "55", "10", "--genome-params", "400", "--clients", "10", "--sample", "3"]
+
+
+def test_the_command_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    options = [*FEDERATED, "--alpha", "0.5", "--local-steps", "10", "--schedule", "constant", "--out", str(out)]
+    assert main([*options, "--rounds", "12"]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["test_accuracy"] > 0.7 and metrics["rounds"] == 12 and not metrics["left_out"]
+    # int4 and int8 of 400 numbers, and some 300 bytes of Flower's message.
+    assert metrics["largest_reply"] < 400 / 2 + 450 and metrics["bytes_down"] < 36 * (400 + 750)
+    plan, genome = gb.load(out / "genome.safetensors")
+    assert plan.genome_params <= 400 and len(gb.flatten(genome)[0]) == plan.genome_params
+    assert main([*options, "--rounds", "14"]) == 2
+    assert "--resume goes on with it" in capsys.readouterr().err
+    assert main([*options, "--rounds", "14", "--resume"]) == 0
+    assert json.loads((out / "metrics.json").read_text())["rounds"] == 14
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--strategy", "FedSGD"], "--strategy must be one of FedAdagrad, FedAdam, FedAvg"),
+        (["--strategy-config", '{"etta": 1}'], "--strategy-config does not fit FedAvg"),
+        (["--up", "int9"], "up must be one of float32"),
+        (["--sample", "11"], "--sample 11 is more than --clients 10"),
+        (["--alpha", "0"], "alpha > 0"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--lr", "-1"], "--lr must be a positive number"),
+        (["--resume"], "--resume needs --out"),
+        (["--clients", "1000"], "1000 clients need 10 examples each"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*FEDERATED, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_dense_network_travels_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*FEDERATED[:5], "--clients", "5", "--sample", "2", "--rounds", "1", "--dense", "--up", "int8"]
+    assert main([*words, "--down", "float32", "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["genome_params"] == 64 * 55 + 55 + 55 * 10 + 10
+    assert metrics["bytes_down"] > 2 * 4 * metrics["genome_params"] > 3 * metrics["bytes_up"]
+
+
+def test_the_guides_app_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "notebooks/guides/federated.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    task = find_task("digits", None, {})
+    pnet = task.with_pnet(task.pnet.scaled(0.1)).build(0)  # pyright: ignore[reportOptionalCall]
+    plan = task.plan(pnet, genome_params=600)
+    gb.save(tmp_path / "genome", plan, gb.init_genome(plan, pnet, seed=0))
+    monkeypatch.setenv("GENOME", str(tmp_path / "genome"))
+    threads = torch.get_num_threads()
+    try:
+        exec(compile(code, "digits.py", "exec"), {"__name__": "__main__"})
+    finally:
+        torch.set_num_threads(threads)
+    accuracy = float(capsys.readouterr().out.split("'accuracy': ")[1].split("}")[0])
+    assert accuracy > 0.9
+    net = gb.materialize(*gb.load(tmp_path / "genome.trained"), pnet)
+    assert task.evaluate(net, task.test)["accuracy"] == accuracy
