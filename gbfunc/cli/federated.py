@@ -77,7 +77,10 @@ def _check(options: Federated) -> None:
         raise ValueError(f"--lr must be a positive number, got {options.lr}")
     if options.resume and options.out is None:
         raise ValueError("--resume needs --out, the folder of the federation to go on with")
-    if options.out is not None and (options.out / SERVER_FILE).exists() and not options.resume:
+    there = options.out is not None and (options.out / SERVER_FILE).exists()
+    if options.resume and not there:
+        raise FileNotFoundError(f"--resume: there is no {SERVER_FILE} in {options.out} to go on from")
+    if there and not options.resume:
         raise ValueError(f"{options.out} holds a federation: --resume goes on with it, or choose another --out")
 
 
@@ -106,7 +109,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
         options=recipe.optimizer_options,
         seed=seed,
     )
-    lr = options.lr or (0.1 if options.dense else 3e-2)
+    lr = options.lr or (0.1 if options.dense else 4e-2)
     schedule = SCHEDULES[options.schedule](recipe, lr, options.rounds)
     strategy = fed.GenomeStrategy(
         _strategy(options),

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +15,11 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import Grid, ServerApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp.strategy import Result, Strategy  # pyright: ignore[reportMissingImports]
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from gbfunc import Genome, Plan
-from gbfunc.federated.client import ARRAYS, IDENTITY, METRICS, RATE, SENT_AS
+from gbfunc.federated.client import ARRAYS, IDENTITY, METRICS, RATE, REFUSED, SENT_AS
 from gbfunc.federated.wire import NUMBERS, Vector, Wire, check_format, difference
 from gbfunc.files import replace_file
 from gbfunc.types import GenomeLike
@@ -60,10 +59,9 @@ class GenomeStrategy(Strategy):
         lr: the clients' learning rate, or a function of the round, which counts from 0.
         down: dtype in which the genome is sent (`wire.FORMATS`).
         up: dtype in which clients send changes.
-        checkpoint: a file that holds, after every round, all that the next one takes; `start` goes on from it where it
+        checkpoint: a file that holds, after every round, all that the next one takes; `train` goes on from it where it
             is there. Nothing of it is code.
         seed: of the choice of clients; None leaves it to chance.
-        stop: ends after a round in which no client could be used, as a plan that clients refuse stays refused.
 
     Attributes:
         rounds: what came back, round by round, since this object was made.
@@ -80,14 +78,15 @@ class GenomeStrategy(Strategy):
         up: str = "int4",
         checkpoint: Path | None = None,
         seed: int | None = None,
-        stop: bool = True,
     ) -> None:
         check_format(down, "down")
         check_format(up, "up")
         self.strategy, self.wire, self.rounds = strategy, Wire(plan, genome), list[Round]()
         self._lr: Callable[[int], float] = lr if callable(lr) else lambda round_: lr
-        self._down, self._up, self._seed, self._stop = down, up, seed, stop
+        self._down, self._up, self._seed = down, up, seed
         self._path, self._done = checkpoint, 0
+        # Numbers that change are state, others are options.
+        self._options = _numbers(strategy)
         self._vector = self.wire.vector(genome)
 
     @property
@@ -114,8 +113,8 @@ class GenomeStrategy(Strategy):
             **options: others of `Strategy.start`: `timeout`, `evaluate_fn`, ...
 
         Raises:
-            ValueError: for a checkpoint of another plan, library or strategy, or a damaged one; if no client of a round
-                could be used.
+            ValueError: for a checkpoint of another plan, library or strategy, or a damaged one; if all clients of a
+                round refuse, as they would in the next one.
             OSError: if the checkpoint cannot be written.
         """
         if self._path is not None and self._path.exists():
@@ -152,29 +151,29 @@ class GenomeStrategy(Strategy):
         finally:
             if self._seed is not None:
                 random.setstate(before)
-        packed = self.wire.pack(self._vector, self._down) if messages else None
-        for message in messages:
-            rest = {k: v for k, v in message.content.items() if k != ARRAYS}
-            message.content = RecordDict({ARRAYS: packed, **rest})
+        if messages:
+            packed = self.wire.pack(self._vector, self._down)
+            for message in messages:
+                records: dict[str, Any] = {ARRAYS: packed}
+                message.content = RecordDict(records | {k: v for k, v in message.content.items() if k != ARRAYS})
         return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """What the strategy makes of the clients' genomes; the checkpoint is written."""
-        used, left_out = [], {}
+        used, left_out, refused = [], {}, 0
         for reply in replies:
             try:
                 used.append(self._whole(reply))
             except ValueError as error:
                 left_out[reply.metadata.src_node_id] = str(error)
+                refused += reply.has_error() and reply.error.code == REFUSED
         for node, words in left_out.items():
             _LOG.warning("round %d: node %d is left out: %s", self._done + 1, node, words)
-        if left_out and not used and self._stop:
+        if refused and refused == len(left_out) and not used:
             node, words = next(iter(left_out.items()))
-            raise ValueError(
-                f"round {self._done + 1}: none of {len(left_out)} clients could be used; node {node}: {words}"
-            )
+            raise ValueError(f"round {self._done + 1}: all of {refused} clients refuse; node {node}: {words}")
         arrays, metrics = self.strategy.aggregate_train(self._done + 1, used)
         if arrays is not None:
             self._vector = self.wire.unpack(arrays)
@@ -208,12 +207,13 @@ class GenomeStrategy(Strategy):
         return self.strategy.aggregate_evaluate(self._done, replies)
 
     def _write(self, path: Path) -> None:
-        tensors, numbers = {_VECTOR: torch.from_numpy(self._vector)}, {}
-        for name, value in vars(self.strategy).items():
-            if isinstance(value, dict) and value and all(isinstance(x, np.ndarray) for x in value.values()):
-                tensors |= {f"{_STATE}{name}/{k}": torch.from_numpy(np.array(x)) for k, x in value.items()}
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                numbers[name] = value
+        tensors = {_VECTOR: torch.from_numpy(self._vector)}
+        for prefix, part in _parts(self.strategy):
+            for name, value in vars(part).items():
+                if isinstance(value, dict) and value and all(isinstance(x, np.ndarray) for x in value.values()):
+                    key = f"{_STATE}{prefix}{name}/"
+                    tensors |= {f"{key}{k}": torch.from_numpy(np.array(x)) for k, x in value.items()}
+        numbers = {k: x for k, x in _numbers(self.strategy).items() if x != self._options[k]}
         about = {"round": self._done, "id": self.wire.identity, "strategy": _name(self.strategy), "numbers": numbers}
         replace_file(path, save(tensors, {"server": json.dumps(about)}))
 
@@ -230,13 +230,17 @@ class GenomeStrategy(Strategy):
             raise ValueError(f"{path} cannot be gone on from: {words.replace('the server', 'its writer')}")
         if name != _name(self.strategy):
             raise ValueError(f"{path} is of the strategy {name}, got {_name(self.strategy)}")
-        state: dict[str, dict[str, NDArray[Any]]] = {}
+        state: dict[str, Any] = numbers
         for key, array in tensors.items():
-            attribute, _, part = key.removeprefix(_STATE).partition("/")
-            state.setdefault(attribute, {})[part] = array
-        if unknown := (state.keys() | numbers.keys()) - vars(self.strategy).keys():
-            raise ValueError(f"{path} holds {sorted(unknown)}, which {name} has not: it is of another version of it")
-        vars(self.strategy).update(state, **numbers)
+            attribute, _, entry = key.removeprefix(_STATE).rpartition("/")
+            state.setdefault(attribute, {})[entry] = array
+        parts = dict(_parts(self.strategy))
+        for attribute, value in state.items():
+            prefix, _, last = attribute.rpartition("/")
+            part = parts.get(f"{prefix}/" if prefix else "")
+            if last not in (() if part is None else vars(part)):
+                raise ValueError(f"{path} holds {attribute!r}, which {name} has not: it is of another version of it")
+            setattr(part, last, value)
         self._vector, self._done = self.wire.unpack(_record(vector)), done
 
 
@@ -269,5 +273,23 @@ def _record(vector: Vector) -> ArrayRecord:
     return ArrayRecord({NUMBERS: Array(vector)})
 
 
+def _parts(strategy: Strategy, prefix: str = "") -> Iterator[tuple[str, Strategy]]:
+    """A strategy and those inside it (privacy's have one), by what their attributes' names begin with."""
+    yield prefix, strategy
+    for name, value in vars(strategy).items():
+        if isinstance(value, Strategy):
+            yield from _parts(value, f"{prefix}{name}/")
+
+
+def _numbers(strategy: Strategy) -> dict[str, int | float]:
+    """All numbers of a strategy by their names."""
+    return {
+        f"{prefix}{name}": value
+        for prefix, part in _parts(strategy)
+        for name, value in vars(part).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
 def _name(strategy: Strategy) -> str:
-    return type(strategy).__name__
+    return "/".join(type(part).__name__ for _, part in _parts(strategy))
