@@ -199,7 +199,8 @@ class RunnableNet(PureNet):
         super().__init__(pnet, forms, adapt, frozen)
         self.submodule_call_error, self.compiled = submodule_call_error, False
         self.runs: list[NetRun] = []
-        self._held: weakref.WeakSet[NetRun] | None = None
+        # References in a list: a `WeakSet` takes longer to make and to go through than a small layer to run.
+        self._held: list[weakref.ref[NetRun]] | None = None
 
     def run(
         self, weights: TensorMap, buffers: Params, function: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -222,17 +223,18 @@ class RunnableNet(PureNet):
                 if self._held is None:
                     run.close()
                 else:
-                    self._held.add(run)
+                    self._held.append(weakref.ref(run))
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Let the nets of runs be called again until the end of this, as checkpoints around them do in backward."""
-        outer, self._held = self._held, weakref.WeakSet()
+        outer, self._held = self._held, (runs := [])
         try:
             yield
         finally:
-            for run in self._held:
-                run.close()
+            for reference in runs:
+                if run := reference():
+                    run.close()
             self._held = outer
 
 
@@ -246,7 +248,7 @@ class NetRun:
         self._before = dict(buffers)
         self._switched, self._structure = False, ("", [])
         self._noted: dict[int, tuple[Tensor, Any, Tensor | None]] = {}
-        self._views: weakref.WeakValueDictionary[int, GrownNet] = weakref.WeakValueDictionary()
+        self._views: dict[int, weakref.ref[GrownNet]] = {}
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function; RuntimeError if it changed the p-net."""
@@ -330,9 +332,11 @@ class NetRun:
 
     def view(self, module: nn.Module) -> GrownNet:
         """The view of a part, the same as long as somebody holds it: `m is not net.head` means what it says."""
-        view = self._views.get(id(module))
+        reference = self._views.get(id(module))
+        view = reference and reference()
         if view is None:
-            view = self._views[id(module)] = GrownNet(module, self)
+            view = GrownNet(module, self)
+            self._views[id(module)] = weakref.ref(view)
         return view
 
 

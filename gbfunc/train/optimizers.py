@@ -160,7 +160,7 @@ class _Call(NamedTuple):
     ) -> tuple[Params, dict[str, Params]]:
         """New leaves and their new state; `old` is not read at the first step."""
         given = [params[k] for k in self.names]
-        new = [p.detach() if donate and p.is_contiguous() else p.clone() for p in given]
+        new = [(p.detach() if p.requires_grad else p) if donate and p.is_contiguous() else p.clone() for p in given]
         # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
         copy = not donate and self.group.cls.__module__.partition(".")[0] != "torch"
         fitted = _aligned([grads[k].clone() if copy else grads[k] for k in self.names], new)

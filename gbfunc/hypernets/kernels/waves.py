@@ -136,8 +136,9 @@ def _call(direction: str, sides: Sequence[Side], outputs: Sequence[Tensor], grad
         width = weight.shape[1]
         fields += islice(pointers, 8)
         fields += [0 if x is None else next(of_gradients, 0) for x in side[1:5]]
-        step = 0 if len(side.codes) == 1 else rows * width
-        fields += (tiles, len(weight), rows, width, features // 2, step, side.cosine_first, side.period or max(rows, 1))
+        # Not `len`, which is Python's for tensors.
+        groups, step = weight.shape[0], 0 if side.codes.shape[0] == 1 else rows * width
+        fields += (tiles, groups, rows, width, features // 2, step, side.cosine_first, side.period or max(rows, 1))
     kind = "f32" if outputs[0].dtype == torch.float32 else "f64"
     threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
     function = getattr(native.library(), f"waves_{direction}_{kind}")
@@ -168,7 +169,7 @@ class _Waves(torch.autograd.Function):
     def forward(ctx: Any, sides: Sequence[Side], *leaves: Tensor) -> Tensors:
         outputs: list[Tensor] = []
         for side in sides:
-            tiles = len(side.weight if side.groups is None else side.groups)
+            tiles = (side.weight if side.groups is None else side.groups).shape[0]
             shape = tiles, side.codes.shape[1], 2 * side.weight.shape[2]
             # Rows last in memory: products with few columns are faster so.
             outputs.append(side.weight.new_empty_strided(shape, (shape[1] * shape[2], 1, shape[1])))

@@ -178,7 +178,8 @@ class OneGraph:
 
     def _result(self, given: Given, wanted: list[Tensor], loss: Tensor, aux: Any) -> Result:
         rows = self.loss.rows(given.rows)
-        gradients = self.loss.gradients(loss * (self._scale * rows), wanted)
+        factor = self._scale * rows
+        gradients = self.loss.gradients(loss if factor == 1 else loss * factor, wanted)
         if all(g is None for g in gradients):
             raise ValueError(NO_GRADIENT)
         return Result(loss.detach(), given.detached(aux), gradients, rows)
@@ -249,7 +250,8 @@ class Objective:
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
         loss, aux, gradients, _ = self._found(given, trained, seed)
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+        norms = torch._foreach_norm([*gradients.values()])  # pyright: ignore[reportPrivateImportUsage]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         return LossAndGrads(loss, aux, gradients, detached(given.buffers), norm)
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
