@@ -34,6 +34,14 @@ def test_the_command_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads((out / "metrics.json").read_text())["rounds"] == 14
 
 
+def test_clients_share_texts(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A split of texts has lengths beside them."""
+    small = ["--task-config", '{"max_tokens": 8, "vocabulary": 300}', "--compression", "5"]
+    words = ["federated", "--task", "trec", "--data-dir", str(shared_data / "trec"), *small, "--clients", "9"]
+    assert main([*words, "--sample", "2", "--alpha", "1", "--rounds", "1", "--local-steps", "2"]) == 0
+    assert "1 rounds; a client and round" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,15 @@ from gbfunc.cli.provenance import provenance
 from gbfunc.cli.teacher import GENOME_FILE
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.data import Split
+from gbfunc.tasks.texts import PaddedTexts
 
 if TYPE_CHECKING:
     from gbfunc.federated import GenomeStrategy, LocalGrid
 
 SERVER_FILE = "server.safetensors"
+_LABELLED = (Split, PaddedTexts)
+"""Examples with a class each: their tensors have a row for each."""
+
 _MARKS = (0.90, 0.95, 0.97)
 """Accuracies of which the bytes are reported that it took to reach them."""
 
@@ -38,7 +42,7 @@ def run(options: Federated) -> None:
     """Simulate, write the results, print them."""
     _check(options)
     job = make_job(options.data, options.genome, dense=options.dense)
-    if not isinstance(job.task.train, Split):
+    if not isinstance(job.task.train, _LABELLED):
         raise ValueError(f"federated is for tasks of examples with a class each, got --task {options.data.task}")
     rows: list[dict[str, float]] = []
     with _folder(options.out) as folder:
@@ -92,9 +96,11 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     # Whose examples are whose does not change with the seed of a training.
     parts = [torch.from_numpy(p) for p in fed.partition(task.train.y, options.clients, options.alpha)]
 
-    def examples(context: Any) -> Split:
+    def examples(context: Any) -> Any:
         part = parts[context.node_config["partition-id"]]
-        return Split(task.train.x[part], task.train.y[part])
+        return replace(
+            task.train, **{field.name: getattr(task.train, field.name)[part] for field in fields(task.train)}
+        )
 
     optimizer = find_optimizer(options.optimizer or ("SGD" if options.dense else "Adam"))
     recipe = replace(job.recipe, optimizer=optimizer)
