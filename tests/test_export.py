@@ -212,7 +212,9 @@ def test_texts_of_other_lengths(kind: str, tmp_path: Path) -> None:
     gb.export(path, plan, genome, pnet, tokens)
     for x in (tokens, tokens[:1], tokens[:, :3]):
         torch.testing.assert_close(run(x), net(x), rtol=0, atol=1e-5)
+    plan, genome, pnet = grown(nn.Sequential(nn.Embedding(40, 6), nn.Linear(6, 3)))
     gb.export(path, plan, genome, pnet, tokens, dynamic_shapes="batch")
+    torch.testing.assert_close(run(tokens[:1]), gb.materialize(plan, genome, pnet)(tokens[:1]), rtol=0, atol=1e-5)
     with pytest.raises(Exception, match="(?i)expected|guard"):
         run(tokens[:, :3])
     # As much as it allows, without a word.
