@@ -112,7 +112,8 @@ def _kind(path: Path, to: str | None) -> str:
     if to not in (*FORMATS, SAFETENSORS):
         known = ", ".join((*FORMATS, SAFETENSORS))
         got = f"to={to!r}" if to is not None else f"the suffix {path.suffix!r}"
-        raise ValueError(f"the format must be one of {known} (or a page, .html, by gbfunc export), got {got}")
+        page = "; a page (.html) is written by gbfunc export" * (path.suffix == ".html")
+        raise ValueError(f"the format must be one of {known}, got {got}{page}")
     return to
 
 
