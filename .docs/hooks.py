@@ -28,13 +28,13 @@ GROUPS = {
     "Plan": "make_plan Plan register",
     "Types of g-net": "periodic bilinear gnet stochastic low_rank xox constant from_module",
     "Codes of rows and columns": "binary gray grid one_hot per_axis table",
-    "Train": "make_train_step TrainState torch_optimizer torch_schedule population update_alignment",
+    "Train": "make_train_step allocate_steps TrainState torch_optimizer torch_schedule population update_alignment",
     "Genomes and their weights": "Genome init_genome generate materialize fit_genome flatten sample_noise",
     "Files": "save load load_metadata export Checkpointer load_checkpoint",
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
     "Evolution": "evolution.GenomeProblem evolution.ControlProblem",
     "Many ranks": "mesh plan_parallel",
-    "What these take and return": "train.TrainStep train.StepInfo train.Optimizer train.Population "
+    "What these take and return": "plan.Steps train.TrainStep train.StepInfo train.Optimizer train.Population "
     "train.UpdateAlignment pnet.GrownNet fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint export.Exported "
     "parallel.Mesh parallel.CollectiveError parallel.planner.DeviceSpec parallel.planner.ParallelPlan "
     "parallel.styles.tensor_styles parallel.styles.pad_vocabulary",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gbfunc.storage.lora import save_lora
     from gbfunc.train import (
         TrainState,
+        allocate_steps,
         make_train_step,
         population,
         torch_optimizer,
@@ -44,6 +45,7 @@ __all__ = [
     "GenomeModule",
     "Plan",
     "TrainState",
+    "allocate_steps",
     "bilinear",
     "binary",
     "constant",
@@ -94,6 +96,7 @@ _LATER = {
     "gbfunc.storage.lora": ("save_lora",),
     "gbfunc.train": (
         "TrainState",
+        "allocate_steps",
         "make_train_step",
         "population",
         "torch_optimizer",

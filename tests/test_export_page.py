@@ -23,6 +23,7 @@ from gbfunc.export.page.layers import layers_in_a_row
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.types import Genome
 from tests.support.former_files import FORMER
+from tests.support.step_cases import stored_with
 from tests.support.strategies import linear_end
 
 NODE = shutil.which("node")
@@ -111,7 +112,7 @@ TYPES = {
     "xox": gb.xox(2),
     "constant": gb.constant(0.1),
 }
-DTYPES = (None, "float16", "bfloat16", *(f"int{bits}" for bits in range(2, 9)))
+DTYPES = (None, "float16", "bfloat16", *(f"int{bits}" for bits in range(2, 9)), "auto")
 
 
 def randomise(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> None:
@@ -137,12 +138,12 @@ class Every(nn.Module):
 
 @needs_node
 @pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("dtype", [None, "int7"])
+@pytest.mark.parametrize("dtype", [None, "int7", "auto"])
 def test_weights_of_every_type(tmp_path: Path, name: str, dtype: str | None) -> None:
     torch.manual_seed(0)
     plan, genome = grown(Every(), hypernet=TYPES[name], max_tile=5, include=[r"embedding", r"first\.bias"])
     path = tmp_path / "genome.safetensors"
-    gb.save(path, plan, genome, dtype=dtype)
+    gb.save(path, plan, genome, dtype=stored_with(plan, genome, dtype))
     check_weights(one_in_node(path), path)
 
 
@@ -152,7 +153,7 @@ def test_weights_of_every_stored_dtype(tmp_path: Path, dtype: str | None) -> Non
     torch.manual_seed(0)
     plan, genome = grown(Every(), hypernet=gb.periodic(70))
     path = tmp_path / "genome.safetensors"
-    gb.save(path, plan, genome, dtype=dtype)
+    gb.save(path, plan, genome, dtype=stored_with(plan, genome, dtype))
     said = one_in_node(path)
     check_weights(said, path)
     ends = [end for _, _, end in said["parts"]]
@@ -337,10 +338,10 @@ def test_what_the_page_does_not_know_is_named(tmp_path: Path) -> None:
 
 
 @needs_node
-@pytest.mark.parametrize("dtype", [None, "int5"])
+@pytest.mark.parametrize("dtype", [None, "int5", "auto"])
 def test_damaged_files_are_refused(tmp_path: Path, dtype: str | None) -> None:
     plan, genome = grown(nn.Linear(20, 30), hypernet=gb.periodic(4))
-    gb.save(tmp_path / "whole", plan, genome, dtype=dtype)
+    gb.save(tmp_path / "whole", plan, genome, dtype=stored_with(plan, genome, dtype))
     data = (tmp_path / "whole").read_bytes()
     flips = [data[:i] + bytes([data[i] ^ 4]) + data[i + 1 :] for i in range(0, len(data), 41)]
     damaged = [*flips, data[:-1], data[:50], data[:9], b"", b"\x89PNG" * 30]
@@ -352,13 +353,13 @@ def test_damaged_files_are_refused(tmp_path: Path, dtype: str | None) -> None:
 
 
 @needs_node
-@pytest.mark.parametrize("dtype", [None, "int7"])
+@pytest.mark.parametrize("dtype", [None, "int7", "auto"])
 def test_codes_of_ones_own(tmp_path: Path, dtype: str | None) -> None:
     net, path = nn.Linear(12, 9), tmp_path / "genome.safetensors"
     own = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
     encodings = {"weight": (own, gb.per_axis(gb.table([[1, 2], [0, -3], [5, 5]]), gb.grid(2, 2), 4))}
     plan, genome = grown(net, hypernet=gb.periodic(3), encodings=encodings, max_tile=(5, 1))
-    gb.save(path, plan, genome, dtype=dtype)
+    gb.save(path, plan, genome, dtype=stored_with(plan, genome, dtype))
     check_weights(one_in_node(path), path)
 
 

@@ -28,7 +28,7 @@ def counts(every: list[Run]) -> tuple[int, int]:
 @given(st.lists(runs(), min_size=1, max_size=4))
 def test_what_is_packed_is_unpacked(every: list[Run]) -> None:
     data, costs = pack_runs(every)
-    reader = RunReader(data, *counts(every))
+    reader = RunReader(data, sum(counts(every)))
     for run in every:
         np.testing.assert_array_equal(reader.read(len(run.symbols), run.bits, run.centres), run.symbols)
     reader.close()
@@ -59,7 +59,7 @@ def test_streams_that_are_none() -> None:
     run = Run(np.arange(128), 7, np.array([64]))
     data, _ = pack_runs([run])
     for bad in (b"", b"\0", data[:-1], data + b"\0", data + b"\1", data * 9):
-        reader = RunReader(bad, 1, 128)
+        reader = RunReader(bad, 129)
         with pytest.raises(ValueError, match="do not end where they should"):
             reader.read(128, 7, run.centres)
             reader.close()

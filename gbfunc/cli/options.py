@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 from tyro.conf import arg
 
 HypernetName = Literal["periodic", "bilinear", "gnet", "stochastic", "low_rank", "xox"]
-DtypeName = Literal["float32", "float16", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2"]
+DtypeName = Literal["float32", "float16", "bfloat16", "int8", "int7", "int6", "int5", "int4", "int3", "int2", "auto"]
 ScheduleName = Literal["one_cycle", "linear", "cosine", "constant"]
 LogName = Literal["csv", "tensorboard", "wandb"]
 PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
@@ -207,8 +207,9 @@ class StoredOptions:
     dtype: Annotated[
         DtypeName | None, arg(metavar="|".join(get_args(DtypeName)), help_behavior_hint="(default: as in training)")
     ] = None
-    """dtype of the genome in its file, rounded after training: intN are codes of N bits with scales. What is measured
-    is what the file holds."""
+    """dtype of the genome in its file, rounded after training: intN are codes of N bits with scales; auto, with
+    --genome-bytes, codes whose steps the training finds, with their bits in its loss. What is measured is what the file
+    holds."""
 
 
 @dataclass(frozen=True)

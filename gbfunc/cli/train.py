@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,12 +23,20 @@ from gbfunc.cli.config import settings_of, values_of, write_config
 from gbfunc.cli.job import Job, asked_recipe, check_seed, hypernet_of, make_job, resolved
 from gbfunc.cli.meter import Meter
 from gbfunc.cli.networks import genome_metrics, measure, read_genome, with_teacher
-from gbfunc.cli.options import CheckpointOptions, ExecutionOptions, GenomeOptions, RunOptions, TeacherOptions
+from gbfunc.cli.options import (
+    CheckpointOptions,
+    ExecutionOptions,
+    GenomeOptions,
+    OutputOptions,
+    RunOptions,
+    TeacherOptions,
+)
 from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, reporter, write_run
 from gbfunc.cli.provenance import provenance
 from gbfunc.cli.ranks import Spread, amp_slowdown, amp_warning, find_device, in_turn, open_mesh
 from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
 from gbfunc.lab.birth import RATES
+from gbfunc.plan import AUTO
 from gbfunc.tasks.logs import OnLog
 from gbfunc.tasks.rounding import going_on, joined, slowed
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
@@ -122,23 +131,30 @@ def train_genome(
     Checkpoints are kept where the options can ask for them. Of many ranks, each writes into a folder of another name.
     """
     task, recipe, output, seed = job.task, job.recipe, options.output, options.data.seed
-    _check_finetune(output.finetune, output.dtype, task.resumable)
+    _check_dtype(output, options.genome, task.resumable)
     label, meter = "dense" if job.dense else "genome", meter or Meter()
     settings = settings_of(options, resolved(job, options))
     split = {} if spread is None else spread.arguments(job.pnet, recipe.batch_size)
-    trainer = meter.metered(genome_trainer(job.plan, job.pnet, task, recipe, seed, **split), split)
-    step = trainer.train_step
+    steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
+    coded = {"rounding": AUTO, "genome_bytes": options.genome.genome_bytes, "metadata": metadata}
+    coded = coded if output.dtype == AUTO else {}
+    trainer = meter.metered(genome_trainer(job.plan, job.pnet, task, recipe, seed, **split, **coded), split)
+    step, coder = trainer.train_step, trainer.coder
     assert step is not None
     # Not before a step is taken: what is refused leaves the folder of another training as it was.
     trainer = trainer._replace(step=_then(trainer.step, lambda: write_config(folder / "config.toml", settings)))
-    steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
 
     def write(genome: gb.TrainState, path: Path) -> None:
-        gb.save(path, job.plan, genome, output.dtype, metadata)
+        gb.save(path, job.plan, genome, output.dtype if coder is None else coder.final(genome), metadata)
+
+    def keep_best(best: Best, step: TrainStep, state: gb.TrainState, rows: list[dict[str, float]]) -> None:
+        # All ranks gather, whichever of them finds its network better. Before there are steps nothing is as in a file.
+        genome = step.gather(state)
+        if coder is None or coder.steps is not None:
+            best(genome, rows)
 
     def hooks(on_log: OnLog | None, best: Best, step: TrainStep) -> dict[str, Any]:
-        # All ranks gather, whichever of them finds its network better.
-        keep = {} if output.out is None else {"on_validation": lambda state, rows: best(step.gather(state), rows)}
+        keep = {} if output.out is None else {"on_validation": partial(keep_best, best, step)}
         return {"on_log": on_log, "log_every": output.log_every, **keep}
 
     logs = output.log if step.mesh.rank == 0 else ()
@@ -187,8 +203,11 @@ def _then(step: Callable[[Any, Any], Any], act: Callable[[], None]) -> Callable[
     return acting
 
 
-def _check_finetune(steps: int | None, dtype: str | None, resumable: bool) -> None:
-    """Raise `ValueError` for a `--finetune` that cannot be."""
+def _check_dtype(output: OutputOptions, genome: GenomeOptions, resumable: bool) -> None:
+    """Raise `ValueError` for a `--dtype` or `--finetune` that cannot be."""
+    steps, dtype = output.finetune, output.dtype
+    if dtype == AUTO and (genome.genome_bytes is None or steps is not None):
+        raise ValueError("--dtype auto needs --genome-bytes, and no --finetune: the training itself rounds")
     if steps is not None and (steps < 1 or dtype is None):
         raise ValueError(f"--finetune must be at least 1 and needs --dtype, got {steps} and {dtype}")
     if steps is not None and not resumable:

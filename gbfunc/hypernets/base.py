@@ -25,12 +25,18 @@ class Leaf(NamedTuple):
         role: `"linear"` where the tile is (jointly) linear in it, so that `init` may rescale it; else `"code"`.
         scope: `"tile"`: each tile has one; `"group"`: the tiles of a group share it.
         std: standard deviation that it is drawn with.
+        gain: the leaf [H] of the same scope that multiplies what this one [..., H] makes, where there is one.
+        codes: whose codes its rows [p, H] multiply, where they do.
+        period: numbers that differ by it are the same, where there is one.
     """
 
     shape: tuple[int, ...]
     role: Literal["code", "linear"]
     scope: Literal["tile", "group"] = "tile"
     std: float = 1.0
+    gain: str | None = None
+    codes: Literal["row", "col"] | None = None
+    period: float | None = None
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,8 @@ class Waves(Sized):
         rows, cols = self._deviations
         scope = "group" if self.shares else "tile"
         return {
-            "row_weight": Leaf((dims.row_width, self.known_size), "code", scope, rows),
-            "col_weight": Leaf((dims.col_width, self.known_size), "code", scope, cols),
+            "row_weight": Leaf((dims.row_width, self.known_size), "code", scope, rows, codes="row"),
+            "col_weight": Leaf((dims.col_width, self.known_size), "code", scope, cols, codes="col"),
         }
 
     def sides(
@@ -143,7 +143,8 @@ class Periodic(Waves):
         coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:
             return codes | {"sine": coefficient, "cosine": coefficient}
-        return codes | {"phase": Leaf((h,), "code"), "amplitude": coefficient}
+        codes |= {"phase": Leaf((h,), "code", period=2 * math.pi)}
+        return {k: leaf._replace(gain="amplitude") for k, leaf in codes.items()} | {"amplitude": coefficient}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
         """Normal code weights of deviation `frequency`, uniform phases, normal coefficients."""

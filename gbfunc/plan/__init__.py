@@ -8,12 +8,14 @@ from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.forms import factored_form, is_formable
 from gbfunc.plan.report import document, file_bytes, genome_file_bytes
-from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, bytes_each, rounded, stored_name
+from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, stored_name
 from gbfunc.plan.serial import register
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan
+from gbfunc.plan.steps import AUTO, Steps, Stored, allocate, bytes_each, check_steps, rounded, stored_as
 
 __all__ = [
+    "AUTO",
     "DTYPES",
     "STORED_DTYPES",
     "BufferPlan",
@@ -21,6 +23,11 @@ __all__ = [
     "TileSpan",
     "Plan",
     "Slot",
+    "Steps",
+    "Stored",
+    "allocate",
+    "check_steps",
+    "stored_as",
     "StoredDtype",
     "bytes_each",
     "document",

@@ -22,10 +22,10 @@ from gbfunc.hypernets import Hypernet, bilinear, low_rank, periodic
 from gbfunc.layers import KINDS
 from gbfunc.plan.budget import Unit, allocate, spend
 from gbfunc.plan.report import genome_file_bytes
-from gbfunc.plan.rounding import StoredDtype, bytes_each
 from gbfunc.plan.select import Candidate, Rule, check_targets, choose
 from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, dtype_name
 from gbfunc.plan.spec import Plan
+from gbfunc.plan.steps import Stored, bytes_each
 from gbfunc.pnet import buffers_of, check_pnet
 from gbfunc.tiling import MaxTile, check_max_tile
 from gbfunc.types import MatrixDims
@@ -48,7 +48,7 @@ def make_plan(
     genome_params: int | None = None,
     genome_bytes: int | None = None,
     compression: float | None = None,
-    stored: StoredDtype | None = None,
+    stored: Stored | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rules: Sequence[Rule] = (),
@@ -78,7 +78,8 @@ def make_plan(
         compression: least ratio of the p-net's parameters to the genome's.
         stored: the `dtype` that `save` will be given, which `genome_bytes` are then of; None is the p-net's own. Of
             codes the most that any values need (trained ones some 5 to 15 % less), with running statistics in 16 bits:
-            2 bytes more for each where training makes them need 32.
+            2 bytes more for each where training makes them need 32. `"auto"` are codes with steps that training finds
+            (`allocate_steps`), of 5 bits a number here.
         include: regular expressions (`re.search`) for parameters to generate beside the default ones.
         exclude: regular expressions for parameters to keep direct, whatever else names them.
         rules: `(pattern, hypernetwork or None)`: other types for some parameters, None for direct; the first wins.
@@ -179,7 +180,7 @@ class TargetTooSmall(ValueError):
         self.least = least
 
 
-def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored: StoredDtype | None) -> Plan:
+def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored: Stored | None) -> Plan:
     """The largest plan whose file stays within `limit` bytes, by correcting the number of parameters."""
     each = 4 if stored is None else bytes_each(stored)
 

@@ -10,6 +10,9 @@ Format 4 holds, one after the other:
     runs       in one stream (`symbols`), of the leaves in codes, in the order of their names: exponents and mantissas
                of their scales (bfloat16), zero points, and the codes of each leaf around its zero points
 
+Codes whose steps training found (`steps`) have 9 in place of their bits. Their stream, of all trained leaves of
+floating point, begins with two bytes, in how many pieces it is.
+
 In place of runs, where there are too many for them: the scales; zero points and codes in so many bits each, or in a
 stream of deflate (Huffman's codes alone, so at least one bit each), where that is shorter. So are files of format 3,
 which are read too: a safetensors file of one tensor of bytes, with 16 bytes of a SHA-256 in place of the CRC-32, and
@@ -21,9 +24,9 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,13 +36,17 @@ from torch import Tensor
 from gbfunc.plan.file_layout import COMPACT, FORMER_WORDS, WORDS, deflate, file_parts, inflate, stored_leaves
 from gbfunc.plan.rounding import BITS, Codes, block_size, decode, encode, narrow_stats
 from gbfunc.plan.slots import DTYPES, dtype_name
+from gbfunc.plan.steps import EXPECTED_BITS, EXPECTED_PART_BITS, Steps, pack_steps, parts_of, unpack_steps
 from gbfunc.plan.symbols import LEAST_BITS, MAX_SYMBOLS, Run, RunReader, most_runs_bytes, pack_runs
 from gbfunc.types import Params, TensorMap
 
 MAGIC = b"GB4"
 _HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS = 16, 32
+STEPS = 9
 DIGEST_BYTES = 16
+_DEAD = 4096
+"""Numbers of a feature without amplitude, at most: they take no bits."""
 _EMPTY = np.empty(0, np.uint8)
 EXPONENT = 122
 """Centre of the scales' exponents: 2^-5."""
@@ -71,10 +78,30 @@ def pack(document: str, leaves: TensorMap, bits: int) -> tuple[bytes, Sizes]:
         coded[name] = encode(leaves[name], bits)
         if not bool(torch.isfinite(coded[name].scales).all()):
             raise ValueError(f"{name!r} holds {float(leaves[name].abs().max()):g}, too large a number for {dtype}")
-    text, numbers = deflate(document), b"".join(_bytes(x) for parts in file_parts(plain).values() for x in parts)
     runs = _fits_runs([leaves[name] for name in coded])
     codes, scales, costs = (_pack_runs if runs else _pack_symbols)(coded, bits)
-    flags = bytes([bits + _NARROW * narrow + _RUNS * runs])
+    return _joined(document, plain, bits + _NARROW * narrow + _RUNS * runs, codes, scales, costs)
+
+
+def pack_with_steps(document: str, plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, Sizes]:
+    """The file of a document and of all leaves of its plan, those of floating point in codes with these steps."""
+    narrow = narrow_stats(leaves)
+    codes, about, costs = pack_steps(plan, leaves, steps)
+    plain = _beside_steps(plan, leaves, narrow)
+    return _joined(document, plain, STEPS + _NARROW * narrow, codes, about, costs)
+
+
+def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool) -> Params:
+    coded = {part.leaf for part in parts_of(plan)}
+    # Of a dtype of codes only running statistics are changed.
+    return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
+
+
+def _joined(
+    document: str, plain: TensorMap, flag: int, codes: bytes, scales: float, costs: Mapping[str, Any]
+) -> tuple[bytes, Sizes]:
+    text, numbers = deflate(document), b"".join(_bytes(x) for parts in file_parts(plain).values() for x in parts)
+    flags = bytes([flag])
     rest = text + numbers + codes
     head = MAGIC + flags + zlib.crc32(flags + rest).to_bytes(4, "little")
     sizes = Sizes(len(head), len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), scales, costs)
@@ -92,6 +119,16 @@ def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
         size = 2 * blocks + math.ceil(bits * (blocks + numbers) / 8)
     sizes = {name: x.nbytes for name, x in plain.items()}
     return Sizes(_HEAD, len(deflate(document)), sizes, size, 8.0 * size - bits * numbers, dict.fromkeys(coded, bits))
+
+
+def expected_bytes(document: str, plan: Any) -> Sizes:
+    """What a file with steps is expected to take, by the shapes of its plan."""
+    leaves, parts = plan.leaves, parts_of(plan)
+    plain = {k: x.nbytes for k, x in _beside_steps(plan, leaves, True).items()}
+    costs = dict.fromkeys((part.leaf for part in parts), EXPECTED_BITS)
+    about = EXPECTED_PART_BITS * len(parts)
+    codes = math.ceil((about + sum(EXPECTED_BITS * leaves[name].numel() for name in costs)) / 8) + 3
+    return Sizes(_HEAD, len(deflate(document)), plain, codes, about, costs)
 
 
 def _blocks(leaf: Tensor) -> int:
@@ -165,17 +202,37 @@ class Compact(NamedTuple):
 
     @staticmethod
     def _of(flags: int, rest: bytes, words: bytes) -> Compact:
-        if (bits := flags & ~(_NARROW | _RUNS)) not in BITS.values():
+        if (bits := flags & ~(_NARROW | _RUNS)) not in (*BITS.values(), STEPS):
             raise ValueError(f"it has codes of {bits} bits, known here are 2 to 8")
         document, n = inflate(rest, words)
         return Compact(document, bits, flags, rest[len(rest) - n :])
 
     def held(self, dtype: torch.dtype) -> int:
         """The most parameters of g-nets that it can hold, of any dtype."""
-        return int(8 / LEAST_BITS) * len(self.numbers)
+        return int(8 / LEAST_BITS) * (_DEAD if self.bits == STEPS else 1) * len(self.numbers)
 
-    def leaves(self, expected: TensorMap) -> Params:
-        """The leaves of its plan, as they are expected; `ValueError` if it holds others."""
+    def leaves(self, plan: Any) -> Params:
+        """The leaves of its plan; `ValueError` if it holds others."""
+        return self._with_steps(plan) if self.bits == STEPS else self._in_blocks(plan.leaves)
+
+    def stored(self, read_plan: Callable[[str], Any]) -> str | Steps:
+        """What it stores trained numbers in, as `dtype` of `save`; raises as `leaves`."""
+        return self._unpacked(read_plan(self.document))[2] if self.bits == STEPS else f"int{self.bits}"
+
+    def _unpacked(self, plan: Any) -> tuple[Params, Params, Steps]:
+        """Leaves on the meta device that are as they are, and those in codes with steps."""
+        plain = _beside_steps(plan, plan.leaves, bool(self.flags & _NARROW))
+        at = sum(x.nbytes for x in plain.values())
+        if at > len(self.numbers):
+            raise ValueError(f"it holds {len(self.numbers):,} bytes of numbers, expected {at:,} or more")
+        return plain, *unpack_steps(plan, self.numbers[at:])
+
+    def _with_steps(self, plan: Any) -> Params:
+        plain, made, _ = self._unpacked(plan)
+        flat = self._plain(plain, plan.leaves)
+        return flat | {k: x.reshape(plan.leaves[k].shape).to(plan.leaves[k].dtype) for k, x in made.items()}
+
+    def _in_blocks(self, expected: TensorMap) -> Params:
         plain = stored_leaves(expected, f"int{self.bits}", bool(self.flags & _NARROW))
         coded = {name: expected[name] for name in sorted(expected.keys() - plain.keys())}
         start = sum(x.nbytes for x in plain.values())
@@ -201,7 +258,7 @@ class Compact(NamedTuple):
         blocks, numbers = sum(counts), sum(x.numel() for x in coded)
         if not _fits_runs(coded):
             raise ValueError(f"it has {numbers:,} codes in runs, which are too many")
-        reader = RunReader(data, 3 + len(coded), 3 * blocks + numbers)
+        reader = RunReader(data, 3 + len(coded) + 3 * blocks + numbers)
         exponents = reader.read(blocks, 8, np.array([EXPONENT])).astype(np.int16)
         scales = torch.from_numpy(exponents << 7 | reader.read(blocks, 7, _MIDDLE[7])).view(torch.bfloat16)
         zeros = torch.from_numpy(reader.read(blocks, self.bits, _MIDDLE[self.bits]))

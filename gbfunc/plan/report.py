@@ -12,10 +12,11 @@ import numpy as np
 
 from gbfunc.plan import compact
 from gbfunc.plan.file_layout import deflate, file_header, pack_plan, stored_leaves
-from gbfunc.plan.rounding import BITS, StoredDtype, stored_name
+from gbfunc.plan.rounding import BITS
 from gbfunc.plan.slots import BufferPlan, TensorPlan
+from gbfunc.plan.steps import AUTO, Steps, Stored, stored_as
 from gbfunc.trees import BUFFERS, DIRECT, GNET, compare_trees, flatten_tree
-from gbfunc.types import Genome, GenomeLike
+from gbfunc.types import Genome, GenomeLike, TensorMap
 
 PLAN, METADATA, SCALES, CONTAINER = "(plan)", "(metadata)", "(scales)", "(container)"
 _COLUMNS = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
@@ -38,12 +39,13 @@ def document(plan: Any, metadata: Any) -> str:
 
 
 def file_bytes(
-    plan: Any, dtype: StoredDtype | None = None, genome: GenomeLike | None = None, metadata: Any = None
+    plan: Any, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None
 ) -> dict[str, int]:
     """Where the bytes of a genome's file go; their sum is the size of the file that `save` writes of the same.
 
-    Codes (`"int2"` to `"int8"`) take as many bytes as their values need: with a genome the bytes are exact, without one
-    the most that any has. Where several tensors share a byte, or a stream of codes, each gets its part of it.
+    Codes take as many bytes as their values need. With a genome the bytes are exact; without one those of `"int2"` to
+    `"int8"` are the most that any has, and those of `"auto"` what is to be expected. Where several tensors share a
+    byte, or a stream of codes, each gets its part of it.
 
     Args:
         plan: the plan.
@@ -58,16 +60,15 @@ def file_bytes(
     Raises:
         ValueError: as `save`, for a plan that cannot be saved or a genome that does not fit it.
     """
-    name, leaves = None if dtype is None else stored_name(dtype), plan.leaves
+    name, leaves = None if dtype is None else stored_as(dtype), plan.leaves
     if genome is not None:
         tree = Genome(genome.gnets, genome.direct, genome.buffers)
         leaves = {k: x.detach().cpu() for k, x in flatten_tree(tree).items()}
         compare_trees(plan.leaves, leaves, "the genome does not fit the plan")
     text, bare = document(plan, metadata), plan.to_json()
     owners, parts = _owners(plan), Counter[str]()
-    if name in BITS:
-        find = compact.most_bytes if genome is None else lambda *of: compact.pack(*of)[1]
-        sizes = find(text, leaves, BITS[name])
+    if name == AUTO or name in BITS:
+        sizes = _sizes(text, plan, dtype if isinstance(dtype, Steps) else name, None if genome is None else leaves)
         packed = len(deflate(bare))
         parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: sizes.head}
         plain, codes = sizes.plain, [(SCALES, sizes.scales)]
@@ -91,19 +92,32 @@ def file_bytes(
     return dict(parts)
 
 
-def genome_file_bytes(plan: Any, dtype: StoredDtype | None = None) -> int:
+def _sizes(text: str, plan: Any, stored: str | Steps, leaves: TensorMap | None) -> compact.Sizes:
+    """Of a file in codes: exact with leaves."""
+    if isinstance(stored, Steps) and leaves is not None:
+        return compact.pack_with_steps(text, plan, leaves, stored)[1]
+    if isinstance(stored, Steps) or stored == AUTO:
+        if leaves is not None:
+            raise ValueError(f"{AUTO!r} says nothing of steps: give those of gb.allocate_steps")
+        return compact.expected_bytes(text, plan)
+    bits = BITS[stored]
+    return compact.most_bytes(text, plan.leaves, bits) if leaves is None else compact.pack(text, leaves, bits)[1]
+
+
+def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
     """Bytes of a genome's file, header included, as of `file_bytes` without a genome."""
     return sum(file_bytes(plan, dtype).values())
 
 
-def report(plan: Any, dtype: StoredDtype | None, genome: GenomeLike | None, metadata: Any) -> str:
+def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata: Any) -> str:
     """As `Plan.report`."""
-    stored = "" if dtype is None else f" as {stored_name(dtype)}"
+    name = None if dtype is None else stored_as(dtype)
+    stored = "" if name is None else " in codes" if name == AUTO else f" as {name}"
     parts: dict[str, int] = {}
     try:
         parts = file_bytes(plan, dtype, genome, metadata)
         size = sum(parts.values())
-        most = "at most " * (stored[4:] in BITS and genome is None)
+        most = "" if genome is not None else "at most " if name in BITS else "about " * (name == AUTO)
         on_disk = f"{most}{size:,} bytes on disk{stored} (header and buffers included)"
         in_bytes = f", {plan.dense_bytes / size:.1f}x in bytes"
     except (ValueError, RuntimeError) as error:

@@ -53,12 +53,6 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
     return name
 
 
-def bytes_each(dtype: StoredDtype) -> float:
-    """Bytes of a number in a file of a dtype; raises as `stored_name`."""
-    name = stored_name(dtype)
-    return BITS[name] / 8 if name in BITS else STORED_DTYPES[name].itemsize
-
-
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
     """What a leaf or buffer, called `name`, is stored in where `dtype` is asked for; None for codes.
 
@@ -121,7 +115,7 @@ def decode(coded: Codes, like: Tensor) -> Tensor:
     return (coded.scales.float()[:, None] * steps_NK).reshape(like.shape).to(like.dtype)
 
 
-def rounded(leaves: TensorMap, dtype: StoredDtype) -> Params:
+def rounded_as(leaves: TensorMap, dtype: StoredDtype) -> Params:
     """Leaves and buffers, by name, as they come back from a file of a dtype; gradients go straight through."""
     wanted, narrow, made = stored_name(dtype), narrow_stats(leaves), dict(leaves)
     for name, leaf in leaves.items():

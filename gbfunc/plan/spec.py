@@ -14,9 +14,9 @@ from torch import nn, optim
 from gbfunc.base import Base, BaseTensors
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.report import report
-from gbfunc.plan.rounding import StoredDtype
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan, dtype_name
+from gbfunc.plan.steps import Stored
 from gbfunc.pnet import parameter_infos
 from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import GenomeLike, Params
@@ -184,7 +184,7 @@ class Plan:
         """
         return Plan(*plan_from_json(text, factories))
 
-    def report(self, dtype: StoredDtype | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
+    def report(self, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
         """Every tensor with its role, tiles, parameters and bytes of the genome's file, as a text table.
 
         All bytes together are the file's: plan, metadata, scales of codes, and container have rows of their own.

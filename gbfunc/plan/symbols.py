@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Symbols = NDArray[np.integer[Any]]
+Entry = tuple[int, int, int]
 
 PIECE = 2048
 MAX_SYMBOLS = 1 << 18
@@ -78,7 +79,7 @@ class Run(NamedTuple):
 
 def pack_runs(runs: list[Run]) -> tuple[bytes, list[NDArray[np.float64]]]:
     """The stream of some runs, and the bits that their symbols take [n] each."""
-    entries: list[tuple[int, int, int]] = []
+    entries: list[Entry] = []
     costs = []
     for run in runs:
         spread, bits = run.costs()
@@ -88,6 +89,11 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, list[NDArray[np.float64]]]:
             limits = _limits(run.bits, centre, spread)
             entries.append((limits[symbol], limits[symbol + 1] - limits[symbol], limits[-1]))
         costs.append(bits)
+    return join(entries), costs
+
+
+def join(entries: list[Entry]) -> bytes:
+    """The stream of symbols, given as what is less than each, its frequency, and the sum of all frequencies."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1
@@ -95,7 +101,7 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, list[NDArray[np.float64]]]:
             quotient, rest = divmod(x, frequency)
             x = quotient * total + less + rest
         pieces.append(x.to_bytes(-(-x.bit_length() // 8), "little"))
-    return b"".join(len(piece).to_bytes(2, "little") + piece for piece in pieces[:-1]) + pieces[-1], costs
+    return b"".join(len(piece).to_bytes(2, "little") + piece for piece in pieces[:-1]) + pieces[-1]
 
 
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
@@ -105,26 +111,21 @@ def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
 
 
-class RunReader:
-    """Runs from a stream, one after the other; `ValueError` for what is none."""
+class Reader:
+    """Symbols from a stream, one after the other; `ValueError` for what is none."""
 
-    def __init__(self, data: bytes, runs: int, symbols: int) -> None:
-        """A stream of so many runs, with so many symbols together."""
-        self._data, self._left = data, runs + symbols
+    def __init__(self, data: bytes, symbols: int) -> None:
+        """A stream of so many symbols, the last piece of which may be shorter."""
+        self._data, self._left = data, symbols
         self._x, self._in_piece = 1, 0
-
-    def read(self, count: int, bits: int, centres: Symbols) -> Symbols:
-        """The symbols [count] of a run with these centres, [count] or [1]."""
-        spread = self._next(_UNIFORM)
-        places = np.broadcast_to(centres, (count,)).tolist()
-        return np.array([self._next(_limits(bits, centre, spread)) for centre in places], np.uint8)
 
     def close(self) -> None:
         """Raise `ValueError` unless the stream is at its end."""
         if self._x != 1 or self._data:
             raise ValueError(_ENDS)
 
-    def _next(self, limits: list[int]) -> int:
+    def next(self, limits: list[int]) -> int:
+        """The next symbol, of what is less than each in the sum of all frequencies, and that sum."""
         if not self._in_piece:
             self._open_piece()
         self._in_piece -= 1
@@ -144,3 +145,45 @@ class RunReader:
         if self._x != 1 or not piece or not piece[-1] or len(piece) > _MOST_BYTES * self._in_piece:
             raise ValueError(_ENDS)
         self._x = int.from_bytes(piece, "little")
+
+
+class RunReader(Reader):
+    """Runs from a stream."""
+
+    def read(self, count: int, bits: int, centres: Symbols) -> Symbols:
+        """The symbols [count] of a run with these centres, [count] or [1]."""
+        spread = self.next(_UNIFORM)
+        places = np.broadcast_to(centres, (count,)).tolist()
+        return np.array([self.next(_limits(bits, centre, spread)) for centre in places], np.uint8)
+
+
+ROOTS = (16777216, 14107901, 11863283, 9975792)
+"""2^24 * 2^(-i / 4)."""
+NARROWEST, WIDEST = -9, 31
+"""Of the widths of geometric runs: at the first one all integers are 0, at the last all are as likely."""
+HALVINGS = 22
+
+
+@lru_cache(maxsize=4096)
+def geometric(width: int, most: int) -> tuple[int, list[int]]:
+    """Integers in -D .. D, whose frequencies halve every 2^(width / 4): D, at most `most`, and limits [2 D + 2]."""
+    if width <= NARROWEST:
+        return 0, [0, 1]
+    if width >= WIDEST:
+        return most, list(range(2 * most + 2))
+    reach = min(most, math.ceil(HALVINGS * 2 ** (width / 4)))
+    distance = np.abs(np.arange(-reach, reach + 1, dtype=np.int64))
+    fine = distance * 16 * ROOTS[width % 4]
+    # Sixteenths of a halving; of a width below 0 there are more of them.
+    sixteenths = fine >> (24 + width // 4)
+    powers = np.array(POWERS, np.int64)[sixteenths % 16] << 8
+    frequencies = 1 + (powers >> np.minimum(sixteenths // 16, 40))
+    return reach, [0, *np.cumsum(frequencies).tolist()]
+
+
+@lru_cache(maxsize=4096)
+def geometric_bits(width: int, most: int) -> NDArray[np.float64]:
+    """What the integers 0 .. D take each [D + 1]."""
+    reach, limits = geometric(width, most)
+    frequencies = np.diff(np.array(limits, np.float64))[reach:]
+    return np.log2(limits[-1]) - np.log2(frequencies)

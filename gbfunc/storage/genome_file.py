@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gbfunc.files import replace_file
 from gbfunc.genome import check_genome, unflat_genome
-from gbfunc.plan import DTYPES, STORED_DTYPES, Plan, StoredDtype, compact, document, stored_name
+from gbfunc.plan import AUTO, DTYPES, STORED_DTYPES, Plan, Steps, Stored, check_steps, compact, document, stored_as
 from gbfunc.plan.compact import Compact
 from gbfunc.plan.file_layout import (
     COMPACT,
@@ -43,7 +43,7 @@ def save(
     path: str | os.PathLike[str],
     plan: Plan,
     genome: GenomeLike,
-    dtype: StoredDtype | None = None,
+    dtype: Stored | None = None,
     metadata: Any = None,
 ) -> int:
     """Write a genome with its plan: all that is needed to build the p-net's weights again.
@@ -58,6 +58,7 @@ def save(
             this one, each rounded to the nearest; `"int2"` to `"int8"` in codes of so many bits, with a scale and a
             zero point for each row, tile or leaf, and direct vectors in float16, and running statistics of norms in
             16 bits where these are enough. Other buffers stay as they are. `load` gives the plan's dtypes back.
+            Steps of `allocate_steps` store everything trained in codes with a step for each part of the genome.
             `make_train_step(rounding=)` trains what such a file will hold.
         metadata: anything that is JSON, such as names of classes; `load_metadata` reads it back.
 
@@ -71,18 +72,23 @@ def save(
             not JSON, or if it or the plan is longer than a file may hold.
         OSError: if the file cannot be written; what was there before is intact.
     """
-    name = None if dtype is None else stored_name(dtype)
+    name = None if dtype is None else stored_as(dtype)
+    if name == AUTO and not isinstance(dtype, Steps):
+        raise ValueError("dtype='auto' says nothing of steps: give those of gb.allocate_steps")
     check_genome(plan, genome, buffers=False)
     flat = {k: x.detach().cpu() for k, x in flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers)).items()}
     compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")
-    stored = stored_leaves(flat, name, narrow_stats(flat))
+    stored = {} if name == AUTO else stored_leaves(flat, name, narrow_stats(flat))
     for key, leaf in stored.items():
         if leaf.dtype != flat[key].dtype and not is_stat(key):
             _check_range(key, flat[key].abs(), leaf)
     check_readable(plan.tensors)
     text = document(plan, metadata)
-    if name in BITS:
+    if isinstance(dtype, Steps):
+        check_steps(plan, dtype)
+        data, _ = compact.pack_with_steps(text, plan, flat, dtype)
+    elif name in BITS:
         data, _ = compact.pack(text, flat, BITS[name])
     else:
         tensors = {key: torch.cat(parts) for key, parts in file_parts(stored).items()}
@@ -114,7 +120,7 @@ def load(
         held = _open(Path(path))
         plan = Plan.from_json(held.document, tuple(factories))
         _check_sizes(plan, max_pnet_bytes, held.held(plan.dtype))
-        flat = held.leaves(plan.leaves)
+        flat = held.leaves(plan)
         _check_values(flat, "it")
         return plan, flat
 
@@ -134,12 +140,12 @@ def load_metadata(path: str | os.PathLike[str]) -> Any:
     return _read(path, read)
 
 
-def load_dtype(path: str | os.PathLike[str]) -> StoredDtype | None:
+def load_dtype(path: str | os.PathLike[str]) -> Stored | None:
     """What a file stores trained numbers in, as `dtype` of `save`; None for the plan's own. Raises as `load`."""
 
     def read() -> Any:
         held = _open(Path(path))
-        return f"int{held.bits}" if isinstance(held, Compact) else held.dtype
+        return held.stored(Plan.from_json) if isinstance(held, Compact) else held.dtype
 
     return _read(path, read)
 
@@ -212,8 +218,9 @@ class _Plain(NamedTuple):
         tensor = self.tensors.get(dtype_name(stored.dtype))
         return 0 if tensor is None else tensor.numel()
 
-    def leaves(self, expected: TensorMap) -> Params:
-        """The leaves of its plan, as they are expected; `ValueError` if it holds others."""
+    def leaves(self, plan: Plan) -> Params:
+        """The leaves of its plan; `ValueError` if it holds others."""
+        expected = plan.leaves
         stored = stored_leaves(expected, self.dtype)
         parts = file_parts(stored)
         lengths = {key: [part.numel() for part in parts[key]] for key in parts}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gbfunc.files import replace_file
-from gbfunc.plan import Plan, StoredDtype
+from gbfunc.plan import Plan, Stored
 from gbfunc.plan.file_layout import FORMAT
 from gbfunc.storage.genome_file import load, save
 from gbfunc.types import Genome, GenomeLike
@@ -46,7 +46,7 @@ def save_pretrained(
     genome: GenomeLike,
     folder: str | os.PathLike[str],
     *,
-    dtype: StoredDtype | None = None,
+    dtype: Stored | None = None,
     push_to_hub: bool = False,
     **options: Any,
 ) -> str | None:
@@ -79,7 +79,7 @@ def save_pretrained(
 
 
 def push_pretrained(
-    plan: Plan, genome: GenomeLike, repo_id: str, *, dtype: StoredDtype | None = None, **options: Any
+    plan: Plan, genome: GenomeLike, repo_id: str, *, dtype: Stored | None = None, **options: Any
 ) -> str:
     """Upload a genome's folder, and return the commit's address.
 
@@ -153,7 +153,7 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: StoredDtype | None, place: str) -> None:
+def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: Stored | None, place: str) -> None:
     """Write the three files of a folder that will be loaded from `place`."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.parallel import Mesh, Placement
-from gbfunc.plan import StoredDtype, rounded
+from gbfunc.plan import AUTO, Steps, Stored, file_bytes, rounded
 from gbfunc.tasks.base import Net, Recipe, Task
 from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.tasks.logs import OnLog
 from gbfunc.train import TrainStep
 from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, unflatten_tree
+from gbfunc.types import Genome
 
 _SECONDS_BETWEEN_REPORTS, _STEPS_BETWEEN_LOGS = 0.2, 10
 
@@ -32,12 +33,49 @@ class Trainer(NamedTuple):
         step: a state and a batch to the next state, the loss and other metrics of the batch.
         net: the network that a state stands for, as it is in use.
         train_step: what takes the steps of a genome; None for other things.
+        coder: what chooses steps of quantisation as it learns; None where nothing does.
     """
 
     state: Any
     step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
     net: Callable[[Any], Net]
     train_step: TrainStep | None = None
+    coder: Coder | None = None
+
+
+class Coder:
+    """Chooses the steps of quantisation of a genome in training, so that its file has a size.
+
+    First after 60 % of the training, which went without rounding till then, and some times more up to 85 %: with the
+    bits in the loss the genome needs fewer of them, which finer steps then take.
+
+    Attributes:
+        steps: those of now; None before the first.
+    """
+
+    def __init__(self, plan: gb.Plan, genome_bytes: int, batch_size: int, total: int, metadata: Any = None) -> None:
+        """For a training of `total` training steps; `metadata` will be in the file."""
+        self._plan, self._bytes, self._batch_size, self._metadata = plan, genome_bytes, batch_size, metadata
+        self._due = {round(total * part) for part in (0.6, 0.65, 0.7, 0.775, 0.85)} - {0}
+        self.steps: Steps | None = None
+
+    def look(self, state: gb.TrainState) -> None:
+        """Choose, where it is time."""
+        if int(state.step) in self._due:
+            self.steps = self.fitted(state)
+
+    def fitted(self, state: gb.TrainState) -> Steps:
+        """Steps with which the state's file has at most the size."""
+        size = {"batch_size": self._batch_size, "metadata": self._metadata}
+        return gb.allocate_steps(self._plan, state, self._bytes, **size)
+
+    def final(self, state: gb.TrainState) -> Steps:
+        """The steps of now, where the state's file then has at most the size."""
+        if self.steps is not None:
+            leaves = Genome(state.gnets, state.direct, state.buffers)
+            if sum(file_bytes(self._plan, self.steps, leaves, self._metadata).values()) <= self._bytes:
+                return self.steps
+        return self.fitted(state)
 
 
 class Fit(NamedTuple):
@@ -70,6 +108,7 @@ class Position(NamedTuple):
         history: rows.
         seconds: of training.
         step_seconds: of the steps, without validation; None where it is not known.
+        steps: of quantisation, as arguments of `Steps`; None before there are any.
     """
 
     done: int
@@ -79,6 +118,7 @@ class Position(NamedTuple):
     history: list[dict[str, float]]
     seconds: float
     step_seconds: float | None = None
+    steps: Any = None
 
 
 class Checkpoints(Protocol):
@@ -114,10 +154,14 @@ def genome_trainer(
     seed: int,
     mesh: Mesh | None = None,
     placement: Placement | Literal["auto"] = "auto",
-    rounding: StoredDtype | None = None,
+    rounding: Stored | None = None,
+    genome_bytes: int | None = None,
+    metadata: Any = None,
     **options: Any,
 ) -> Trainer:
     """Train a genome as a recipe says; with `rounding` as it is stored in such a dtype.
+
+    `"auto"` are codes with steps that the training finds (`Coder`), for a file of `genome_bytes` with `metadata`.
 
     With a mesh of many ranks, each takes its share of every batch, and all must take every step; `options` are others
     of `make_train_step`, such as how the p-net is split over ranks (`parallel`, `pipeline`, `microbatches`).
@@ -128,20 +172,33 @@ def genome_trainer(
     optimizer = gb.torch_optimizer(recipe.optimizer, lr=lr, direct=direct, **recipe.optimizer_options)
     options = {"amp": recipe.amp} | options
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
+    coder = None
+    if rounding == AUTO:
+        if genome_bytes is None:
+            raise ValueError("codes with steps of their own need the bytes that their file shall have: genome_bytes")
+        coder = Coder(plan, genome_bytes, recipe.batch_size, steps, metadata)
+        rounding = None
     train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
+    now = train_step
+
     def step(state: gb.TrainState, batch: Any) -> tuple[gb.TrainState, Tensor, dict[str, Tensor]]:
-        state, info = train_step(state, batch if mesh is None else mesh.shard_batch(batch))
+        nonlocal now
+        if coder is not None:
+            coder.look(state)
+            now = now.with_rounding(coder.steps)
+        state, info = now(state, batch if mesh is None else mesh.shard_batch(batch))
         return state, info.loss, info.aux
 
     def net(state: gb.TrainState) -> nn.Module:
         genome = train_step.gather(state)
-        if rounding is not None:
-            near = rounded(flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS), rounding)
+        stored = rounding if coder is None else coder.steps
+        if stored is not None:
+            near, _ = rounded(plan, flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS), stored)
             genome = like_genome(near, genome)._replace(buffers=unflatten_tree(near, genome.buffers, BUFFERS))
         return gb.materialize(plan, genome, pnet).eval()
 
-    return Trainer(train_step.init(seed=seed), step, net, train_step)
+    return Trainer(train_step.init(seed=seed), step, net, train_step, coder)
 
 
 def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
@@ -211,7 +268,11 @@ def fit(
     generator = torch.Generator().manual_seed(seed)
     state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
     at = at or Position(0, 0, generator.get_state(), {}, [], 0.0)
-    done, more, order, sums_before, history, spent, stepping = at
+    done, more, order, sums_before, history, spent, stepping, chosen = at
+    coder = trainer.coder
+    if coder is not None and chosen is not None:
+        indices, rate = chosen
+        coder.steps = Steps(tuple((name, tuple(of_parts)) for name, of_parts in indices), rate)
     stepping = spent if stepping is None else stepping
     finished = done == total
     generator.set_state(order)
@@ -242,9 +303,8 @@ def fit(
                 report(steps, _status(sums, i, steps / (now - start)), None)
             if checkpoints and checkpoints.due(steps):
                 plain = {name: float(value) for name, value in sums.items()}
-                checkpoints.save(
-                    state, steps, Position(done, i, order, plain, history, now - start, stepping + now - stretch)
-                )
+                place = Position(done, i, order, plain, history, now - start, stepping + now - stretch, _chosen(coder))
+                checkpoints.save(state, steps, place)
         done += here
         # Reading them waits for the device.
         means = {f"train_{name}": float(value) / here for name, value in sums.items()}
@@ -265,8 +325,13 @@ def fit(
         sums, more, logged, since = {}, 0, {}, 0
     seconds = time.perf_counter() - start
     if checkpoints and not finished:
-        checkpoints.save(state, total, Position(total, 0, order, {}, history, seconds, stepping), wait=True)
+        place = Position(total, 0, order, {}, history, seconds, stepping, _chosen(coder))
+        checkpoints.save(state, total, place, wait=True)
     return Fit(state, history, seconds, total, stepping)
+
+
+def _chosen(coder: Coder | None) -> Any:
+    return None if coder is None or coder.steps is None else (coder.steps.indices, coder.steps.rate)
 
 
 def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:

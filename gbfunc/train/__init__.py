@@ -1,6 +1,7 @@
 """Training: the step, a pure function of (state, batch); loss and gradient; optimizers and schedules."""
 
 from gbfunc.train.alignment import UpdateAlignment, update_alignment
+from gbfunc.train.allocation import allocate_steps
 from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import Remat, StepOptions
@@ -23,6 +24,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "UpdateAlignment",
+    "allocate_steps",
     "make_train_step",
     "population",
     "seeded",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from gbfunc.parallel import Layout, Mesh, Placement
-from gbfunc.plan import StoredDtype, stored_name
+from gbfunc.plan import AUTO, Stored, stored_as
 from gbfunc.types import Kernel, Lazy
 
 Remat = Literal["none", "generate", "layer"]
@@ -52,7 +52,8 @@ class StepOptions:
             the p-net's call.
         stages: names of the blocks that begin a stage, but for the first one; None balances counted operations.
         rounding: the loss sees the genome as `save` with this dtype stores it, and gradients go straight through the
-            rounding: a short training with it, after one without, recovers most of what rounding alone costs.
+            rounding: a short training with it, after one without, recovers most of what rounding alone costs. Of steps
+            (`allocate_steps`) with a `rate`, the bits that the genome takes are minimised beside the loss.
 
     Raises:
         ValueError: for options out of range, or that exclude each other.
@@ -73,7 +74,7 @@ class StepOptions:
     parallel: Mapping[str, Any] | None = None
     pipeline: str | None = None
     stages: Sequence[str] | None = None
-    rounding: StoredDtype | None = None
+    rounding: Stored | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("microbatches", 1), ("check_every", 0)):
@@ -92,8 +93,10 @@ class StepOptions:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.rounding == AUTO:
+            raise ValueError("rounding='auto' says nothing of steps: give those of gb.allocate_steps")
         if self.rounding is not None:
-            stored_name(self.rounding, "rounding")
+            stored_as(self.rounding, "rounding")
         if self.pipeline is None and self.stages is not None:
             raise ValueError("stages= are those of a pipeline: say pipeline=")
         for name in ("pipeline", "parallel"):

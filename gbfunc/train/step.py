@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import repeat
@@ -31,7 +32,7 @@ from gbfunc.parallel import (
     single_rank_mesh,
     text_of,
 )
-from gbfunc.plan import Plan, rounded
+from gbfunc.plan import Plan, Steps, Stored, check_steps, rounded
 from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective, make_objective
 from gbfunc.train.optimizers import Optimizer, OptState
@@ -132,6 +133,18 @@ class TrainStep:
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
         return self.shard(TrainState(*genome, opt, step, number))
 
+    def with_rounding(self, rounding: Stored | None) -> TrainStep:
+        """The same step with another rounding; raises as `make_train_step`."""
+        if rounding is self._options.rounding:
+            return self
+        options = replace(self._options, rounding=rounding)
+        options.check_layout(self._layout)
+        if isinstance(rounding, Steps):
+            check_steps(self.plan, rounding)
+        new = copy(self)
+        new._options = options
+        return new
+
     @property
     def placement(self) -> Placement:
         """Where the genome lives: `"replicated"`, `"sharded"` or `"factors"`."""
@@ -198,10 +211,10 @@ class TrainStep:
         if not flat:
             words = "no parameter is generated, and no direct one requires grad"
             raise ValueError(f"the loss does not depend on any trained leaf: there is none ({words})")
-        leaves = named | flat
+        leaves, rate = named | flat, dict[str, Tensor]()
         if self._options.rounding is not None:
             with torch.enable_grad():
-                leaves = rounded(leaves, self._options.rounding)
+                leaves, rate = rounded(self.plan, leaves, self._options.rounding)
         step = int(state.step)
         loss, aux, gradients, buffers, norm = self._objective(
             leaves, flat, state.buffers, batch, step_seed(int(state.seed), step), step
@@ -211,6 +224,7 @@ class TrainStep:
         if self._options.clip_norm is not None:
             factor = (self._options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             gradients = {k: g * factor for k, g in gradients.items()}
+        gradients = {k: g + rate[k] for k, g in gradients.items()} if rate else gradients
         params = {k: v.detach() for k, v in flat.items()}
         found = self._updated(state, params, gradients, buffers, info)
         if found is None:
@@ -338,6 +352,8 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     check_plan(plan, pnet)
     if (word := eval_mode_warning(pnet)) is not None:
         warnings.warn(word, UserWarning, stacklevel=2)
+    if isinstance(given.rounding, Steps):
+        check_steps(plan, given.rounding)
     mesh = single_rank_mesh() if given.mesh is None else given.mesh
     layout = make_layout(plan, mesh, given.placement, lazy=given.lazy is not False)
     what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"

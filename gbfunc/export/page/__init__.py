@@ -1,8 +1,8 @@
 """A page that grows a genome in the browser, and runs its network: one HTML file, which asks no network for anything.
 
-Its JavaScript reads a genome's file (`read.js`), generates the weights (`grow.js`), runs the p-nets of the command line
-and those that `layers.py` describes (`networks.js`), and shows it all (`page.js`). The formats' constants are in the
-package's Python alone.
+Its JavaScript reads a genome's file (`read.js`, `steps.js`), generates the weights (`grow.js`), runs the p-nets of the
+command line and those that `layers.py` describes (`networks.js`), and shows it all (`page.js`). The formats' constants
+are in the package's Python alone.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from types import MappingProxyType
 
 from gbfunc.export.page.layers import Layer
 from gbfunc.plan import Plan
-from gbfunc.plan.compact import DIGEST_BYTES, EXPONENT, MAGIC
+from gbfunc.plan.compact import DIGEST_BYTES, EXPONENT, MAGIC, STEPS
 from gbfunc.plan.file_layout import _WORDS, FORMER_WORDS, WORDS
 from gbfunc.plan.serial import VERSION
-from gbfunc.plan.symbols import PIECE, POWERS
+from gbfunc.plan.steps import LARGEST
+from gbfunc.plan.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WIDEST
 
-NETWORK = ("read.js", "grow.js", "networks.js")
+NETWORK = ("read.js", "steps.js", "grow.js", "networks.js")
 """What needs no browser."""
 PNETS = ("mlp", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
 """P-nets that it runs."""
@@ -86,6 +87,11 @@ def script(*names: str) -> str:
         "exponent": EXPONENT,
         "piece": PIECE,
         "powers": POWERS,
+        "steps": STEPS,
+        "widths": [NARROWEST, WIDEST],
+        "halvings": HALVINGS,
+        "roots": ROOTS,
+        "largest": LARGEST,
     }
     return "\n".join([f"const FORMAT = {json.dumps(constants)};", *map(_source, names)])
 

@@ -105,8 +105,9 @@ function readBody(bytes, start, flags, words, head) {
   const { plan, metadata } = parsePlan(utf8(document.out));
   const specs = leavesOf(plan);
   const names = Object.keys(specs).sort();
+  const stepped = bits === FORMAT.steps ? new Set(partsOf(plan).map(({ name }) => name)) : null;
   const dtypes = Object.fromEntries(
-    names.map((name) => [name, storedDtype(name, specs[name], `int${bits}`, (flags & NARROW) > 0)]),
+    names.map((name) => [name, stepped?.has(name) ? null : storedDtype(name, specs[name], `int${bits}`, (flags & NARROW) > 0)]),
   );
   const flat = {};
   let at = document.end;
@@ -116,6 +117,11 @@ function readBody(bytes, start, flags, words, head) {
       flat[name] = { shape: specs[name].shape, data: numbersOf(bytes.subarray(at, end), dtype) };
       at = end;
     }
+  }
+  const rest = [["plan", start, document.end], ["direct", document.end, at]];
+  if (stepped) {
+    Object.assign(flat, readSteps(bytes.subarray(at), plan, specs));
+    return { plan, metadata, leaves: flat, parts: [...head, ...rest, ["codes", at, bytes.length]].filter(([, a, b]) => b > a) };
   }
   const coded = names.filter((name) => dtypes[name] === null);
   const lengths = coded.map((name) => product(specs[name].shape));
@@ -128,7 +134,6 @@ function readBody(bytes, start, flags, words, head) {
     const number = (k) => Math.fround(scales[Math.floor(k / block)] * (codes[k] - zeros[Math.floor(k / block)]));
     flat[name] = { shape: specs[name].shape, data: Float64Array.from({ length: lengths[i] }, (_, k) => number(k)) };
   });
-  const rest = [["plan", start, document.end], ["direct", document.end, at]];
   const last = [`codes of ${bits} bits, scales`, at, bytes.length];
   return { plan, metadata, leaves: flat, parts: [...head, ...rest, last].filter(([, a, b]) => b > a) };
 }
@@ -213,7 +218,7 @@ function runReader(data, total) {
   const close = () => {
     if (x !== 1n || data.length) throw damaged();
   };
-  return { read, close };
+  return { read, next, close };
 }
 
 const damaged = () => new Refusal("damaged: its digest does not fit its content");

@@ -1,0 +1,107 @@
+/** Codes whose steps training found: as `gbfunc.plan.steps`, whose comments say what they are. */
+
+const OCTAVE = 8;
+const [NARROWEST, WIDEST] = FORMAT.widths;
+
+/** Parts of all trained leaves: {name, first, count, shape, gain, finer, period}, those of amplitudes first. */
+function partsOf(plan) {
+  const found = [];
+  for (const ensemble of plan.ensembles) {
+    const { name, hypernet, dims, tiles, taken, slots } = ensemble;
+    const periodic = hypernet.type === "periodic";
+    const gained = periodic && !sharing(hypernet);
+    for (const [leaf, { shape, scope }] of Object.entries(typeOf(hypernet).leaves(hypernet, dims))) {
+      if (shape.includes(0)) continue;
+      const spans = scope === "tile" ? slots.map((s) => [s.first, s.grid.down * s.grid.across]) : [[0, taken]];
+      const side = { row_weight: "row", col_weight: "col" }[leaf];
+      const finer = side && ["periodic", "bilinear"].includes(hypernet.type) ? finerOf(slots, side) : [];
+      const gain = gained && leaf !== "amplitude" ? `gnets/${name}/amplitude` : null;
+      for (const [first, count] of spans) {
+        found.push({ name: `gnets/${name}/${leaf}`, first, count, shape, gain, finer, period: leaf === "phase" ? 2 * Math.PI : null });
+      }
+    }
+  }
+  for (const { name, shape } of plan.tensors.filter((t) => !t.slots.length)) {
+    found.push({ name: `direct/${name}`, first: 0, count: 1, shape, gain: null, finer: [], period: null });
+  }
+  return [...found.filter((part) => !part.gain), ...found.filter((part) => part.gain)];
+}
+
+/** Half octaves of the root mean square of each code of an ensemble's rows or columns. */
+function finerOf(slots, side) {
+  const sums = [];
+  let count = 0;
+  for (const { grid, rowCode, colCode } of slots) {
+    const [code, n, tile, tiles, repeats] = side === "row"
+      ? [rowCode, grid.rows, grid.tileRows, grid.down, grid.across]
+      : [colCode, grid.cols, grid.tileCols, grid.across, grid.down];
+    for (let k = 0; k < tiles; k++) {
+      for (const numbers of tileCodes(code, n, tile, k * tile)) {
+        numbers.forEach((x, i) => (sums[i] = (sums[i] ?? 0) + repeats * x * x));
+        count += repeats;
+      }
+    }
+  }
+  return sums.map((x) => (x > 0 ? Math.round(Math.log2(x / count)) : 0));
+}
+
+/** Integers -reach .. reach whose frequencies halve every 2^(width / 4): {reach, limits}. */
+function geometric(width, most) {
+  if (width <= NARROWEST) return { reach: 0, limits: [0, 1] };
+  if (width >= WIDEST) return { reach: most, limits: Array.from({ length: 2 * most + 2 }, (_, i) => i) };
+  const reach = Math.min(most, Math.ceil(FORMAT.halvings * 2 ** (width / 4)));
+  const limits = [0];
+  for (let i = -reach; i <= reach; i++) {
+    const fine = BigInt(Math.abs(i) * 16) * BigInt(FORMAT.roots[((width % 4) + 4) % 4]);
+    const sixteenths = Number(fine >> BigInt(24 + Math.floor(width / 4)));
+    const power = Math.floor((FORMAT.powers[sixteenths % 16] * 256) / 2 ** Math.min(Math.floor(sixteenths / 16), 40));
+    limits.push(limits.at(-1) + 1 + power);
+  }
+  return { reach, limits };
+}
+
+/** The leaves of a stream: {name: {shape, data}}. */
+function readSteps(bytes, plan, specs) {
+  const parts = partsOf(plan);
+  const { next, close } = runReader(bytes.subarray(2), FORMAT.piece * (bytes[0] + 256 * bytes[1]));
+  const tables = new Map();
+  const table = (width, most) => {
+    const key = width * 4096 + most;
+    if (!tables.has(key)) tables.set(key, geometric(width, most));
+    return tables.get(key);
+  };
+  const integer = (width, most) => {
+    const { reach, limits } = table(width, most);
+    return next(limits) - reach;
+  };
+  const span = (count) => Array.from({ length: count + 1 }, (_, i) => i);
+  const header = (least, most) => {
+    const median = next(span(most - least + 1)) + least;
+    const width = next(span(WIDEST - NARROWEST + 1)) + NARROWEST;
+    return parts.map(() => integer(width, FORMAT.largest) + median);
+  };
+  const [indices, widths] = [header(-128, 127), header(NARROWEST, WIDEST)];
+  const step = (index) => Math.fround(2 ** ((((index % OCTAVE) + OCTAVE) % OCTAVE) / OCTAVE)) * 2 ** Math.floor(index / OCTAVE);
+  const leaves = {};
+  const held = {};
+  parts.forEach(({ name, first, count, shape, gain, finer, period }, at) => {
+    const [size, features] = [product(shape), shape.at(-1) ?? 1];
+    const gains = gain === null ? null : held[`${gain} ${first}`];
+    const integers = new Float64Array(count * size);
+    const leaf = (leaves[name] ??= { shape: specs[name].shape, data: new Float64Array(product(specs[name].shape)) });
+    for (let k = 0; k < integers.length; k++) {
+      const own = gains && gains[Math.floor(k / size) * features + (k % features)];
+      let shift = finer.length ? finer[Math.floor(k / features) % finer.length] : 0;
+      if (own) shift += 32 - Math.clz32(own * own);
+      const unit = step(indices[at] - (OCTAVE / 2) * shift);
+      if (own !== 0 && widths[at] !== NARROWEST) {
+        const width = Math.max(NARROWEST + 1, Math.min(WIDEST - 1, widths[at] + 2 * shift));
+        integers[k] = widths[at] === WIDEST ? integer(WIDEST, Math.min(FORMAT.largest, Math.floor(period / 2 / unit))) : integer(width, FORMAT.largest);
+      }
+      leaf.data[first * size + k] = Math.fround(integers[k] * unit);
+    }
+    held[`${name} ${first}`] = integers;
+  });
+  close();
+  return leaves;
+}

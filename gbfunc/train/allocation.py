@@ -1,0 +1,82 @@
+"""Where the bytes of a genome's file go: steps of quantisation from what an optimizer knows of the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gbfunc.genome import check_genome
+from gbfunc.plan import Plan, Steps, allocate, compact, document
+from gbfunc.train.optimizers import OptState
+from gbfunc.train.step import TrainState
+from gbfunc.trees import flat_genome, flatten_tree
+from gbfunc.types import Genome, Params
+
+_SQUARES = ("exp_avg_sq", "square_avg")
+"""What torch's optimizers call the running mean of a gradient's squares."""
+_ROUNDS = 12
+
+
+def allocate_steps(
+    plan: Plan, gnet_params: TrainState, genome_bytes: int, *, batch_size: int = 0, metadata: Any = None
+) -> Steps:
+    r"""Choose how coarsely each part of a genome is stored, so that its file has a size and the loss grows least.
+
+    Of all parts of a genome (what each tensor has of each leaf), $\sqrt{\overline{g^2}}$ times the step of quantisation
+    is made the same, where $\overline{g^2}$ is the mean square of its gradient as the optimizer has it: reverse
+    water-filling with the diagonal of Fisher's information (`gbfunc.plan.steps`). Codes of features with a large
+    amplitude get finer steps, and those of features whose amplitude is 0 take no bytes.
+
+    The result says how `save` stores a genome, and what `make_train_step(rounding=)` trains: the loss then sees the
+    genome as the file will hold it, and with a `batch_size` the bits that it takes are added to the loss, with the
+    weight at which a bit more or less changes both alike. Allocate when training has come some way (60 % of the steps),
+    go on with a step made with it, and allocate some times more: the fewer bits numbers need, the finer they can be.
+
+    Args:
+        plan: the plan.
+        gnet_params: a state of its training, of Adam or another optimizer with running means of squares; the whole one.
+        genome_bytes: most bytes of the file, everything counted.
+        batch_size: examples of a batch; 0 leaves the rate of the bits out of the loss.
+        metadata: as of `save`, where it has any: it counts too.
+
+    Returns:
+        The steps.
+
+    Raises:
+        ValueError: for an optimizer without squares or before its first step, a state that does not fit the plan, or
+            bytes that are too few for the plan alone.
+        TypeError: for anything but a state.
+
+    >>> steps = gb.allocate_steps(plan, state, genome_bytes=1_000, batch_size=128)  # doctest: +SKIP
+    >>> train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, rounding=steps)  # doctest: +SKIP
+    >>> gb.save("net.genome", plan, state, steps)  # doctest: +SKIP
+    """
+    if not isinstance(gnet_params, TrainState):
+        raise TypeError(f"allocate_steps takes the state of a training, got a {type(gnet_params).__name__}")
+    check_genome(plan, gnet_params, buffers=False)
+    genome = Genome(gnet_params.gnets, gnet_params.direct, gnet_params.buffers)
+    everything = {k: x.detach().cpu() for k, x in flatten_tree(genome).items()}
+    leaves = {k: everything[k] for k in flat_genome(genome)}
+    squares, text = _squares(gnet_params.opt), document(plan, metadata)
+    steps = allocate(plan, leaves, squares, 0.0, batch_size)
+    coarsest = len(compact.pack_with_steps(text, plan, everything, steps)[0])
+    if coarsest > genome_bytes:
+        raise ValueError(f"genome_bytes={genome_bytes:,} is too little: what is no code takes {coarsest:,} bytes")
+    left = 8.0 * (genome_bytes - coarsest)
+    for _ in range(_ROUNDS):
+        steps = allocate(plan, leaves, squares, left, batch_size)
+        over = len(compact.pack_with_steps(text, plan, everything, steps)[0]) - genome_bytes
+        if over <= 0:
+            return steps
+        left = max(0.0, left - 8.0 * over)
+    return allocate(plan, leaves, squares, 0.0, batch_size)
+
+
+def _squares(opt: OptState) -> Params:
+    """Running mean squares of the gradients of trained leaves, on the CPU."""
+    name = next((name for leaf in opt.leaves.values() for name in _SQUARES if name in leaf), None)
+    if name is None or int(opt.step) == 0:
+        what = "no step was taken" if name else f"its optimizer keeps {[*next(iter(opt.leaves.values()), {})]}"
+        raise ValueError(f"steps are chosen by mean squares of gradients, as Adam has them after a step: {what}")
+    return {k: leaf[name].detach().cpu().to(torch.float32) for k, leaf in opt.leaves.items()}

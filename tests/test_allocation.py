@@ -1,0 +1,175 @@
+"""Steps of quantisation from a training: files of a size, training that sees them, the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gbfunc as gb
+from gbfunc.cli import main
+from gbfunc.plan import Steps, file_bytes
+from gbfunc.trees import flat_genome, like_genome
+
+BATCH = 64
+
+
+def problem() -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, 32)
+    return nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 5)), (x, (x[:, :5] * 2).argmax(1))
+
+
+def loss_fn(net: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(net(batch[0]), batch[1])
+
+
+def make(plan: gb.Plan, pnet: nn.Module, **options: Any) -> Any:
+    return gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.Adam, lr=2e-2), **options)
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[nn.Module, gb.Plan, gb.TrainState, Any]:
+    pnet, batch = problem()
+    plan = gb.make_plan(pnet, genome_params=400)
+    train_step = make(plan, pnet)
+    state = train_step.init(0)
+    for _ in range(120):
+        state, _ = train_step(state, batch)
+    return pnet, plan, state, batch
+
+
+@pytest.mark.parametrize("target", [300, 420, 900])
+def test_files_have_the_size(trained: Any, tmp_path: Path, target: int) -> None:
+    _, plan, state, _ = trained
+    steps = gb.allocate_steps(plan, state, target, batch_size=BATCH, metadata={"a": [1]})
+    size = gb.save(tmp_path / "g", plan, state, steps, {"a": [1]})
+    assert 0.98 * target <= size <= target
+    assert sum(file_bytes(plan, steps, state, {"a": [1]}).values()) == size
+
+
+def loss_of(plan: gb.Plan, pnet: nn.Module, genome: Any, batch: Any) -> float:
+    return loss_fn(gb.materialize(plan, genome, pnet), batch).item()
+
+
+def test_better_than_codes_of_as_many_bytes(trained: Any, tmp_path: Path) -> None:
+    pnet, plan, state, batch = trained
+    whole = loss_of(plan, pnet, state, batch)
+    for dtype in ("int4", "int5"):
+        size = gb.save(tmp_path / dtype, plan, state, dtype)
+        gb.save(tmp_path / "auto", plan, state, gb.allocate_steps(plan, state, size))
+        lost = [loss_of(plan, pnet, gb.load(tmp_path / name)[1], batch) - whole for name in (dtype, "auto")]
+        assert lost[1] < 0.5 * lost[0]
+
+
+def test_training_sees_the_file_and_makes_it_smaller(trained: Any, tmp_path: Path) -> None:
+    pnet, plan, state, batch = trained
+    steps = gb.allocate_steps(plan, state, 330, batch_size=BATCH)
+    assert steps.rate > 0
+    steps = replace(steps, rate=1e-3)
+    train_step = make(plan, pnet, rounding=steps)
+    sizes = []
+    for _ in range(40):
+        size = gb.save(tmp_path / "g", plan, state, steps)
+        seen = loss_of(plan, pnet, gb.load(tmp_path / "g")[1], batch)
+        state, info = train_step(state, batch)
+        # The loss alone, without what bits cost.
+        assert float(info.loss) == pytest.approx(seen, rel=1e-4, abs=1e-5)
+        sizes.append(size)
+    assert sum(sizes[-5:]) < sum(sizes[:5])
+
+
+def test_the_step_adds_the_gradient_of_bits(trained: Any) -> None:
+    from gbfunc.plan import rounded
+
+    pnet, plan, state, batch = trained
+    steps = gb.allocate_steps(plan, state, 330, batch_size=BATCH)
+    leaves = {k: x.detach().requires_grad_() for k, x in flat_genome(state).items()}
+    near, rate = rounded(plan, leaves, steps)
+    dense = gb.generate(plan, like_genome(near, gb.Genome(state.gnets, state.direct, state.buffers)))
+    loss = F.cross_entropy(torch.func.functional_call(pnet, dense, (batch[0],)), batch[1])
+    found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    plain = gb.torch_optimizer(torch.optim.SGD, lr=1.0)
+    train_step = gb.make_train_step(plan, pnet, loss_fn, plain, rounding=steps)
+    start = train_step.init(0)._replace(gnets=state.gnets, direct=state.direct)
+    after, _ = train_step(start, batch)
+    for name, x in flat_genome(after).items():
+        expected = leaves[name].detach() - found[name] - rate[name]
+        torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_what_cannot_be_allocated(trained: Any) -> None:
+    pnet, plan, state, batch = trained
+    with pytest.raises(ValueError, match=r"genome_bytes=60 is too little: what is no code takes \d+ bytes"):
+        gb.allocate_steps(plan, state, 60)
+    fresh = make(plan, pnet).init(0)
+    with pytest.raises(ValueError, match="as Adam has them after a step: no step was taken"):
+        gb.allocate_steps(plan, fresh, 400)
+    other = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9))
+    moved, _ = other(other.init(0), batch)
+    with pytest.raises(ValueError, match=r"as Adam has them after a step: its optimizer keeps \['momentum_buffer'\]"):
+        gb.allocate_steps(plan, moved, 400)
+    with pytest.raises(TypeError, match="takes the state of a training, got a Genome"):
+        gb.allocate_steps(plan, gb.Genome(state.gnets, state.direct, state.buffers), 400)  # pyright: ignore[reportArgumentType]
+    steps = gb.allocate_steps(plan, state, 400)
+    wrong = gb.make_plan(pnet, genome_params=300)
+    with pytest.raises(ValueError, match="the steps are those of another plan"):
+        make(wrong, pnet, rounding=steps)
+    with pytest.raises(ValueError, match="rounding='auto' says nothing of steps"):
+        make(plan, pnet, rounding="auto")
+    assert isinstance(steps, Steps)
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+ARGS = ["train", "--sizes", "64", "40", "10", "--dtype", "auto", "--genome-bytes", "360", "--epochs", "4"]
+ARGS += ["--batch-size", "200"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("straight")
+    assert main([*ARGS, "--out", str(out)]) == 0
+    return out
+
+
+def test_train_to_a_size(straight: Path) -> None:
+    metrics = json.loads((straight / "metrics.json").read_text())
+    sizes = [(straight / name).stat().st_size for name in ("genome.safetensors", "best.safetensors")]
+    assert max(sizes) <= 360 and metrics["genome_bytes"] == sizes[0] and metrics["dtype"] == "auto"
+    # Only networks as they are in files count.
+    assert metrics["best_step"] > 0.6 * metrics["steps"]
+    plan, _ = gb.load(straight / "genome.safetensors")
+    assert plan.target == "at most 360 bytes"
+
+
+@pytest.mark.parametrize("stop", [11, 13, 17])
+def test_stopped_it_goes_on(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    """Before the first steps, between two choices, and after the last."""
+    save = gb.Checkpointer.save
+
+    def saving(self: gb.Checkpointer, state: Any, extra: Any = None) -> None:
+        if int(state.step) == stop:
+            signal.raise_signal(signal.SIGTERM)
+        save(self, state, extra)
+
+    keeping = [*ARGS, "--out", str(tmp_path), "--checkpoint-every", "1", "--resume", "auto"]
+    with monkeypatch.context() as patch:
+        patch.setattr(gb.Checkpointer, "save", saving)
+        assert main(keeping) == 128 + signal.SIGTERM
+    assert main(keeping) == 0
+    for name in ("genome.safetensors", "best.safetensors"):
+        assert (tmp_path / name).read_bytes() == (straight / name).read_bytes()
+
+
+@pytest.mark.parametrize("options", [["--genome-params", "200"], ["--genome-bytes", "360", "--finetune", "5"]])
+def test_what_the_command_refuses(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dtype", "auto", *options]) == 2
+    assert "--dtype auto needs --genome-bytes, and no --finetune" in capsys.readouterr().err

@@ -1,0 +1,274 @@
+"""Codes with steps of their own: what a file gives back, what it takes, and where the bits go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.plan import Steps, allocate, file_bytes, rounded
+from gbfunc.plan.steps import bytes_each, code_bits, parts_of, quantise, stored_as
+from gbfunc.plan.symbols import NARROWEST, WIDEST, Reader, geometric, geometric_bits, join
+from gbfunc.trees import flat_genome, like_genome
+from gbfunc.types import Genome, Params
+from tests.support.step_cases import random_steps
+
+TYPES = {
+    "periodic": gb.periodic(6),
+    "layers": gb.periodic(3, share="layers"),
+    "bilinear": gb.bilinear(2),
+    "gnet": gb.gnet((5, 3)),
+    "stochastic": gb.stochastic((4,)),
+    "low_rank": gb.low_rank(2),
+    "xox": gb.xox(3),
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 12, 3), nn.BatchNorm2d(12), nn.Flatten(), nn.Linear(48, 20), nn.ReLU(), nn.Linear(20, 4)
+    )
+
+
+def made(hypernet: Any = None, **options: Any) -> tuple[gb.Plan, Genome]:
+    pnet = net()
+    plan = gb.make_plan(pnet, hypernet, **options)
+    return plan, gb.init_genome(plan, pnet, seed=1)
+
+
+def as_read(plan: gb.Plan, genome: Genome, steps: Steps) -> dict[str, Tensor]:
+    near, _ = rounded(plan, flat_genome(genome), steps)
+    return gb.generate(plan, like_genome(near, genome))
+
+
+@pytest.mark.parametrize("max_tile", [None, 7])
+@pytest.mark.parametrize("name", TYPES)
+def test_a_file_gives_back_what_training_sees(tmp_path: Path, name: str, max_tile: int | None) -> None:
+    plan, genome = made(TYPES[name], max_tile=max_tile)
+    for each in (2.0, 6.0):
+        steps = random_steps(plan, genome, each)
+        size = gb.save(tmp_path / "g", plan, genome, steps, {"about": name})
+        assert size == (tmp_path / "g").stat().st_size == sum(file_bytes(plan, steps, genome, {"about": name}).values())
+        again, loaded = gb.load(tmp_path / "g")
+        assert again.to_json() == plan.to_json() and gb.load_metadata(tmp_path / "g") == {"about": name}
+        torch.testing.assert_close(gb.generate(again, loaded), as_read(plan, genome, steps), rtol=0, atol=0)
+        # What is rounded once is not rounded again, and takes as many bytes.
+        assert gb.save(tmp_path / "h", again, loaded, steps, {"about": name}) == size
+        assert (tmp_path / "h").read_bytes() == (tmp_path / "g").read_bytes()
+
+
+@given(width=st.integers(NARROWEST, WIDEST), most=st.integers(0, 60), seed=st.integers(0, 9))
+@settings(max_examples=60)
+def test_geometric_integers_are_read_back(width: int, most: int, seed: int) -> None:
+    reach, limits = geometric(width, most)
+    assert reach <= most and len(limits) == 2 * reach + 2 and limits == sorted(set(limits))
+    drawn = np.random.default_rng(seed).integers(-reach, reach + 1, 50).tolist()
+    entries = [(limits[q + reach], limits[q + reach + 1] - limits[q + reach], limits[-1]) for q in drawn]
+    reader = Reader(join(entries), 50)
+    assert [reader.next(limits) - reach for _ in drawn] == drawn
+    reader.close()
+
+
+@pytest.mark.parametrize("width", [-8, -3, 0, 5, 18, 30])
+def test_frequencies_halve_as_said(width: int) -> None:
+    bits = geometric_bits(width, 2047)
+    few = min(len(bits) - 1, max(1, round(10 * 2 ** (width / 4))))
+    assert bits[few] - bits[0] == pytest.approx(few / 2 ** (width / 4), abs=0.1)
+
+
+def test_integers_take_the_bits_of_their_distribution(tmp_path: Path) -> None:
+    """0.1 bits more than the entropy of normal numbers, whatever the step: 0.07 as their tails are others."""
+    plan = gb.make_plan(nn.Linear(200, 100, bias=False), rules=[(".", None)])
+    genome = Genome({}, {"weight": torch.randn(100, 200, generator=torch.Generator().manual_seed(0))}, {})
+    for index in (-24, -8):
+        steps = Steps((("direct/weight", (index,)),))
+        entropy = 0.5 * math.log2(2 * math.pi * math.e) - index / 8
+        assert code_bits(plan, flat_genome(genome), steps) / 20_000 == pytest.approx(entropy + 0.09, abs=0.03)
+        assert gb.save(tmp_path / "g", plan, genome, steps) * 8 / 20_000 == pytest.approx(entropy + 0.1, rel=0.02)
+
+
+def test_noise_is_the_same_everywhere() -> None:
+    """Of every part, `step * rms gradient` is what the others have, to half of a step's index."""
+    plan, genome = made(gb.low_rank(3))
+    leaves, scales = flat_genome(genome), {}
+    squares = {k: torch.full_like(x, 4.0 ** -(i % 5)) for i, (k, x) in enumerate(leaves.items())}
+    steps = allocate(plan, leaves, squares, 5.0 * plan.genome_params)
+    for name, indices in steps.indices:
+        scales[name] = [2 ** (i / 8) * math.sqrt(float(squares[name].flatten()[0])) for i in indices]
+    every = [scale for of_parts in scales.values() for scale in of_parts]
+    assert max(every) / min(every) <= 2 ** (1 / 8) + 1e-6
+
+
+def test_large_amplitudes_get_finer_codes() -> None:
+    plan = gb.make_plan(nn.Linear(32, 32, bias=False), gb.periodic(3))
+    genome = gb.init_genome(plan, nn.Linear(32, 32, bias=False), seed=0)
+    (name,) = genome.gnets
+    genome.gnets[name]["amplitude"] = torch.tensor([[0.01, 1.0, 8.0]])
+    amplitude = f"gnets/{name}/amplitude"
+    steps = random_steps(plan, genome, 6.0)
+    steps = replace(steps, indices=tuple((k, (-16,) if k == amplitude else v) for k, v in steps.indices))
+    found = {q.part.leaf.rpartition("/")[2]: q for q in quantise(plan, flat_genome(genome), steps)}
+    assert found["amplitude"].integers.tolist() == [[0, 4, 32]]
+    for leaf in ("row_weight", "col_weight", "phase"):
+        sizes = found[leaf].steps.reshape(-1, 3)[0]
+        alive = found[leaf].alive
+        assert alive is not None and alive.flatten().tolist() == [False, True, True]
+        assert float(sizes[1] / sizes[2]) == pytest.approx(8)
+    sizes = file_bytes(plan, steps, genome)
+    genome.gnets[name]["amplitude"][0, 2] = 0.0
+    assert sum(file_bytes(plan, steps, genome).values()) < sum(sizes.values()) - 5
+
+
+def test_codes_that_are_larger_get_finer_weights() -> None:
+    own = torch.tensor([[1.0, 8.0]]) * (-1.0) ** torch.arange(32)[:, None]
+    plan = gb.make_plan(nn.Linear(32, 32, bias=False), gb.periodic(3), encodings={"weight": (own, None)})
+    (part,) = [part for part in parts_of(plan) if part.leaf.endswith("row_weight")]
+    assert part.finer == (0, 6)
+
+
+def test_phases_are_stored_in_one_period() -> None:
+    pnet = nn.Linear(32, 32, bias=False)
+    plan = gb.make_plan(pnet, gb.periodic(40))
+    genome = gb.init_genome(plan, pnet, seed=0)
+    steps = random_steps(plan, genome, 5.0)
+    shifted = flat_genome(genome)
+    (name,) = [k for k in shifted if k.endswith("phase")]
+    bits = code_bits(plan, shifted, steps)
+    shifted[name] = shifted[name] + 2 * math.pi * torch.arange(40)
+    assert code_bits(plan, shifted, steps) == pytest.approx(bits, rel=0.02)
+    weights = gb.generate(plan, like_genome(shifted, genome))["weight"]
+    near = as_read(plan, like_genome(shifted, genome), steps)["weight"]
+    assert float((near - weights).std() / weights.std()) < 0.5
+
+
+def by_hand(plan: gb.Plan, leaves: Params, steps: Steps) -> Tensor:
+    """The bits that the rate's gradient is of, by the definition, for autograd."""
+    total = torch.zeros((), dtype=torch.float64)
+    for part, _, step, _, alive in quantise(plan, leaves, steps):
+        if part.period is not None:
+            continue
+        x = part.of(leaves[part.leaf])
+        live = torch.ones_like(x) if alive is None else alive.to(x).expand(x.shape)
+        mean = (x.abs() * live).sum() / live.sum().clamp(min=1)
+        total = total + (torch.log2(1 + math.e * mean / step.double()) * live).sum() / 1.0
+    return total
+
+
+@pytest.mark.parametrize("name", ["low_rank", "gnet", "layers"])
+def test_gradient_of_the_rate(name: str) -> None:
+    """Where no amplitude decides on steps: against autograd of the definition."""
+    plan, genome = made(TYPES[name], max_tile=7)
+    steps = replace(random_steps(plan, genome, 4.0), rate=3.0)
+    leaves = {k: x.double().requires_grad_() for k, x in flat_genome(genome).items()}
+    bits = by_hand(plan, leaves, steps)
+    expected = torch.autograd.grad(bits, list(leaves.values()), allow_unused=True)
+    _, got = rounded(plan, leaves, steps)
+    for (leaf, x), gradient in zip(got.items(), [expected[list(leaves).index(k)] for k in got], strict=True):
+        torch.testing.assert_close(x, 3.0 * gradient, rtol=1e-4, atol=1e-6, msg=leaf)
+
+
+def test_amplitudes_pay_for_what_their_features_take() -> None:
+    """A gradient step on the rate makes files smaller, and drives small amplitudes to zero first."""
+    pnet = nn.Linear(64, 64, bias=False)
+    plan = gb.make_plan(pnet, gb.periodic(12))
+    genome = gb.init_genome(plan, pnet, seed=0)
+    steps, leaves = replace(random_steps(plan, genome, 5.0), rate=1.0), flat_genome(genome)
+    before = code_bits(plan, leaves, steps)
+    for _ in range(200):
+        _, slopes = rounded(plan, leaves, steps)
+        leaves = {k: x - 4e-5 * slopes[k] for k, x in leaves.items()}
+    assert code_bits(plan, leaves, steps) < 0.95 * before
+    (amplitude,) = [k for k in leaves if k.endswith("amplitude")]
+    start = flat_genome(genome)[amplitude].abs()[0]
+    lost = leaves[amplitude][0].abs() < 0.5 * start
+    assert bool(lost.any()) and float(start[lost].max()) <= float(start[~lost].max())
+
+
+def test_gradients_go_straight_through() -> None:
+    plan, genome = made(gb.periodic(5))
+    steps = random_steps(plan, genome, 4.0)
+    leaves = {k: x.clone().requires_grad_() for k, x in flat_genome(genome).items()}
+    near, rate = rounded(plan, leaves, steps)
+    assert rate == {}
+    torch.stack([x.sum() for x in near.values()]).sum().backward()
+    assert all(bool((x.grad == 1).all()) for x in leaves.values() if x.grad is not None)
+    assert all(x.grad is not None for x in leaves.values())
+
+
+@pytest.mark.parametrize("bits", [0.0, 300.0, 2000.0, 1e9])
+def test_integers_take_at_most_what_is_asked_for(bits: float) -> None:
+    plan, genome = made(gb.periodic(6))
+    leaves = flat_genome(genome)
+    steps = allocate(plan, leaves, {k: torch.ones_like(x) for k, x in leaves.items()}, bits, examples=8)
+    assert code_bits(plan, leaves, steps) <= bits and steps.rate > 0
+    if bits == 2000.0:
+        assert code_bits(plan, leaves, steps) > 0.97 * bits
+
+
+def test_what_has_no_gradient_is_kept_well() -> None:
+    plan, genome = made(gb.periodic(4))
+    leaves = flat_genome(genome)
+    squares = {k: torch.ones_like(x) for k, x in leaves.items() if "direct/3." not in k and "direct/1." not in k}
+    near, _ = rounded(plan, leaves, allocate(plan, leaves, squares, 200.0))
+    for name in leaves.keys() - squares.keys():
+        torch.testing.assert_close(near[name], leaves[name], rtol=1e-3, atol=1e-3)
+
+
+def test_steps_of_another_plan_are_refused(tmp_path: Path) -> None:
+    plan, genome = made(gb.periodic(6))
+    other, _ = made(gb.low_rank(2))
+    steps = random_steps(plan, genome)
+    wrong = replace(steps, indices=tuple((k, tuple(300 for _ in v)) for k, v in steps.indices))
+    for one, words in ((other, "steps are those of another plan"), (plan, "must be -128 to 127")):
+        with pytest.raises(ValueError, match=words):
+            gb.save(tmp_path / "g", one, gb.init_genome(one, net(), seed=0), steps if one is other else wrong)
+    with pytest.raises(ValueError, match="give those of gb.allocate_steps"):
+        gb.save(tmp_path / "g", plan, genome, "auto")
+    with pytest.raises(ValueError, match="give those of gb.allocate_steps"):
+        plan.report("auto", genome)
+    assert not list(tmp_path.iterdir())
+
+
+def test_plans_for_bytes() -> None:
+    pnet = net()
+    plan = gb.make_plan(pnet, genome_bytes=900, stored="auto")
+    assert 850 <= sum(file_bytes(plan, "auto").values()) <= 900
+    assert "about" in plan.report("auto") and "on disk in codes" in plan.report("auto")
+    assert stored_as(random_steps(plan, gb.init_genome(plan, pnet, seed=0))) == "auto" and bytes_each("auto") == 0.625
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    """Flips fail the checksum; what has a right one and is none fails, too, and loads nothing odd."""
+    import zlib
+
+    plan, genome = made(gb.periodic(6))
+    gb.save(tmp_path / "g", plan, genome, random_steps(plan, genome))
+    data = (tmp_path / "g").read_bytes()
+    path = tmp_path / "bad"
+    random = np.random.default_rng(0)
+    for i in range(8, len(data), 9):
+        for fixed in (False, True):
+            bad = bytearray(data)
+            bad[i] ^= int(random.integers(1, 256))
+            if fixed:
+                bad[4:8] = zlib.crc32(bytes(bad[3:4]) + bytes(bad[8:])).to_bytes(4, "little")
+            path.write_bytes(bytes(bad))
+            try:
+                _, loaded = gb.load(path)
+                assert fixed and all(bool(x.isfinite().all()) for x in flat_genome(loaded).values())
+            except ValueError as error:
+                assert "is not a valid genome" in str(error)
+    for cut in (data[:-1], data[:-20], data + b"\0", data[:9]):
+        path.write_bytes(cut)
+        with pytest.raises(ValueError, match="is not a valid genome"):
+            gb.load(path)
