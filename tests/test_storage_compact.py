@@ -249,7 +249,7 @@ def test_bodies_that_are_none(genuine: Genuine, body: bytes, tmp_path: Path) -> 
     for data, words in {
         b"\x00": "it has codes of 0 bits",
         b"\x01" + body[1:]: "it has codes of 1 bits, known here are 2 to 8",
-        b"\x09" + body[1:]: "it has codes of 9 bits",
+        b"\x0a" + body[1:]: "it has codes of 10 bits",
         b"\x46" + body[1:]: "it has codes of 70 bits",
         b"\x26" + body[1:]: ends,
         b"\x35" + body[1:]: ends,
