@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gbfunc import Genome, Plan, __version__
 from gbfunc.genome import check_genome
 from gbfunc.plan.compact import Compact, pack
-from gbfunc.plan.rounding import BITS, rounded
+from gbfunc.plan.rounding import BITS, rounded_as
 from gbfunc.trees import flatten_tree, unflatten_tree
 from gbfunc.types import GenomeLike, Params
 
@@ -146,7 +146,7 @@ class Wire:
             raise ValueError(f"expected codes as bytes [n], got {codes.dtype} {codes.shape}")
         data = codes.tobytes()
         if self._last is None or self._last[0] != data:
-            leaves = Compact.parse(data).leaves(self.plan.leaves)
+            leaves = Compact.parse(data).leaves(self.plan)
             self._last = data, np.concatenate([leaves[k].float().reshape(-1).numpy() for k in self._sent])
         return self._last[1].copy()
 
@@ -155,5 +155,5 @@ class Wire:
         check_format(dtype)
         if dtype not in BITS:
             return vector.astype(dtype).astype(np.float32)
-        near = rounded(self._named | self._leaves(vector), dtype)
+        near = rounded_as(self._named | self._leaves(vector), dtype)
         return np.concatenate([near[k].float().reshape(-1).numpy() for k in self._sent])
