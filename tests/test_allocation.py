@@ -87,12 +87,12 @@ def test_training_sees_the_file_and_makes_it_smaller(trained: Any, tmp_path: Pat
 
 
 def test_the_step_adds_the_gradient_of_bits(trained: Any) -> None:
-    from gbfunc.plan import rounded
+    from gbfunc.plan import as_stored
 
     pnet, plan, state, batch = trained
     steps = gb.allocate_steps(plan, state, 330, batch_size=BATCH)
     leaves = {k: x.detach().requires_grad_() for k, x in flat_genome(state).items()}
-    near, rate = rounded(plan, leaves, steps)
+    near, rate = as_stored(plan, leaves, steps)
     dense = gb.generate(plan, like_genome(near, gb.Genome(state.gnets, state.direct, state.buffers)))
     loss = F.cross_entropy(torch.func.functional_call(pnet, dense, (batch[0],)), batch[1])
     found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))

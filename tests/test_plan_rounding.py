@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gbfunc as gb
-from gbfunc.plan.rounding import BITS, BLOCK, block_size, decode, encode, rounded_as
+from gbfunc.plan.rounding import BITS, BLOCK, block_size, decode, encode, rounded
 from gbfunc.train import TrainStep
 from gbfunc.trees import flat_genome
 from tests.support.trees_equal import same_bits
@@ -49,8 +49,8 @@ def test_codes_stand_for_near_numbers(x: Tensor, bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS.values())
 @given(x=leaves)
 def test_what_is_rounded_is_not_rounded_again(x: Tensor, bits: int) -> None:
-    once = rounded_as({"gnets/x": x}, f"int{bits}")
-    assert same_bits(rounded_as(once, f"int{bits}"), once)
+    once = rounded({"gnets/x": x}, f"int{bits}")
+    assert same_bits(rounded(once, f"int{bits}"), once)
 
 
 def test_blocks_are_the_fewest_last_dimensions_of_many_numbers() -> None:
@@ -60,7 +60,7 @@ def test_blocks_are_the_fewest_last_dimensions_of_many_numbers() -> None:
 def test_what_is_in_codes_and_what_is_not() -> None:
     x = torch.linspace(-1, 1, 300).reshape(3, 100)
     flat = {"gnets/e/a": x, "direct/m": x, "direct/v": x[0], "buffers/b": x, "direct/n": torch.arange(3)}
-    near = rounded_as(flat, "int4")
+    near = rounded(flat, "int4")
     assert same_bits(near["direct/v"], x[0].half().float())
     assert same_bits(near["buffers/b"], x) and same_bits(near["direct/n"], flat["direct/n"])
     for name in ("gnets/e/a", "direct/m"):
@@ -97,7 +97,7 @@ def test_a_step_with_rounding_is_one_at_the_rounded_genome(name: str, options: A
     plain, batch = step_of(ZOO[name], **options)
     rounding, _ = step_of(ZOO[name], **options, rounding="int4")
     state = plain.init(seed=3)
-    near = rounded_as(flat_genome(state), "int4")
+    near = rounded(flat_genome(state), "int4")
     at = state._replace(
         gnets={e: {k: near[f"gnets/{e}/{k}"] for k in leaves} for e, leaves in state.gnets.items()},
         direct={k: near[f"direct/{k}"] for k in state.direct},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.plan import Steps, allocate, file_bytes, rounded
+from gbfunc.plan import Steps, allocate, as_stored, file_bytes
 from gbfunc.plan.steps import bytes_each, code_bits, parts_of, quantise, stored_as
 from gbfunc.plan.symbols import NARROWEST, WIDEST, Reader, geometric, geometric_bits, join
 from gbfunc.trees import flat_genome, like_genome
@@ -47,7 +47,7 @@ def made(hypernet: Any = None, **options: Any) -> tuple[gb.Plan, Genome]:
 
 
 def as_read(plan: gb.Plan, genome: Genome, steps: Steps) -> dict[str, Tensor]:
-    near, _ = rounded(plan, flat_genome(genome), steps)
+    near, _ = as_stored(plan, flat_genome(genome), steps)
     return gb.generate(plan, like_genome(near, genome))
 
 
@@ -172,7 +172,7 @@ def test_gradient_of_the_rate(name: str) -> None:
     leaves = {k: x.double().requires_grad_() for k, x in flat_genome(genome).items()}
     bits = by_hand(plan, leaves, steps)
     expected = torch.autograd.grad(bits, list(leaves.values()), allow_unused=True)
-    _, got = rounded(plan, leaves, steps)
+    _, got = as_stored(plan, leaves, steps)
     for (leaf, x), gradient in zip(got.items(), [expected[list(leaves).index(k)] for k in got], strict=True):
         torch.testing.assert_close(x, 3.0 * gradient, rtol=1e-4, atol=1e-6, msg=leaf)
 
@@ -185,7 +185,7 @@ def test_amplitudes_pay_for_what_their_features_take() -> None:
     steps, leaves = replace(random_steps(plan, genome, 5.0), rate=1.0), flat_genome(genome)
     before = code_bits(plan, leaves, steps)
     for _ in range(200):
-        _, slopes = rounded(plan, leaves, steps)
+        _, slopes = as_stored(plan, leaves, steps)
         leaves = {k: x - 4e-5 * slopes[k] for k, x in leaves.items()}
     assert code_bits(plan, leaves, steps) < 0.95 * before
     (amplitude,) = [k for k in leaves if k.endswith("amplitude")]
@@ -198,7 +198,7 @@ def test_gradients_go_straight_through() -> None:
     plan, genome = made(gb.periodic(5))
     steps = random_steps(plan, genome, 4.0)
     leaves = {k: x.clone().requires_grad_() for k, x in flat_genome(genome).items()}
-    near, rate = rounded(plan, leaves, steps)
+    near, rate = as_stored(plan, leaves, steps)
     assert rate == {}
     torch.stack([x.sum() for x in near.values()]).sum().backward()
     assert all(bool((x.grad == 1).all()) for x in leaves.values() if x.grad is not None)
@@ -219,7 +219,7 @@ def test_what_has_no_gradient_is_kept_well() -> None:
     plan, genome = made(gb.periodic(4))
     leaves = flat_genome(genome)
     squares = {k: torch.ones_like(x) for k, x in leaves.items() if "direct/3." not in k and "direct/1." not in k}
-    near, _ = rounded(plan, leaves, allocate(plan, leaves, squares, 200.0))
+    near, _ = as_stored(plan, leaves, allocate(plan, leaves, squares, 200.0))
     for name in leaves.keys() - squares.keys():
         torch.testing.assert_close(near[name], leaves[name], rtol=1e-3, atol=1e-3)
 

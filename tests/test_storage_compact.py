@@ -18,7 +18,7 @@ import gbfunc as gb
 from gbfunc.cli.eval import byte_report
 from gbfunc.plan import genome_file_bytes
 from gbfunc.plan.file_layout import deflate
-from gbfunc.plan.rounding import rounded_as
+from gbfunc.plan.rounding import rounded
 from gbfunc.storage.genome_file import load_dtype
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
 from tests.support.former_files import FORMER
@@ -68,7 +68,7 @@ def test_what_is_read_is_the_rounded_genome(animal: Animal, dtype: str, tmp_path
     assert size == (tmp_path / "g").stat().st_size < gb.save(tmp_path / "wide", plan, genome)
     read_plan, read = gb.load(tmp_path / "g")
     assert read_plan == plan and read_plan.report() == plan.report()
-    assert same_bits(leaves_of(read), rounded_as(leaves_of(genome), dtype))
+    assert same_bits(leaves_of(read), rounded(leaves_of(genome), dtype))
     storages = [leaf.untyped_storage().nbytes() for leaf in leaves_of(read).values()]
     assert storages == [leaf.nbytes for leaf in leaves_of(read).values()]
     # What is rounded already is not rounded again.
@@ -82,7 +82,7 @@ def test_any_plan_is_read_back(name: str, tmp_path: Path) -> None:
     genome = gb.init_genome(plan, net)
     gb.save(tmp_path / "g", plan, genome, "int5")
     _, read = gb.load(tmp_path / "g", factories=FACTORIES)
-    assert same_bits(leaves_of(read), rounded_as(leaves_of(genome), "int5"))
+    assert same_bits(leaves_of(read), rounded(leaves_of(genome), "int5"))
 
 
 def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -
     weight[::7, ::5] = torch.randn(10, 13, generator=torch.Generator().manual_seed(0))
     genome = gb.Genome({}, {"weight": weight, "bias": torch.zeros(64)}, {})
     assert gb.save(tmp_path / "g", plan, genome, "int8") < 64 * 64 / 2
-    assert same_bits(leaves_of(gb.load(tmp_path / "g")[1]), rounded_as(leaves_of(genome), "int8"))
+    assert same_bits(leaves_of(gb.load(tmp_path / "g")[1]), rounded(leaves_of(genome), "int8"))
 
 
 @pytest.mark.parametrize("name", FORMER)
@@ -160,7 +160,7 @@ def test_running_statistics_take_16_bits_where_these_are_enough(tmp_path: Path) 
         assert gb.save(tmp_path / "wide", plan, genome, "int4") == size + 2 * 10
         read = gb.load(tmp_path / "wide")[1]
         assert same_bits(read.buffers, genome.buffers)
-        assert same_bits(leaves_of(read), rounded_as(leaves_of(genome), "int4"))
+        assert same_bits(leaves_of(read), rounded(leaves_of(genome), "int4"))
 
 
 @pytest.mark.parametrize("dtype", [None, "float16", "int4"])

@@ -12,7 +12,7 @@ from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, stored_name
 from gbfunc.plan.serial import register
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan
-from gbfunc.plan.steps import AUTO, Steps, Stored, allocate, bytes_each, check_steps, rounded, stored_as
+from gbfunc.plan.steps import AUTO, Steps, Stored, allocate, as_stored, bytes_each, check_steps, stored_as
 
 __all__ = [
     "AUTO",
@@ -38,6 +38,6 @@ __all__ = [
     "is_formable",
     "make_plan",
     "register",
-    "rounded",
+    "as_stored",
     "stored_name",
 ]

@@ -115,7 +115,7 @@ def decode(coded: Codes, like: Tensor) -> Tensor:
     return (coded.scales.float()[:, None] * steps_NK).reshape(like.shape).to(like.dtype)
 
 
-def rounded_as(leaves: TensorMap, dtype: StoredDtype) -> Params:
+def rounded(leaves: TensorMap, dtype: StoredDtype) -> Params:
     """Leaves and buffers, by name, as they come back from a file of a dtype; gradients go straight through."""
     wanted, narrow, made = stored_name(dtype), narrow_stats(leaves), dict(leaves)
     for name, leaf in leaves.items():

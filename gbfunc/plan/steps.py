@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gbfunc.plan.rounding import BITS, STORED_DTYPES, StoredDtype, rounded_as, stored_name
+from gbfunc.plan.rounding import BITS, STORED_DTYPES, StoredDtype, rounded, stored_name
 from gbfunc.plan.slots import DTYPES
 from gbfunc.plan.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
 from gbfunc.trees import DIRECT, GNET
@@ -202,7 +202,7 @@ def check_steps(plan: Any, steps: Steps) -> None:
         raise ValueError(f"indices of steps must be {_LEAST} to {_MOST}")
 
 
-def rounded(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Params]:
+def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Params]:
     """Leaves and buffers as they come back from a file; gradients go straight through the rounding.
 
     What belongs to features of amplitude 0 stays as it is, for which a file has zeros: the weights are the same.
@@ -211,7 +211,7 @@ def rounded(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Param
         The leaves, and the gradient of `rate * bits` with respect to them; {} where there is none.
     """
     if not isinstance(stored, Steps):
-        return rounded_as(leaves, stored), {}
+        return rounded(leaves, stored), {}
     made, values = dict(leaves), dict[str, list[Tensor]]()
     found = list(quantise(plan, leaves, stored))
     for part, integers, steps, _, alive in found:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.parallel import Mesh, Placement
-from gbfunc.plan import AUTO, Steps, Stored, file_bytes, rounded
+from gbfunc.plan import AUTO, Steps, Stored, as_stored, file_bytes
 from gbfunc.tasks.base import Net, Recipe, Task
 from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.tasks.logs import OnLog
@@ -194,7 +194,7 @@ def genome_trainer(
         genome = train_step.gather(state)
         stored = rounding if coder is None else coder.steps
         if stored is not None:
-            near, _ = rounded(plan, flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS), stored)
+            near, _ = as_stored(plan, flat_genome(genome) | flatten_tree(genome.buffers, BUFFERS), stored)
             genome = like_genome(near, genome)._replace(buffers=unflatten_tree(near, genome.buffers, BUFFERS))
         return gb.materialize(plan, genome, pnet).eval()
 

@@ -32,7 +32,7 @@ from gbfunc.parallel import (
     single_rank_mesh,
     text_of,
 )
-from gbfunc.plan import Plan, Steps, Stored, check_steps, rounded
+from gbfunc.plan import Plan, Steps, Stored, as_stored, check_steps
 from gbfunc.pnet import eval_mode_warning, parameter_infos
 from gbfunc.train.gradients import LossFn, Objective, make_objective
 from gbfunc.train.optimizers import Optimizer, OptState
@@ -214,7 +214,7 @@ class TrainStep:
         leaves, rate = named | flat, dict[str, Tensor]()
         if self._options.rounding is not None:
             with torch.enable_grad():
-                leaves, rate = rounded(self.plan, leaves, self._options.rounding)
+                leaves, rate = as_stored(self.plan, leaves, self._options.rounding)
         step = int(state.step)
         loss, aux, gradients, buffers, norm = self._objective(
             leaves, flat, state.buffers, batch, step_seed(int(state.seed), step), step

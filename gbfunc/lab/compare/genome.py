@@ -15,7 +15,7 @@ import torch
 import gbfunc as gb
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
-from gbfunc.plan import Stored, genome_file_bytes, stored_name
+from gbfunc.plan import StoredDtype, genome_file_bytes, stored_name
 from gbfunc.plan.file_layout import stored_leaves
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.rounding import going_on, slowed
@@ -61,7 +61,7 @@ def size_within(task: Task, budget: int) -> int:
     return plan_for(task, "periodic", genome_bytes=budget).genome_params
 
 
-def _fixed_bytes(plan: gb.Plan, dtype: Stored) -> int:
+def _fixed_bytes(plan: gb.Plan, dtype: StoredDtype) -> int:
     """What direct parameters and buffers take in a file of the plan."""
     stored = stored_leaves(plan.leaves, stored_name(dtype))
     return sum(x.nbytes for name, x in stored.items() if not name.startswith(GNET))
@@ -127,7 +127,7 @@ class GenomeOf:
             pnet = base.pnet_about(gb.load_metadata(path) or {}, task)
         return gb.materialize(plan, genome, pnet.build(0)).eval()
 
-    def _dtype(self, problem: Problem) -> Stored:
+    def _dtype(self, problem: Problem) -> StoredDtype:
         return problem.dtype if self.codes is None else self.codes
 
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
