@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gbfunc import Genome, Plan, __version__
 from gbfunc.genome import check_genome
 from gbfunc.plan.compact import Compact, pack
-from gbfunc.plan.rounding import BITS, rounded_as
+from gbfunc.plan.rounding import BITS, rounded
 from gbfunc.trees import flatten_tree, unflatten_tree
 from gbfunc.types import GenomeLike, Params
 
@@ -155,5 +155,5 @@ class Wire:
         check_format(dtype)
         if dtype not in BITS:
             return vector.astype(dtype).astype(np.float32)
-        near = rounded_as(self._named | self._leaves(vector), dtype)
+        near = rounded(self._named | self._leaves(vector), dtype)
         return np.concatenate([near[k].float().reshape(-1).numpy() for k in self._sent])
