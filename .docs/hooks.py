@@ -32,13 +32,14 @@ GROUPS = {
     "Genomes and their weights": "Genome init_genome generate materialize fit_genome flatten sample_noise",
     "Files": "save load load_metadata export Checkpointer load_checkpoint",
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
-    "Evolution": "evolution.GenomeProblem evolution.ControlProblem",
     "Many ranks": "mesh plan_parallel",
     "What these take and return": "plan.Steps train.TrainStep train.StepInfo train.Optimizer train.Population "
     "train.UpdateAlignment pnet.GrownNet fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint export.Exported "
     "parallel.Mesh parallel.CollectiveError parallel.planner.DeviceSpec parallel.planner.ParallelPlan "
     "parallel.styles.tensor_styles parallel.styles.pad_vocabulary",
     "To make your own": "hypernets.Hypernet hypernets.Sized hypernets.Leaf hypernets.Factors encoding.Encoding",
+    # Last: these alone need an extra.
+    "Evolution": "evolution.GenomeProblem evolution.ControlProblem",
 }
 NAMES = [name for group in GROUPS.values() for name in group.split()]
 

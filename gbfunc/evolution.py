@@ -69,6 +69,8 @@ class GenomeProblem(Problem):
         options: EvoTorch's (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
 
     Attributes:
+        plan: the plan.
+        pnet: the p-net.
         evaluations: members judged so far.
 
     Raises:
@@ -102,7 +104,7 @@ class GenomeProblem(Problem):
         self.plan, self.evaluations, self._sense = plan, 0, sense
         self.start_P, self._unflatten = flatten(genome)
         self.steps_P = _steps(plan, genome, steps)
-        self._pnet, self._loss_fn, self._batches, self._chunk = pnet, loss_fn, iter(batches), chunk
+        self.pnet, self._loss_fn, self._batches, self._chunk = pnet, loss_fn, iter(batches), chunk
         self._buffers = {k: v.detach() for k, v in genome.buffers.items()}
         base = plan.base_tensors(pnet)
         self._weights_of = make_generator(plan, pnet=pnet, lazy=lazy, base=base)
@@ -126,7 +128,7 @@ class GenomeProblem(Problem):
 
     def net(self, solution_z: Any) -> nn.Module:
         """The network that a solution grows, as `gb.materialize` gives it."""
-        return materialize(self.plan, self.genome(solution_z), self._pnet)
+        return materialize(self.plan, self.genome(solution_z), self.pnet)
 
     @torch.no_grad()
     def losses(self, solutions_nz: Tensor, batch: Any) -> Tensor:

@@ -111,6 +111,8 @@ def test_every_public_name_has_a_page_of_reference() -> None:
     assert sorted(name for name in names if "." not in name) == sorted(gb.__all__)
     for name in names:
         room, _, last = f"gbfunc.{name}".rpartition(".")
+        if room == "gbfunc.evolution":
+            pytest.importorskip("evotorch")
         assert getattr(import_module(room), last).__doc__
 
 

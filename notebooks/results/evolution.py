@@ -1,0 +1,221 @@
+"""The figures of evolution.md: `python notebooks/results/evolution.py {digits,algorithms,mnist,control,speed}`.
+
+One thread. Every search has the same population, batches and evaluations; its step is the best on the validation images
+(or episodes) of seed 100 after a quarter of them, and seeds 0 to 2 are measured. What is measured is the mean of the
+search's centers, with a weight that halves in 35 generations: the last center alone is a noisy one.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import statistics
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from evotorch.algorithms import CMAES, PGPE, SNES
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.evolution import ControlProblem, GenomeProblem
+from gbfunc.lab.compare.subspace import Projection
+from gbfunc.tasks import accuracy, endless_batches, find_task, loss_fn
+from gbfunc.tasks.control import find_environment
+
+DENSE: Any = {"rules": [(".*", None)]}
+"""A plan that keeps every tensor as it is: the search is over the p-net's own weights."""
+
+
+class Size(NamedTuple):
+    """How much is searched, alike for all."""
+
+    generations: int
+    members: int
+    rows: int  # images that a generation is judged by
+    noise: float  # on them
+
+
+SIZES = {"digits": Size(1000, 128, 128, 0.4), "mnist": Size(500, 128, 128, 0.0)}
+STEPS = (0.02, 0.05, 0.15, 0.4)
+
+
+def algorithm(name: str, problem: Any, members: int) -> Any:
+    """One of EvoTorch's, in units of the problem's steps."""
+    if name == "SNES":
+        return SNES(problem, popsize=members, stdev_init=1.0)
+    if name == "CMA-ES":
+        return CMAES(problem, popsize=members, stdev_init=1.0)
+    return PGPE(
+        problem,
+        popsize=members,
+        center_learning_rate=0.3,
+        stdev_learning_rate=0.1,
+        stdev_init=1.0,
+        optimizer="adam",
+    )
+
+
+def noisy_batches(task: Any, size: Size, seed: int) -> Any:
+    """Images with noise, without end."""
+    draws = torch.Generator().manual_seed(seed + 1)
+    for x, y in endless_batches(task.train, size.rows, torch.Generator().manual_seed(seed)):
+        yield x + size.noise * torch.randn(x.shape, generator=draws), y
+
+
+def problem_of(what: str, task: Any, hidden: int, numbers: int, step: float, size: Size, seed: int) -> GenomeProblem:
+    """The genome of a p-net, its weights, those of a smaller net, or a random subspace of the weights."""
+    if what == "small dense net":
+        inputs, classes = task.train.x[0].numel(), task.interface.outputs
+        hidden = (numbers - classes) // (inputs + 1 + classes)
+    sized = task.with_pnet(task.pnet.scaled(hidden / task.pnet.config["hidden"][0]))
+    net = sized.build(seed)
+    plan = sized.plan(net, genome_params=numbers) if what == "genome" else gb.make_plan(net, **DENSE)
+    subspace = None
+    if what == "random subspace":
+        drawn = Projection(numbers, plan.genome_params, seed)
+        # So that z of unit deviation moves every weight by about its step.
+        subspace = numbers, lambda z: drawn(z) * (drawn.D / drawn.d) ** 0.5
+    steps = dict.fromkeys(("code", "linear", "direct"), step)
+    batches = noisy_batches(sized, size, seed)
+    return GenomeProblem(plan, net, loss_fn, batches, steps=steps, subspace=subspace, seed=seed)
+
+
+def search(problem: Any, name: str, generations: int, members: int) -> Tensor:
+    """The mean of the centers of so many generations."""
+    searcher, mean = algorithm(name, problem, members), torch.zeros(problem.solution_length)
+    for generation in range(1, generations + 1):
+        searcher.step()
+        center = searcher.status["center"].clone().as_subclass(Tensor).detach()
+        mean = torch.lerp(mean, center, max(0.02, 1 / generation))
+    return mean
+
+
+def images(
+    task_name: str, rivals: list[tuple[str, str, int]], numbers: int, seeds: int, data: str | None, given: float | None
+) -> None:
+    """A row for each of (what is searched, algorithm, hidden units)."""
+    task, size = find_task(task_name, data, {}), SIZES[task_name]
+    for what, name, hidden in rivals:
+        scores = {}
+        for step in STEPS if given is None else ():
+            problem = problem_of(what, task, hidden, numbers, step, size, 100)
+            scores[step] = accuracy(problem.net(search(problem, name, size.generations // 4, size.members)), task.val)
+        step = given or max(scores, key=scores.__getitem__)
+        found, seconds = [], []
+        for seed in range(seeds):
+            start = time.process_time()
+            problem = problem_of(what, task, hidden, numbers, step, size, seed)
+            net = problem.net(search(problem, name, size.generations, size.members))
+            seconds.append(time.process_time() - start)
+            found.append((accuracy(net, task.test), accuracy(net, task.val), accuracy(net, task.train)))
+        row = {"what": what, "algorithm": name, "hidden": hidden, "numbers": problem.solution_length}
+        row |= {"weights": sum(p.numel() for p in net.parameters()), "evaluations": problem.evaluations, "step": step}
+        for i, split in enumerate(("test", "val", "train")):
+            row[split] = [round(100 * of[i], 2) for of in found]
+        row |= {"mean": statistics.mean(row["test"]), "deviation": statistics.pstdev(row["test"])}
+        print(json.dumps(row | {"cpu_s": round(statistics.mean(seconds)), "choice": scores}), flush=True)
+
+
+CONTROL = {"CartPole-v1": (25, 1), "Acrobot-v1": (15, 1), "Pendulum-v1": (100, 1)}
+"""Generations of 32, and episodes of a member in each."""
+
+
+def actor(inputs: int, hidden: int, actions: int, seed: int) -> nn.Module:
+    """A tanh network without biases: observations near zero would leave all to them."""
+    torch.manual_seed(seed)
+    first, second = nn.Linear(inputs, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(hidden, actions, bias=False))
+
+
+def control(env: str, rivals: list[str], seeds: int, given: float | None) -> None:
+    """Mean return over 100 fresh episodes, of the genome, of the p-net's own weights and of a small net."""
+    known, (generations, episodes) = find_environment(env), CONTROL[env]
+    for what in rivals:
+
+        def made(step: float, seed: int, what: str = what) -> ControlProblem:
+            net = actor(known.inputs[0], 8 if what == "small dense net" else 32, known.n_actions, seed)
+            options = {"hypernet": gb.periodic(), "genome_params": 120} if what == "genome" else DENSE
+            steps = dict.fromkeys(("code", "linear", "direct"), step)
+            return ControlProblem(gb.make_plan(net, **options), net, env, episodes=episodes, steps=steps, seed=seed)
+
+        scores = {}
+        for step in (0.1, 0.3) if given is None else ():
+            problem = made(step, 100)
+            found = search(problem, "PGPE", generations // 2, 32)
+            scores[step] = float(problem.returns(found[None], 20, 1000).mean())
+        step = given or max(scores, key=scores.__getitem__)
+        returns, spent, numbers = [], [], 0
+        for seed in range(seeds):
+            problem, start = made(step, seed), time.process_time()
+            found = search(problem, "PGPE", generations, 32)
+            spent.append((problem.env_steps, time.process_time() - start))
+            returns.append(float(problem.returns(found[None], 100, 2000 + seed).mean()))
+            numbers = problem.solution_length
+        row = {"env": env, "what": what, "numbers": numbers, "evaluations": problem.evaluations, "step": step}
+        row |= {"returns": [round(r, 1) for r in returns], "env_steps": [n for n, _ in spent]}
+        print(json.dumps(row | {"cpu_s": round(sum(s for _, s in spent) / seeds), "choice": scores}), flush=True)
+
+
+def speed(hidden: int, rows: int) -> None:
+    """Milliseconds of a generation of 256, by one `vmap` and one by one, and where the time goes."""
+    task, size = find_task("digits", None, {}), SIZES["digits"]._replace(rows=rows)
+    problem = problem_of("genome", task, hidden, 450, 0.1, size, 0)
+    z, batch = problem.generate_values(256).clone().as_subclass(Tensor), next(noisy_batches(task, size, 0))
+    calls = {
+        "one vmap": lambda: problem.losses(z, batch),
+        "one by one": lambda: alone(problem, z, batch),
+        "one by one, problem.losses": lambda: torch.cat([problem.losses(row[None], batch) for row in z]),
+    }
+    times: dict[str, float] = {}
+    for name, call in calls.items():
+        call()
+        spent = []
+        for _ in range(5):
+            start = time.process_time()
+            call()
+            spent.append(time.process_time() - start)
+        times[name] = round(1e3 * min(spent), 1)
+    with torch.profiler.profile() as profile:
+        problem.losses(z, batch)
+    total = Counter({e.key: e.self_cpu_time_total for e in profile.key_averages()})
+    parts = {k: round(100 * v / sum(total.values())) for k, v in total.most_common(4)}
+    print(json.dumps({"hidden": hidden, "rows": rows, "ms": times, "profile_%": parts}), flush=True)
+
+
+def alone(problem: GenomeProblem, z: Tensor, batch: Any) -> list[float]:
+    """Each member's loss as a user of `gb.generate` would compute it."""
+    losses = []
+    for row in z:
+        weights = gb.generate(problem.plan, problem.genome(row))
+        with torch.no_grad():
+            losses.append(
+                float(loss_fn(lambda x, w=weights: torch.func.functional_call(problem.pnet, w, (x,)), batch)[0])
+            )
+    return losses
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=("digits", "algorithms", "mnist", "speed", *CONTROL))
+    parser.add_argument("--what", help="one row alone")
+    parser.add_argument("--step", type=float, help="instead of choosing one")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data-dir", default=f"{os.environ.get('GBFUNC_DATA', '../shared/data')}/mnist")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("evotorch").setLevel(logging.WARNING)
+    four = [options.what] if options.what else ["genome", "dense weights", "small dense net", "random subspace"]
+    if options.table == "digits":
+        images("digits", [(what, "PGPE", 64) for what in four], 450, options.seeds, None, options.step)
+    elif options.table == "algorithms":
+        images("digits", [("genome", "SNES", 64), ("genome", "CMA-ES", 64)], 450, options.seeds, None, options.step)
+    elif options.table == "mnist":
+        images("mnist", [(what, "PGPE", 100) for what in four], 600, options.seeds, options.data_dir, options.step)
+    elif options.table == "speed":
+        for hidden, rows in itertools.product((16, 64, 256), (32, 256)):
+            speed(hidden, rows)
+    else:
+        control(options.table, four[:3], options.seeds, options.step)
