@@ -164,7 +164,8 @@ plt.show()
 # With few evaluations the p-net's own 4,810 weights evolve fastest, and a random subspace of them does better than the
 # genome: a mutant of a dense net changes a little everywhere, and directions that help are many. A net that is as small
 # as the genome is the worst of all. The genome's search is a rugged one, as its numbers are frequencies and phases;
-# what it buys is that all that was found fits into 448 numbers. The tables say how it goes on.
+# what it buys is that all that was found fits into 448 numbers. After 128,000 evaluations genome and
+# dense weights are within a point of each other (the tables).
 #
 # ## Acting
 #
