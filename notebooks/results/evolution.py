@@ -1,8 +1,8 @@
-"""The figures of evolution.md: `python notebooks/results/evolution.py {digits,algorithms,mnist,control,speed}`.
+"""The figures of evolution.md: `python notebooks/results/evolution.py TABLE`, such as digits or mnist.
 
 One thread. Every search has the same population, batches and evaluations; its step is the best on the validation images
-(or episodes) of seed 100 after a quarter of them, unless `--step` gives one, and seeds 0 to 2 are measured.
-What is measured is the mean of the search's centers, with a weight that halves in 35 generations: the last center alone is a noisy one.
+(or episodes) of seed 100 after a quarter of them, unless `--step` gives one, and seeds 0 to 2 are measured. What is
+measured is the mean of the search's centers, with a weight that halves in 35 generations: the last alone is noisy.
 """
 
 import argparse
