@@ -90,7 +90,7 @@ def trained(plan, pnet, steps, lr, seed, after=lambda state: state, start=None):
 # A network is born and meets a task that is new: the ten digits under other names, or turned by an angle, or with their
 # pixels exchanged. It sees two images of each digit and takes k steps of gradient descent on its own weights. Four
 # starts: a genome of 600 numbers that was trained *for learning* such tasks (the gradient goes through two steps of
-# learning, as in [notebook 09](09_innate_then_learned.ipynb)), the same for the 4,810 weights themselves
+# learning, as in notebook 09), the same for the 4,810 weights themselves
 # (model-agnostic meta-learning, Finn et al., 2017), a genome trained on the one task of digits as they are, and random
 # weights. Each learns at the rate, of five, that is best on validation tasks.
 
