@@ -152,7 +152,7 @@ def test_a_genome_may_be_of_a_narrower_net_where_statistics_fill_the_budget() ->
     task = task.with_pnet(find_pnet("resnet20", task.interface, {"width": 8}))
     few = replace(task, train=type(task.train)(task.train.x[:64], task.train.y[:64]))
     problem = Problem(few, 1_000, 6_500, torch.float32, replace(task.recipe(1_000), epochs=1))
-    for name in ("periodic", "periodic_int7"):
+    for name in ("periodic", "periodic_int7", "periodic_auto"):
         method = METHODS[name]
         candidates = method.candidates(problem)
         widths = {settings.get("pnet", {}).get("width", 8) for settings in candidates}

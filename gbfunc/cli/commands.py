@@ -182,10 +182,11 @@ class Compare(Command, DataOptions):
     """Budgets in bytes, in place of --sizes; what is taken for a pretrained p-net, 1500 to 186000."""
 
     methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
-    """Only these: periodic, periodic_int7, smaller_dense, low_rank, random_subspace, seeded_networks (PRANC),
-    seeded_factors (NOLA), pruned, int8, int4, and the other types of g-net: gnet, stochastic, low_rank_genome, xox.
-    With --pretrained: genome, genome_int7, linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in
-    float numbers also as NAME_float16, and full_fine_tuning, whatever its size."""
+    """Only these: periodic, periodic_int7, periodic_auto (codes with steps that training finds), smaller_dense,
+    low_rank, random_subspace, seeded_networks (PRANC), seeded_factors (NOLA), pruned, int8, int4, and the other types
+    of g-net: gnet, stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto, linear_probe,
+    bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in float numbers also as NAME_float16, and
+    full_fine_tuning, whatever its size."""
 
     seeds: int = 3
     """Trainings of each method at each size, seeded 0, 1, ..."""

@@ -128,5 +128,9 @@ def _recipe(pnet: PNet, genome_params: float, noise: float | None, shift: float 
         shift = 0.3 if shift is None else shift
         lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
         recipe = Recipe(lr=lr, betas=betas, batch_size=256, epochs=epochs)
+    if pnet.name == "lenet5":
+        noise = 0.2 if noise is None else noise
+        shift = 0.3 if shift is None else shift
+        recipe = Recipe(lr=6e-2, batch_size=256, epochs=20)
     changes = ([data.shift(1, shift, blank)] if shift else []) + ([data.noise(noise)] if noise else [])
     return replace(recipe, augment=data.in_turn(*changes)) if changes else recipe

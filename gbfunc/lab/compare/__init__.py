@@ -63,6 +63,7 @@ _RATES = (3e-3, 1e-2, 3e-2)
 METHODS: Mapping[str, Method] = {
     "periodic": GenomeOf("periodic", (2e-2, 4e-2, 8e-2)),
     "periodic_int7": GenomeOf("periodic", (2e-2, 4e-2, 8e-2), "int7"),
+    "periodic_auto": GenomeOf("periodic", (2e-2, 4e-2, 8e-2), "auto"),
     "smaller_dense": Dense(),
     "low_rank": LowRankTraining(),
     "random_subspace": RandomSubspace(),
@@ -81,6 +82,7 @@ METHODS: Mapping[str, Method] = {
 PRETRAINED_METHODS: Mapping[str, Method] = {
     "genome": GenomeOf("bilinear"),
     "genome_int7": GenomeOf("bilinear", codes="int7"),
+    "genome_auto": GenomeOf("bilinear", codes="auto"),
     **ADAPTERS,
 }
 """Every way to change a pretrained network in few bytes by its name."""

@@ -15,7 +15,7 @@ import torch
 import gbfunc as gb
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
-from gbfunc.plan import StoredDtype, genome_file_bytes, stored_name
+from gbfunc.plan import AUTO, Stored, StoredDtype, genome_file_bytes, stored_name
 from gbfunc.plan.file_layout import stored_leaves
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.rounding import going_on, slowed
@@ -63,7 +63,8 @@ def size_within(task: Task, budget: int) -> int:
 
 def _fixed_bytes(plan: gb.Plan, dtype: StoredDtype) -> int:
     """What direct parameters and buffers take in a file of the plan."""
-    stored = stored_leaves(plan.leaves, stored_name(dtype))
+    # What steps are for is in codes too, and buffers are as beside those.
+    stored = stored_leaves(plan.leaves, "int8" if dtype == AUTO else stored_name(dtype))
     return sum(x.nbytes for name, x in stored.items() if not name.startswith(GNET))
 
 
@@ -73,7 +74,7 @@ class GenomeOf:
 
     hypernet: str  # the type, a key of `HYPERNETS`
     rates: tuple[float, ...] = ()  # learning rates to choose from; none: the recipe's for that size, and twice that
-    codes: str | None = None  # what it is stored as in place of the problem's dtype: "int2" to "int8"
+    codes: str | None = None  # what it is stored as in place of the problem's dtype: "int2" to "int8", or "auto"
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Learning rates; of the p-net, of narrower ones while what no g-net makes fills much of the budget.
@@ -101,12 +102,21 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam with the recipe's moments on the genome; of codes, the last steps with the genome rounded."""
+        """Adam with the recipe's moments on the genome; of codes, the last steps with the genome rounded.
+
+        Where training finds the codes' steps, it rounds from 60 % on.
+        """
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]
         direct_lr = None if known.direct_lr is None else known.direct_lr / known.lr * lr
         recipe = replace(problem.recipe, lr=lr, direct_lr=direct_lr, betas=known.betas)
+        if self.codes == AUTO:
+            coded = {"genome_bytes": problem.budget, "metadata": about or None}
+            trainer = genome_trainer(plan, pnet, task, recipe, seed, rounding=AUTO, **coded)
+            state = fit(trainer, task, recipe, seed, validate=False).state
+            assert trainer.coder is not None
+            return self._saved(plan, state, trainer.coder.final(state), about)
         last = 0 if self.codes is None else max(1, problem.steps // _ROUNDED)
         before = recipe if not last else replace(recipe, steps=max(1, problem.steps - last))
         trainer = genome_trainer(plan, pnet, task, before, seed)
@@ -115,8 +125,12 @@ class GenomeOf:
             recipe = slowed(recipe, last)
             trainer = genome_trainer(plan, pnet, task, recipe, seed, rounding=self.codes)
             state = fit(going_on(trainer, state), task, recipe, seed, validate=False).state
+        return self._saved(plan, state, self._dtype(problem), about)
+
+    @staticmethod
+    def _saved(plan: gb.Plan, state: gb.TrainState, stored: Stored, about: Mapping[str, Any]) -> Trained:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
-            gb.save(path := Path(folder) / _FILE, plan, state, self._dtype(problem), about or None)
+            gb.save(path := Path(folder) / _FILE, plan, state, stored, about or None)
             return Trained(path.read_bytes(), plan.genome_params)
 
     def load(self, data: bytes, task: Task) -> Net:
