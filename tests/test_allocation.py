@@ -15,7 +15,9 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.plan import Steps, file_bytes
+from gbfunc.plan import Steps, as_stored, file_bytes
+from gbfunc.tasks import TASKS
+from gbfunc.tasks.training import genome_trainer
 from gbfunc.trees import flat_genome, like_genome
 
 BATCH = 64
@@ -87,8 +89,6 @@ def test_training_sees_the_file_and_makes_it_smaller(trained: Any, tmp_path: Pat
 
 
 def test_the_step_adds_the_gradient_of_bits(trained: Any) -> None:
-    from gbfunc.plan import as_stored
-
     pnet, plan, state, batch = trained
     steps = gb.allocate_steps(plan, state, 330, batch_size=BATCH)
     leaves = {k: x.detach().requires_grad_() for k, x in flat_genome(state).items()}
@@ -173,3 +173,14 @@ def test_stopped_it_goes_on(straight: Path, tmp_path: Path, monkeypatch: pytest.
 def test_what_the_command_refuses(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--dtype", "auto", *options]) == 2
     assert "--dtype auto needs --genome-bytes, and no --finetune" in capsys.readouterr().err
+
+
+def test_a_split_genome_is_refused_before_it_trains() -> None:
+    task = TASKS["digits"]()
+    pnet = task.build(0)
+    plan = task.plan(pnet, genome_bytes=500, stored="auto")
+    recipe = task.recipe(plan.genome_params)
+    with pytest.raises(ValueError, match="need the whole genome on each rank: replicated, got 'sharded'"):
+        genome_trainer(plan, pnet, task, recipe, 0, placement="sharded", rounding="auto", genome_bytes=500)
+    with pytest.raises(ValueError, match="need the bytes that their file shall have"):
+        genome_trainer(plan, pnet, task, recipe, 0, rounding="auto")

@@ -177,7 +177,10 @@ def genome_trainer(
         if genome_bytes is None:
             raise ValueError("codes with steps of their own need the bytes that their file shall have: genome_bytes")
         coder = Coder(plan, genome_bytes, recipe.batch_size, steps, metadata)
-        rounding = None
+        # Known before a step is taken: parts of the genome on other ranks may share a step of quantisation.
+        if placement not in ("auto", "replicated"):
+            raise ValueError(f"codes with steps need the whole genome on each rank: replicated, got {placement!r}")
+        rounding, placement = None, "replicated"
     train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
     now = train_step
