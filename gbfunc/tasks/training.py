@@ -170,8 +170,6 @@ def genome_trainer(
     direct = None if recipe.direct_lr is None else {"lr": recipe.schedule(recipe, recipe.direct_lr, steps)}
     lr = recipe.schedule(recipe, recipe.lr, steps)
     optimizer = gb.torch_optimizer(recipe.optimizer, lr=lr, direct=direct, **recipe.optimizer_options)
-    options = {"amp": recipe.amp} | options
-    options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
     coder = None
     if rounding == AUTO:
         if genome_bytes is None:
@@ -181,6 +179,8 @@ def genome_trainer(
         if placement not in ("auto", "replicated"):
             raise ValueError(f"codes with steps need the whole genome on each rank: replicated, got {placement!r}")
         rounding, placement = None, "replicated"
+    options = {"amp": recipe.amp} | options
+    options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
     train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
     now = train_step
