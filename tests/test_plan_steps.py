@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.plan import Steps, allocate, as_stored, file_bytes
-from gbfunc.plan.steps import bytes_each, code_bits, parts_of, quantise, stored_as
+from gbfunc.plan.statistics import counter_entries, read_counters
+from gbfunc.plan.step_stream import code_bits
+from gbfunc.plan.steps import bytes_each, parts_of, quantise, stored_as
 from gbfunc.plan.symbols import NARROWEST, WIDEST, Reader, geometric, geometric_bits, join
-from gbfunc.trees import flat_genome, like_genome
+from gbfunc.trees import flat_genome, flatten_tree, like_genome
 from gbfunc.types import Genome, Params
 from tests.support.step_cases import random_steps
 
@@ -51,6 +53,18 @@ def as_read(plan: gb.Plan, genome: Genome, steps: Steps) -> dict[str, Tensor]:
     return gb.generate(plan, like_genome(near, genome))
 
 
+def with_statistics(genome: Genome, seed: int = 0) -> Genome:
+    """As after some training: means and variances of any size, and a count."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(name: str, x: Tensor) -> Tensor:
+        if name.endswith("running_mean"):
+            return 3 * torch.randn(x.shape, generator=generator)
+        return 10 ** (2 * torch.randn(x.shape, generator=generator)) if x.ndim else torch.tensor(70_200)
+
+    return genome._replace(buffers={k: drawn(k, x) for k, x in genome.buffers.items()})
+
+
 @pytest.mark.parametrize("max_tile", [None, 7])
 @pytest.mark.parametrize("name", TYPES)
 def test_a_file_gives_back_what_training_sees(tmp_path: Path, name: str, max_tile: int | None) -> None:
@@ -65,6 +79,59 @@ def test_a_file_gives_back_what_training_sees(tmp_path: Path, name: str, max_til
         # What is rounded once is not rounded again, and takes as many bytes.
         assert gb.save(tmp_path / "h", again, loaded, steps, {"about": name}) == size
         assert (tmp_path / "h").read_bytes() == (tmp_path / "g").read_bytes()
+
+
+def test_statistics_of_norms_are_in_codes(tmp_path: Path) -> None:
+    """Means to so many deviations, deviations to such a ratio; counters exactly; all as evaluation sees them."""
+    plan, genome = made(gb.periodic(6))
+    genome = with_statistics(genome)
+    genome.buffers["1.running_var"][3] = 0.0
+    genome.buffers["1.running_mean"][3] = 0.002
+    steps = random_steps(plan, genome, 6.0)
+    size = gb.save(tmp_path / "g", plan, genome, steps)
+    _, loaded = gb.load(tmp_path / "g")
+    found = {name: 2 ** (index / 8) for name, (index, *_) in steps.indices}
+    near, _ = as_stored(plan, flatten_tree(genome), steps)
+    for name, x in loaded.buffers.items():
+        torch.testing.assert_close(x, near[f"buffers/{name}"], rtol=0, atol=0)
+    mean, variance, count = (loaded.buffers[f"1.{k}"] for k in ("running_mean", "running_var", "num_batches_tracked"))
+    held = genome.buffers
+    assert count == 70_200
+    ratios = ((variance + 2**-16) / (held["1.running_var"] + 2**-16)).log().abs() / 2
+    assert float(ratios.max()) <= 0.5001 * found["buffers/1.running_var"]
+    errors = (mean - held["1.running_mean"]).abs() / (variance + 2**-16).sqrt()
+    assert 0 < float(errors.max()) <= 0.5001 * found["buffers/1.running_mean"]
+    # 16 bits each, and 64 of the counter, were 56 bytes.
+    steps = Steps(tuple((k, v) for k, v in steps.indices if not k.startswith("buffers/")))
+    assert gb.save(tmp_path / "h", plan, genome, steps) > size + 20
+
+
+@pytest.mark.parametrize("broken", [("running_mean", 1e4), ("running_var", math.nan), ("running_var", -1.0)])
+def test_statistics_of_broken_norms_stay_as_they_are(tmp_path: Path, broken: tuple[str, float]) -> None:
+    plan, genome = made(gb.periodic(6))
+    genome = with_statistics(genome)
+    name, value = broken
+    genome.buffers[f"1.{name}"][0] = value
+    steps = random_steps(plan, genome)
+    assert not steps.statistics
+    if math.isfinite(value):
+        gb.save(tmp_path / "g", plan, genome, steps)
+        loaded = gb.load(tmp_path / "g")[1].buffers
+        torch.testing.assert_close(loaded, genome.buffers, rtol=5e-3, atol=0)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5))
+@settings(max_examples=60)
+def test_counters_are_read_back(counters: list[int]) -> None:
+    entries = [entry for own in counter_entries(map(torch.tensor, counters)) for entry in own]
+    reader = Reader(join(entries) if entries else b"", len(entries))
+    assert [int(x) for x in read_counters(reader, map(str, range(len(counters)))).values()] == counters
+    reader.close()
+
+
+def test_equal_counters_take_less_than_a_byte_each() -> None:
+    entries = [own for own in counter_entries([torch.tensor(70_200)] * 9)]
+    assert [len(own) for own in entries] == [3] + 8 * [1]
 
 
 @given(width=st.integers(NARROWEST, WIDEST), most=st.integers(0, 60), seed=st.integers(0, 9))
@@ -117,7 +184,7 @@ def test_large_amplitudes_get_finer_codes() -> None:
     amplitude = f"gnets/{name}/amplitude"
     steps = random_steps(plan, genome, 6.0)
     steps = replace(steps, indices=tuple((k, (-16,) if k == amplitude else v) for k, v in steps.indices))
-    found = {q.part.leaf.rpartition("/")[2]: q for q in quantise(plan, flat_genome(genome), steps)}
+    found = {q.part.leaf.rpartition("/")[2]: q for q in (one for one, _ in quantise(plan, flat_genome(genome), steps))}
     assert found["amplitude"].integers.tolist() == [[0, 4, 32]]
     for leaf in ("row_weight", "col_weight", "phase"):
         sizes = found[leaf].steps.reshape(-1, 3)[0]
@@ -154,7 +221,7 @@ def test_phases_are_stored_in_one_period() -> None:
 def by_hand(plan: gb.Plan, leaves: Params, steps: Steps) -> Tensor:
     """The bits that the rate's gradient is of, by the definition, for autograd."""
     total = torch.zeros((), dtype=torch.float64)
-    for part, _, step, _, alive in quantise(plan, leaves, steps):
+    for (part, _, step, _, alive), _ in quantise(plan, leaves, steps):
         if part.period is not None:
             continue
         x = part.of(leaves[part.leaf])

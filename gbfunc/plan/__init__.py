@@ -4,6 +4,7 @@
 stored, and `file_layout` what stands where in the genome's file.
 """
 
+from gbfunc.plan.allocation import allocate
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.forms import factored_form, is_formable
@@ -12,7 +13,7 @@ from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, stored_name
 from gbfunc.plan.serial import register
 from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
 from gbfunc.plan.spec import Plan
-from gbfunc.plan.steps import AUTO, Steps, Stored, allocate, as_stored, bytes_each, check_steps, stored_as
+from gbfunc.plan.steps import AUTO, Steps, Stored, as_stored, bytes_each, check_steps, stored_as
 
 __all__ = [
     "AUTO",

@@ -36,13 +36,15 @@ from torch import Tensor
 from gbfunc.plan.file_layout import COMPACT, FORMER_WORDS, WORDS, deflate, file_parts, inflate, stored_leaves
 from gbfunc.plan.rounding import BITS, Codes, block_size, decode, encode, narrow_stats
 from gbfunc.plan.slots import DTYPES, dtype_name
-from gbfunc.plan.steps import EXPECTED_BITS, EXPECTED_PART_BITS, Steps, pack_steps, parts_of, unpack_steps
+from gbfunc.plan.statistics import counters_of
+from gbfunc.plan.step_stream import pack_steps, unpack_steps
+from gbfunc.plan.steps import EXPECTED_BITS, EXPECTED_PART_BITS, Steps, parts_of
 from gbfunc.plan.symbols import LEAST_BITS, MAX_SYMBOLS, Run, RunReader, most_runs_bytes, pack_runs
 from gbfunc.types import Params, TensorMap
 
 MAGIC = b"GB4"
 _HEAD = len(MAGIC) + 1 + 4
-_NARROW, _RUNS = 16, 32
+_NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
 DIGEST_BYTES = 16
 _DEAD = 4096
@@ -87,12 +89,13 @@ def pack_with_steps(document: str, plan: Any, leaves: TensorMap, steps: Steps) -
     """The file of a document and of all leaves of its plan, those of floating point in codes with these steps."""
     narrow = narrow_stats(leaves)
     codes, about, costs = pack_steps(plan, leaves, steps)
-    plain = _beside_steps(plan, leaves, narrow)
-    return _joined(document, plain, STEPS + _NARROW * narrow, codes, about, costs)
+    plain = _beside_steps(plan, leaves, narrow, steps.statistics)
+    return _joined(document, plain, STEPS + _NARROW * narrow + _STATISTICS * steps.statistics, codes, about, costs)
 
 
-def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool) -> Params:
-    coded = {part.leaf for part in parts_of(plan)}
+def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
+    coded = {part.leaf for part in parts_of(plan) if statistics or not part.statistic}
+    coded |= {*counters_of(plan)} if statistics else set()
     # Of a dtype of codes only running statistics are changed.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
 
@@ -124,8 +127,8 @@ def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
 def expected_bytes(document: str, plan: Any) -> Sizes:
     """What a file with steps is expected to take, by the shapes of its plan."""
     leaves, parts = plan.leaves, parts_of(plan)
-    plain = {k: x.nbytes for k, x in _beside_steps(plan, leaves, True).items()}
-    costs = dict.fromkeys((part.leaf for part in parts), EXPECTED_BITS)
+    plain = {k: x.nbytes for k, x in _beside_steps(plan, leaves, True, True).items()}
+    costs = dict.fromkeys((*(part.leaf for part in parts), *counters_of(plan)), EXPECTED_BITS)
     about = EXPECTED_PART_BITS * len(parts)
     codes = math.ceil((about + sum(EXPECTED_BITS * leaves[name].numel() for name in costs)) / 8) + 3
     return Sizes(_HEAD, len(deflate(document)), plain, codes, about, costs)
@@ -202,7 +205,8 @@ class Compact(NamedTuple):
 
     @staticmethod
     def _of(flags: int, rest: bytes, words: bytes) -> Compact:
-        if (bits := flags & ~(_NARROW | _RUNS)) not in (*BITS.values(), STEPS):
+        bits = flags & ~(_NARROW | _RUNS | _STATISTICS)
+        if bits not in (*BITS.values(), STEPS) or (flags & _STATISTICS and bits != STEPS):
             raise ValueError(f"it has codes of {bits} bits, known here are 2 to 8")
         document, n = inflate(rest, words)
         return Compact(document, bits, flags, rest[len(rest) - n :])
@@ -221,11 +225,12 @@ class Compact(NamedTuple):
 
     def _unpacked(self, plan: Any) -> tuple[Params, Params, Steps]:
         """Leaves on the meta device that are as they are, and those in codes with steps."""
-        plain = _beside_steps(plan, plan.leaves, bool(self.flags & _NARROW))
+        statistics = bool(self.flags & _STATISTICS)
+        plain = _beside_steps(plan, plan.leaves, bool(self.flags & _NARROW), statistics)
         at = sum(x.nbytes for x in plain.values())
         if at > len(self.numbers):
             raise ValueError(f"it holds {len(self.numbers):,} bytes of numbers, expected {at:,} or more")
-        return plain, *unpack_steps(plan, self.numbers[at:])
+        return plain, *unpack_steps(plan, self.numbers[at:], statistics)
 
     def _with_steps(self, plan: Any) -> Params:
         plain, made, _ = self._unpacked(plan)

@@ -11,7 +11,7 @@ Integers have two-sided geometric distributions (`symbols.geometric`), one width
 `log2(1 + e |q|)` bits on average, and the derivative of this is the gradient of the rate.
 
 A file has, of all parts: the width of the differences of the steps' indices from their median, and both; as much of the
-widths; then the integers of each part, those of amplitudes first.
+widths; then the integers of each part, those of amplitudes first and running statistics of norms last (`statistics`).
 
 Suffixes: T tiles, H features.
 """
@@ -26,26 +26,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gbfunc.plan.rounding import BITS, STORED_DTYPES, StoredDtype, rounded, stored_name
 from gbfunc.plan.slots import DTYPES
-from gbfunc.plan.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
-from gbfunc.trees import DIRECT, GNET
+from gbfunc.plan.statistics import (
+    coded,
+    statistics_of,
+    uncoded,
+)
+from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import Params, TensorMap
 
 AUTO = "auto"
 """In place of a dtype: in codes whose steps training finds."""
 
-_OCTAVE, _LEAST, _MOST = 8, -128, 127
+OCTAVE, LEAST, MOST = 8, -128, 127
 """Indices of an octave; the least and the most."""
 LARGEST = 2047
 """Largest integer."""
 _REACH = 400
-_STEPS = torch.tensor([math.ldexp(2 ** (i % _OCTAVE / _OCTAVE), i // _OCTAVE) for i in range(-_REACH, _REACH + 1)])
-_BALANCE = math.log(2) / 12
-"""A bit more halves `step^2` of two numbers in the loss's sum."""
+_STEPS = torch.tensor([math.ldexp(2 ** (i % OCTAVE / OCTAVE), i // OCTAVE) for i in range(-_REACH, _REACH + 1)])
 EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
 """Of a number and a part, for plans of a size: what MNIST's networks train best with."""
 
@@ -56,11 +57,17 @@ class Steps:
 
     Attributes:
         indices: `(leaf, (index, ...))`: a step is `2^(index / 8)`; a part is what a tensor of the p-net has of a leaf.
+            Running statistics of norms have steps, too, or are all stored in 16 bits.
         rate: weight of a bit in what is minimised: `loss + rate * bits`.
     """
 
     indices: tuple[tuple[str, tuple[int, ...]], ...]
     rate: float = 0.0
+
+    @property
+    def statistics(self) -> bool:
+        """Whether running statistics are in codes."""
+        return any(name.startswith(BUFFERS) for name, _ in self.indices)
 
 
 Stored = StoredDtype | Steps
@@ -91,6 +98,7 @@ class Part(NamedTuple):
     finer: tuple[int, ...] = ()
     """Half octaves by which the steps of each code's weights are finer; () for none."""
     period: float | None = None
+    statistic: bool = False
 
     def of(self, leaf: Tensor) -> Tensor:
         """This part of its leaf."""
@@ -117,7 +125,7 @@ class Quantised(NamedTuple):
 
 @lru_cache(maxsize=16)
 def parts_of(plan: Any) -> tuple[Part, ...]:
-    """The parts of all trained leaves, those first on which the steps of others depend."""
+    """The parts of all trained leaves and statistics, those first on which others depend."""
     found = []
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():
@@ -128,7 +136,14 @@ def parts_of(plan: Any) -> tuple[Part, ...]:
                 found.append(Part(f"{GNET}{e.name}/{name}", first, last, shape, gain, _finer(e, leaf), leaf.period))
     floating = (t for t in plan.direct if DTYPES[t.dtype].is_floating_point)
     found += [Part(f"{DIRECT}{t.name}", 0, None, tuple(t.shape)) for t in floating]
-    return tuple(sorted(found, key=lambda part: part.gain is not None))
+    found.sort(key=lambda part: part.gain is not None)
+    shapes = {f"{BUFFERS}{b.name}": tuple(b.shape) for b in plan.buffers}
+    return (*found, *(Part(name, 0, None, shapes[name], statistic=True) for name in statistics_of(plan)))
+
+
+def parts_in(plan: Any, statistics: bool) -> list[Part]:
+    """Those of them that have steps, with statistics or without."""
+    return [part for part in parts_of(plan) if statistics or not part.statistic]
 
 
 def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
@@ -139,7 +154,7 @@ def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
     return tuple(round(math.log2(x)) if x > 0 else 0 for x in squares.mean(axis=(0, 1)).tolist())
 
 
-def _shifts(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor | None]:
+def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor | None]:
     """Half octaves by which steps are finer, and what is alive, by the integers of the gains."""
     ndim = len(part.shape)
     shifts = torch.zeros((1,) * ndim, dtype=torch.long, device=device)
@@ -158,48 +173,70 @@ def _table(device: torch.device) -> Tensor:
     return _STEPS.to(device)
 
 
+def sizes_of(index: int, shifts: Tensor) -> Tensor:
+    """Steps by their index, finer by so many half octaves."""
+    return _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
+
+
 def _limit(part: Part, steps: Tensor) -> Tensor:
     """The largest integers of a part whose numbers have a period: no number is past half of it."""
     assert part.period is not None
     return (part.period / 2 / steps.double()).floor()
 
 
-def _limits(found: Quantised, live: Tensor) -> list[int]:
+def limits_of(found: Quantised, live: Tensor) -> list[int]:
     """The same of integers that are stored."""
     return _limit(found.part, found.steps).clamp(max=LARGEST).expand(found.part.shape)[live].long().tolist()
 
 
-def _quantise(part: Part, leaf: Tensor, index: int, gains: dict[tuple[str | None, int], Tensor]) -> Quantised:
-    """A part with a step; its integers are put among the gains."""
+class Seen(NamedTuple):
+    """What parts depend on: integers of parts before, by leaf and first row, and numbers of variances."""
+
+    gains: dict[tuple[str | None, int], Tensor]
+    variances: dict[str, Tensor]
+
+    def add(self, part: Part, integers: Tensor, steps: Tensor) -> Tensor:
+        """The numbers that a part's integers stand for; it is seen from now on."""
+        self.gains[part.leaf, part.first] = integers
+        if not part.statistic:
+            return integers * steps
+        numbers = integers.double() * steps.double()
+        self.variances[part.leaf] = numbers
+        return uncoded(part.leaf, numbers, self.variances)
+
+
+def quantise_part(part: Part, leaf: Tensor, index: int, seen: Seen) -> tuple[Quantised, Tensor]:
+    """A part with a step, and the numbers that it then stands for."""
     x = part.of(leaf.detach()).float()
-    shifts, alive = _shifts(part, gains, x.device)
-    steps = _table(x.device)[index - _OCTAVE // 2 * shifts + _REACH]
+    x = coded(part.leaf, x, seen.variances) if part.statistic else x
+    shifts, alive = shifts_of(part, seen.gains, x.device)
+    steps = sizes_of(index, shifts)
     limit = torch.tensor(float(LARGEST), device=x.device)
     if part.period is not None:
         x = x - part.period * (x / part.period).round()
         limit = torch.minimum(limit, _limit(part, steps).float())
     integers = (x / steps).round().clamp(-limit, limit)
-    gains[part.leaf, part.first] = integers
-    return Quantised(part, integers, steps, shifts, alive)
+    return Quantised(part, integers, steps, shifts, alive), seen.add(part, integers, steps)
 
 
-def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[Quantised]:
-    """Every part in integers, on the leaves' device."""
+def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quantised, Tensor]]:
+    """Every part in integers, and as it is read, on the leaves' device; of statistics those that are there."""
     indices = {name: iter(of_parts) for name, of_parts in steps.indices}
-    gains: dict[tuple[str | None, int], Tensor] = {}
-    for part in parts_of(plan):
-        yield _quantise(part, leaves[part.leaf], next(indices[part.leaf]), gains)
+    seen = Seen({}, {})
+    for part in parts_in(plan, steps.statistics):
+        if part.leaf in leaves or not part.statistic:
+            yield quantise_part(part, leaves[part.leaf], next(indices[part.leaf]), seen)
 
 
 def check_steps(plan: Any, steps: Steps) -> None:
     """Raise `ValueError` for steps of another plan."""
     counts: dict[str, int] = {}
-    for part in parts_of(plan):
+    for part in parts_in(plan, steps.statistics):
         counts[part.leaf] = counts.get(part.leaf, 0) + 1
     if {name: len(indices) for name, indices in steps.indices} != counts:
         raise ValueError("the steps are those of another plan: expected what gb.allocate_steps gives for this one")
-    if any(not _LEAST <= i <= _MOST for _, indices in steps.indices for i in indices):
-        raise ValueError(f"indices of steps must be {_LEAST} to {_MOST}")
+    if any(not LEAST <= i <= MOST for _, indices in steps.indices for i in indices):
+        raise ValueError(f"indices of steps must be {LEAST} to {MOST}")
 
 
 def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Params]:
@@ -214,15 +251,15 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
         return rounded(leaves, stored), {}
     made, values = dict(leaves), dict[str, list[Tensor]]()
     found = list(quantise(plan, leaves, stored))
-    for part, integers, steps, _, alive in found:
-        value = integers * steps
+    for (part, _, _, _, alive), value in found:
         value = value if alive is None else torch.where(alive, value, part.of(leaves[part.leaf].detach()))
         values.setdefault(part.leaf, []).append(value)
     for name, pieces in values.items():
         x, value = leaves[name], pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         # Straight through (Bengio et al., 2013): the value, with the gradient of the leaf.
         made[name] = value.reshape(x.shape).to(x.dtype) + (x - x.detach())
-    return made, _rate_gradient(leaves, found, stored.rate) if stored.rate else {}
+    trained = [one for one, _ in found if not one.part.statistic]
+    return made, _rate_gradient(leaves, trained, stored.rate) if stored.rate else {}
 
 
 def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Params:
@@ -252,191 +289,3 @@ def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Pa
             gradients[part.leaf][at] = gradients[part.leaf][at] + slopes
     joined = {k: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for k, pieces in gradients.items()}
     return {k: (x * (rate / math.log(2))).reshape(leaves[k].shape).to(leaves[k].dtype) for k, x in joined.items()}
-
-
-class _Costs(NamedTuple):
-    """The width of a part's integers [n], those that are stored, and how much finer their steps are."""
-
-    width: int
-    bits: float
-    integers: NDArray[np.int64]
-    shifts: NDArray[np.int64]
-    alive: NDArray[np.bool_]
-
-
-def _costs(found: Quantised) -> _Costs:
-    """With the width that takes the fewest bits."""
-    shape = found.part.shape
-    alive = np.ones(shape, bool) if found.alive is None else np.broadcast_to(found.alive.numpy(), shape).copy()
-    integers = found.integers.numpy().astype(np.int64)[alive]
-    shifts = np.broadcast_to(found.shifts.numpy(), shape)[alive]
-    if not integers.any():
-        return _Costs(NARROWEST, 0.0, integers, shifts, alive)
-    groups = [(int(s), np.bincount(np.abs(integers[shifts == s]))) for s in np.unique(shifts)]
-    widths = {w: sum(_bits(counts, _width_at(w, s)) for s, counts in groups) for w in range(NARROWEST + 1, WIDEST)}
-    if found.part.period is not None:
-        widths[WIDEST] = float(np.log2(2 * np.array(_limits(found, torch.from_numpy(alive))) + 1).sum())
-    width = min(widths, key=widths.__getitem__)
-    return _Costs(width, widths[width], integers, shifts, alive)
-
-
-def _bits(counts: NDArray[np.int64], width: int) -> float:
-    """What so many integers of each absolute value take."""
-    table = geometric_bits(width, LARGEST)
-    return float(counts @ table[: len(counts)]) if len(counts) <= len(table) else math.inf
-
-
-def _width_at(width: int, shift: int) -> int:
-    """The width of integers whose steps are finer."""
-    return max(NARROWEST + 1, min(WIDEST - 1, width + 2 * shift))
-
-
-def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
-    """Bits of all integers of leaves on the CPU."""
-    return sum(_costs(found).bits for found in quantise(plan, leaves, steps))
-
-
-def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
-    """The stream of all parts, with the bits of steps and widths, and of each number of a leaf."""
-    found = list(quantise(plan, leaves, steps))
-    costs = [_costs(one) for one in found]
-    indices = {name: iter(of_parts) for name, of_parts in steps.indices}
-    entries = _header([next(indices[one.part.leaf]) for one in found], _LEAST, _MOST)
-    entries += _header([cost.width for cost in costs], NARROWEST, WIDEST)
-    head = _bits_of(entries).sum()
-    numbers: dict[str, list[NDArray[np.float64]]] = {}
-    for one, cost in zip(found, costs, strict=True):
-        own = _entries(one, cost)
-        bits = np.zeros(one.part.shape)
-        if own:
-            bits[cost.alive] = _bits_of(own)
-        numbers.setdefault(one.part.leaf, []).append(bits.reshape(-1))
-        entries += own
-    pieces = -(-len(entries) // PIECE)
-    if pieces > 0xFFFF:
-        raise ValueError(f"{len(entries):,} numbers are too many for codes with steps of their own")
-    return pieces.to_bytes(2, "little") + join(entries), head, {k: np.concatenate(v) for k, v in numbers.items()}
-
-
-def _bits_of(entries: list[Entry]) -> NDArray[np.float64]:
-    of = np.array(entries, np.float64).reshape(-1, 3)
-    return np.log2(of[:, 2]) - np.log2(of[:, 1])
-
-
-def _entry(integer: int, width: int, most: int) -> Entry:
-    reach, limits = geometric(width, most)
-    return limits[integer + reach], limits[integer + reach + 1] - limits[integer + reach], limits[-1]
-
-
-def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
-    """Numbers of `least .. most`: their median, the width of the differences from it, and these."""
-    median = sorted(numbers)[len(numbers) // 2] if numbers else 0
-    counts = np.bincount([abs(n - median) for n in numbers], minlength=1)
-    widths = {w: _bits(counts, w) for w in range(NARROWEST + 1, WIDEST)}
-    width = min(widths, key=widths.__getitem__)
-    span, spans = most - least + 1, WIDEST - NARROWEST + 1
-    head = [(median - least, 1, span), (width - NARROWEST, 1, spans)]
-    return head + [_entry(n - median, width, LARGEST) for n in numbers]
-
-
-def _entries(found: Quantised, cost: _Costs) -> list[Entry]:
-    if cost.width == NARROWEST:
-        return []
-    integers = cost.integers.tolist()
-    if cost.width == WIDEST:
-        limits = _limits(found, torch.from_numpy(cost.alive))
-        return [_entry(q, WIDEST, most) for q, most in zip(integers, limits, strict=True)]
-    shifts = cost.shifts.tolist()
-    return [_entry(q, _width_at(cost.width, s), LARGEST) for q, s in zip(integers, shifts, strict=True)]
-
-
-def unpack_steps(plan: Any, data: bytes) -> tuple[Params, Steps]:
-    """The leaves in float32 that `pack_steps` packed, and their steps; `ValueError` for any other data."""
-    parts = parts_of(plan)
-    reader = Reader(data[2:], PIECE * int.from_bytes(data[:2], "little"))
-    indices = _read_header(reader, len(parts), _LEAST, _MOST)
-    widths = _read_header(reader, len(parts), NARROWEST, WIDEST)
-    gains: dict[tuple[str | None, int], Tensor] = {}
-    values: dict[str, list[Tensor]] = {}
-    for part, index, width in zip(parts, indices, widths, strict=True):
-        shifts, alive = _shifts(part, gains, "cpu")
-        steps = _STEPS[index - _OCTAVE // 2 * shifts + _REACH]
-        integers = torch.zeros(part.shape)
-        found = Quantised(part, integers, steps, shifts, alive)
-        live = torch.ones(part.shape, dtype=torch.bool) if alive is None else alive.expand(part.shape)
-        if width != NARROWEST:
-            integers[live] = torch.tensor(_read(reader, found, width, live), dtype=torch.float32)
-        gains[part.leaf, part.first] = integers
-        values.setdefault(part.leaf, []).append(integers * steps)
-    reader.close()
-    held: dict[str, list[int]] = {}
-    for part, index in zip(parts, indices, strict=True):
-        held.setdefault(part.leaf, []).append(index)
-    leaves = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in values.items()}
-    return leaves, Steps(tuple((name, tuple(of_parts)) for name, of_parts in held.items()))
-
-
-def _read(reader: Reader, found: Quantised, width: int, live: Tensor) -> list[int]:
-    if width == WIDEST:
-        if found.part.period is None:
-            raise ValueError("its codes are of a width that only numbers with a period have")
-        tables = (geometric(WIDEST, most) for most in _limits(found, live))
-    else:
-        shifts = found.shifts.expand(live.shape)[live].tolist()
-        tables = (geometric(_width_at(width, s), LARGEST) for s in shifts)
-    return [reader.next(limits) - reach for reach, limits in tables]
-
-
-def _read_header(reader: Reader, count: int, least: int, most: int) -> list[int]:
-    median = reader.next(list(range(most - least + 2))) + least
-    width = reader.next(list(range(WIDEST - NARROWEST + 2))) + NARROWEST
-    reach, limits = geometric(width, LARGEST)
-    numbers = [reader.next(limits) - reach + median for _ in range(count)]
-    if any(not least <= n <= most for n in numbers):
-        raise ValueError(f"its steps or widths are not within {least} .. {most}")
-    return numbers
-
-
-def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
-    """Steps with which all integers take at most so many bits, or the largest ones.
-
-    Args:
-        plan: the plan.
-        leaves: trained leaves on the CPU.
-        squares: mean squares of their gradients; leaves without any get the smallest steps.
-        bits: of all integers.
-        examples: of a batch, whose gradients these are; with them, a bit's weight is that at which a bit more, spent on
-            smaller steps, lowers the loss as much.
-    """
-    low, high = -40.0, 24.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        if code_bits(plan, leaves, _steps_at(plan, leaves, squares, middle)) > bits:
-            low = middle
-        else:
-            high = middle
-    # The noise h step^2 / 24 of each number, with h the examples times the mean square of their mean gradient.
-    rate = _BALANCE * examples * 4.0**high
-    return Steps(_steps_at(plan, leaves, squares, high).indices, rate)
-
-
-def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> Steps:
-    """Steps of which each, times the root mean square of the gradient, is about 2^log_noise."""
-    indices: dict[str, list[int]] = {}
-    gains: dict[tuple[str | None, int], Tensor] = {}
-    for part in parts_of(plan):
-        leaf = leaves[part.leaf]
-        most = float(part.of(leaf).abs().max()) if leaf.numel() else 0.0
-        least = _LEAST if most == 0 or part.gain else math.ceil(_OCTAVE * math.log2(most / LARGEST))
-        index = least
-        if part.leaf in squares:
-            shifts, alive = _shifts(part, gains, "cpu")
-            # What the mean square would be, were all steps equal.
-            even = part.of(squares[part.leaf]).double() * torch.exp2(-shifts.double())
-            even = even if alive is None else even[alive.expand(even.shape)]
-            mean = float(even.mean()) if even.numel() else 0.0
-            index = _MOST if mean <= 0 else round(_OCTAVE * (log_noise - math.log2(mean) / 2))
-        index = max(_LEAST, least, min(_MOST, index))
-        indices.setdefault(part.leaf, []).append(index)
-        _quantise(part, leaf, index, gains)
-    return Steps(tuple((name, tuple(of_parts)) for name, of_parts in indices.items()))

@@ -8,9 +8,10 @@ import torch
 
 from gbfunc.genome import check_genome
 from gbfunc.plan import Plan, Steps, allocate, compact, document
+from gbfunc.plan.step_stream import code_bits
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import TrainState
-from gbfunc.trees import flat_genome, flatten_tree
+from gbfunc.trees import flatten_tree
 from gbfunc.types import Genome, Params
 
 _SQUARES = ("exp_avg_sq", "square_avg")
@@ -56,17 +57,16 @@ def allocate_steps(
         raise TypeError(f"allocate_steps takes the state of a training, got a {type(gnet_params).__name__}")
     check_genome(plan, gnet_params, buffers=False)
     genome = Genome(gnet_params.gnets, gnet_params.direct, gnet_params.buffers)
-    everything = {k: x.detach().cpu() for k, x in flatten_tree(genome).items()}
-    leaves = {k: everything[k] for k in flat_genome(genome)}
+    leaves = {k: x.detach().cpu() for k, x in flatten_tree(genome).items()}
     squares, text = _squares(gnet_params.opt), document(plan, metadata)
     steps = allocate(plan, leaves, squares, 0.0, batch_size)
-    coarsest = len(compact.pack_with_steps(text, plan, everything, steps)[0])
+    coarsest = len(compact.pack_with_steps(text, plan, leaves, steps)[0])
     if coarsest > genome_bytes:
         raise ValueError(f"genome_bytes={genome_bytes:,} is too little: what is no code takes {coarsest:,} bytes")
-    left = 8.0 * (genome_bytes - coarsest)
+    left = 8.0 * (genome_bytes - coarsest) + code_bits(plan, leaves, steps)
     for _ in range(_ROUNDS):
         steps = allocate(plan, leaves, squares, left, batch_size)
-        over = len(compact.pack_with_steps(text, plan, everything, steps)[0]) - genome_bytes
+        over = len(compact.pack_with_steps(text, plan, leaves, steps)[0]) - genome_bytes
         if over <= 0:
             return steps
         left = max(0.0, left - 8.0 * over)

@@ -6,15 +6,15 @@ import torch
 
 import gbfunc as gb
 from gbfunc.plan import Steps, Stored, allocate
-from gbfunc.trees import flat_genome
+from gbfunc.trees import BUFFERS, flatten_tree
 from gbfunc.types import Genome
 
 
 def random_steps(plan: gb.Plan, genome: Genome, each: float = 5.0, seed: int = 0) -> Steps:
-    """Steps of so many bits a number, for gradients that are drawn."""
+    """Steps of so many bits a number, of trained ones and statistics, for gradients that are drawn."""
     generator = torch.Generator().manual_seed(seed)
-    leaves = {k: x.detach().cpu() for k, x in flat_genome(genome).items()}
-    squares = {k: torch.rand(x.shape, generator=generator) for k, x in leaves.items() if x.is_floating_point()}
+    leaves = {k: x.detach().cpu() for k, x in flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers)).items()}
+    squares = {k: torch.rand(x.shape, generator=generator) for k, x in leaves.items() if not k.startswith(BUFFERS)}
     return allocate(plan, leaves, squares, each * plan.genome_params)
 
 

@@ -19,6 +19,7 @@ from gbfunc.plan import Plan
 from gbfunc.plan.compact import DIGEST_BYTES, EXPONENT, MAGIC, STEPS
 from gbfunc.plan.file_layout import _WORDS, FORMER_WORDS, WORDS
 from gbfunc.plan.serial import VERSION
+from gbfunc.plan.statistics import LEAST_VARIANCE
 from gbfunc.plan.steps import LARGEST
 from gbfunc.plan.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WIDEST
 
@@ -92,6 +93,7 @@ def script(*names: str) -> str:
         "halvings": HALVINGS,
         "roots": ROOTS,
         "largest": LARGEST,
+        "leastVariance": LEAST_VARIANCE,
     }
     return "\n".join([f"const FORMAT = {json.dumps(constants)};", *map(_source, names)])
 

@@ -13,6 +13,7 @@ const STATISTICS = { running_mean: "float16", running_var: "bfloat16" };
 const BLOCK = 64;
 const NARROW = 16;
 const RUNS = 32;
+const IN_CODES = 64;
 
 const product = (numbers) => numbers.reduce((a, b) => a * b, 1);
 const utf8 = (bytes) => new TextDecoder("utf-8", { fatal: true }).decode(bytes);
@@ -100,12 +101,13 @@ function readHeaded(bytes) {
 }
 
 function readBody(bytes, start, flags, words, head) {
-  const bits = flags & ~(NARROW | RUNS);
+  const bits = flags & ~(NARROW | RUNS | IN_CODES);
   const document = inflate(bytes, start, ascii(words));
   const { plan, metadata } = parsePlan(utf8(document.out));
   const specs = leavesOf(plan);
   const names = Object.keys(specs).sort();
-  const stepped = bits === FORMAT.steps ? new Set(partsOf(plan).map(({ name }) => name)) : null;
+  const inCodes = (flags & IN_CODES) > 0;
+  const stepped = bits === FORMAT.steps ? steppedLeaves(plan, inCodes) : null;
   const dtypes = Object.fromEntries(
     names.map((name) => [name, stepped?.has(name) ? null : storedDtype(name, specs[name], `int${bits}`, (flags & NARROW) > 0)]),
   );
@@ -120,7 +122,7 @@ function readBody(bytes, start, flags, words, head) {
   }
   const rest = [["plan", start, document.end], ["direct", document.end, at]];
   if (stepped) {
-    Object.assign(flat, readSteps(bytes.subarray(at), plan, specs));
+    Object.assign(flat, readSteps(bytes.subarray(at), plan, specs, inCodes));
     return { plan, metadata, leaves: flat, parts: [...head, ...rest, ["codes", at, bytes.length]].filter(([, a, b]) => b > a) };
   }
   const coded = names.filter((name) => dtypes[name] === null);

@@ -3,8 +3,11 @@
 const OCTAVE = 8;
 const [NARROWEST, WIDEST] = FORMAT.widths;
 
-/** Parts of all trained leaves: {name, first, count, shape, gain, finer, period}, those of amplitudes first. */
-function partsOf(plan) {
+/**
+ * Parts of all trained leaves: {name, first, count, shape, gain, finer, period}, those of amplitudes first; with
+ * `inCodes` those of running statistics, too, whose `deviation` is the variance's name.
+ */
+function partsOf(plan, inCodes) {
   const found = [];
   for (const ensemble of plan.ensembles) {
     const { name, hypernet, dims, tiles, taken, slots } = ensemble;
@@ -24,8 +27,30 @@ function partsOf(plan) {
   for (const { name, shape } of plan.tensors.filter((t) => !t.slots.length)) {
     found.push({ name: `direct/${name}`, first: 0, count: 1, shape, gain: null, finer: [], period: null });
   }
-  return [...found.filter((part) => !part.gain), ...found.filter((part) => part.gain)];
+  const statistics = inCodes ? statisticsOf(plan) : [];
+  return [...found.filter((part) => !part.gain), ...found.filter((part) => part.gain), ...statistics];
 }
+
+/** Variances of norms, then their means: as `gbfunc.plan.statistics`. */
+function statisticsOf({ buffers }) {
+  const shapes = Object.fromEntries(buffers.filter(({ dtype }) => FLOATS.includes(dtype)).map(({ name, shape }) => [name, shape]));
+  const mean = (name) => name.replace(/running_var$/, "running_mean");
+  const variances = Object.keys(shapes).filter((name) => name.split(".").pop() === "running_var" && mean(name) in shapes).sort();
+  const part = (name, deviation) => (
+    { name: `buffers/${name}`, first: 0, count: 1, shape: shapes[name], gain: null, finer: [], period: null, deviation: `buffers/${deviation}` }
+  );
+  return [...variances.map((name) => part(name, name)), ...variances.map((name) => part(mean(name), name))];
+}
+
+/** Names of scalars that count batches. */
+const countersOf = ({ buffers }) =>
+  buffers
+    .filter(({ name, shape, dtype }) => dtype === "int64" && !shape.length && name.split(".").pop() === "num_batches_tracked")
+    .map(({ name }) => `buffers/${name}`)
+    .sort();
+
+/** Names of all leaves that have codes with steps. */
+const steppedLeaves = (plan, inCodes) => new Set([...partsOf(plan, inCodes).map(({ name }) => name), ...(inCodes ? countersOf(plan) : [])]);
 
 /** Half octaves of the root mean square of each code of an ensemble's rows or columns. */
 function finerOf(slots, side) {
@@ -61,8 +86,8 @@ function geometric(width, most) {
 }
 
 /** The leaves of a stream: {name: {shape, data}}. */
-function readSteps(bytes, plan, specs) {
-  const parts = partsOf(plan);
+function readSteps(bytes, plan, specs, inCodes) {
+  const parts = partsOf(plan, inCodes);
   const { next, close } = runReader(bytes.subarray(2), FORMAT.piece * (bytes[0] + 256 * bytes[1]));
   const tables = new Map();
   const table = (width, most) => {
@@ -84,7 +109,8 @@ function readSteps(bytes, plan, specs) {
   const step = (index) => Math.fround(2 ** ((((index % OCTAVE) + OCTAVE) % OCTAVE) / OCTAVE)) * 2 ** Math.floor(index / OCTAVE);
   const leaves = {};
   const held = {};
-  parts.forEach(({ name, first, count, shape, gain, finer, period }, at) => {
+  const logs = {};
+  parts.forEach(({ name, first, count, shape, gain, finer, period, deviation }, at) => {
     const [size, features] = [product(shape), shape.at(-1) ?? 1];
     const gains = gain === null ? null : held[`${gain} ${first}`];
     const integers = new Float64Array(count * size);
@@ -100,8 +126,20 @@ function readSteps(bytes, plan, specs) {
       }
       leaf.data[first * size + k] = Math.fround(integers[k] * unit);
     }
+    if (deviation === name) {
+      logs[name] = integers.map((q) => q * step(indices[at]));
+      leaf.data = logs[name].map((u) => Math.fround(Math.max(0, Math.exp(2 * u) - FORMAT.leastVariance)));
+    } else if (deviation) {
+      leaf.data = integers.map((q, k) => Math.fround(q * step(indices[at]) * Math.exp(logs[deviation][k])));
+    }
     held[`${name} ${first}`] = integers;
   });
+  let count = 0n;
+  for (const name of inCodes ? countersOf(plan) : []) {
+    const size = next(span(65));
+    for (let low = 0; low < size; low += 16) count += BigInt(next(span(1 << 16))) << BigInt(low);
+    leaves[name] = { shape: [], data: Float64Array.of(Number(BigInt.asIntN(64, count))) };
+  }
   close();
   return leaves;
 }

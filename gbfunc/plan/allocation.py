@@ -1,0 +1,67 @@
+"""Steps of quantisation by reverse water-filling (`steps`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from gbfunc.plan.statistics import codable, coded, squares_of
+from gbfunc.plan.step_stream import code_bits
+from gbfunc.plan.steps import LARGEST, LEAST, MOST, OCTAVE, Seen, Steps, parts_in, quantise_part, shifts_of
+from gbfunc.types import TensorMap
+
+_BALANCE = math.log(2) / 12
+"""A bit more halves `step^2` of two numbers in the loss's sum."""
+_STATISTIC, _COARSEST_STATISTIC = -32, -8
+"""Indices of the steps of statistics: where nothing is known of gradients (1/16 of a deviation), and at most."""
+
+
+def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
+    """Steps with which all integers take at most so many bits, or the largest ones.
+
+    Args:
+        plan: the plan.
+        leaves: trained leaves on the CPU, and running statistics, where these shall be in codes, too.
+        squares: mean squares of their gradients; leaves without any get the smallest steps.
+        bits: of all integers.
+        examples: of a batch, whose gradients these are; with them, a bit's weight is that at which a bit more, spent on
+            smaller steps, lowers the loss as much.
+    """
+    low, high = -40.0, 24.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        if code_bits(plan, leaves, _steps_at(plan, leaves, squares, middle)) > bits:
+            low = middle
+        else:
+            high = middle
+    # The noise h step^2 / 24 of each number, with h the examples times the mean square of their mean gradient.
+    rate = _BALANCE * examples * 4.0**high
+    return Steps(_steps_at(plan, leaves, squares, high).indices, rate)
+
+
+def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> Steps:
+    """Steps of which each, times the root mean square of the gradient, is about 2^log_noise."""
+    indices: dict[str, list[int]] = {}
+    seen = Seen({}, {})
+    for part in parts_in(plan, codable(plan, leaves)):
+        leaf = leaves[part.leaf]
+        numbers = coded(part.leaf, leaf, seen.variances) if part.statistic else part.of(leaf)
+        most = float(numbers.abs().max()) if leaf.numel() else 0.0
+        least = LEAST if most == 0 or part.gain else math.ceil(OCTAVE * math.log2(most / LARGEST))
+        index, coarsest = least, MOST
+        if part.statistic:
+            index, coarsest = _STATISTIC, _COARSEST_STATISTIC
+        found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
+        if found is not None:
+            shifts, alive = shifts_of(part, seen.gains, "cpu")
+            # What the mean square would be, were all steps equal.
+            even = part.of(found).double() * torch.exp2(-shifts.double())
+            even = even if alive is None else even[alive.expand(even.shape)]
+            mean = float(even.mean()) if even.numel() else 0.0
+            index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
+        index = max(LEAST, least, min(coarsest, index))
+        indices.setdefault(part.leaf, []).append(index)
+        quantise_part(part, leaf, index, seen)
+    return Steps(tuple((name, tuple(of_parts)) for name, of_parts in indices.items()))

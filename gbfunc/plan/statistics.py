@@ -1,0 +1,119 @@
+"""Running statistics of norms in codes with steps, beside what is trained (`steps`).
+
+A norm divides by its deviation sigma, so what counts is the error of a mean in deviations and of a deviation by its
+ratio. Both are coded in such numbers, with a step each as trained numbers have:
+
+    variance   u = ln(variance + 2^-16) / 2
+    mean       u = mean / e^(u of its variance, as it is read)
+
+An error of one u changes the norm's output as much as the same error of its shift does where its scale is 1. Counters
+of batches [] follow the codes: each as its difference from the one before, in as many bits as that has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gbfunc.plan.rounding import is_stat
+from gbfunc.plan.symbols import Entry, Reader
+from gbfunc.trees import BUFFERS, DIRECT
+from gbfunc.types import Params, TensorMap
+
+MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
+LEAST_VARIANCE = 2.0**-16
+_WORD, _SIZE = 16, 64
+FARTHEST = 128.0
+"""Deviations that a mean is from zero, at most: farther ones are not coded."""
+
+
+def statistics_of(plan: Any) -> list[str]:
+    """Leaves of statistics that can be coded, variances first: of norms that have both."""
+    names = {f"{BUFFERS}{b.name}" for b in plan.buffers if b.dtype.startswith(("float", "bfloat"))}
+    variances = [k for k in sorted(names) if is_stat(k) and kind_of(k) == VARIANCE and sibling(k, MEAN) in names]
+    return variances + [sibling(k, MEAN) for k in variances]
+
+
+def counters_of(plan: Any) -> list[str]:
+    """Leaves that count batches."""
+    scalars = (b for b in plan.buffers if b.dtype == "int64" and not b.shape)
+    return sorted(f"{BUFFERS}{b.name}" for b in scalars if kind_of(b.name) == COUNTER)
+
+
+def kind_of(name: str) -> str:
+    """The last part of a name."""
+    return name.rpartition(".")[2]
+
+
+def sibling(name: str, kind: str) -> str:
+    """Another buffer of the same norm."""
+    return name[: len(name) - len(kind_of(name))] + kind
+
+
+def codable(plan: Any, leaves: TensorMap) -> bool:
+    """Whether the statistics are there and can be coded; those of broken norms cannot."""
+    names = statistics_of(plan)
+    if not names or not leaves.keys() >= {*names}:
+        return False
+    for name in names:
+        if kind_of(name) == VARIANCE:
+            mean, variance = leaves[sibling(name, MEAN)].double(), leaves[name].double()
+            # False for NaN.
+            if not bool(((variance >= 0) & variance.isfinite()).all()):
+                return False
+            if not bool((mean.abs() <= FARTHEST * (variance + LEAST_VARIANCE).sqrt()).all()):
+                return False
+    return True
+
+
+def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
+    """Mean squares of the gradients of a statistic's numbers, by those of the norm's shift; None where it has none."""
+    module = name.removeprefix(BUFFERS)
+    shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
+    if shift not in squares or squares[shift].shape != leaves[name].shape:
+        return None
+    return squares[shift] * leaves[scale] ** 2 if scale in leaves else squares[shift]
+
+
+def coded(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
+    """The numbers of a statistic that are coded, in float64; `variances` are those of variances, as they are read."""
+    x = leaf.double()
+    if kind_of(name) == VARIANCE:
+        return (x.clamp(min=0) + LEAST_VARIANCE).log() / 2
+    return x / variances[sibling(name, VARIANCE)].exp()
+
+
+def uncoded(name: str, u: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
+    """Undo `coded`, in float32."""
+    if kind_of(name) == VARIANCE:
+        return ((2 * u).exp() - LEAST_VARIANCE).clamp(min=0).float()
+    return (u * variances[sibling(name, VARIANCE)].exp()).float()
+
+
+def counter_entries(counters: Iterable[Tensor]) -> Iterator[list[Entry]]:
+    """Each counter as symbols."""
+    before = 0
+    for counter in counters:
+        difference, before = (int(counter) - before) % (1 << _SIZE), int(counter)
+        size = difference.bit_length()
+        words = [difference >> low & ((1 << _WORD) - 1) for low in range(0, size, _WORD)]
+        yield [(size, 1, _SIZE + 1), *((word, 1, 1 << _WORD) for word in words)]
+
+
+def read_counters(reader: Reader, names: Iterable[str]) -> Params:
+    """Undo `counter_entries`."""
+    found, before = {}, 0
+    for name in names:
+        size = reader.next(list(range(_SIZE + 2)))
+        words = [reader.next(_WORDS) << low for low in range(0, size, _WORD)]
+        if sum(words).bit_length() != size:
+            raise ValueError(f"{name!r} has not the {size} bits that it says")
+        before = (before + sum(words)) % (1 << _SIZE)
+        found[name] = torch.tensor(before - (before >> (_SIZE - 1) << _SIZE))
+    return found
+
+
+_WORDS = list(range((1 << _WORD) + 1))
