@@ -11,7 +11,8 @@ Format 4 holds, one after the other:
                of their scales (bfloat16), zero points, and the codes of each leaf around its zero points
 
 Codes whose steps training found (`steps`) have 9 in place of their bits. Their stream, of all trained leaves of
-floating point, begins with two bytes, in how many pieces it is.
+floating point, begins with two bytes, in how many pieces it is. Plus 64, running statistics of norms and counters of
+batches are in it, too (`statistics`).
 
 In place of runs, where there are too many for them: the scales; zero points and codes in so many bits each, or in a
 stream of deflate (Huffman's codes alone, so at least one bit each), where that is shorter. So are files of format 3,

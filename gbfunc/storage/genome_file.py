@@ -58,7 +58,8 @@ def save(
             this one, each rounded to the nearest; `"int2"` to `"int8"` in codes of so many bits, with a scale and a
             zero point for each row, tile or leaf, and direct vectors in float16, and running statistics of norms in
             16 bits where these are enough. Other buffers stay as they are. `load` gives the plan's dtypes back.
-            Steps of `allocate_steps` store everything trained in codes with a step for each part of the genome.
+            Steps of `allocate_steps` store everything trained, and running statistics, in codes with a step for each
+            part of the genome.
             `make_train_step(rounding=)` trains what such a file will hold.
         metadata: anything that is JSON, such as names of classes; `load_metadata` reads it back.
 
