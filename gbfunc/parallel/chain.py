@@ -95,9 +95,9 @@ def trace_chain(
     Raises:
         ValueError: if the blocks do not run once each, in their order, or what happens depends on absent values.
     """
-    net, inputs, marks = RunnableNet(pnet, submodule_call_error=SUBMODULE_CALL_ERROR), [], []
+    net, inputs, marks, begun = RunnableNet(pnet), [], [], list[nn.Module]()
+    net.submodule_call_error = SUBMODULE_CALL_ERROR
     skeleton, order, calls, counter, mode = net.skeleton, [], [], FlopCounterMode(display=False), Provenance()
-
     ran, spared = dict[Any, Any](), list[int]()
 
     def flops_so_far() -> int:
@@ -155,7 +155,6 @@ def trace_chain(
         raise StopForward
 
     replace_units(skeleton, blocks, unit)
-    begun: list[nn.Module] = []
     skeleton.register_forward_pre_hook(lambda module, _: begun.append(module))
     if device is None:
         skeleton.register_forward_hook(end)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import GeneratorType, MethodType
 from typing import Any
@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gbfunc.layers.forms import WeightForm
-from gbfunc.pnet.pure import FrozenBuffers, PureNet
+from gbfunc.pnet.pure import PureNet
 from gbfunc.types import Params, TensorMap
 
 _READS = frozenset(
@@ -179,28 +178,19 @@ def _each(items: Iterator[Any], run: NetRun, note: Callable[[Any], None] | None 
 class RunnableNet(PureNet):
     """A pure function that also runs functions of the p-net with all that it has: `run`.
 
-    Args:
-        pnet, forms, adapt, frozen: as for `PureNet`.
-        submodule_call_error: why no part of the p-net can be called alone, "" where it can.
-
     Attributes:
+        submodule_call_error: why no part of the p-net can be called alone, "" where it can.
         compiled: whether functions that are run may be compiled: they get the skeleton itself.
         runs: those that go on, the innermost last.
     """
 
-    def __init__(
-        self,
-        pnet: nn.Module,
-        forms: Mapping[str, WeightForm] | None = None,
-        adapt: Callable[[nn.Module], Collection[str]] = lambda skeleton: (),
-        frozen: FrozenBuffers | None = None,
-        submodule_call_error: str = "",
-    ) -> None:
-        super().__init__(pnet, forms, adapt, frozen)
-        self.submodule_call_error, self.compiled = submodule_call_error, False
-        self.runs: list[NetRun] = []
-        # References in a list: a `WeakSet` takes longer to make and to go through than a small layer to run.
-        self._held: list[weakref.ref[NetRun]] | None = None
+    submodule_call_error, compiled = "", False
+    # References in a list: a `WeakSet` takes longer to make and to go through than a small layer to run.
+    _held: list[weakref.ref[NetRun]] | None = None
+
+    @functools.cached_property
+    def runs(self) -> list[NetRun]:  # noqa: D102
+        return []
 
     def run(
         self, weights: TensorMap, buffers: Params, function: Callable[..., Any], /, *args: Any, **kwargs: Any

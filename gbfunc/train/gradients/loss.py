@@ -95,7 +95,7 @@ class Result(NamedTuple):
 class GenomeLoss:
     """Loss and aux of a p-net on the weights of a genome: `generator` makes them of leaves, `net` takes them.
 
-    `names` and `pieces` are as for `make_generator`, `adapt` and `submodule_call_error` as for `RunnableNet`.
+    `names` and `pieces` are as for `make_generator`, `adapt` and `submodule_call_error` as of `RunnableNet`.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class GenomeLoss:
             pieces=pieces,
             base=base,
         )
-        self.net = RunnableNet(pnet, self.generator.forms, adapt, base, submodule_call_error)
+        self.net = RunnableNet(pnet, self.generator.forms, adapt, base)
+        self.net.submodule_call_error = submodule_call_error
 
     def weights(self, given: Given) -> Params:
         """The weights, in their forms."""
