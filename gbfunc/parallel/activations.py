@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from gbfunc.parallel.collectives import Sizes, exchange_rows
+from gbfunc.parallel.collectives import Sizes, exchange_rows, sent_bytes
 from gbfunc.parallel.mesh import Axis, Mesh
 
 Activation = Literal["whole", "split", "partial", "used in part"]
@@ -82,7 +82,7 @@ class Wire(NamedTuple):
 
 def _moved(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
     mesh, axis = wire.mesh, wire.axis
-    if move == "keep" or axis.size == 1:
+    if move == "keep":
         return x.view_as(x)
     if move == "slice":
         return x.narrow(dim, wire.start(sizes), sizes[axis.rank]).contiguous()
@@ -90,7 +90,7 @@ def _moved(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
         # A sum of narrow numbers is rounded once.
         wide = x.detach().to(torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)
         wide = wide.clone() if wide.data_ptr() == x.data_ptr() else wide
-        with mesh.sending(move, 2 * wide.nbytes * (axis.size - 1) // axis.size, axis.name):
+        with mesh.sending(move, sent_bytes(move, wide.nbytes, axis), axis.name):
             dist.all_reduce(wide, group=axis.group)
         return wide.to(x.dtype)
     rows = x.detach().movedim(dim, 0).contiguous()

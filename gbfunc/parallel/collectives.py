@@ -11,7 +11,6 @@ graph has in its place, takes twice the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,13 +42,29 @@ class _Exchange(NamedTuple):
     mesh: Mesh | None
 
 
+def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, sizes: Sizes = ()) -> int:
+    """What a rank sends of a tensor of so many bytes: to each other rank all of it, or its rows; in a ring twice both.
+
+    >>> ranks = Axis("tensor", (0, 1, 2, 3), 1, None)
+    >>> sent_bytes("gather", 40, ranks), sent_bytes("reduce_scatter", 40, ranks, (3, 1, 3, 3))
+    (120, 36)
+    >>> sent_bytes("all_reduce", 40, ranks)
+    60
+    """
+    if kind == "gather":
+        return n_bytes * (axis.size - 1)
+    if kind == "all_reduce":
+        return 2 * n_bytes * (axis.size - 1) // axis.size
+    return n_bytes * (sum(sizes) - sizes[axis.rank]) // max(1, sum(sizes))
+
+
 def _exchanged(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     kind, sizes, axis, _, mesh = exchange
-    if kind == "gather":  # All of this rank's rows go to every other rank.
-        move, n_bytes = _gather, sum(x.nbytes for x in xs) * (axis.size - 1)
-    else:  # To every other rank go its rows.
-        move, n_bytes = _reduce_scatter, sum(x[s[axis.rank] :].nbytes for x, s in zip(xs, sizes, strict=True))
-    with nullcontext() if mesh is None else mesh.sending(kind, n_bytes, axis.name):
+    move = _gather if kind == "gather" else _reduce_scatter
+    if mesh is None:
+        return move(exchange, xs)
+    n_bytes = sum(sent_bytes(kind, x.nbytes, axis, s) for x, s in zip(xs, sizes, strict=True))
+    with mesh.sending(kind, n_bytes, axis.name):
         return move(exchange, xs)
 
 
@@ -186,7 +201,7 @@ def sum_ranks(mesh: Mesh, x: Tensor, axis: AxisName = "world") -> Tensor:
     """The sum over the ranks of an axis, in place."""
     ranks = mesh.axis(axis)
     if ranks.size > 1:
-        with mesh.sending("all_reduce", 2 * x.nbytes * (ranks.size - 1) // ranks.size, ranks.name):
+        with mesh.sending("all_reduce", sent_bytes("all_reduce", x.nbytes, ranks), ranks.name):
             dist.all_reduce(x, group=ranks.group)
     return x
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.parallel.activations import MOVES, Activation, Move, Wire
-from gbfunc.parallel.collectives import Sizes
+from gbfunc.parallel.collectives import Sizes, sent_bytes
 from gbfunc.plan import DTYPES, Plan, TensorPlan, factored_form, is_formable
 from gbfunc.pnet import RunnableNet
 from gbfunc.trees import tree_leaves
@@ -105,16 +105,15 @@ class DryWire(Wire):
         if there not in ("keep", "all_reduce"):
             shape[dim] = sum(sizes) if there == "gather" else sizes[self.axis.rank]
         moved: Any = x.view_as(x) if there == "keep" else _Sent.apply(x, tuple(shape))
-        mine = sizes[self.axis.rank] / max(1, sum(sizes)) if sizes else 0.0
-        self.sent(self._bytes(x, there, mine), self._bytes(moved, back, mine) if x.requires_grad else 0.0)
+        self.sent(self._bytes(x, there, sizes), self._bytes(moved, back, sizes) if x.requires_grad else 0.0)
         return moved
 
-    def _bytes(self, x: Tensor, move: Move, mine: float) -> float:
-        """Bytes that a rank sends, with this part of the tensor on it."""
-        if move == "all_reduce":
-            wide = torch.promote_types(x.dtype, torch.float32).itemsize
-            return float(2 * x.numel() * wide * (self.axis.size - 1) // self.axis.size)
-        return x.nbytes * {"gather": self.axis.size - 1.0, "reduce_scatter": 1 - mine}.get(move, 0.0)
+    def _bytes(self, x: Tensor, move: Move, sizes: Sizes) -> float:
+        """Bytes that a rank sends, of narrow numbers that are summed those of wide ones."""
+        if move in ("keep", "slice"):
+            return 0.0
+        wide = torch.promote_types(x.dtype, torch.float32) if move == "all_reduce" else x.dtype
+        return float(sent_bytes(move, x.numel() * wide.itemsize, self.axis, sizes))
 
 
 def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -39,20 +39,12 @@ from gbfunc.parallel.chain import (
     trace_chain,
 )
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.parallel.pipeline_order import schedule_class, stage_ranks
+from gbfunc.parallel.pipeline_order import SCHEDULES, schedule_class, stage_ranks
 from gbfunc.pnet import StopForward
 from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params
 
 __all__ = ["SCHEDULES", "Chain", "Pipeline", "find_blocks", "spread", "trace_chain"]
-
-SCHEDULES: Mapping[str, tuple[str, int]] = {
-    "gpipe": ("ScheduleGPipe", 1),
-    "1f1b": ("Schedule1F1B", 1),
-    "interleaved": ("ScheduleInterleaved1F1B", 2),
-    "zbv": ("ScheduleZBVZeroBubble", 2),
-}
-"""Torch's class of each schedule, and its stages per rank."""
 
 
 class _Cut(StopForward):
@@ -184,11 +176,10 @@ class Pipeline:
             raise ValueError(f"pipeline must be one of {tuple(SCHEDULES)}, got {schedule!r}")
         self._pnet, self._mesh, self._microbatches, self._splits = pnet, mesh, microbatches, splits
         self._axis = mesh.axis("pipeline")
-        self._class, each = SCHEDULES[schedule]
+        self._order, (_, each) = schedule, SCHEDULES[schedule]
         self.rank, self.ranks, self.stages = self._axis.rank, self._axis.size, each * self._axis.size
         self._blocks = find_blocks(pnet, self.stages, splits)
-        order: Any = schedule
-        self.mine = [s for s, rank in enumerate(stage_ranks(order, self.ranks, each)) if rank == self.rank]
+        self.mine = [s for s, rank in enumerate(stage_ranks(schedule, self.ranks, each)) if rank == self.rank]
         if microbatches < self.ranks:
             raise ValueError(
                 f"a pipeline of {self.ranks} ranks needs at least as many microbatches, got {microbatches}"
@@ -263,7 +254,7 @@ class Pipeline:
             for m in modules
         ]
         options: Any = {"loss_fn": lambda out, _: out.sum(), "scale_grads": False}
-        make = schedule_class(self._class)
+        make = schedule_class(self._order)
         return make(stages[0] if len(stages) == 1 else stages, self._microbatches, **options), modules
 
     def adapt(self, skeleton: nn.Module) -> tuple[str, ...]:

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from operator import le
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 PipelineOrder = Literal["gpipe", "1f1b", "interleaved", "zbv"]
+
+SCHEDULES: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "gpipe": ("ScheduleGPipe", 1),
+        "1f1b": ("Schedule1F1B", 1),
+        "interleaved": ("ScheduleInterleaved1F1B", 2),
+        "zbv": ("ScheduleZBVZeroBubble", 2),
+    }
+)
+"""Torch's class of each order, and its stages per rank; `pipeline_order` knows interleaved ones of any number too."""
 
 _FREED_LATE = 0.21
 """Part of what a stage keeps of a microbatch that torch's zero-bubble schedule frees at the end of the step only: its
@@ -30,17 +41,18 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def schedule_class(name: str) -> Any:
-    """A schedule of torch's; ValueError where this torch has none that leaves gradients unscaled."""
+def schedule_class(order: str) -> Any:
+    """Torch's class of an order; ValueError where this torch has none that leaves gradients unscaled."""
     from torch.distributed import pipelining
 
+    name, _ = SCHEDULES[order]
     kind = getattr(pipelining, name, None)
     if kind is None or "scale_grads" not in inspect.signature(kind).parameters:
         raise ValueError(f"torch {torch.__version__} has no {name} that this pipeline can use: 2.7 has")
     return kind
 
 
-def stage_ranks(order: PipelineOrder, ranks: int, virtual: int = 1) -> tuple[int, ...]:
+def stage_ranks(order: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
     """The rank of each stage, where every rank has `virtual` of them."""
     return (*range(ranks), *reversed(range(ranks))) if order == "zbv" else tuple(range(ranks)) * virtual
 
@@ -61,11 +73,11 @@ def pipeline_order(
     Raises:
         ValueError: if the order is none of these or cannot have such sizes, or if this torch has no such schedule.
     """
-    stages = {"gpipe": 1, "1f1b": 1, "zbv": 2, "interleaved": max(virtual, 1)}
-    if order not in stages:
-        raise ValueError(f"expected a pipeline order of {sorted(stages)}, got {order!r}")
-    if virtual != stages[order]:
-        raise ValueError(f"pipeline order {order!r} expects {stages[order]} stages per rank, got {virtual}")
+    if order not in SCHEDULES:
+        raise ValueError(f"expected a pipeline order of {sorted(SCHEDULES)}, got {order!r}")
+    each = max(virtual, 1) if order == "interleaved" else SCHEDULES[order][1]
+    if virtual != each:
+        raise ValueError(f"pipeline order {order!r} expects {each} stages per rank, got {virtual}")
     if order in ("interleaved", "zbv"):
         return _torch_orders(order, ranks, microbatches, virtual)[rank]
     # Written out, as old torch does not report them: forwards alone, then a forward and a backward in turn.
@@ -78,9 +90,8 @@ def pipeline_order(
 @lru_cache(maxsize=64)
 def _torch_orders(order: PipelineOrder, ranks: int, microbatches: int, virtual: int) -> list[tuple[Action, ...]]:
     """The order of every rank, as the schedule of torch reports it."""
-    kind = schedule_class("ScheduleZBVZeroBubble" if order == "zbv" else "ScheduleInterleaved1F1B")
 
-    class Order(kind):
+    class Order(schedule_class(order)):
         def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
             """Leave messages out, which take most of the time."""
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from gbfunc.parallel.pipeline_order import SCHEDULES
 from gbfunc.parallel.planner_report import report
 from gbfunc.parallel.schedule import simulate
 from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
@@ -210,8 +211,8 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[lis
             if shards > model.rows:
                 yield name, f"the batch has {model.rows} rows"
                 continue
-            for schedule in ("gpipe", "1f1b", "interleaved", "zbv") if pipeline > 1 else (None,):
-                stages = pipeline * (2 if schedule in ("interleaved", "zbv") else 1)
+            for schedule in SCHEDULES if pipeline > 1 else (None,):
+                stages = pipeline * (SCHEDULES[schedule][1] if schedule else 1)
                 if schedule and (reason := model.why_not_staged(stages, schedule)):
                     yield f"{name}, {schedule}", reason
                     continue

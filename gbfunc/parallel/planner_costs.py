@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from gbfunc.costs import all_reduce_bytes
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.parallel.pipeline import SCHEDULES, find_blocks, spread, trace_chain
-from gbfunc.parallel.pipeline_order import in_flight, schedule_class, stage_ranks
+from gbfunc.parallel.pipeline import find_blocks, spread, trace_chain
+from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks
 from gbfunc.parallel.placement import gather_bytes, operations, placement_cost, products, shares_of
 from gbfunc.plan import DTYPES, Plan, is_formable
 from gbfunc.pnet import skeleton_of
@@ -53,7 +53,7 @@ class RankLayout(NamedTuple):
     @property
     def stages(self) -> list[list[int]]:
         """Stages of every rank of the pipeline."""
-        ranks, order = self.sizes["pipeline"], cast(Any, self.schedule or "gpipe")
+        ranks, order = self.sizes["pipeline"], self.schedule or "gpipe"
         places = stage_ranks(order, ranks, SCHEDULES[order][1])
         return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
 
@@ -205,7 +205,7 @@ class Model:
         if self._chain is None:
             return "the p-net has no list of layers that run in their order"
         try:
-            schedule_class(SCHEDULES[schedule][0])
+            schedule_class(schedule)
         except ValueError as error:
             return str(error)
         return "" if stages <= len(self.blocks) else f"{stages} stages of {len(self.blocks)} blocks"

@@ -97,8 +97,8 @@ class TensorParallel:
 
     Args:
         pnet: the p-net.
-        styles: style of each module.
-        mesh: the ranks.
+        styles: style of each module by its name, as `resolve` gives them.
+        mesh: the ranks, more than one along the tensor axis.
         wire: makes what carries activations between them.
 
     Attributes:
@@ -109,25 +109,24 @@ class TensorParallel:
         takes_parts: whether some layer takes a part of the rows or of the sequence.
 
     Raises:
-        ValueError: for a style that names no module, or a layer that cannot be split so.
+        ValueError: for a layer that cannot be split so.
     """
 
     local_rows: int | None = None
     by_class = False
 
-    def __init__(self, pnet: nn.Module, styles: Styles, mesh: Mesh, wire: type[Wire] = Wire) -> None:
+    def __init__(
+        self, pnet: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Mesh, wire: type[Wire] = Wire
+    ) -> None:
         self.wire = wire(mesh, mesh.axis("tensor"))
         self.ranks, self._rank = self.wire.axis.size, self.wire.axis.rank
-        self._styles = resolve(pnet, styles)
-        self.pieces: dict[str, Piece] = {}
+        self._styles, self.pieces = styles, dict[str, Piece]()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._splits: dict[str, Split] = {}
         # How a parameter is placed over the ranks, and along a split dimension the parts of all ranks.
         self._placements: dict[str, tuple[Any, Sizes]] = {}
         self.takes_parts = any(map(_takes_parts, self._styles.values()))
         self._alike: dict[str, list[Tensor]] | None = {}
-        if self.ranks == 1:
-            return
         owners = {id(p): n for n, p in reversed(list(pnet.named_parameters(remove_duplicate=False)))}
         others = {}
         for name, style in self._styles.items():
@@ -187,7 +186,7 @@ class TensorParallel:
                 install_layer(module, self, self._splits[name])
             elif isinstance(style, DividedAttributes):
                 divide(module, style.names, self.ranks)
-            elif self.ranks > 1:
+            else:
                 self._by_torch(name, module, style)
         return frozenset(self._placements)
 
@@ -249,7 +248,7 @@ class TensorParallel:
             ValueError: if the loss of replicated outputs, or a replicated parameter's gradient, differs between ranks.
             CollectiveError: if a rank is missing.
         """
-        if self.ranks == 1 or self._alike is None:
+        if self._alike is None:
             return
         seen = {k: torch.cat([x.detach().reshape(-1) for x in xs]) for k, xs in self._alike.items() if xs}
         numbers = {k: (float(torch.linalg.vector_norm(x)), float(x.real.sum())) for k, x in seen.items()}
@@ -272,8 +271,6 @@ class TensorParallel:
 
         All ranks find the same gradient of what they use alike: each gives its part of it.
         """
-        if self.ranks == 1:
-            return tensors
         placed = {}
         for name, x in tensors.items():
             weight, _, given = name.rpartition("_form.")

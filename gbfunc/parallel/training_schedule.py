@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from gbfunc.parallel.pipeline_order import Action, PipelineOrder, pipeline_order, stage_ranks
+from gbfunc.parallel.pipeline_order import SCHEDULES, Action, PipelineOrder, pipeline_order, stage_ranks
 from gbfunc.parallel.schedule import Event, Kind, Schedule
 
 WeightSource = Literal["stored", "generated", "remat"]
@@ -130,7 +130,7 @@ def make_schedule(
         if ranks % depth:
             raise ValueError(f"{kind!r} expects ranks in multiples of its {depth} layers, got {ranks}")
     order = recipe.order if recipe.order not in ("once", "each") else "1f1b"
-    virtual = {"interleaved": virtual, "zbv": 2}.get(kind, 1)
+    virtual = virtual if kind == "interleaved" else SCHEDULES[order][1]
     stages = stage_ranks(order, depth, virtual)
     if layers % len(stages):
         raise ValueError(f"{kind!r} expects layers in multiples of its {len(stages)} stages, got {layers}")

@@ -31,10 +31,10 @@ def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: St
     ranks, split, scale = layout.mesh.world, None, 1.0
     if options.parallel is not None:
         # Torch's DTensor takes half a second to import.
-        from gbfunc.parallel.tensor import TensorParallel
+        from gbfunc.parallel.tensor import TensorParallel, resolve
 
-        split = TensorParallel(pnet, options.parallel, layout.mesh)
-        split = split if split.ranks > 1 else None
+        styles = resolve(pnet, options.parallel)
+        split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
     if options.amp == torch.float16:
         scale = _FP16_SCALE if ranks == 1 else _FP16_SCALE_PER_ROW
     strategy = _strategy(pnet, loss_fn, layout, options, split, scale)
