@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gbfunc.generate import make_generator
+from gbfunc.generate import make_generator, to_serve
 from gbfunc.genome import Noise, check_genome, check_noise, check_plan
-from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import install
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import PureNet, watch_first_call, with_weights
@@ -44,21 +43,10 @@ def materialize(
     generator = make_generator(plan, pnet=pnet if factored else None, lazy=factored, base=base)
     with torch.no_grad():
         tensors = generator(flat_genome(genome), noise)
-    forms, weights = {}, {k: tensors[k] for k in generator.unchanged}
-    for tensor in plan.tensors:
-        name, dtype, form = tensor.name, DTYPES[tensor.dtype], generator.forms.get(tensor.name)
-        if not isinstance(form, FactoredWeight):
-            weights[name] = tensors[name].to(dtype)
-            continue
-        inputs = form.taken(tensors)
-        # Beside a base factors are as they were in training.
-        form.hold(inputs if tensor.base else {k: x.to(dtype) for k, x in inputs.items()})
-        if sum(x.numel() for k, x in inputs.items() if k != "base") < tensor.numel:
-            forms |= dict.fromkeys((name, *tensor.aliases), form)
-            # A layer with factors has no use for the memory of its weight: one entry stands there until it is removed.
-            weights[name] = torch.zeros((), dtype=dtype).expand(tensor.shape)
-        else:
-            weights[name] = form.make().detach().to(dtype)
+    weights, forms, _ = to_serve(plan, generator, tensors)
+    # A layer with factors has no use for the memory of its weight: one entry stands there until it is removed.
+    kept = [t for t in plan.tensors if t.name in forms]
+    weights |= {t.name: torch.zeros((), dtype=DTYPES[t.dtype]).expand(t.shape) for t in kept}
     buffers = dict(genome.buffers) | ({} if base is None else base.on(next(iter(weights.values())).device)[1])
     PureNet(pnet).check(weights, buffers)
     net = with_weights(pnet, weights, buffers, bare=forms)

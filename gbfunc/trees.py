@@ -87,6 +87,12 @@ def flat_genome(genome: GenomeLike) -> Params:
     return flatten_tree({"gnets": genome.gnets, "direct": genome.direct})
 
 
+def stored_tensors(genome: GenomeLike) -> Params:
+    """All tensors of a genome by name, buffers among them, on the CPU and without a graph."""
+    parts = {"gnets": genome.gnets, "direct": genome.direct, "buffers": genome.buffers}
+    return {k: x.detach().cpu() for k, x in flatten_tree(parts).items()}
+
+
 def like_genome(flat: Params, genome: GenomeLike) -> Any:
     """Undo `flat_genome`: a `Genome` or `TrainState` with the values of `flat` in place of its leaves."""
     gnets, direct = unflatten_tree(flat, genome.gnets, GNET), unflatten_tree(flat, genome.direct, DIRECT)

@@ -16,7 +16,7 @@ from gbfunc import Genome, Plan, __version__
 from gbfunc.genome import check_genome
 from gbfunc.plan.compact import Compact, pack
 from gbfunc.plan.rounding import BITS, rounded
-from gbfunc.trees import flatten_tree, unflatten_tree
+from gbfunc.trees import stored_tensors, unflatten_tree
 from gbfunc.types import GenomeLike, Params
 
 Vector = NDArray[np.float32]
@@ -76,8 +76,7 @@ class Wire:
     def __init__(self, plan: Plan, like: GenomeLike) -> None:
         check_genome(plan, like)
         self.plan, self.identity = plan, identity(plan)
-        self._like = Genome(like.gnets, like.direct, like.buffers)
-        named = {k: x.detach().cpu() for k, x in flatten_tree(self._like).items()}
+        self._like, named = Genome(like.gnets, like.direct, like.buffers), stored_tensors(like)
         self._named = {k: named[k] for k in sorted(named)}
         self._sent = {k: x for k, x in self._named.items() if x.is_floating_point()}
         self.size = sum(x.numel() for x in self._sent.values())
@@ -85,8 +84,8 @@ class Wire:
 
     def vector(self, genome: GenomeLike) -> Vector:
         """The numbers of a genome [P], float32."""
-        named = flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers))
-        return np.concatenate([named[k].detach().cpu().float().reshape(-1).numpy() for k in self._sent])
+        named = stored_tensors(genome)
+        return np.concatenate([named[k].float().reshape(-1).numpy() for k in self._sent])
 
     def genome(self, vector: Vector) -> Genome:
         """The genome of a vector [P], with tensors of its own."""

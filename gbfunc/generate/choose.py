@@ -182,6 +182,30 @@ def _cut(grid: TileGrid, piece: Piece | None, all_tiles: bool) -> Cut:
     return Cut(grid, None, piece) if piece is None or all_tiles else cut_piece(grid, piece)
 
 
+def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
+    """What a module for serving takes of one genome, from all that a generator of lazy weights has made of it.
+
+    Returns:
+        Weights in the p-net's dtypes by name; forms, which hold their inputs, of those that are smaller as factors, by
+        each of their names; and these inputs by the forms' keys.
+    """
+    weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
+    for t in plan.tensors:
+        dtype, form = DTYPES[t.dtype], generator.forms.get(t.name)
+        if form is None:
+            weights[t.name] = tensors[t.name].detach().to(dtype)
+            continue
+        # Beside a base factors are as they were in training.
+        given = {k: x if t.base else x.to(dtype) for k, x in form.taken(tensors).items()}
+        form.hold(given)
+        if sum(x.numel() for k, x in given.items() if k != "base") < t.numel:
+            forms |= dict.fromkeys((t.name, *t.aliases), form)
+            inputs |= zip(form.keys, given.values(), strict=True)
+        else:
+            weights[t.name] = form.make().detach().to(dtype)
+    return weights, forms, inputs
+
+
 def generate(
     plan: Plan,
     genome: GenomeLike,

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.generate import Generator, make_generator
+from gbfunc.generate import Generator, make_generator, to_serve
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
 from gbfunc.many.proof import Watch, first_difference, proof_batch, tolerance_of, varied
 from gbfunc.many.row_wise import PLAIN, RowWise, prepare
-from gbfunc.plan import DTYPES, Plan
+from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
 from gbfunc.trees import flat_genome, tree_leaves, tree_map
 from gbfunc.types import GenomeLike, Params
@@ -248,31 +248,13 @@ def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
 
 def _all_tensors(
     plan: Plan, genomes: Sequence[GenomeLike], generator: Generator
-) -> tuple[dict[str, list[Tensor]], set[str], dict[str, list[Tensor]]]:
+) -> tuple[dict[str, list[Tensor]], Collection[str], dict[str, list[Tensor]]]:
     """What the p-net takes, of every genome by name; names of the parameters that are factors; and buffers."""
     with torch.no_grad():
-        made = [generator(flat_genome(genome)) for genome in genomes]
-    tensors = {name: [x[name] for x in made] for name in generator.unchanged}
-    forms: set[str] = set()
-    for tensor in plan.tensors:
-        name, dtype, form = tensor.name, DTYPES[tensor.dtype], generator.forms.get(tensor.name)
-        keys = [f"{name}_form.{k}" for k in form.inputs] if form else []
-        if form and sum(made[0][key].numel() for key in keys if not key.endswith(".base")) < tensor.numel:
-            forms |= {name, *tensor.aliases}
-            # Beside a base factors are as they were in training.
-            tensors |= {key: [x[key] if tensor.base else x[key].to(dtype) for x in made] for key in keys}
-        else:
-            tensors[name] = [_dense(form, x, name).detach().to(dtype) for x in made]
+        made = [to_serve(plan, generator, generator(flat_genome(genome))) for genome in genomes]
+    given = [weights | inputs for weights, _, inputs in made]
     buffers = {b.name: [g.buffers[b.name].detach() for g in genomes] for b in plan.buffers}
-    return tensors, forms, buffers
-
-
-def _dense(form: WeightForm | None, tensors: Params, name: str) -> Tensor:
-    """A dense weight, or factors multiplied out."""
-    if form is None:
-        return tensors[name]
-    form.hold({k: tensors[f"{name}_form.{k}"] for k in form.inputs})
-    return form.make()
+    return {k: [x[k] for x in given] for k in given[0]}, made[0][1].keys(), buffers
 
 
 def _inside(name: str, path: str) -> bool:

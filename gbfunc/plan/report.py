@@ -15,8 +15,8 @@ from gbfunc.plan.file_layout import deflate, file_header, pack_plan, stored_leav
 from gbfunc.plan.rounding import BITS
 from gbfunc.plan.slots import BufferPlan, TensorPlan
 from gbfunc.plan.steps import AUTO, Steps, Stored, stored_as
-from gbfunc.trees import BUFFERS, DIRECT, GNET, compare_trees, flatten_tree
-from gbfunc.types import Genome, GenomeLike, TensorMap
+from gbfunc.trees import BUFFERS, DIRECT, GNET, compare_trees, stored_tensors
+from gbfunc.types import GenomeLike, TensorMap
 
 PLAN, METADATA, SCALES, CONTAINER = "(plan)", "(metadata)", "(scales)", "(container)"
 _COLUMNS = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
@@ -62,8 +62,7 @@ def file_bytes(
     """
     name, leaves = None if dtype is None else stored_as(dtype), plan.leaves
     if genome is not None:
-        tree = Genome(genome.gnets, genome.direct, genome.buffers)
-        leaves = {k: x.detach().cpu() for k, x in flatten_tree(tree).items()}
+        leaves = stored_tensors(genome)
         compare_trees(plan.leaves, leaves, "the genome does not fit the plan")
     text, bare = document(plan, metadata), plan.to_json()
     owners, parts = _owners(plan), Counter[str]()

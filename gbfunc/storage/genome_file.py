@@ -35,7 +35,7 @@ from gbfunc.plan.file_layout import (
 from gbfunc.plan.rounding import BITS, is_stat, narrow_stats
 from gbfunc.plan.serial import check_readable
 from gbfunc.plan.slots import dtype_name
-from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree
+from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, stored_tensors
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 
@@ -77,7 +77,7 @@ def save(
     if name == AUTO and not isinstance(dtype, Steps):
         raise ValueError("dtype='auto' says nothing of steps: give those of gb.allocate_steps")
     check_genome(plan, genome, buffers=False)
-    flat = {k: x.detach().cpu() for k, x in flatten_tree(Genome(genome.gnets, genome.direct, genome.buffers)).items()}
+    flat = stored_tensors(genome)
     compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")
     stored = {} if name == AUTO else stored_leaves(flat, name, narrow_stats(flat))

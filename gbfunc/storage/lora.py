@@ -28,6 +28,7 @@ from gbfunc.files import replace_file
 from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.layers.factored import FactoredWeight
+from gbfunc.layers.install import transposed
 from gbfunc.plan import DTYPES, Plan, TensorPlan
 from gbfunc.storage.hub import card_head
 from gbfunc.tiling import TileGrid
@@ -148,13 +149,8 @@ def _unknown(module: nn.Module, attribute: str) -> str | None:
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         plain = module.groups == 1 and module.padding_mode == "zeros" and set(module.dilation) == {1}
         return None if plain else "of convolutions it has those of one group, zero padding and no dilation"
-    known = isinstance(module, nn.Linear) or _is_conv1d(module)
+    known = isinstance(module, nn.Linear) or transposed(module)
     return None if known else f"it does not know layers of type {type(module).__name__}"
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a layer is Hugging Face's `Conv1D`, which stores the transpose of its weight."""
-    return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__)
 
 
 def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
@@ -198,7 +194,7 @@ def _config(plan: Plan, pnet: nn.Module, ranks: Mapping[str, int], saved: list[s
         "alpha_pattern": dict(patterns),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": any(map(_is_conv1d, layers)),
+        "fan_in_fan_out": any(map(transposed, layers)),
         "use_rslora": False,
         "use_dora": False,
         "init_lora_weights": True,

@@ -11,8 +11,8 @@ from gbfunc.plan import Plan, Steps, allocate, compact, document
 from gbfunc.plan.step_stream import code_bits
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import TrainState
-from gbfunc.trees import flatten_tree
-from gbfunc.types import Genome, Params
+from gbfunc.trees import stored_tensors
+from gbfunc.types import Params
 
 _SQUARES = ("exp_avg_sq", "square_avg")
 """What torch's optimizers call the running mean of a gradient's squares."""
@@ -56,8 +56,7 @@ def allocate_steps(
     if not isinstance(gnet_params, TrainState):
         raise TypeError(f"allocate_steps takes the state of a training, got a {type(gnet_params).__name__}")
     check_genome(plan, gnet_params, buffers=False)
-    genome = Genome(gnet_params.gnets, gnet_params.direct, gnet_params.buffers)
-    leaves = {k: x.detach().cpu() for k, x in flatten_tree(genome).items()}
+    leaves = stored_tensors(gnet_params)
     squares, text = _squares(gnet_params.opt), document(plan, metadata)
     steps = allocate(plan, leaves, squares, 0.0, batch_size)
     coarsest = len(compact.pack_with_steps(text, plan, leaves, steps)[0])
