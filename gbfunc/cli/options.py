@@ -297,6 +297,19 @@ class ExecutionOptions:
     ] = None
     """Equal parts of each batch, one after the other, whose gradients are summed."""
 
+    local_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: ranks sum each gradient)")] = (
+        None
+    )
+    """With many ranks along data: so many steps each takes alone on its share of the batches, before they exchange what
+    their genomes have changed by and take an outer step with Nesterov's momentum (DiLoCo). An end of training that does
+    not divide has the mean of the genomes."""
+
+    outer_lr: float = 1.0
+    """Learning rate of the outer step; with 1, and no momentum, genomes are averaged."""
+
+    outer_momentum: float = 0.5
+    """Momentum of the outer step."""
+
 
 @dataclass(frozen=True)
 class TeacherOptions:

@@ -15,6 +15,7 @@ import gbfunc as gb
 from gbfunc.cli.options import ExecutionOptions, PipelineName
 from gbfunc.parallel import Mesh, Placement, gather_objects
 from gbfunc.tasks.pnets import import_factory
+from gbfunc.train.local import nesterov
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ class Spread(NamedTuple):
     def asked(cls, mesh: Mesh, options: ExecutionOptions) -> Spread:
         """As the command's options have it."""
         amp = None if options.amp is None else getattr(torch, options.amp)
-        more = {"amp": amp, "compile": options.compile, "remat": options.remat}
+        more = {"amp": amp, "compile": options.compile, "remat": options.remat, **local_steps(options)}
         return cls(mesh, options.placement, options.pipeline, options.microbatches, options.parallel, more)
 
     def arguments(self, pnet: nn.Module, batch_size: int) -> dict[str, Any]:
@@ -147,6 +148,21 @@ class Spread(NamedTuple):
             "pipeline": self.pipeline or "1f1b",
             "microbatches": pipeline_microbatches(batch_size, mesh.shards, stages, given),
         }
+
+
+def local_steps(options: ExecutionOptions) -> dict[str, Any]:
+    """Local steps and their outer optimizer, as `make_train_step` takes them."""
+    steps, lr, momentum = options.local_steps, options.outer_lr, options.outer_momentum
+    if steps is None:
+        if (lr, momentum) != (ExecutionOptions.outer_lr, ExecutionOptions.outer_momentum):
+            raise ValueError("--outer-lr and --outer-momentum are of the exchange of local steps: say --local-steps")
+        return {}
+    if steps < 1:
+        raise ValueError(f"--local-steps must be at least 1, got {steps}")
+    if not lr > 0 or not 0 <= momentum < 1:
+        words = "--outer-lr must be above 0, and --outer-momentum from 0 to below 1"
+        raise ValueError(f"{words}, got {lr} and {momentum}")
+    return {"local_steps": steps, "outer": nesterov(lr, momentum)}
 
 
 def _styles(pnet: nn.Module, ranks: int) -> Any:

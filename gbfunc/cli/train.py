@@ -167,7 +167,7 @@ def train_genome(
             job = job._replace(recipe=slowed(recipe, output.finetune))
             more = genome_trainer(job.plan, job.pnet, task, job.recipe, seed, rounding=output.dtype, **split)
             best = Best(best_path, task.metric, write)
-            tuned = run_fit(going_on(more, result.state), job, seed, "rounded", **hooks(None, best, step))
+            tuned = run_fit(going_on(more, step.gather(result.state)), job, seed, "rounded", **hooks(None, best, step))
             best_step = result.steps + best.step(tuned.history)
             result = joined(result, tuned)
     path = folder / GENOME_FILE

@@ -5,7 +5,15 @@ The only user of `torch.distributed`.
 
 from gbfunc.parallel.checks import check_equal, text_of
 from gbfunc.parallel.collectives import all_gather, from_rank_0, gather_objects, reduce_scatter, sum_ranks
-from gbfunc.parallel.exchange import Gather, gather_state, reduce_step, shard_state, zero_uncounted
+from gbfunc.parallel.exchange import (
+    Gather,
+    gather_state,
+    reduce_step,
+    shard_state,
+    stack_ranks,
+    weighted_mean,
+    zero_uncounted,
+)
 from gbfunc.parallel.faults import CollectiveError
 from gbfunc.parallel.mesh import Mesh, mesh, single_rank_mesh
 from gbfunc.parallel.placement import Layout, Placement, Rows, choose_placement, make_layout, placement_cost, shares_of
@@ -15,4 +23,5 @@ from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
 __all__ = ["CollectiveError", "Gather", "Layout", "Mesh", "Placement", "Rows", "ScheduleCosts"]
 __all__ += ["all_gather", "check_equal", "choose_placement", "from_rank_0", "gather_objects", "gather_state"]
 __all__ += ["make_layout", "make_schedule", "mesh", "placement_cost", "reduce_scatter", "reduce_step"]
-__all__ += ["shard_state", "shares_of", "simulate", "single_rank_mesh", "sum_ranks", "text_of", "zero_uncounted"]
+__all__ += ["shard_state", "shares_of", "simulate", "single_rank_mesh", "stack_ranks", "sum_ranks", "text_of"]
+__all__ += ["weighted_mean", "zero_uncounted"]

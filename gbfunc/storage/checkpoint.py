@@ -202,7 +202,7 @@ def load_checkpoint(
     flat = flatten_tree(state)
 
     def restore() -> tuple[_Restored, list[str]]:
-        found = _restore(Path(path), train_step.plan, flat, check)
+        found = _restore(Path(path), train_step, flat, check)
         differing = _differing(found.training, describe_training(train_step.settings, int(flat["step"])))
         if differing and changed is None:
             words = f"{found.path} is not a checkpoint to go on from: it was trained otherwise"
@@ -228,7 +228,7 @@ class _Restored(NamedTuple):
     skipped: tuple[str, ...]
 
 
-def _restore(path: Path, plan: Plan, flat: Params, check: Callable[[JSON], None]) -> _Restored:
+def _restore(path: Path, train_step: TrainStep, flat: Params, check: Callable[[JSON], None]) -> _Restored:
     """Put the tensors of the newest valid checkpoint into `flat`."""
     skipped: list[str] = []
     named = path.is_file() or _NAME.fullmatch(path.name)
@@ -242,8 +242,9 @@ def _restore(path: Path, plan: Plan, flat: Params, check: Callable[[JSON], None]
                 skipped.append(f"{file.name}: {error}")
                 continue
             # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
-            extra = _check_metadata(metadata, tensors, plan, check)
-            tensors = {name: x for name, x in tensors.items() if not name.startswith(EXTRA)}
+            extra = _check_metadata(metadata, tensors, train_step.plan, check)
+            saved = {name: x for name, x in tensors.items() if not name.startswith(EXTRA)}
+            tensors = train_step.fitted(saved)
             compare_trees(flat, tensors, "it was saved with another optimizer or p-net")
             for name, leaf in flat.items():
                 # What an optimizer's state is of, not a value that carries over.

@@ -178,6 +178,8 @@ def genome_trainer(
         # Known before a step is taken: parts of the genome on other ranks may share a step of quantisation.
         if placement not in ("auto", "replicated"):
             raise ValueError(f"codes with steps need the whole genome on each rank: replicated, got {placement!r}")
+        if options.get("local_steps") is not None:
+            raise ValueError("codes with steps need the same genome on each rank: they do not go with local_steps=")
         rounding, placement = None, "replicated"
     options = {"amp": recipe.amp} | options
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)

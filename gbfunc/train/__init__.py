@@ -3,15 +3,19 @@
 from gbfunc.train.alignment import UpdateAlignment, update_alignment
 from gbfunc.train.allocation import allocate_steps
 from gbfunc.train.gradients import LossAndGrads, LossFn, Objective, seeded
+from gbfunc.train.local import LocalState, LocalTrainStep
+from gbfunc.train.make import make_train_step
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import Remat, StepOptions
 from gbfunc.train.param_groups import ROLES
 from gbfunc.train.population import Population, population
 from gbfunc.train.schedules import torch_schedule
-from gbfunc.train.step import StepInfo, TrainState, TrainStep, make_train_step
+from gbfunc.train.step import StepInfo, TrainState, TrainStep
 
 __all__ = [
     "ROLES",
+    "LocalState",
+    "LocalTrainStep",
     "LossAndGrads",
     "LossFn",
     "Objective",

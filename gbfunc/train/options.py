@@ -10,6 +10,7 @@ import torch
 
 from gbfunc.parallel import Layout, Mesh, Placement
 from gbfunc.plan import AUTO, Stored, stored_as
+from gbfunc.train.optimizers import Optimizer
 from gbfunc.types import Kernel, Lazy
 
 Remat = Literal["none", "generate", "layer"]
@@ -54,6 +55,11 @@ class StepOptions:
         rounding: the loss sees the genome as `save` with this dtype stores it, and gradients go straight through the
             rounding: a short training with it, after one without, recovers most of what rounding alone costs. Of steps
             (`allocate_steps`) with a `rate`, the bits that the genome takes are minimised beside the loss.
+        local_steps: so many steps each rank takes alone on its share of the batches, before the ranks exchange what
+            their genomes have changed by (`gbfunc.train.local`): bytes sent are divided by it. What a step reports is
+            of the rank's share. Ranks run the whole p-net, and hold the whole genome (`"auto"` is `"replicated"`).
+        outer: the optimizer that takes the mean of these changes for a gradient; None is SGD with Nesterov's momentum,
+            `gb.torch_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)`.
 
     Raises:
         ValueError: for options out of range, or that exclude each other.
@@ -75,10 +81,14 @@ class StepOptions:
     pipeline: str | None = None
     stages: Sequence[str] | None = None
     rounding: Stored | None = None
+    local_steps: int | None = None
+    outer: Optimizer | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("microbatches", 1), ("check_every", 0)):
+        for name, least in (("microbatches", 1), ("check_every", 0), ("local_steps", 1)):
             value = getattr(self, name)
+            if value is None and name == "local_steps":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -97,6 +107,12 @@ class StepOptions:
             raise ValueError("rounding='auto' says nothing of steps: give those of gb.allocate_steps")
         if self.rounding is not None:
             stored_as(self.rounding, "rounding")
+        if self.outer is not None and (self.local_steps is None or not isinstance(self.outer, Optimizer)):
+            words = "an optimizer from gb.torch_optimizer, and one for local_steps="
+            raise ValueError(f"outer must be {words}, got {type(self.outer).__name__}, local_steps={self.local_steps}")
+        for name in ("pipeline", "parallel"):
+            if self.local_steps is not None and getattr(self, name) is not None:
+                raise ValueError(f"local_steps= needs the whole p-net on each rank: it does not go with {name}=")
         if self.pipeline is None and self.stages is not None:
             raise ValueError("stages= are those of a pipeline: say pipeline=")
         for name in ("pipeline", "parallel"):
@@ -110,9 +126,20 @@ class StepOptions:
         """`lazy`, but for compiled steps of torch 2.5, whose Dynamo does not trace forms of layers."""
         return self.lazy if not self.compile or torch.__version__ >= "2.6" else False
 
+    @property
+    def usable_placement(self) -> Placement | Literal["auto"]:
+        """`placement`, but with local steps `"replicated"` for `"auto"`."""
+        return "replicated" if self.local_steps is not None and self.placement == "auto" else self.placement
+
     def check_layout(self, layout: Layout) -> None:
         """Raise ValueError for options that the plan, the mesh, or the placement of the genome on it excludes."""
         sizes = layout.mesh.sizes
+        if self.local_steps is not None and sizes["tensor"] * sizes["pipeline"] > 1:
+            words = "local_steps= needs the whole p-net on each rank: a mesh of data alone"
+            raise ValueError(f"{words}, got {layout.mesh}")
+        if self.local_steps is not None and layout.placement != "replicated":
+            words = "local_steps= needs the whole genome on each rank: take placement='replicated'"
+            raise ValueError(f"{words}, got {layout.placement!r}")
         if self.parallel is None and sizes["tensor"] > 1:
             raise ValueError("the mesh has a tensor axis: parallel= must say how layers are split over it")
         if self.pipeline is None and sizes["pipeline"] > 1:

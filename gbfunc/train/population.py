@@ -216,11 +216,11 @@ def population(
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"a population must have n >= 1 members, got {n!r}")
     options, cls = train_step._options, train_step._optimizer.settings["cls"]
-    alone = train_step.mesh.world == options.microbatches == 1 and not options.compile
+    alone = train_step.mesh.world == options.microbatches == 1 and not options.compile and options.local_steps is None
     if not alone or options.remat != "none" or options.rounding is not None:
         raise ValueError(
             "a population is one vmapped step: it needs no mesh, microbatches=1, remat='none', compile=False, "
-            "rounding=None"
+            "rounding=None, local_steps=None"
         )
     if refused := [name for name in _REFUSED if issubclass(cls, getattr(torch.optim, name, ()))]:
         raise ValueError(

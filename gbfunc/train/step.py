@@ -5,9 +5,7 @@ state, batch -> loss and gradient (`gradients`) -> sums over ranks -> optimizer 
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -19,22 +17,18 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from gbfunc.genome import check_genome, check_plan, init_genome
+from gbfunc.genome import check_genome, init_genome
 from gbfunc.parallel import (
     Layout,
     Placement,
     Rows,
-    check_equal,
     from_rank_0,
     gather_state,
-    make_layout,
     shard_state,
-    single_rank_mesh,
-    text_of,
 )
-from gbfunc.plan import Plan, Steps, Stored, as_stored, check_steps
-from gbfunc.pnet import eval_mode_warning, parameter_infos
-from gbfunc.train.gradients import LossFn, Objective, make_objective
+from gbfunc.plan import Steps, Stored, as_stored, check_steps
+from gbfunc.pnet import parameter_infos
+from gbfunc.train.gradients import Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, tree_map, unflatten_tree
@@ -177,6 +171,12 @@ class TrainStep:
         """
         return gather_state(self._layout, gnet_params)
 
+    def fitted(self, tensors: Params) -> Params:
+        """A saved whole state's tensors, flat by name, for this number of ranks; ValueError for one of local steps."""
+        if any(name.startswith("opt/ranks/") for name in tensors):
+            raise ValueError("it is of a training with local steps: say local_steps= too")
+        return tensors
+
     @property
     def dense_reads(self) -> dict[str, int]:
         """How often the p-net has read weights as dense tensors, of those that are not kept so: by name.
@@ -315,50 +315,3 @@ def _leaves(genome: GenomeLike) -> tuple[Params, optree.PyTreeSpec]:
 def _names(structure: optree.PyTreeSpec) -> tuple[str, ...]:
     """Flat names of the leaves of (gnets, direct)."""
     return tuple((GNET, DIRECT)[path[0]] + "/".join(map(str, path[1:])) for path in structure.paths())
-
-
-def _with_options(function: Callable[..., TrainStep]) -> Callable[..., TrainStep]:
-    """Show the fields of `StepOptions` in the place of `**options`, for `help` and completion."""
-    *own, _ = inspect.signature(function, eval_str=False).parameters.values()
-    options = inspect.signature(StepOptions).parameters.values()
-    shown = [*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in options)]
-    function.__signature__ = inspect.Signature(shown)  # pyright: ignore[reportFunctionMemberAccess]
-    return function
-
-
-@_with_options
-def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Optimizer, **options: Any) -> TrainStep:
-    """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
-
-    The p-net is copied without its weights: it is never changed, and the step keeps the training mode it has now.
-    Direct parameters that do not require grad stay as they are.
-
-    Args:
-        plan: the plan.
-        pnet: the p-net that it was made for.
-        loss_fn: `(net, batch) -> loss` or `(loss, aux)`, `net` being the p-net on its generated weights (`GrownNet`):
-            its parts can be called and its tensors read, as in an ordinary module; nothing of it can be changed.
-        optimizer: from `torch_optimizer`.
-        **options: fields of `StepOptions`, which says what each means.
-
-    Raises:
-        TypeError: for an unknown option.
-        ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see
-            `check_pnet`).
-    """
-    given = StepOptions(**options)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
-    check_plan(plan, pnet)
-    if (word := eval_mode_warning(pnet)) is not None:
-        warnings.warn(word, UserWarning, stacklevel=2)
-    if isinstance(given.rounding, Steps):
-        check_steps(plan, given.rounding)
-    mesh = single_rank_mesh() if given.mesh is None else given.mesh
-    layout = make_layout(plan, mesh, given.placement, lazy=given.lazy is not False)
-    what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
-    check_equal(mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
-    texts = {"options": text_of(replace(given, mesh=None, parallel=None)), "parallel": text_of(given.parallel)}
-    check_equal(mesh, texts | {"optimizer": text_of(optimizer.settings)}, "ranks must have the same options")
-    given.check_layout(layout)
-    return TrainStep(pnet, make_objective(pnet, loss_fn, layout, given), optimizer, layout, given)

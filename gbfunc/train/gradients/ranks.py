@@ -25,7 +25,7 @@ from gbfunc.types import Params
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
 
-_RANK_MIX = 0xBF58476D1CE4E5B9
+RANK_MIX = 0xBF58476D1CE4E5B9
 """An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of ranks."""
 
 
@@ -88,7 +88,7 @@ class RankObjective(Objective):
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         batch, rows, counts = self._share(batch)
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, rows, counts)
-        shift = _RANK_MIX * self._layout.mesh.shard + self.strategy.seed_shift
+        shift = RANK_MIX * self._layout.mesh.shard + self.strategy.seed_shift
         loss, aux, gradients, counted = self._found(given, trained, (seed + shift) % 2**63)
         if self._split is not None:
             self._split.compare(loss)

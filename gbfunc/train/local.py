@@ -1,0 +1,219 @@
+"""Local steps: ranks train alone on their rows, and every so many steps an outer step takes the mean of their changes.
+
+DiLoCo (Douillard et al., 2023, algorithm 1, https://arxiv.org/abs/2311.08105), a federated average (Reddi et al., 2021)
+of ranks. In a round of H steps each rank takes H inner steps from the genome theta that all have, and comes to theta_i.
+With n_i rows of the batches that it has counted,
+
+    delta = sum_i n_i (theta - theta_i) / sum_i n_i,    theta <- outer optimizer(theta, gradient delta),
+
+an all-reduce of the genome in H steps, not in each. Inner optimizers keep their states, which never travel. Running
+statistics become their means.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from gbfunc.genome import check_genome
+from gbfunc.parallel import Layout, check_equal, make_layout, single_rank_mesh, stack_ranks, weighted_mean
+from gbfunc.plan import DTYPES, Stored
+from gbfunc.train.gradients import Objective
+from gbfunc.train.gradients.ranks import RANK_MIX
+from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
+from gbfunc.train.options import StepOptions
+from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
+from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, n_rows, unflatten_tree
+from gbfunc.types import Params
+
+_RANKS = "opt/ranks/"
+
+
+class LocalState(NamedTuple):
+    """The optimizer's state of a training with local steps, on a rank; in a whole state, `ranks` holds all ranks'.
+
+    Attributes:
+        inner: of this rank's optimizer; None in a whole state.
+        rows: that this rank has counted since the round began, float64; None in a whole state.
+        start: the genome and running statistics when the round began, by flat name.
+        outer: of the outer optimizer.
+        ranks: {}; in a whole state what differs between ranks, by flat name, [ranks, ...] each.
+    """
+
+    inner: OptState | None
+    rows: Tensor | None
+    start: Params
+    outer: OptState
+    ranks: Params
+
+
+class LocalTrainStep(TrainStep):
+    """A `TrainStep` that exchanges nothing but the genomes' changes, after every `local_steps` steps.
+
+    What it reports is of this rank's rows. A step that is not finite is skipped by its rank alone, or raises there.
+    """
+
+    def __init__(
+        self, pnet: nn.Module, objective: Objective, optimizer: Optimizer, layout: Layout, options: StepOptions
+    ) -> None:
+        super().__init__(pnet, objective, optimizer, layout, options)
+        assert options.local_steps is not None
+        alone = make_layout(layout.plan, single_rank_mesh(), "replicated")
+        self._inner = TrainStep(pnet, objective, optimizer, alone, options)
+        self._outer = options.outer or nesterov()
+        self._length, self._checked = options.local_steps, False
+        floating = {b.name for b in layout.plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point}
+        self._exchanged = [*self._trained, *(f"{BUFFERS}{name}" for name in sorted(floating))]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As of any step; what local steps are among the options of the optimizer."""
+        settings = dict(super().settings)
+        own = {"local_steps": self._length, "outer": self._outer.settings}
+        return settings | {"options": {**settings.get("options", {}), **own}}
+
+    def with_rounding(self, rounding: Stored | None) -> LocalTrainStep:
+        """The same step with another rounding; raises as `make_train_step`."""
+        new = copy(self)
+        new._inner = self._inner.with_rounding(rounding)
+        new._options = new._inner._options
+        return new
+
+    def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        """One step on this rank's share of the batch; every so many steps, all ranks exchange after it.
+
+        Raises:
+            CollectiveError: if a rank is missing at an exchange.
+            FloatingPointError: for a loss or gradient of this rank that is not finite, with `on_nonfinite="raise"`.
+            TypeError: if the state is none.
+            ValueError: as for a step of one process, for ranks that differ in what must be equal, and for no rows.
+        """
+        checked_state(gnet_params)
+        local = gnet_params.opt
+        if not isinstance(local, LocalState) or local.ranks:
+            what = "a whole state" if isinstance(local, LocalState) else "a state of a step without local_steps"
+            raise ValueError(f"{what} becomes this rank's part by train_step.shard(state)")
+        rows = n_rows(batch) if self.mesh.world > 1 else None
+        if rows == 0:
+            raise ValueError(f"rank {self.mesh.rank} has no row of the batch: local steps need one on every rank")
+        state = self._begun(gnet_params)
+        start, local = int(state.step), cast(LocalState, state.opt)
+        self._check(state, start)
+        own = (int(state.seed) + RANK_MIX * self.mesh.shard) % 2**63
+        seed = torch.tensor(own, dtype=torch.int64, device="cpu")
+        new, info = self._inner(state._replace(opt=local.inner, seed=seed), batch)
+        assert local.rows is not None
+        counted = local.rows + (1 if rows is None else rows) * info.finite.to(local.rows)
+        state = new._replace(opt=local._replace(inner=new.opt, rows=counted), seed=state.seed)
+        return self._stepped(state) if (start + 1) % self._length == 0 else state, info
+
+    def shard(self, state: TrainState) -> TrainState:
+        """This rank's part of a whole state; one of a step without `local_steps` begins a round.
+
+        Raises:
+            ValueError: if the state is not a whole one of the plan.
+        """
+        check_genome(self.plan, state)
+        whole = state.opt
+        if not isinstance(whole, LocalState):
+            outer = self._outer.init({k: flat_genome(state)[k] for k in self._trained}, self._roles)
+            rows = torch.zeros((), dtype=torch.float64, device=next(iter(flat_genome(state).values())).device)
+            return self._begun(state._replace(opt=LocalState(whole, rows, {}, outer, {})), anyway=True)
+        if not whole.ranks:
+            return state
+        mine = {name: x[self.mesh.rank].clone() for name, x in whole.ranks.items()}
+        trained = {k: mine[k] for k in self._trained}
+        opt = unflatten_tree(mine, self._optimizer.init(trained, self._roles), "opt/")
+        local = LocalState(opt, mine["rows"], whole.start, whole.outer, {})
+        return _with_leaves(state, mine)._replace(opt=local)
+
+    def gather(self, gnet_params: TrainState) -> TrainState:
+        """The whole state, on every rank, with the mean of the ranks' genomes; all ranks must call.
+
+        Between exchanges that is the genome which an exchange by plain averaging would give.
+
+        Raises:
+            ValueError: if the state is not this rank's part of a state of the plan.
+            CollectiveError: if a rank is missing.
+        """
+        check_genome(self.plan, gnet_params)
+        if not isinstance(gnet_params.opt, LocalState) or gnet_params.opt.ranks:
+            raise ValueError("the state is not this rank's part: train_step.shard(state) makes it of a whole one")
+        state = self._begun(gnet_params)
+        local = state.opt
+        mine = {**_leaves(state), "rows": local.rows, **flatten_tree(local.inner, "opt/")}
+        ranks = stack_ranks(self.mesh, mine)
+        rows, means = ranks["rows"], {k: x[0] for k, x in ranks.items()}
+        for k in self._exchanged:
+            x, first = ranks[k], local.start[k]
+            change = _change(first, x).to(torch.promote_types(x.dtype, torch.float32))
+            parts = (rows / rows.sum().clamp(min=1)).to(change).reshape(-1, *(1,) * first.ndim)
+            means[k] = first - (change * parts).sum(0).to(first.dtype)
+        return _with_leaves(state, means)._replace(opt=local._replace(inner=None, rows=None, ranks=ranks))
+
+    def fitted(self, tensors: Params) -> Params:
+        """A saved whole state's tensors, flat by name, for as many ranks as there are: rank r gets those of r mod n."""
+        if not any(name.startswith(_RANKS) for name in tensors):
+            raise ValueError("it is of a training without local steps: train_step.shard(state) begins some from it")
+        index = torch.arange(self.mesh.world)
+        return {k: x[index % len(x)] if k.startswith(_RANKS) else x for k, x in tensors.items()}
+
+    def _begun(self, state: TrainState, anyway: bool = False) -> TrainState:
+        """The state with what a round starts from, where one begins: copies, as a step may donate the leaves."""
+        if int(state.step) % self._length and not anyway:
+            return state
+        named, local = _leaves(state), state.opt
+        start = {k: named[k].detach().clone() for k in self._exchanged}
+        return state._replace(opt=local._replace(start=start, rows=torch.zeros_like(local.rows)))
+
+    def _check(self, state: TrainState, step: int) -> None:
+        """Compare what ranks must have alike: at the first step, and as a round begins every so many."""
+        every = self._options.check_every // self._length or 1
+        due = self._options.check_every and step % (every * self._length) == 0
+        if self._checked and not due:
+            return
+        self._checked = True
+        same = {**state.opt.start, "step": str(step), "seed": str(int(state.seed))}
+        what = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
+        check_equal(self.mesh, same | flatten_tree(state.opt.outer, "outer/"), what)
+
+    def _stepped(self, state: TrainState) -> TrainState:
+        """The state after an exchange; that before the round where no rank had a finite step in it."""
+        named, local = _leaves(state), cast(LocalState, state.opt)
+        start, outer, rows = local.start, local.outer, local.rows
+        assert rows is not None
+        changes = [_change(start[k], named[k]) for k in self._exchanged]
+        total, means = weighted_mean(self._layout, rows, changes)
+        mean = dict(zip(self._exchanged, means, strict=True))
+        new = {k: start[k] - mean[k] if total > 0 else start[k].clone() for k in self._exchanged}
+        if total > 0:
+            delta, before = ({k: of[k] for k in self._trained} for of in (mean, start))
+            stepped, outer = self._outer.update(delta, outer, before, self._roles)
+            new |= stepped
+        return self._begun(_with_leaves(state, named | new)._replace(opt=local._replace(outer=outer)))
+
+
+def nesterov(lr: float = 1.0, momentum: float = 0.5) -> Optimizer:
+    """The outer optimizer; without momentum it averages at this rate.
+
+    The default is what trained a genome best (`notebooks/guides/ranks.md`); DiLoCo's weights take 0.7 and 0.9.
+    """
+    return torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+
+def _leaves(state: TrainState) -> Params:
+    """Leaves and buffers by flat name."""
+    return flat_genome(state) | flatten_tree(state.buffers, BUFFERS)
+
+
+def _with_leaves(state: TrainState, named: Params) -> TrainState:
+    """The state with these leaves and buffers."""
+    return like_genome(named, state)._replace(buffers=unflatten_tree(named, state.buffers, BUFFERS))
+
+
+def _change(start: Tensor, x: Tensor) -> Tensor:
+    """What a round took off: 0 where nothing has changed, infinities too."""
+    return torch.where(x == start, torch.zeros_like(x), start - x)

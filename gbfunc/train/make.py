@@ -1,0 +1,72 @@
+"""Making a training step: options and arguments checked, on all ranks alike, and what takes the steps chosen."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from gbfunc.genome import check_plan
+from gbfunc.parallel import check_equal, make_layout, single_rank_mesh, text_of
+from gbfunc.plan import Plan, Steps, check_steps
+from gbfunc.pnet import eval_mode_warning
+from gbfunc.train.gradients import LossFn, make_objective
+from gbfunc.train.local import LocalTrainStep
+from gbfunc.train.optimizers import Optimizer
+from gbfunc.train.options import StepOptions
+from gbfunc.train.step import TrainStep
+
+
+def _with_options(function: Callable[..., TrainStep]) -> Callable[..., TrainStep]:
+    """Show the fields of `StepOptions` in the place of `**options`, for `help` and completion."""
+    *own, _ = inspect.signature(function, eval_str=False).parameters.values()
+    options = inspect.signature(StepOptions).parameters.values()
+    shown = [*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in options)]
+    function.__signature__ = inspect.Signature(shown)  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+@_with_options
+def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Optimizer, **options: Any) -> TrainStep:
+    """Make the step that trains a genome: pure, `(gnet_params, batch) -> (gnet_params, info)`.
+
+    The p-net is copied without its weights: it is never changed, and the step keeps the training mode it has now.
+    Direct parameters that do not require grad stay as they are.
+
+    Args:
+        plan: the plan.
+        pnet: the p-net that it was made for.
+        loss_fn: `(net, batch) -> loss` or `(loss, aux)`, `net` being the p-net on its generated weights (`GrownNet`):
+            its parts can be called and its tensors read, as in an ordinary module; nothing of it can be changed.
+        optimizer: from `torch_optimizer`.
+        **options: fields of `StepOptions`, which says what each means.
+
+    Raises:
+        TypeError: for an unknown option.
+        ValueError: for options out of range, a p-net that is not the plan's, or one that cannot be a pure function (see
+            `check_pnet`).
+    """
+    given = StepOptions(**options)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must come from gb.torch_optimizer, got {type(optimizer).__name__}")
+    check_plan(plan, pnet)
+    if (word := eval_mode_warning(pnet)) is not None:
+        warnings.warn(word, UserWarning, stacklevel=2)
+    if isinstance(given.rounding, Steps):
+        check_steps(plan, given.rounding)
+    mesh = single_rank_mesh() if given.mesh is None else given.mesh
+    layout = make_layout(plan, mesh, given.usable_placement, lazy=given.lazy is not False)
+    what = "ranks must have the same plan (make the p-net after the same torch.manual_seed on all of them)"
+    check_equal(mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
+    texts = {"options": text_of(replace(given, mesh=None, parallel=None, outer=None))}
+    texts |= {"parallel": text_of(given.parallel), "outer": text_of(given.outer and given.outer.settings)}
+    check_equal(mesh, texts | {"optimizer": text_of(optimizer.settings)}, "ranks must have the same options")
+    given.check_layout(layout)
+    if given.local_steps is None:
+        return TrainStep(pnet, make_objective(pnet, loss_fn, layout, given), optimizer, layout, given)
+    alone = make_layout(plan, single_rank_mesh(), "replicated")
+    return LocalTrainStep(pnet, make_objective(pnet, loss_fn, alone, given), optimizer, layout, given)

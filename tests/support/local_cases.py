@@ -1,0 +1,198 @@
+"""Trainings with local steps: on ranks, and by hand in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import gbfunc as gb
+from gbfunc.parallel import CollectiveError, Mesh
+from gbfunc.train import TrainStep
+from gbfunc.train.local import nesterov
+from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome
+from tests.support.ranks import PATIENCE
+
+ROWS = (8, 7, 5, 8, 4, 9, 8)
+"""Rows of the global batches; on two ranks some have more than others."""
+
+SGD = gb.torch_optimizer(torch.optim.SGD, lr=0.05)
+ADAM = gb.torch_optimizer(torch.optim.Adam, lr=lambda step: 0.02 / (step + 1))
+
+
+def pnet_of() -> nn.Module:
+    """A float64 p-net with running statistics, always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 14), nn.Tanh(), nn.BatchNorm1d(14), nn.Linear(14, 5)).double()
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [tuple(torch.randn(n, k, generator=draw, dtype=torch.float64) for k in (6, 5)) for n in ROWS]  # pyright: ignore
+
+
+def squared(net: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (net(batch[0]) - batch[1]).square().mean()
+
+
+def make(mesh: Mesh | None, optimizer: Any = ADAM, pnet: nn.Module | None = None, **options: Any) -> TrainStep:
+    pnet = pnet or pnet_of()
+    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
+    return gb.make_train_step(plan, pnet, squared, optimizer, mesh=mesh, **options)
+
+
+def by_hand(ranks: int, length: int, until: int, lr: float, momentum: float, adam: bool = True) -> dict[str, Tensor]:
+    """Leaves and buffers after steps on a share of the batches each, with `functional_call` and optimizers of torch."""
+    pnet, step = pnet_of(), make(None)
+    fresh = step.init(3)
+    outer = {k: x.clone() for k, x in flat_genome(fresh).items()}
+    start = {k: x.clone() for k, x in flatten_tree(fresh.buffers).items()}
+    outer_optimizer = torch.optim.SGD([*outer.values()], lr=lr, momentum=momentum, nesterov=momentum > 0)
+    replicas: list[Any] = []
+    for _ in range(ranks):
+        own = {k: x.clone().requires_grad_() for k, x in outer.items()}
+        kind: Any = torch.optim.Adam if adam else torch.optim.SGD
+        replicas.append((own, {k: x.clone() for k, x in start.items()}, kind([*own.values()], lr=0.05)))
+    counted = [0.0] * ranks
+    for number, (x, y) in enumerate(data()[:until]):
+        for r, (own, buffers, optimizer) in enumerate(replicas):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 / (number + 1) if adam else 0.05
+            weights = gb.generate(step.plan, like_genome(own, fresh))
+            small, target = x.tensor_split(ranks)[r], y.tensor_split(ranks)[r]
+            loss = (functional_call(pnet, {**weights, **buffers}, (small,)) - target).square().mean()
+            gradients = torch.autograd.grad(loss, [*own.values()])
+            for leaf, gradient in zip(own.values(), gradients, strict=True):
+                leaf.grad = gradient
+            optimizer.step()
+            counted[r] += len(small)
+        if (number + 1) % length:
+            continue
+        parts = [n / sum(counted) for n in counted]
+        for k, theta in outer.items():
+            theta.grad = sum(p * (theta - own[k].detach()) for p, (own, *_) in zip(parts, replicas, strict=True))  # pyright: ignore
+        outer_optimizer.step()
+        for k, before in start.items():
+            if before.is_floating_point():
+                start[k] = sum(p * buffers[k] for p, (_, buffers, _) in zip(parts, replicas, strict=True))  # pyright: ignore
+        for own, buffers, _ in replicas:
+            for k, theta in outer.items():
+                own[k].data.copy_(theta)
+            buffers |= {k: x.clone() for k, x in start.items() if x.is_floating_point()}
+        counted = [0.0] * ranks
+    return {k: x.detach() for k, x in (outer | {f"{BUFFERS}{k}": x for k, x in start.items()}).items()}
+
+
+def trained(step: TrainStep, until: int, state: Any = None) -> Any:
+    """The state after steps of this rank on its shares."""
+    state = step.init(3) if state is None else state
+    for batch in data()[int(state.step) : until]:
+        state, _ = step(state, step.mesh.shard_batch(batch))
+    return state
+
+
+def named(state: Any) -> dict[str, Tensor]:
+    return flat_genome(state) | flatten_tree(state.buffers, BUFFERS)
+
+
+def nans_of_rank_0(mesh: Mesh) -> dict[str, Any]:
+    """Rank 0's rows are not finite in the first round, all rows in the second."""
+    step = make(mesh, local_steps=2)
+    fresh = step.init(3)
+    state, infos, batches = fresh, [], data()
+    for number, batch in enumerate(batches[:4]):
+        x, y = mesh.shard_batch(batch)
+        x = x * float("nan") if mesh.rank == 0 or number > 1 else x
+        state, info = step(state, (x, y))
+        infos.append(bool(info.finite))
+        if number == 1:
+            first = state
+    return {"finite": infos, "first": named(step.gather(first)), "second": named(step.gather(state))}  # pyright: ignore
+
+
+def refusals(mesh: Mesh) -> list[str]:
+    """What each rank is told."""
+    told = []
+    step = make(mesh, local_steps=2, check_every=2)
+    state = step.init(3)
+    for attempt in (
+        lambda: make(mesh, local_steps=2 + mesh.rank),
+        lambda: make(mesh, local_steps=2, outer=nesterov(0.5 + mesh.rank)),
+        lambda: make(mesh, local_steps=2, placement="sharded"),
+        lambda: step(like_genome({k: x + mesh.rank for k, x in flat_genome(state).items()}, state), data()[0]),
+        lambda: step(state, tuple(x[:0] for x in data()[0])),
+        lambda: step(step.gather(state), data()[0]),
+    ):
+        try:
+            attempt()
+            told.append("nothing")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def run_local(init_method: str, folder: Path) -> dict[str, Any]:
+    """All of these on this rank."""
+    with gb.mesh(2, init_method=init_method, timeout=30 * PATIENCE) as mesh:
+        found: dict[str, Any] = {}
+        for name, (length, until, outer) in CASES.items():
+            step = make(mesh, local_steps=length, outer=outer)
+            found[name] = named(step.gather(trained(step, until)))
+        step = make(mesh, SGD, local_steps=1, outer=nesterov(1.0, 0.0))
+        found["every"] = named(step.gather(trained(step, 7)))
+        found["ordinary"] = named(trained(make(mesh, SGD), 7))
+        found["nan"], found["refusals"] = nans_of_rank_0(mesh), refusals(mesh)
+        # Saved in the middle of a round, and gone on with.
+        step = make(mesh, local_steps=3, donate=True)
+        state = trained(step, 5)
+        with gb.Checkpointer(folder / "two", step) as checkpointer:
+            checkpointer.save(state, {})
+        mesh.barrier()
+        loaded = gb.load_checkpoint(folder / "two", step, step.init(3))
+        found["own"] = [{k: x.clone() for k, x in named(of).items()} for of in (trained(step, 5), loaded.state)]
+        found["resumed"] = named(step.gather(trained(step, 7, loaded.state)))
+        found["straight"] = named(step.gather(trained(step, 7)))
+        # Bytes of six steps, after a first one that compares.
+        for name, options in {"replicated": {}, "local": {"local_steps": 6}}.items():
+            step = make(mesh, check_every=0, **options)
+            state, _ = step(step.init(3), mesh.shard_batch(data()[0]))
+            before = mesh.traffic.total
+            for batch in data()[1:]:
+                state, _ = step(state, mesh.shard_batch(batch))
+            found[name] = mesh.traffic.total - before
+        return found
+
+
+CASES: dict[str, tuple[int, int, Any]] = {
+    "default": (3, 6, None),
+    "diloco": (2, 6, nesterov(0.7, 0.9)),
+    "average": (2, 6, nesterov(1.0, 0.0)),
+    "heavy": (1, 4, nesterov(0.5, 0.5)),
+}
+"""Steps of a round, steps in all, outer optimizer."""
+
+
+def die_and_go_on(init_method: str, folder: Path, dying: bool) -> dict[str, Any]:
+    """Train with a checkpoint after every step; rank 1 dies in the middle of the second round, or all go on."""
+    with gb.mesh(2, init_method=init_method, timeout=30 * PATIENCE) as mesh:
+        step = make(mesh, local_steps=3, donate=True)
+        state, words = gb.load_checkpoint(folder, step, step.init(3)).state, ""
+        first = int(state.step)
+        try:
+            with gb.Checkpointer(folder, step, keep=99) as checkpointer:
+                for batch in data()[first:]:
+                    state, _ = step(state, mesh.shard_batch(batch))
+                    if dying and mesh.rank == 1 and int(state.step) == 5:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    checkpointer.save(state, {})
+        except CollectiveError as error:
+            words = str(error)
+            (folder / "words").write_text(words)
+            raise
+        return {"first": first, "state": named(step.gather(state))}
