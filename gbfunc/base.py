@@ -76,6 +76,10 @@ class BaseTensors:
             self._on[device] = _moved(params, device), _moved(buffers, device)
         return self._on[device]
 
+    def tensor(self, name: str, device: torch.device) -> Tensor:
+        """A parameter on a device."""
+        return self.on(device)[0][name]
+
     def describe(self, name: str = "", revision: str = "") -> Base:
         """Digest and sizes.
 

@@ -216,7 +216,8 @@ class GenomeModule(nn.Module):
 
         Args:
             save_directory: the folder; it is made where there is none.
-            options: `dtype`, as in `gb.save`; `push_to_hub=True` with `repo_id` and the options of `push_to_hub`.
+            options: `dtype`, as in `gb.save`; `push_to_hub=True` with `repo_id` (the folder's name if not given) and
+                the options of `push_to_hub`.
 
         Returns:
             The commit's address with `push_to_hub=True`, else None.
@@ -233,8 +234,9 @@ class GenomeModule(nn.Module):
 
         Args:
             repo_id: its name on the hub.
-            options: `dtype`, as in `gb.save`; and those of `huggingface_hub.ModelHubMixin.push_to_hub`
-                (`commit_message`, `private`, `token`, ...).
+            options: `dtype`, as in `gb.save`; and those of `huggingface_hub.ModelHubMixin.push_to_hub`: `private` (of
+                a repository that is made for it), `token`, `branch`, `commit_message`, `create_pr`, `allow_patterns`,
+                `ignore_patterns`, `delete_patterns`.
 
         Returns:
             The commit's address.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ from gbfunc.genome import Noise, check_genome, check_noise
 from gbfunc.layers import KINDS
 from gbfunc.layers.forms import DenseWeight, Needs, Target, WeightForm
 from gbfunc.layers.recomputed import RecomputedWeight
-from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan, factored_form, is_formable
-from gbfunc.tiling import Cut, Piece, TileGrid, cut_piece
+from gbfunc.plan import DTYPES, Ensemble, Plan, TensorPlan
+from gbfunc.tiling import Cut, Piece, cut_piece
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Kernel, Lazy, Params
 
@@ -58,13 +59,13 @@ def make_generator(
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base: give the pretrained p-net too (base=)")
     layout = layout if layout is not None and layout.sharded else None
-    of_base = {} if base is None else {k: partial(_of_base, base, k) for k in base.names}
+    of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.names}
     # With a gather for each use none stays factors, nor where it is tiles that are gathered.
     stay = layout is None or (layout.placement == "factors" and not remat)
-    chooser = _Chooser(plan, pnet, lazy if stay else False, remat, pieces or {}, of_base, layout)
+    chooser = _Chooser(plan, kernel, layout, pnet, lazy if stay else False, remat, pieces or {}, of_base)
     made = [t for t in plan.tensors if names is None or t.name in names]
     chosen = {t.name: chooser.form(t) for t in made if t.slots}
-    stacks = [stack for e in plan.ensembles if (stack := chooser.stack(e, kernel, chosen)) is not None]
+    stacks = [stack for e in plan.ensembles if (stack := chooser.stack(e, chosen)) is not None]
     stacks.sort(key=lambda stack: stack.needs == "leaves")
     found = {
         (stack.ensemble.spans[slot].tensor, stack.ensemble.spans[slot].part): (n, i)
@@ -93,55 +94,44 @@ def make_generator(
     return RankGenerator(layout, *parts)
 
 
-def _of_base(base: BaseTensors, name: str, device: torch.device) -> Tensor:
-    """The tensor of a base, on a device."""
-    return base.on(device)[0][name]
-
-
+@dataclass
 class _Chooser:
     """Gives each tensor of a plan its form, and each ensemble its stack; arguments as for `make_generator`.
 
-    Attributes:
-        remade: the places of matrices that forms make again, by name of tensor: known when the stacks are.
+    `remade` are the places of matrices that forms make again, by name of tensor: known when the stacks are.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        pnet: nn.Module | None,
-        lazy: Lazy,
-        remat: bool,
-        pieces: Mapping[str, Piece],
-        of_base: Mapping[str, Callable[[torch.device], Tensor]],
-        layout: Layout | None,
-    ) -> None:
-        self._plan, self._pnet, self._remat, self._pieces = plan, pnet, remat, pieces
-        self._of_base, self._layout = of_base, layout
-        self._lazy: Lazy = lazy
-        self.remade: dict[str, list[tuple[Stack, int]]] = {}
-        self._ensembles: dict[str, list[tuple[int, Ensemble]]] = {}
-        for e in plan.ensembles:
-            for p in e.spans:
-                self._ensembles.setdefault(plan.tensors[p.tensor].name, []).append((p.part, e))
+    plan: Plan
+    kernel: Kernel
+    layout: Layout | None
+    pnet: nn.Module | None
+    lazy: Lazy
+    remat: bool
+    pieces: Mapping[str, Piece]
+    of_base: Mapping[str, Callable[[torch.device], Tensor]]
+    remade: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:
         """The tensor, or its block, as matrices make it."""
-        kind, piece, narrow = KINDS[tensor.kind], self._pieces.get(tensor.name), DTYPES[tensor.dtype]
+        kind, piece, narrow = KINDS[tensor.kind], self.pieces.get(tensor.name), DTYPES[tensor.dtype]
         shape = tensor.shape if piece is None else kind.block_shape(tensor.shape, piece.shape)
         # Generation runs in the leaves' dtype; only a narrower p-net (bf16, fp16) is cast to.
-        cast = narrow if narrow.itemsize < self._plan.dtype.itemsize else None
-        base = self._of_base[tensor.name] if tensor.base else None
+        cast = narrow if narrow.itemsize < self.plan.dtype.itemsize else None
+        base = self.of_base[tensor.name] if tensor.base else None
         return Target(tensor.name, kind, shape, tuple(s.offset for s in tensor.slots), cast, base, piece)
 
     def form(self, tensor: TensorPlan) -> Form:
         """The form of a generated tensor."""
         target = self.target(tensor)
-        if self._pnet is None or not is_formable(tensor, self._pnet):
+        if self.pnet is None or not tensor.is_formable(self.pnet):
             return DenseWeight(target)
-        if (factored := factored_form(tensor, self._plan.dtype, self._lazy, target.base)) is not None:
+        if (factored := tensor.factored_form(self.plan.dtype, self.lazy, target.base)) is not None:
             return factored
-        ensembles = [e for _, e in sorted(self._ensembles[tensor.name], key=lambda pair: pair[0])]
-        if not self._remat or not all(e.leaves for e in ensembles):
+        if not self.remat:
+            return DenseWeight(target)
+        places = {p.part: e for e in self.plan.ensembles for p in e.spans if self.plan.tensors[p.tensor] is tensor}
+        ensembles = [places[part] for part in range(len(tensor.slots))]
+        if not all(e.leaves for e in ensembles):
             return DenseWeight(target)
         slots = self.remade.setdefault(tensor.name, [])
 
@@ -151,35 +141,32 @@ class _Chooser:
 
         n = sum(len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) for e in ensembles)
         # Over ranks also whether gradients count.
-        n += 0 if self._layout is None else len(ensembles)
+        n += 0 if self.layout is None else len(ensembles)
         # By number: the names of two leaves may be equal but for what no attribute's name has.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
 
-    def stack(self, e: Ensemble, kernel: Kernel, forms: Mapping[str, Form]) -> Stack | None:
+    def stack(self, e: Ensemble, forms: Mapping[str, Form]) -> Stack | None:
         """The tiles of an ensemble that are made of these forms' tensors; None if there are none."""
-        owners = [self._plan.tensors[p.tensor].name for p in e.spans]
+        owners = [self.plan.tensors[p.tensor].name for p in e.spans]
         needed: set[Needs] = {"matrix", *(forms[name].needs for name in owners if name in forms)}
         needs: Needs = next(need for need in _NEEDS if need in needed)
-        layout = self._layout if e.leaves else None
+        layout = self.layout if e.leaves else None
         cuts: dict[int, Cut] = {}
         for i, (name, span) in enumerate(zip(owners, e.spans, strict=True)):
             if name in forms:
                 # Of factors all are made, and the layer takes its part.
-                piece = self._pieces.get(name) if forms[name].needs != "factors" else None
-                cuts[i] = _cut(span.slot.grid, piece, all_tiles=layout is not None)
+                piece = self.pieces.get(name) if forms[name].needs != "factors" else None
+                # All tiles where they are those of many ranks: the block is cut out after.
+                grid = span.slot.grid
+                cuts[i] = Cut(grid, None, piece) if piece is None or layout is not None else cut_piece(grid, piece)
         if not cuts:
             return None
         if layout is None:
-            return Stack(e, kernel, cuts, needs)
+            return Stack(e, self.kernel, cuts, needs)
         from gbfunc.generate.ranks import RankStack
 
-        return RankStack(layout, e, kernel, cuts, "leaves" if self._remat else needs)
-
-
-def _cut(grid: TileGrid, piece: Piece | None, all_tiles: bool) -> Cut:
-    """The tiles to make of a matrix: all where they are those of many ranks, and the block is cut out after."""
-    return Cut(grid, None, piece) if piece is None or all_tiles else cut_piece(grid, piece)
+        return RankStack(layout, e, self.kernel, cuts, "leaves" if self.remat else needs)
 
 
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:

@@ -60,6 +60,8 @@ class _Factored(Sized):
 
     factorised: ClassVar[bool] = True
     batched: ClassVar[bool] = True
+    rate: ClassVar[float] = 2e-2
+    spreads: ClassVar[bool] = True
 
     def max_size(self, dims: TileDims) -> int:
         """The shorter side of the tile."""
@@ -81,8 +83,6 @@ class LowRank(_Factored):
     type: ClassVar[str] = "low_rank"
     size_field: ClassVar[str] = "rank"
     default_size: ClassVar[int] = 4
-    rate: ClassVar[float] = 2e-2
-    spreads: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Two factors: [r, k] and [c, k]."""
@@ -109,8 +109,6 @@ class XOX(_Factored):
     type: ClassVar[str] = "xox"
     size_field: ClassVar[str] = "genes"
     default_size: ClassVar[int] = 8
-    rate: ClassVar[float] = 2e-2
-    spreads: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
         """Expression of the row and column neurons [r, g], [c, g], rules [g, g], and a learned scale."""

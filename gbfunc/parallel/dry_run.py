@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.parallel.activations import MOVES, Activation, Move, Wire
 from gbfunc.parallel.collectives import Sizes, sent_bytes
-from gbfunc.plan import DTYPES, Plan, TensorPlan, factored_form, is_formable
+from gbfunc.plan import DTYPES, Plan, TensorPlan
 from gbfunc.pnet import RunnableNet
 from gbfunc.trees import tree_leaves
 
@@ -149,7 +149,7 @@ class DryRun(TorchDispatchMode):
         for t in plan.tensors:
             if t.name not in trained:
                 continue
-            form = factored_form(t, plan.dtype, lazy) if is_formable(t, pnet) else None
+            form = t.factored_form(plan.dtype, lazy) if t.is_formable(pnet) else None
             if form is None:
                 dtype, shape = DTYPES[t.dtype], self.shapes.get(t.name, t.shape)
                 grad = dtype.is_floating_point and (bool(t.slots) or trained[t.name])

@@ -17,7 +17,7 @@ from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import find_blocks, spread, trace_chain
 from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks
 from gbfunc.parallel.placement import gather_bytes, operations, placement_cost, products, shares_of
-from gbfunc.plan import DTYPES, Plan, is_formable
+from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import skeleton_of
 from gbfunc.trees import tree_map
 
@@ -278,7 +278,7 @@ class Model:
                 # those of PyTorch's operators, as on a GPU; the compiled loop of a CPU keeps the leaves alone.
                 kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
                 graph = 2 * _SINES * factors / gnets * (share if gnets == 1 else 1.0)
-                again = remat and is_formable(t, self.pnet)
+                again = remat and t.is_formable(self.pnet)
                 weights = Weights(0.0, 0.0, kept + graph, kept + graph) if again else Weights(kept, graph)
             made.append((self._places[t.name], weights._replace(operations=flops[i] * share)))
         return made

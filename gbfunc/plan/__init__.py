@@ -7,7 +7,6 @@ stored, and `file_layout` what stands where in the genome's file.
 from gbfunc.plan.allocation import allocate
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble, TileSpan
-from gbfunc.plan.forms import factored_form, is_formable
 from gbfunc.plan.report import document, file_bytes, genome_file_bytes
 from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, stored_name
 from gbfunc.plan.serial import register
@@ -33,10 +32,8 @@ __all__ = [
     "bytes_each",
     "document",
     "file_bytes",
-    "factored_form",
     "TensorPlan",
     "genome_file_bytes",
-    "is_formable",
     "make_plan",
     "register",
     "as_stored",

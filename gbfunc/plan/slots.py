@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from gbfunc.encoding import Encoding
 from gbfunc.hypernets import Hypernet, ensemble_params
 from gbfunc.layers import KINDS
+from gbfunc.layers.factored import DeltaWeight, FactoredWeight
+from gbfunc.layers.install import formable, transposed
 from gbfunc.tiling import TileGrid
-from gbfunc.types import MatrixDims, TileDims
+from gbfunc.types import Lazy, MatrixDims, TileDims
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -109,6 +113,27 @@ class TensorPlan:
         divides = len(self.slots) == 1 or first.grid.rows % first.grid.tile_rows == 0
         wide = self.base or DTYPES[self.dtype].itemsize >= dtype.itemsize
         return first.hypernet.factorised and self.kind in _FACTORED_KINDS and alike and divides and wide
+
+    def is_formable(self, pnet: nn.Module) -> bool:
+        """Whether every layer that has it, generated, can have it in another form, and reads it as its kind says."""
+        places = [name.rpartition(".") for name in (self.name, *self.aliases)]
+        layers = [(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in places]
+        kind = self.kind == "transposed_linear"
+        return bool(self.slots) and all(formable(m, attribute) and transposed(m) == kind for m, attribute in layers)
+
+    def factored_form(
+        self, dtype: torch.dtype, lazy: Lazy, base: Callable[[torch.device], Tensor] | None = None
+    ) -> FactoredWeight | None:
+        """Its form where it stays factors by `lazy` (`"auto"`: where it pays); None where it is dense.
+
+        `base` gives what a delta belongs to; without it the form is good for its shapes alone.
+        """
+        if not lazy or not self.can_factor(dtype):
+            return None
+        first, rank = self.slots[0].grid, self.slots[0].hypernet.factor_width
+        grid = TileGrid(len(self.slots) * first.rows, first.cols, first.tile_rows, first.tile_cols)
+        options = (self.name, self.shape, grid, rank, self.kind == "transposed_linear", lazy == "auto")
+        return DeltaWeight(base, *options) if self.base else FactoredWeight(*options)
 
     @property
     def matrices(self) -> tuple[MatrixDims, ...]:

@@ -208,7 +208,8 @@ class RunnableNet(PureNet):
         with self.turn(weights, buffers, getattr(function, "__code__", None)) as first:
             run = NetRun(self, weights, buffers, first)
             try:
-                return _uncompiled()(run, function, args, kwargs)
+                start = _uncompiled() if "torch._dynamo" in sys.modules else NetRun.start
+                return start(run, function, args, kwargs)
             finally:
                 if self._held is None:
                     run.close()
@@ -344,11 +345,6 @@ def _structure(net: nn.Module) -> list[Any]:
 
 
 @functools.cache
-def _disabled() -> Callable[..., Any]:
+def _uncompiled() -> Callable[..., Any]:
     # isinstance knows no view of a module in compiled code, and would be False there without a word.
     return torch.compiler.disable(NetRun.start)  # pyright: ignore[reportReturnType]
-
-
-def _uncompiled() -> Callable[..., Any]:
-    """`NetRun.start` that no compiler looks into, should there be one."""
-    return _disabled() if "torch._dynamo" in sys.modules else NetRun.start

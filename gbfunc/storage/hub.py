@@ -50,24 +50,7 @@ def save_pretrained(
     push_to_hub: bool = False,
     **options: Any,
 ) -> str | None:
-    """Write a genome's folder; a model card that is there stays.
-
-    Args:
-        plan: the plan.
-        genome: a `Genome` or `TrainState`.
-        folder: where to; it is made where there is none.
-        dtype: as in `gb.save`.
-        push_to_hub: whether to upload it, too.
-        options: of the upload: `repo_id` (the folder's name if not given), and those of `push_pretrained`.
-
-    Returns:
-        The commit's address with `push_to_hub=True`, else None.
-
-    Raises:
-        ImportError: for an upload without huggingface_hub.
-        TypeError: for an unknown option, or one of an upload without `push_to_hub=True`.
-        ValueError: if the genome does not fit the plan, or cannot be saved.
-    """
+    """Write a genome's folder, as `GenomeModule.save_pretrained` does; a model card that is there stays."""
     _check_options("save_pretrained", options, "dtype", "push_to_hub", "repo_id")
     if options and not push_to_hub:
         raise TypeError(f"save_pretrained takes {', '.join(options)} with push_to_hub=True only")
@@ -81,21 +64,7 @@ def save_pretrained(
 def push_pretrained(
     plan: Plan, genome: GenomeLike, repo_id: str, *, dtype: Stored | None = None, **options: Any
 ) -> str:
-    """Upload a genome's folder, and return the commit's address.
-
-    Args:
-        plan: the plan.
-        genome: a `Genome` or `TrainState`.
-        repo_id: its name on the hub.
-        dtype: as in `gb.save`.
-        options: as of `huggingface_hub.ModelHubMixin.push_to_hub`: `private` (of a repository that is made for it),
-            `token`, `branch`, `commit_message`, `create_pr`, `allow_patterns`, `ignore_patterns`, `delete_patterns`.
-
-    Raises:
-        ImportError: without huggingface_hub.
-        TypeError: for an unknown option.
-        ValueError: if the genome does not fit the plan, or cannot be saved.
-    """
+    """Upload a genome's folder, as `GenomeModule.push_to_hub` does, and return the commit's address."""
     _check_options("push_to_hub", options, "dtype")
     branch, private, token = (options.pop(name, None) for name in _OPTIONS)
     api = _hub().HfApi(token=token)
@@ -114,18 +83,7 @@ def _check_options(method: str, options: dict[str, Any], *more: str) -> None:
 def load_pretrained(
     name: str | os.PathLike[str], factories: Sequence[Callable[..., Any]] = (), **options: Any
 ) -> tuple[Plan, Genome]:
-    """Read a genome's folder, or that of a name on the hub.
-
-    Args:
-        name: the folder or name.
-        factories: as in `load`.
-        options: of `huggingface_hub.hf_hub_download` (`revision`, `token`, `cache_dir`, ...), for a name on the hub.
-
-    Raises:
-        FileNotFoundError: if there is no such folder or name, or it has no genome.
-        ImportError: for a name on the hub without huggingface_hub.
-        ValueError: if what it has is not a valid genome.
-    """
+    """Read a genome's folder, or that of a name on the hub, as `GenomeModule.from_pretrained` does."""
     place = Path(name)
     if not place.is_dir():
         return load(_downloaded(os.fspath(name), options), factories=factories)
