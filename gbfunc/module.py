@@ -71,7 +71,6 @@ class _Place:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor as it is now."""
         return getattr(self.holder, self.attribute)
 
 
@@ -390,5 +389,4 @@ def _plain_class(cls: type[GenomeModule]) -> type[GenomeModule]:
 
 
 def _blank(cls: type[GenomeModule]) -> GenomeModule:
-    """An instance whose state is to come."""
     return cls.__new__(cls)

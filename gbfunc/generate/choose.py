@@ -121,7 +121,6 @@ class _Chooser:
         return Target(tensor.name, kind, shape, tuple(s.offset for s in tensor.slots), cast, base, piece)
 
     def form(self, tensor: TensorPlan) -> Form:
-        """The form of a generated tensor."""
         target = self.target(tensor)
         if self.pnet is None or not tensor.is_formable(self.pnet):
             return DenseWeight(target)

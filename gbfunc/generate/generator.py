@@ -238,8 +238,7 @@ class Generator:
         self.stacks, self.forms, self.unchanged = stacks, forms, unchanged
         self.frozen = {*unchanged, *(key for form in forms.values() for key in form.frozen)}
         self.places, self.order, self._dtype = places, order, dtype
-        self._direct = {t.name: f"{DIRECT}{t.name}" for t in direct if t.piece is None}
-        self._pieces = {f"{DIRECT}{t.name}": t for t in direct if t.piece is not None}
+        self._direct = {f"{DIRECT}{t.name}": t for t in direct}
         self._evaluated = sum(stack.needs != "leaves" for stack in stacks)
         self._like = next((name for stack in stacks for name in stack.names.values()), None)
 
@@ -265,8 +264,7 @@ class Generator:
             tensors = {name: on(device) for name, on in self.unchanged.items()}
             for form, places in self.places:
                 tensors |= form.of([slots[stack][slot] for stack, slot in places])
-            tensors |= {name: leaves[leaf] for name, leaf in self._direct.items()}
-            for leaf, target in self._pieces.items():
+            for leaf, target in self._direct.items():
                 tensors[target.name] = target.block(leaves[leaf])
             return {k: tensors[k] for k in self.order}
 

@@ -64,7 +64,6 @@ class _Factored(Sized):
     spreads: ClassVar[bool] = True
 
     def max_size(self, dims: TileDims) -> int:
-        """The shorter side of the tile."""
         return min(dims.rows, dims.cols)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gbfunc.hypernets.kernels.chunked import InputsOnly
 from gbfunc.layers.forms import Needs, Source, WeightForm, dense_linear
 from gbfunc.types import Params
 
@@ -103,7 +104,7 @@ class _Use(NamedTuple):
     device_type: str
 
 
-class _Recompute(torch.autograd.Function):
+class _Recompute(InputsOnly):
     """Make the weight, use it, drop it; in backward make it again."""
 
     generate_vmap_rule = True
@@ -115,14 +116,8 @@ class _Recompute(torch.autograd.Function):
         return use.forward(weight, *tensors[use.inputs :])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.use = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        use: _Use = ctx.use
+        use: _Use = ctx.what
         n, tensors = use.inputs, ctx.saved_tensors
         needs = [need and x.is_floating_point() for need, x in zip(ctx.needs_input_grad[1:], tensors, strict=True)]
         weight, pull_make = _vjp(use.make, tensors[:n], needs[:n])
@@ -143,7 +138,7 @@ class _RecomputeForward(_Recompute):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         moved = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        run = _of_some(partial(_Recompute.forward, ctx.use), ctx.saved_tensors, moved)
+        run = _of_some(partial(_Recompute.forward, ctx.what), ctx.saved_tensors, moved)
         points = tuple(ctx.saved_tensors[i] for i in moved)
         return torch.func.jvp(run, points, tuple(tangents[i] for i in moved))[1]
 

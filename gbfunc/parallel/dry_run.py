@@ -69,7 +69,6 @@ class _FusedAttention(TorchFunctionMode):
         self._count = count
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function."""
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         q, k, v = (*args, *(kwargs or {}).values())[:3]

@@ -63,7 +63,6 @@ class _Stage(nn.Module):
         return iter(self.pipeline.leaves.values())
 
     def forward(self, sent: Tensor) -> Tensor:
-        """One microbatch."""
         pipeline, number = self.pipeline, self.calls
         self.calls += 1
         pipeline.stage, pipeline.position, pipeline.kept = self.index, 0, {}
@@ -110,7 +109,6 @@ class _Parcel:
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     def pack(self, given: Mapping[Source, Tensor]) -> Tensor:
-        """The tensor of the values."""
         parts = []
         for (source, shape, dtype), n in zip(self.values, self.sizes, strict=True):
             x = given.get(source)

@@ -197,7 +197,6 @@ class _Program:
         return range(stage * self.each, (stage + 1) * self.each)
 
     def run(self, actions: Sequence[Action]) -> None:
-        """One training step."""
         for action in actions:
             self.do(*action)
         if self.generated:
@@ -299,7 +298,6 @@ class _Program:
             self.emit(kind, None, i, peer=peer, tag=next(iter(entry)), **rest)
 
     def emit(self, kind: Kind, layer: int | None = None, i: int | None = None, **rest: Any) -> None:
-        """Add an event."""
         duration = _at(getattr(self.costs, kind, 0.0), layer or 0)
         duration *= self.together if kind == "forward" or kind.startswith("backward") else 1
         self.events.append(Event(kind, duration, layer, i, **rest))

@@ -351,7 +351,6 @@ def _check_encodings(
 
 
 def _encoding(name: str, axis: str, codes: OwnCodes) -> Encoding | None:
-    """The encoding of an axis of a parameter."""
     if codes is None or isinstance(codes, Encoding):
         return codes
     if not isinstance(codes, torch.Tensor | np.ndarray):

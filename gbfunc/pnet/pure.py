@@ -57,7 +57,6 @@ class _Body(nn.Module):
         self.net = net
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the function."""
         return function(*args, **kwargs)
 
 

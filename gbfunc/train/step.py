@@ -118,10 +118,8 @@ class TrainStep:
         if device is None and self.mesh.world > 1 and self.mesh.device.type != "cpu":
             device = self.mesh.device
         genome: Genome = init_genome(self.plan, self._pnet, seed, device=device)
-        if self.mesh.world > 1:
-            named = flatten_tree(genome)
-            equal = from_rank_0(self.mesh, list(named.values()))
-            genome = unflatten_tree(dict(zip(named, equal, strict=True)), genome)
+        named = flatten_tree(genome)
+        genome = unflatten_tree(dict(zip(named, from_rank_0(self.mesh, list(named.values())), strict=True)), genome)
         named, _ = _leaves(genome)
         opt = self._optimizer.init({k: named[k] for k in self._trained}, self._roles)
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))

@@ -33,7 +33,6 @@ _FLAGS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512
 
 
 def _command() -> list[str]:
-    """The compiler and its flags."""
     named = shlex.split(os.environ.get("CXX", ""))
     compiler = next(filter(None, map(shutil.which, named[:1] or ["c++", "g++", "clang++"])), None)
     if compiler is None:
