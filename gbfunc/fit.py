@@ -23,7 +23,7 @@ from gbfunc.base import BaseTensors
 from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan, codes_of, counter, init_leaves, stacked, unstacked
 from gbfunc.hypernets.codeless import LowRank
-from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.hypernets.ensemble import Evaluation, dense_tiles
 from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Ensemble, Plan
 from gbfunc.pnet import buffers_of, parameter_infos
@@ -54,7 +54,7 @@ class _Tiles:
     def __init__(self, plan: Plan, e: Ensemble, targets: TensorMap, dtype: torch.dtype, device: torch.device) -> None:
         self.specs, self.groups = e.leaves, torch.from_numpy(e.groups).to(device)
         self.linear = [k for k, leaf in e.leaves.items() if leaf.role == "linear"]
-        self.run = Run.bare(e.hypernet, e.dims, "auto", *codes_of(e, dtype, device))
+        self.evaluation = Evaluation.bare(e.hypernet, e.dims, "auto", *codes_of(e, dtype, device))
         tiles, inside, energies = [], [], []
         for span in e.spans:
             tensor, slot = plan.tensors[span.tensor], span.slot
@@ -71,7 +71,7 @@ class _Tiles:
     def __call__(self, leaves: Params) -> Tensor:
         """The tiles [T, r, c], zero beyond the edges of their matrices."""
         mine = {k: v[self.groups] if self.specs[k].scope == "group" else v for k, v in leaves.items()}
-        return dense_tiles(self.run.filled(mine, None).tiles()) * self.inside_Trc
+        return dense_tiles(self.evaluation.filled(mine, None).tiles()) * self.inside_Trc
 
     def loss(self, leaves: Params) -> Tensor:
         """Sum of the squared relative errors of the slots."""
@@ -180,8 +180,8 @@ def fit_genome(
 
 def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callable[[int], None]) -> Params:
     """The leaves of an ensemble after the fit, or before it where that is better."""
-    if isinstance(tiles.run.hypernet, LowRank):
-        return _best_factors(tiles.target_Trc, tiles.run.hypernet.known_size)
+    if isinstance(tiles.evaluation.hypernet, LowRank):
+        return _best_factors(tiles.target_Trc, tiles.evaluation.hypernet.known_size)
     leaves = tiles.solve({k: v.detach().clone() for k, v in leaves.items()})
     with torch.no_grad():
         first = float(tiles.loss(leaves))

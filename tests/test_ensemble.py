@@ -16,7 +16,7 @@ import gbfunc as gb
 from gbfunc.encoding import Encoding
 from gbfunc.genome import check_genome, codes_of, init_leaves
 from gbfunc.hypernets import Hypernet
-from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.hypernets.ensemble import Evaluation, dense_tiles
 from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.slots import Slot
 from gbfunc.tiling import TileGrid, join_tiles, tile_grid
@@ -37,7 +37,7 @@ def stacked(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> 
 def tiles_of(
     hypernet: Hypernet, dims: TileDims, leaves: Params, row: Tensor, col: Tensor, noise: Params | None = None
 ) -> Tensor:
-    return dense_tiles(Run.bare(hypernet, dims, "auto", row, col).filled(leaves, noise).tiles())
+    return dense_tiles(Evaluation.bare(hypernet, dims, "auto", row, col).filled(leaves, noise).tiles())
 
 
 @contract

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jvp, vmap
 
 import gbfunc as gb
-from gbfunc.hypernets.ensemble import Run, dense_tiles, periodic_factors, with_factors
+from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, periodic_factors, with_factors
 from gbfunc.hypernets.kernels import native
 from gbfunc.hypernets.kernels.waves import Side, period_of, waves
 from gbfunc.types import Factors, Kernel, Params, TileDims
@@ -320,13 +320,13 @@ def test_other_dtypes_are_made_by_the_parts(dtype: torch.dtype) -> None:
     assert_close([x.abs() for x in with_gradients(side, "auto")], [x.abs() for x in with_gradients(side, "eager")], 0)
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- evaluations -----------------------------------------------------------------------------------------------------
 
 DIMS = TileDims(4, 5, 2, 3)
 TYPES = [h(2, share=s) for h in (gb.periodic, gb.bilinear) for s in ("none", "layers")]
 
 
-def run_of(hypernet: Any, kernel: Kernel, n_tiles: int, dims: TileDims = DIMS) -> tuple[Run, Params]:
+def evaluation_of(hypernet: Any, kernel: Kernel, n_tiles: int, dims: TileDims = DIMS) -> tuple[Evaluation, Params]:
     generator = torch.Generator().manual_seed(n_tiles)
     row, col, scale = (
         torch.randn(size, generator=generator, dtype=torch.float64)
@@ -335,34 +335,34 @@ def run_of(hypernet: Any, kernel: Kernel, n_tiles: int, dims: TileDims = DIMS) -
     groups = torch.arange(n_tiles) % 2 if hypernet.shares else None
     drawn = hypernet.init(dims, n_tiles, 2, generator)
     leaves = {k: v.double().requires_grad_() for k, v in drawn.items() if v.numel() or not n_tiles}
-    return Run.bare(hypernet, dims, kernel, row, col, scale, groups).filled(leaves, None), leaves
+    return Evaluation.bare(hypernet, dims, kernel, row, col, scale, groups).filled(leaves, None), leaves
 
 
 @pytest.mark.parametrize("kernel", FAST)
 @settings(max_examples=10)
 @given(st.lists(st.tuples(st.sampled_from(TYPES), st.integers(0, 4)), max_size=4))
 def test_factors_of_many_runs_are_those_of_each_tile(kernel: Kernel, kinds: list[tuple[Any, int]]) -> None:
-    runs = [run_of(hypernet, kernel, n) for hypernet, n in kinds]
-    for (run, leaves), factors in zip(runs, periodic_factors([run for run, _ in runs]), strict=True):
-        tiles, specs = dense_tiles(factors), run.hypernet.leaves(run.dims)
-        assert run.scale is not None
-        assert len(tiles) == run.n_tiles
-        for t in range(run.n_tiles):
+    many = [evaluation_of(hypernet, kernel, n) for hypernet, n in kinds]
+    for (one, leaves), factors in zip(many, periodic_factors([one for one, _ in many]), strict=True):
+        tiles, specs = dense_tiles(factors), one.hypernet.leaves(one.dims)
+        assert one.scale is not None
+        assert len(tiles) == one.n_tiles
+        for t in range(one.n_tiles):
             own = {
-                k: v[t % 2 if run.groups is not None and specs[k].scope == "group" else t] for k, v in leaves.items()
+                k: v[t % 2 if one.groups is not None and specs[k].scope == "group" else t] for k, v in leaves.items()
             }
-            made = dense_tiles(Factors(*(x[None] for x in run.hypernet.apply(own, run.row[0], run.col[t]))))[0]
-            torch.testing.assert_close(tiles[t], made * run.scale[t], rtol=1e-12, atol=1e-12)
+            made = dense_tiles(Factors(*(x[None] for x in one.hypernet.apply(own, one.row[0], one.col[t]))))[0]
+            torch.testing.assert_close(tiles[t], made * one.scale[t], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("hypernet", TYPES, ids=repr)
 @pytest.mark.parametrize("dims", [DIMS, TileDims(4, 1, 2, 0)], ids=str)
 def test_parts_of_runs_that_share_code_weights(hypernet: Any, dims: TileDims) -> None:
-    run, leaves = run_of(hypernet, "auto", 5, dims)
-    tiles = dense_tiles(run.tiles())
+    one, leaves = evaluation_of(hypernet, "auto", 5, dims)
+    tiles = dense_tiles(one.tiles())
     g = torch.randn(tiles.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = torch.autograd.grad(tiles, list(leaves.values()), g)
-    for parts in (run.split([2, 0, 3]), with_factors([run])[0].split([2, 0, 3])):
+    for parts in (one.split([2, 0, 3]), with_factors([one])[0].split([2, 0, 3])):
         made = torch.cat([dense_tiles(part.tiles()) for part in parts])
         torch.testing.assert_close(made, tiles, rtol=1e-12, atol=1e-12)
         assert_close(list(torch.autograd.grad(made, list(leaves.values()), g)), list(expected), 1e-12)

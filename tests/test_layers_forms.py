@@ -321,7 +321,7 @@ def test_a_weight_that_is_read_is_made_once_a_call(kind: str) -> None:
     assert formed.reads == {"fc.weight": 4}
     formed(vectors(3, 4))
     assert formed.reads == {"fc.weight": 8}
-    assert formed.forms["fc.weight"].held is None
+    assert formed.forms["fc.weight"].formed is None
 
 
 @EACH_KIND

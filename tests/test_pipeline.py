@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.parallel.pipeline import Chain, find_blocks, spread, trace_chain
+from gbfunc.parallel.pipeline import Chain, balanced_stages, find_blocks, trace_chain
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support import pipeline_cases
 from tests.support.rank_cases import TYPES
@@ -105,7 +105,7 @@ def test_blocks_and_their_operations() -> None:
 def test_spread_is_the_best_there_is(costs: list[int], stages: int) -> None:
     if stages > len(costs):
         return
-    starts = spread(costs, stages)
+    starts = balanced_stages(costs, stages)
     assert starts[0] == 0 and starts[-1] == len(costs) and len(starts) == stages + 1
     worst = max(sum(costs[a:b]) for a, b in pairwise(starts))
     cuts = combinations(range(1, len(costs)), stages - 1)

@@ -161,13 +161,13 @@ def pipeline_bubble(
 
     A stage takes as long as it has operations, twice that backward; messages and generation take no time.
     """
-    from gbfunc.parallel.pipeline import SCHEDULES, find_blocks, spread, trace_chain
+    from gbfunc.parallel.pipeline import SCHEDULES, balanced_stages, find_blocks, trace_chain
 
     each = SCHEDULES[kind][1]
     part = shards * microbatches
     small = tree_map(lambda x: x[: len(x) // part] if isinstance(x, Tensor) else x, _on_meta(batch))
     chain = trace_chain(pnet, find_blocks(pnet, each * ranks), lambda net: loss(net, small))
-    starts = spread(chain.flops, each * ranks)
+    starts = balanced_stages(chain.flops, each * ranks)
     forward = [sum(chain.flops[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
     costs = ScheduleCosts(
         forward=forward,

@@ -183,7 +183,7 @@ def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params,
             continue
         # Beside a base factors are as they were in training.
         given = {k: x if t.base else x.to(dtype) for k, x in form.taken(tensors).items()}
-        form.hold(given)
+        form.keep_inputs(given)
         if sum(x.numel() for k, x in given.items() if k != "base") < t.numel:
             forms |= dict.fromkeys((t.name, *t.aliases), form)
             inputs |= zip(form.keys, given.values(), strict=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.genome import Noise, codes_of
-from gbfunc.hypernets.ensemble import Run, dense_tiles, is_exporting, with_factors
+from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, is_exporting, with_factors
 from gbfunc.layers.forms import DenseWeight, Needs, Source, Target, WeightForm
 from gbfunc.plan import Ensemble
 from gbfunc.tiling import Cut, join_all, join_tiles
@@ -56,20 +56,20 @@ class Made(NamedTuple):
 class Local(NamedTuple):
     """The g-nets of a slot, which are evaluated when something is asked of them."""
 
-    run: Run
+    evaluation: Evaluation
     cut: Cut
 
     def matrix(self) -> Tensor:
         """The matrix [R, C], or the block of it that is cut out."""
-        return self.cut.crop(self.run.matrix(self.cut.grid))
+        return self.cut.crop(self.evaluation.matrix(self.cut.grid))
 
     def factors(self) -> Factors:
         """Factors of its tiles."""
-        return Made(self.run.tiles(), self.cut).factors()
+        return Made(self.evaluation.tiles(), self.cut).factors()
 
     def inputs(self) -> Sequence[Tensor]:
         """Leaves and noise."""
-        return *self.run.leaves.values(), *(self.run.noise or {}).values()
+        return *self.evaluation.leaves.values(), *(self.evaluation.noise or {}).values()
 
 
 class Stack:
@@ -101,15 +101,15 @@ class Stack:
             numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
             tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
             self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
-        self._built: dict[tuple[torch.dtype, torch.device], Run] = {}
+        self._built: dict[tuple[torch.dtype, torch.device], Evaluation] = {}
         self._split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
 
     def _mine(self) -> slice:
         """Numbers of the tiles that this rank holds."""
         return slice(0, self.ensemble.n_tiles)
 
-    def constants(self, dtype: torch.dtype, device: torch.device) -> Run:
-        """The run of this rank's tiles without leaves."""
+    def constants(self, dtype: torch.dtype, device: torch.device) -> Evaluation:
+        """The evaluation of this rank's tiles without leaves."""
         key = (dtype, device)
         if is_exporting():
             return self._constants(dtype, device)
@@ -117,13 +117,13 @@ class Stack:
             self._built[key] = self._constants(dtype, device)
         return self._built[key]
 
-    def _constants(self, dtype: torch.dtype, device: torch.device) -> Run:
+    def _constants(self, dtype: torch.dtype, device: torch.device) -> Evaluation:
         e = self.ensemble
         row, col = codes_of(e, dtype, device)
         first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
         scale = _of_spans(first, scales, e.n_tiles, dtype, device) if e.hypernet.standardised else None
         groups = self._groups(device) if self._shared else None
-        return Run.bare(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._tiles)
+        return Evaluation.bare(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._tiles)
 
     def _groups(self, device: torch.device) -> Tensor:
         """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
@@ -136,7 +136,7 @@ class Stack:
             len(groups), device=device
         )
 
-    def run(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Run:
+    def evaluation(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Evaluation:
         """This rank's tiles, from its leaves, among others flat by name, and the noise of all tiles."""
         bare = self.constants(dtype, device)
         leaves = {k: leaves[name] for k, name in self.names.items()}
@@ -144,33 +144,33 @@ class Stack:
             leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
         return bare.filled(leaves, noise and {k: v[self._tiles] for k, v in noise.items()})
 
-    def split(self, run: Run) -> Sequence[Source]:
+    def split(self, evaluation: Evaluation) -> Sequence[Source]:
         """Each slot, as its form needs it."""
-        return self._split(run)
+        return self._split(evaluation)
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
         """One slot, from the leaves and noise of this rank's tiles of it (`Source.inputs`)."""
         return Local(self._filled(number, inputs), self.cuts[number])
 
-    def _filled(self, number: int, inputs: Iterator[Tensor]) -> Run:
+    def _filled(self, number: int, inputs: Iterator[Tensor]) -> Evaluation:
         leaves = {k: next(inputs) for k in self.names}
         noise = {k: next(inputs) for k in self._noise} or None
         like, first = next(iter(leaves.values())), sum(self._held[:number])
         bare = self.constants(like.dtype, like.device).of(slice(first, first + self._held[number]))
         return bare.filled(leaves, noise)
 
-    def _apart(self, run: Run) -> list[Local]:
-        return [Local(part, cut) for part, cut in zip(run.split(self._held), self.cuts, strict=True)]
+    def _apart(self, evaluation: Evaluation) -> list[Local]:
+        return [Local(part, cut) for part, cut in zip(evaluation.split(self._held), self.cuts, strict=True)]
 
-    def _factors(self, run: Run) -> list[Made]:
+    def _factors(self, evaluation: Evaluation) -> list[Made]:
         """All slots evaluated at once, as factors where the type has some."""
-        return self.of_tiles(run.tiles())
+        return self.of_tiles(evaluation.tiles())
 
-    def _matrices(self, run: Run) -> list[Made]:
+    def _matrices(self, evaluation: Evaluation) -> list[Made]:
         """The matrix of each slot; large ones one after the other, which spares memory and the time to get it."""
         dims = self.ensemble.dims
-        spans = _spans([n * dims.rows * dims.cols * run.row.itemsize for n in self._counts])
-        parts = run.split([sum(self._counts[span]) for span in spans])
+        spans = _spans([n * dims.rows * dims.cols * evaluation.row.itemsize for n in self._counts])
+        parts = evaluation.split([sum(self._counts[span]) for span in spans])
         # Not `zip(strict=True)`, at which torch.compile of torch 2.5 fails.
         matrices = [m for i, part in enumerate(parts) for m in part.matrices(self._grids[spans[i]])]
         return [Made(m, self.cuts[i]) for i, m in enumerate(matrices)]
@@ -258,9 +258,11 @@ class Generator:
         noise = noise or {}
         # A caller's autocast is for the p-net; an exported graph has none, and should not hold that it is off.
         with nullcontext() if is_exporting() else torch.autocast(device.type, enabled=False):
-            runs = [stack.run(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self.stacks]
-            runs[: self._evaluated] = with_factors(runs[: self._evaluated])
-            slots = self._slots(runs, counts)
+            evaluations = [
+                stack.evaluation(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self.stacks
+            ]
+            evaluations[: self._evaluated] = with_factors(evaluations[: self._evaluated])
+            slots = self._slots(evaluations, counts)
             tensors = {name: on(device) for name, on in self.unchanged.items()}
             for form, places in self.places:
                 tensors |= form.of([slots[stack][slot] for stack, slot in places])
@@ -268,8 +270,8 @@ class Generator:
                 tensors[target.name] = target.block(leaves[leaf])
             return {k: tensors[k] for k in self.order}
 
-    def _slots(self, runs: Sequence[Run], counts: bool) -> list[Sequence[Source]]:
-        return [stack.split(run) for stack, run in zip(self.stacks, runs, strict=True)]
+    def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
+        return [stack.split(evaluation) for stack, evaluation in zip(self.stacks, evaluations, strict=True)]
 
     def prepare(self, leaves: Params) -> None:
         """Build the constants for these leaves, which a compiled call cannot do itself."""

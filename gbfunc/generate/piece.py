@@ -77,7 +77,7 @@ def _block(
     e, number = next((e, i) for e in plan.ensembles for i, p in enumerate(e.spans) if p.slot is slot)
     stack = Stack(e, kernel, {number: cut_piece(slot.grid, piece)})
     like = next(iter(genome.gnets.get(e.name, {}).values()), torch.zeros((), dtype=plan.dtype, device="cpu"))
-    run = stack.run(flat_genome(genome), noise.get(e.name), like.dtype, like.device)
-    block = stack.split(run)[0].matrix()
+    evaluation = stack.evaluation(flat_genome(genome), noise.get(e.name), like.dtype, like.device)
+    block = stack.split(evaluation)[0].matrix()
     block = block + slot.offset if slot.offset else block
     return block.to(narrow) if narrow.itemsize < plan.dtype.itemsize else block

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.generate.generator import Generator, Local, Made, Stack
-from gbfunc.hypernets.ensemble import Run, dense_tiles
+from gbfunc.hypernets.ensemble import Evaluation, dense_tiles
 from gbfunc.layers.forms import Needs, Source
 from gbfunc.parallel import Gather, Layout
 from gbfunc.plan import Ensemble
@@ -22,7 +22,7 @@ class Remote(NamedTuple):
 
     stack: RankStack
     number: int
-    run: Run
+    evaluation: Evaluation
     gather: Gather
 
     def matrix(self) -> Tensor:
@@ -37,11 +37,11 @@ class Remote(NamedTuple):
     def inputs(self) -> Sequence[Tensor]:
         """Leaves and noise of this rank's tiles, and whether its gradients count."""
         counts = torch.tensor(self.gather.counts, device="cpu")
-        return *Local(self.run, self.stack.cuts[self.number]).inputs(), counts
+        return *Local(self.evaluation, self.stack.cuts[self.number]).inputs(), counts
 
     def _tiles(self) -> Tensor | Factors:
         stack = self.stack
-        return self.gather.slot(stack.ensemble, stack.tiles(self.run, self.gather), stack.sizes[self.number])
+        return self.gather.slot(stack.ensemble, stack.tiles(self.evaluation, self.gather), stack.sizes[self.number])
 
 
 class RankStack(Stack):
@@ -64,16 +64,16 @@ class RankStack(Stack):
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
         """One slot, from its inputs: leaves and noise of this rank's tiles, and whether its gradients count."""
-        run = self._filled(number, inputs)
-        return Remote(self, number, run, Gather(self._layout, bool(next(inputs))))
+        evaluation = self._filled(number, inputs)
+        return Remote(self, number, evaluation, Gather(self._layout, bool(next(inputs))))
 
-    def remote(self, run: Run, gather: Gather) -> Sequence[Source]:
+    def remote(self, evaluation: Evaluation, gather: Gather) -> Sequence[Source]:
         """Each slot, to be gathered by itself."""
-        return [Remote(self, number, part, gather) for number, part in enumerate(run.split(self._held))]
+        return [Remote(self, number, part, gather) for number, part in enumerate(evaluation.split(self._held))]
 
-    def tiles(self, run: Run, gather: Gather) -> Tensor | Factors:
+    def tiles(self, evaluation: Evaluation, gather: Gather) -> Tensor | Factors:
         """This rank's tiles or factors, to be gathered; it may hold none."""
-        return run.tiles() if run.n_tiles else gather.no_tiles(self.ensemble, run.leaves)
+        return evaluation.tiles() if evaluation.n_tiles else gather.no_tiles(self.ensemble, evaluation.leaves)
 
 
 class RankGenerator(Generator):
@@ -83,21 +83,21 @@ class RankGenerator(Generator):
         super().__init__(*args)
         self._layout = layout
 
-    def _slots(self, runs: Sequence[Run], counts: bool) -> list[Sequence[Source]]:
+    def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
         gather = Gather(self._layout, counts)
-        pairs = [*zip(self.stacks, runs, strict=True)]
+        pairs = [*zip(self.stacks, evaluations, strict=True)]
         # Outside vmap, all at once: collectives have no batching rule, and each costs its latency.
         mine = {
-            s.ensemble.name: s.tiles(run, gather)
-            for s, run in pairs
+            s.ensemble.name: s.tiles(evaluation, gather)
+            for s, evaluation in pairs
             if isinstance(s, RankStack) and s.needs != "leaves"
         }
         tiles = gather.outputs(mine) if mine else {}
         return [
             s.of_tiles(tiles[s.ensemble.name])
             if s.ensemble.name in tiles
-            else s.remote(run, gather)
+            else s.remote(evaluation, gather)
             if isinstance(s, RankStack)
-            else s.split(run)
-            for s, run in pairs
+            else s.split(evaluation)
+            for s, evaluation in pairs
         ]

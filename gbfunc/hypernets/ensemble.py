@@ -1,4 +1,4 @@
-"""Runs: what g-nets that are generated together are made of, and their tiles in one vmapped call.
+"""One evaluation of many g-nets: what their tiles are made of, and these in one vmapped call.
 
     leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k] --join--> matrices [R, C]
 
@@ -28,7 +28,7 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "is_exporting", bool)()
 
 
-class Run(NamedTuple):
+class Evaluation(NamedTuple):
     """G-nets that are generated together.
 
     Codes are `row` [U, r, p] and `col` [U, c, q], U = 1 where all tiles share them; `scale` [T] is that of every tile's
@@ -60,12 +60,12 @@ class Run(NamedTuple):
         col: Tensor,
         scale: Tensor | None = None,
         groups: Tensor | None = None,
-    ) -> Run:
-        """A run without leaves, to be `filled`."""
+    ) -> Evaluation:
+        """An evaluation without leaves, to be `filled`."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
-        return Run(hypernet, dims, kernel, row, col, scale, {}, None, empty, groups, None, periods)
+        return Evaluation(hypernet, dims, kernel, row, col, scale, {}, None, empty, groups, None, periods)
 
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]."""
@@ -78,7 +78,7 @@ class Run(NamedTuple):
         made = own._apply()
         return made if own.scale is None else dense_tiles(made) * own.scale[:, None, None]
 
-    def _own(self) -> Run:
+    def _own(self) -> Evaluation:
         """With the leaves of every tile, scaled where the tile is linear in some: they are smaller than it."""
         specs = self.hypernet.leaves(self.dims)
         leaves, scale = self.leaves, self.scale
@@ -122,7 +122,7 @@ class Run(NamedTuple):
             return tuple(self.matrix(grid) for grid in grids)
         return join_all(dense_tiles(self.tiles()), grids)
 
-    def split(self, counts: Sequence[int]) -> list[Run]:
+    def split(self, counts: Sequence[int]) -> list[Evaluation]:
         """So many tiles each, in order."""
         if len(counts) == 1:
             return [self]
@@ -135,21 +135,23 @@ class Run(NamedTuple):
         shared = {k for k, leaf in self.hypernet.leaves(self.dims).items() if leaf.scope == "group"}
         shared = shared if self.groups is not None else set()
         leaves = {k: [v] * len(counts) if k in shared else parts(v) for k, v in self.leaves.items()}
-        runs = [self.of(span)._replace(leaves={k: v[i] for k, v in leaves.items()}) for i, span in enumerate(spans)]
+        evaluations = [
+            self.of(span)._replace(leaves={k: v[i] for k, v in leaves.items()}) for i, span in enumerate(spans)
+        ]
         if self.made is None:
-            return runs
-        return [r._replace(made=Factors(*x)) for r, *x in zip(runs, *map(parts, self.made), strict=True)]
+            return evaluations
+        return [r._replace(made=Factors(*x)) for r, *x in zip(evaluations, *map(parts, self.made), strict=True)]
 
     @property
     def n_tiles(self) -> int:
         """Number of tiles; 0 for a type without leaves, whose tiles are all alike."""
         return len(next(iter(self.leaves.values()), ()) if self.groups is None else self.groups)
 
-    def filled(self, leaves: Params, noise: Params | None) -> Run:
-        """The run on other leaves and noise."""
+    def filled(self, leaves: Params, noise: Params | None) -> Evaluation:
+        """The evaluation on other leaves and noise."""
         return self._replace(leaves=leaves, noise=noise)
 
-    def of(self, tiles: slice | Tensor) -> Run:
+    def of(self, tiles: slice | Tensor) -> Evaluation:
         """The codes, scales and noise of some tiles, by span or number, with the leaves as they are."""
         row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
         noise = self.noise and {k: v[tiles] for k, v in self.noise.items()}
@@ -157,26 +159,26 @@ class Run(NamedTuple):
         return self._replace(row=row, col=col, scale=scale, noise=noise, groups=groups, made=None)
 
 
-def with_factors(runs: Sequence[Run]) -> list[Run]:
-    """The runs, those of periodic and bilinear g-nets with their factors `made`, by one operator for all of them."""
-    periodic = [run.made is None and isinstance(run.hypernet, Waves) for run in runs]
-    factors = iter(periodic_factors([run for run, yes in zip(runs, periodic, strict=True) if yes]))
-    return [run._replace(made=next(factors)) if yes else run for run, yes in zip(runs, periodic, strict=True)]
+def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The evaluations, with the factors of periodic and bilinear g-nets `made`, by one operator for all of them."""
+    periodic = [one.made is None and isinstance(one.hypernet, Waves) for one in evaluations]
+    factors = iter(periodic_factors([one for one, yes in zip(evaluations, periodic, strict=True) if yes]))
+    return [one._replace(made=next(factors)) if yes else one for one, yes in zip(evaluations, periodic, strict=True)]
 
 
-def periodic_factors(runs: Sequence[Run]) -> list[Factors]:
-    """Scaled factors [T, r, k] and [T, c, k] of each run of periodic or bilinear g-nets, by one operator."""
+def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
+    """Scaled factors [T, r, k] and [T, c, k] of each evaluation of periodic or bilinear g-nets, by one operator."""
     hypernets, leaves, sides = [], [], []
-    for run in runs:
-        assert isinstance(run.hypernet, Waves)
-        hypernets.append(run.hypernet)
-        leaves.append(run._filled(run.n_tiles))
-        sides += run.hypernet.sides(leaves[-1], run.row, run.col, run.scale, run.groups, run.periods)
-    made = waves(sides, kernel=runs[0].kernel) if runs else []
+    for one in evaluations:
+        assert isinstance(one.hypernet, Waves)
+        hypernets.append(one.hypernet)
+        leaves.append(one._filled(one.n_tiles))
+        sides += one.hypernet.sides(leaves[-1], one.row, one.col, one.scale, one.groups, one.periods)
+    made = waves(sides, kernel=evaluations[0].kernel) if evaluations else []
     pairs = zip(made[::2], made[1::2], strict=True)
     return [
-        hypernet.factors(own, *pair, run.scale)
-        for hypernet, own, pair, run in zip(hypernets, leaves, pairs, runs, strict=True)
+        hypernet.factors(own, *pair, one.scale)
+        for hypernet, own, pair, one in zip(hypernets, leaves, pairs, evaluations, strict=True)
     ]
 
 

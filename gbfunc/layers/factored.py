@@ -60,7 +60,7 @@ class FactoredWeight(WeightForm):
 
     def _thin(self, batch_rows: int, conv: bool = False) -> bool:
         """Whether the factors are used and not the dense weight."""
-        if self.held is not None or not batch_rows < self._thin_rows[conv]:
+        if self.formed is not None or not batch_rows < self._thin_rows[conv]:
             return False
         self.use()
         return True

@@ -160,7 +160,7 @@ class WeightForm(nn.Module):
         """The inputs by their own names, from a mapping by `keys`."""
         return {k: tensors[key] for k, key in zip(self.inputs, self.keys, strict=True)}
 
-    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+    def keep_inputs(self, tensors: Mapping[str, Tensor]) -> None:
         """Take copies of the inputs as parameters of the form's, as a module for serving has them."""
         self.__dict__["_parameters"] = {k: nn.Parameter(x.detach().clone()) for k, x in tensors.items()}
 
@@ -191,14 +191,14 @@ class WeightForm(nn.Module):
         return self.call.cache is not None and self.given[self.inputs[0]] is not None
 
     @property
-    def held(self) -> Tensor | None:
+    def formed(self) -> Tensor | None:
         """The dense weight, if this call of the p-net has it."""
         cache = self.call.cache
         return cache.get(self.name) if cache else None
 
     def dense(self) -> Tensor:
         """The dense weight; the same tensor throughout a call of the p-net."""
-        weight = self.held
+        weight = self.formed
         if weight is None:
             device = self.given[self.inputs[0]].device
             # Whoever reads it without gradients may use it with them later; autocast is for the p-net.
@@ -221,7 +221,7 @@ class WeightForm(nn.Module):
         if not torch.compiler.is_compiling():
             # A number that a graph changes is one that it is compiled anew for, at every call.
             self.reads += 1
-        late = self.name in self.call.used and self.held is None
+        late = self.name in self.call.used and self.formed is None
         weight = self.dense()
         if late:
             refused: Any = weight

@@ -79,8 +79,8 @@ class RecomputedWeight(WeightForm):
         self, forward: Callable[..., Tensor], x: Tensor, bias: Tensor | None, pull: Pull | None = None
     ) -> Tensor:
         others = (x,) if bias is None else (x, bias)
-        if self.held is not None:
-            return forward(self.held, *others)
+        if self.formed is not None:
+            return forward(self.formed, *others)
         self.use()
         inputs = tuple(self.given[k] for k in self.inputs)
         device = inputs[0].device.type

@@ -67,14 +67,14 @@ class Watch:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             handles.append(module.register_forward_pre_hook(lambda m, a, path=path: self.running.append(path)))
-            handles.append(module.register_forward_hook(lambda m, a, out, path=path: self._note(path, out)))
+            handles.append(module.register_forward_hook(lambda m, a, out, path=path: self._record(path, out)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _note(self, path: str, out: Any) -> None:
+    def _record(self, path: str, out: Any) -> None:
         self.running.pop()
         kept = [(at, self._cut(x)) for at, x in tree_leaves(out, "output")]
         self.outputs[path, self._calls[path]] = kept

@@ -211,10 +211,10 @@ def _places(
     return {name: frozenset(cells) for name, cells in found.items()}
 
 
-def spread(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """First block of each stage, and their number, so that the most expensive stage costs the least.
 
-    >>> spread([1, 1, 1, 5], 2)
+    >>> balanced_stages([1, 1, 1, 5], 2)
     (0, 3, 4)
     """
     n, sums = len(costs), [0.0, *accumulate(costs)]

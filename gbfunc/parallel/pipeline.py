@@ -33,9 +33,9 @@ from gbfunc.parallel.chain import (
     Chain,
     Constant,
     UnitCall,
+    balanced_stages,
     find_blocks,
     replace_units,
-    spread,
     trace_chain,
 )
 from gbfunc.parallel.mesh import Mesh
@@ -44,7 +44,7 @@ from gbfunc.pnet import StopForward
 from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params
 
-__all__ = ["SCHEDULES", "Chain", "Pipeline", "find_blocks", "spread", "trace_chain"]
+__all__ = ["SCHEDULES", "Chain", "Pipeline", "find_blocks", "balanced_stages", "trace_chain"]
 
 
 class _Cut(StopForward):
@@ -203,7 +203,7 @@ class Pipeline:
             chain = self.chain = trace_chain(self._pnet, self._blocks, lambda net: run(net, copied), device)
             if not self._built:
                 begins = [self._blocks.index(name) for name in self._splits or ()]
-                even = spread(chain.flops, self.stages)
+                even = balanced_stages(chain.flops, self.stages)
                 self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
                 self.names = self._needed(self._pnet.named_parameters)
                 self.buffers = self._needed(self._pnet.named_buffers)

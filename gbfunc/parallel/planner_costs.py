@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gbfunc.costs import all_reduce_bytes
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.parallel.pipeline import find_blocks, spread, trace_chain
+from gbfunc.parallel.pipeline import balanced_stages, find_blocks, trace_chain
 from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks
 from gbfunc.parallel.placement import gather_bytes, operations, placement_cost, products, shares_of
 from gbfunc.plan import DTYPES, Plan
@@ -293,7 +293,7 @@ class Model:
     @_remembered
     def stages(self, n: int) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]]:
         """First block of each stage and the number of blocks; cells of each stage, the ends' with the outermost."""
-        starts = (0, len(self.blocks)) if self._chain is None else spread(self._chain.flops, n)
+        starts = (0, len(self.blocks)) if self._chain is None else balanced_stages(self._chain.flops, n)
         ends = [0, *starts[1:-1], len(self.blocks) + 1]
         return starts, tuple(frozenset(range(a + (a > 0), b + 1)) for a, b in pairwise(ends))
 

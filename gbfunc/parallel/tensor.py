@@ -207,11 +207,11 @@ class TensorParallel:
                 piece = Piece((mine,), (0, cols)) if placement.dim == 0 else Piece(((0, rows),), mine)
                 self._cut(full, piece, placement, sizes, parameter.shape)
 
-        def note(_: nn.Module, args: Any, out: Any) -> None:
+        def record(_: nn.Module, args: Any, out: Any) -> None:
             if isinstance(out, DTensor):
-                self.note(out.placements[0], out.to_local())
+                self.record_output(out.placements[0], out.to_local())
             elif isinstance(style, SequenceParallel):
-                self.note(style.sequence_sharding[0], out)
+                self.record_output(style.sequence_sharding[0], out)
 
         def even(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             # Torch takes the parts of a plain tensor for equally long.
@@ -220,11 +220,11 @@ class TensorParallel:
             dim = style.sequence_sharding[0].dim % args[0].ndim
             return (self.wire.joined(args[0], Shard(dim), self.wire.sizes_of(args[0].shape[dim])), *args[1:])
 
-        module.register_forward_hook(note, prepend=True)
+        module.register_forward_hook(record, prepend=True)
         if isinstance(style, SequenceParallel):
             module.register_forward_pre_hook(even, prepend=True)
 
-    def note(self, placement: Any, local: Tensor) -> None:
+    def record_output(self, placement: Any, local: Tensor) -> None:
         """Record the placement of the last layer's output: whether the loss is of this rank's part of it alone."""
         split = isinstance(placement, Shard) and placement.dim not in (-1, local.ndim - 1)
         self.local_rows = math.prod(local.shape[:-1]) if split else None

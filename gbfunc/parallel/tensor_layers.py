@@ -58,8 +58,8 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     if not isinstance(form, FactoredWeight):
         return form.linear(x, bias)
     ranks = split.wire.axis.size
-    if form.held is not None:  # It was formed for somebody else.
-        weight = scale_gradient(form.held, ranks)
+    if form.formed is not None:  # It was formed for somebody else.
+        weight = scale_gradient(form.formed, ranks)
         return F.linear(x, split.piece.of(weight.t() if form.transposed else weight), bias)
     cut = cut_piece(form.grid, split.piece)
     tiles: Any = [*(cut.tiles or ())]
@@ -71,7 +71,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> FactoredWeight | None:
     """The layer's factors, where thin products cost less than the piece itself, bytes on the wire included."""
     form, split = layer._modules.get("weight_form"), layer.split
-    if not isinstance(form, FactoredWeight) or form.held is not None:
+    if not isinstance(form, FactoredWeight) or form.formed is not None:
         return None
     nr, nc, _, k = form.left.shape
     rows, cols, ranks = form.grid.rows, form.grid.cols, split.wire.axis.size
@@ -204,5 +204,5 @@ def _outgoing(layer: Any, y: Tensor, at: Any, sizes: Sizes) -> Any:
         y, at = wire.move(y, "whole", "split", want.dim, sizes), want
     if at != want:
         raise ValueError(f"output_layouts of a layer must be Replicate() or Shard(dim), got {want}")
-    layer.parallel.note(at, y)
+    layer.parallel.record_output(at, y)
     return y if split.local else wire.joined(y, at, sizes)

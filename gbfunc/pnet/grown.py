@@ -83,7 +83,7 @@ class GrownNet:
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
             return self._bound(name, value)
         if isinstance(value, Tensor) and name in module._parameters:
-            run.note(value)
+            run.watch(value)
         return _viewed(value, run)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -107,8 +107,8 @@ class GrownNet:
             if not stock:
                 run.own(name)
             value = run.call(method, *args, **kwargs)
-            noted = run.note if stock and name in _PARAMETERS else None
-            return _viewed(value, run, noted)
+            watched = run.watch if stock and name in _PARAMETERS else None
+            return _viewed(value, run, watched)
 
         return call
 
@@ -127,7 +127,7 @@ class GrownNet:
     def __getitem__(self, key: Any) -> Any:
         value = self._gb_run.call(lambda: self._gb_module[key])  # pyright: ignore[reportIndexIssue]
         if isinstance(value, Tensor):
-            self._gb_run.note(value)
+            self._gb_run.watch(value)
         return _viewed(value, self._gb_run)
 
     def __eq__(self, other: Any) -> bool:
@@ -150,16 +150,16 @@ def _impure(what: str, hint: str = "change the p-net before gb.make_plan") -> st
     return f"{what} would change the p-net, which is a pure function of its weights in a loss function: {hint}"
 
 
-def _viewed(value: Any, run: NetRun, note: Callable[[Any], None] | None = None) -> Any:
-    """A value with views in the place of modules; `note` gets it, or each item of an iterator."""
+def _viewed(value: Any, run: NetRun, watch: Callable[[Any], None] | None = None) -> Any:
+    """A value with views in the place of modules; `watch` gets it, or each item of an iterator."""
     if type(value) is GrownNet:
         return value
     if isinstance(value, nn.Module):
         return run.view(value)
     if isinstance(value, GeneratorType) or type(value) in (type({}.keys()), type({}.values()), type({}.items())):
-        return _each(iter(value), run, note)
-    if note is not None:
-        note(value)
+        return _each(iter(value), run, watch)
+    if watch is not None:
+        watch(value)
     if type(value) not in (list, tuple, dict):
         return value
     items = list(value.values()) if type(value) is dict else value
@@ -169,10 +169,10 @@ def _viewed(value: Any, run: NetRun, note: Callable[[Any], None] | None = None) 
     return dict(zip(value, views, strict=True)) if type(value) is dict else type(value)(views)
 
 
-def _each(items: Iterator[Any], run: NetRun, note: Callable[[Any], None] | None = None) -> Iterator[Any]:
+def _each(items: Iterator[Any], run: NetRun, watch: Callable[[Any], None] | None = None) -> Iterator[Any]:
     """The items of an iterator over parts of a module, each made while the weights are in place."""
     while (item := run.call(next, items, _END)) is not _END:
-        yield _viewed(item, run, note)
+        yield _viewed(item, run, watch)
 
 
 class RunnableNet(PureNet):
@@ -186,7 +186,7 @@ class RunnableNet(PureNet):
 
     submodule_call_error, compiled = "", False
     # References in a list: a `WeakSet` takes longer to make and to go through than a small layer to run.
-    _held: list[weakref.ref[NetRun]] | None = None
+    _open: list[weakref.ref[NetRun]] | None = None
 
     @functools.cached_property
     def runs(self) -> list[NetRun]:  # noqa: D102
@@ -197,7 +197,7 @@ class RunnableNet(PureNet):
     ) -> Any:
         """`function(net, *args, **kwargs)`, `net` being the p-net on these tensors, with all its parts (`GrownNet`).
 
-        Outside of `held`, the net is of no use afterwards.
+        Outside of `kept_open`, the net is of no use afterwards.
 
         Raises:
             RuntimeError: for what would change the p-net, or a net that is used after its time.
@@ -211,22 +211,22 @@ class RunnableNet(PureNet):
                 start = _uncompiled() if "torch._dynamo" in sys.modules else NetRun.start
                 return start(run, function, args, kwargs)
             finally:
-                if self._held is None:
+                if self._open is None:
                     run.close()
                 else:
-                    self._held.append(weakref.ref(run))
+                    self._open.append(weakref.ref(run))
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def kept_open(self) -> Iterator[None]:
         """Let the nets of runs be called again until the end of this, as checkpoints around them do in backward."""
-        outer, self._held = self._held, (runs := [])
+        outer, self._open = self._open, (runs := [])
         try:
             yield
         finally:
             for reference in runs:
                 if run := reference():
                     run.close()
-            self._held = outer
+            self._open = outer
 
 
 class NetRun:
@@ -238,7 +238,7 @@ class NetRun:
         # What is assigned during the run is not seen by a recomputation; changes in place are, as in any module.
         self._before = dict(buffers)
         self._switched, self._structure = False, ("", [])
-        self._noted: dict[int, tuple[Tensor, Any, Tensor | None]] = {}
+        self._parameters: dict[int, tuple[Tensor, Any, Tensor | None]] = {}
         self._views: dict[int, weakref.ref[GrownNet]] = {}
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,10 +268,10 @@ class NetRun:
                 pure.broken = f"the p-net's method {method!r} changed its modules: call it before gb.make_plan"
         if pure.broken:
             raise RuntimeError(pure.broken)
-        for x, mark, copied in self._noted.values():
+        for x, mark, copied in self._parameters.values():
             if _mark(x) != mark or (copied is not None and not torch.allclose(x, copied, 0, 0, equal_nan=True)):
                 raise RuntimeError(f"the loss function changes {self._name(x)} in place: compute with a new tensor")
-        self._noted = {}
+        self._parameters = {}
         return out
 
     def _name(self, x: Tensor) -> str:
@@ -311,15 +311,15 @@ class NetRun:
         if not self._structure[0]:
             self._structure = method, _structure(self._pure.skeleton)
 
-    def note(self, value: Any) -> None:
+    def watch(self, value: Any) -> None:
         """Watch the parameters in a value, which must not change."""
         if isinstance(value, Mapping | tuple | list):
             for x in value.values() if isinstance(value, Mapping) else value:
-                self.note(x)
-        elif type(value) in (Tensor, nn.Parameter) and id(value) not in self._noted and not value.is_inference():
+                self.watch(x)
+        elif type(value) in (Tensor, nn.Parameter) and id(value) not in self._parameters and not value.is_inference():
             mark = _mark(value)
             copied = value.detach().clone() if self._first and mark[1] else None
-            self._noted[id(value)] = value, mark, copied
+            self._parameters[id(value)] = value, mark, copied
 
     def view(self, module: nn.Module) -> GrownNet:
         """The view of a part, the same as long as somebody holds it: `m is not net.head` means what it says."""

@@ -67,7 +67,7 @@ def update_alignment(
     weights = {t.name: old[t.name].detach() for t in plan.tensors if t.slots or t.name not in frozen}
     weights = {k: w.requires_grad_() for k, w in weights.items()}
     net, buffers = RunnableNet(pnet, frozen=base), {k: x.clone() for k, x in before.buffers.items()}
-    with seeded(seed, leaf.device), torch.enable_grad(), net.held():
+    with seeded(seed, leaf.device), torch.enable_grad(), net.kept_open():
         loss, _ = loss_and_aux(net.run(old | weights, buffers, loss_fn, batch))
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
     down = {k: -g.double().flatten() for k, g in zip(weights, gradients, strict=True)}

@@ -174,7 +174,7 @@ class OneGraph:
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         """Loss, aux and gradients."""
-        with self.loss.net.held():
+        with self.loss.net.kept_open():
             return self._result(given, wanted, *self.loss(given))
 
     def _result(self, given: Given, wanted: list[Tensor], loss: Tensor, aux: Any) -> Result:

@@ -51,7 +51,7 @@ class Pipelined:
             self._pipeline.prepare(self._loss_fn, parts[0][0])
         if self.loss is None:
             self.loss = self._build(self._pipeline)
-        with self.loss.net.held():
+        with self.loss.net.kept_open():
             return self._result(given, wanted, self.loss, parts)
 
     def _result(
