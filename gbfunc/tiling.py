@@ -16,7 +16,7 @@ from torch import Tensor
 from gbfunc.types import MatrixDims
 
 
-def _cut(length: int, longest: int) -> int:
+def _even(length: int, longest: int) -> int:
     """Length of the pieces of the most even cut of `length` into pieces of at most `longest`."""
     return -(-length // -(-length // longest))
 
@@ -155,7 +155,7 @@ def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) ->
     if pair is None:
         return TileGrid(dims.rows, dims.cols, dims.rows, dims.cols)
     unit = math.prod(dims.kernel)
-    return TileGrid(dims.rows, dims.cols, _cut(dims.rows, pair[0]), unit * _cut(dims.cols // unit, pair[1]))
+    return TileGrid(dims.rows, dims.cols, _even(dims.rows, pair[0]), unit * _even(dims.cols // unit, pair[1]))
 
 
 def split_tiles(matrix_RC: Tensor, grid: TileGrid) -> Tensor:

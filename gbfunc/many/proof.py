@@ -76,11 +76,11 @@ class Watch:
 
     def _record(self, path: str, out: Any) -> None:
         self.running.pop()
-        kept = [(at, self._cut(x)) for at, x in tree_leaves(out, "output")]
+        kept = [(at, self._checked_rows(x)) for at, x in tree_leaves(out, "output")]
         self.outputs[path, self._calls[path]] = kept
         self._calls[path] += 1
 
-    def _cut(self, x: Any) -> Any:
+    def _checked_rows(self, x: Any) -> Any:
         """Copies: the net may change its tensors in place."""
         if not isinstance(x, Tensor) or self._batch is None:
             return x.clone() if isinstance(x, Tensor) else x

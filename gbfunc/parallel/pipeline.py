@@ -47,7 +47,7 @@ from gbfunc.types import Params
 __all__ = ["SCHEDULES", "Chain", "Pipeline", "find_blocks", "balanced_stages", "trace_chain"]
 
 
-class _Cut(StopForward):
+class _StageEnd(StopForward):
     """The first unit of the next stage has been reached."""
 
 
@@ -69,7 +69,7 @@ class _Stage(nn.Module):
         pipeline.values = pipeline.parcels[self.index].unpack(sent) if self.index else {}
         try:
             loss = pipeline.call(number).reshape(1)
-        except _Cut:
+        except _StageEnd:
             pipeline.check_kept()
             return pipeline.parcels[self.index + 1].pack(pipeline.values)
         if self.index < pipeline.stages - 1:
@@ -276,7 +276,7 @@ class Pipeline:
                 )
             stage = self._stage_of(calls[0].cell)
             if stage > self.stage:
-                raise _Cut
+                raise _StageEnd
             if stage < self.stage:
                 return self._skip(calls[0], args, kwargs)
             self._inside = True

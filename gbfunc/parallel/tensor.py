@@ -134,10 +134,10 @@ class TensorParallel:
             if isinstance(style, ColwiseParallel | RowwiseParallel) and layer_form(module) is not None:
                 split = self._splits[name] = self._split(name, module, style)
                 dim = int((split.by == "columns") != split.transposed)
-                self._cut(owners[id(module.weight)], split.piece, Shard(dim), split.sizes, module.weight.shape)
+                self._record(owners[id(module.weight)], split.piece, Shard(dim), split.sizes, module.weight.shape)
                 bias = getattr(module, "bias", None)
                 if bias is not None and split.by == "rows":
-                    self._cut(owners[id(bias)], Piece(split.piece.rows, (0, 1)), Shard(0), split.sizes, bias.shape)
+                    self._record(owners[id(bias)], Piece(split.piece.rows, (0, 1)), Shard(0), split.sizes, bias.shape)
             elif not isinstance(style, DividedAttributes):
                 others[name] = style
         if others:
@@ -167,7 +167,7 @@ class TensorParallel:
         into, out, sizes = style.input_layouts[0], style.output_layouts[0], tuple(parts * n for n in sizes)
         return Split(name, by, sizes, piece, into, out, style.use_local_output, flipped, self.wire)
 
-    def _cut(self, name: str, piece: Piece, placement: Any, sizes: Sizes, shape: Any) -> None:
+    def _record(self, name: str, piece: Piece, placement: Any, sizes: Sizes, shape: Any) -> None:
         """Record which piece of a parameter this rank has."""
         if self.pieces.setdefault(name, piece) != piece:
             raise ValueError(f"{name!r} is tied between layers that split it in different ways: give them one style")
@@ -205,7 +205,7 @@ class TensorParallel:
                 start = self.wire.start(sizes)
                 mine = start, start + sizes[self._rank]
                 piece = Piece((mine,), (0, cols)) if placement.dim == 0 else Piece(((0, rows),), mine)
-                self._cut(full, piece, placement, sizes, parameter.shape)
+                self._record(full, piece, placement, sizes, parameter.shape)
 
         def record(_: nn.Module, args: Any, out: Any) -> None:
             if isinstance(out, DTensor):

@@ -41,7 +41,7 @@ class RowMap(NamedTuple):
         """Reverse derivative: `(row inputs + row cotangents, shared inputs + sum cotangents) -> gradients`."""
 
         def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-            (rows, row_cotangents), (shared, sum_cotangents) = map(_cut, (rows, shared), self.inputs)
+            (rows, row_cotangents), (shared, sum_cotangents) = map(_split_at, (rows, shared), self.inputs)
             return torch.func.vjp(self.fn, rows, shared)[1]((row_cotangents, sum_cotangents))
 
         n, k = (i + o for i, o in zip(self.inputs, self.outputs, strict=True))
@@ -51,7 +51,7 @@ class RowMap(NamedTuple):
         """Forward derivative: `(row inputs + row tangents, shared inputs + their tangents) -> tangents`."""
 
         def fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
-            (rows, row_tangents), (shared, shared_tangents) = map(_cut, (rows, shared), self.inputs)
+            (rows, row_tangents), (shared, shared_tangents) = map(_split_at, (rows, shared), self.inputs)
             # The gradient is linear in the cotangents, and its gradient in them is the forward derivative.
             # `torch.func.jvp` would be refused here under `torch.autograd.forward_ad`, which does not nest.
             outputs, pull = torch.func.vjp(self.fn, rows, shared)[:2]
@@ -67,7 +67,7 @@ class RowMap(NamedTuple):
         return _RowMapFunction.apply(self, *rows, *shared)
 
 
-def _cut(x: Tensors, n: int) -> tuple[Tensors, Tensors]:
+def _split_at(x: Tensors, n: int) -> tuple[Tensors, Tensors]:
     return x[:n], x[n:]
 
 
@@ -124,23 +124,23 @@ class _RowMapFunction(InputsOnly):
 
     @staticmethod
     def forward(m: RowMap, *inputs: Tensor) -> Tensors:
-        return _evaluate(m, *_cut(inputs, m.inputs[0]))
+        return _evaluate(m, *_split_at(inputs, m.inputs[0]))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        rows, shared = _cut(ctx.saved_tensors, ctx.what.inputs[0])
-        row_cotangents, sum_cotangents = _cut(cotangents, ctx.what.outputs[0])
+        rows, shared = _split_at(ctx.saved_tensors, ctx.what.inputs[0])
+        row_cotangents, sum_cotangents = _split_at(cotangents, ctx.what.outputs[0])
         return (None, *ctx.what.vjp().apply(rows + row_cotangents, shared + sum_cotangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], m: RowMap, *inputs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
-        outputs = m.apply(*_cut(batch_tiles(info.batch_size, in_dims[1:], inputs), m.inputs[0]))
+        outputs = m.apply(*_split_at(batch_tiles(info.batch_size, in_dims[1:], inputs), m.inputs[0]))
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
-        rows, shared = _cut(ctx.saved_tensors, ctx.what.inputs[0])
-        row_tangents, shared_tangents = _cut(filled_tangents(ctx.saved_tensors, tangents), ctx.what.inputs[0])
+        rows, shared = _split_at(ctx.saved_tensors, ctx.what.inputs[0])
+        row_tangents, shared_tangents = _split_at(filled_tangents(ctx.saved_tensors, tangents), ctx.what.inputs[0])
         return ctx.what.jvp().apply(rows + row_tangents, shared + shared_tangents)
 
 
