@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from gbfunc.base import BaseTensors
 from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan, codes_of, counter, init_leaves, stacked, unstacked
 from gbfunc.hypernets.codeless import LowRank
@@ -158,7 +157,9 @@ def fit_genome(
         raise ValueError("the plan generates no tensor by g-nets with parameters: there is nothing to fit")
     if steps < 0 or not lr > 0:
         raise ValueError(f"steps must be >= 0 and lr > 0, got {steps} and {lr}")
-    given, base = _tensors_of(plan, trained), _base_of(plan, pnet)
+    if (plan.base is None) != (pnet is None):
+        raise ValueError(f"the plan has {'a base: give it, as pnet=' if pnet is None else 'no base: leave out pnet='}")
+    given, base = _tensors_of(plan, trained), None if pnet is None else plan.base_tensors(pnet)
     device = next(iter(given.values())).device
     targets = {t.name: given[t.name].double() for t in plan.generated}
     if base is not None:
@@ -229,13 +230,6 @@ def _tensors_of(plan: Plan, trained: nn.Module | TensorMap) -> Params:
     if bad := [t.name for t in plan.generated if not tensors[t.name].isfinite().all()]:
         raise ValueError(f"the weights {bad} are not finite")
     return tensors
-
-
-def _base_of(plan: Plan, pnet: nn.Module | None) -> BaseTensors | None:
-    """The base's tensors, None for a plan without one."""
-    if (plan.base is None) != (pnet is None):
-        raise ValueError(f"the plan has {'a base: give it, as pnet=' if pnet is None else 'no base: leave out pnet='}")
-    return None if pnet is None else plan.base_tensors(pnet)
 
 
 def _start(plan: Plan, start: GenomeLike | None, given: TensorMap, seed: int) -> Genome:

@@ -9,7 +9,7 @@ from gbfunc.generate import make_generator, to_serve
 from gbfunc.genome import Noise, check_genome, check_noise, check_plan
 from gbfunc.layers.install import install
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import PureNet, watch_first_call, with_weights
+from gbfunc.pnet import watch_first_call, with_weights
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike
 
@@ -48,7 +48,6 @@ def materialize(
     kept = [t for t in plan.tensors if t.name in forms]
     weights |= {t.name: torch.zeros((), dtype=DTYPES[t.dtype]).expand(t.shape) for t in kept}
     buffers = dict(genome.buffers) | ({} if base is None else base.on(next(iter(weights.values())).device)[1])
-    PureNet(pnet).check(weights, buffers)
     net = with_weights(pnet, weights, buffers, bare=forms)
     install(net, forms, shown=False)
     watch_first_call(net, pnet)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import PureNet, buffers_of, parameter_infos, with_weights
+from gbfunc.pnet import buffers_of, parameter_infos, with_weights
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Params
 
@@ -56,8 +56,10 @@ def merge_genomes(
     generator = make_generator(plan, base=base)
     with torch.no_grad():
         made = [generator(flat_genome(genome)) for genome in genomes]
-    present: Params = {} if base is None else {info.name: info.tensor.detach() for info in parameter_infos(pnet)}
-    present |= {} if base is None else {name: buffer for name, (buffer, _) in buffers_of(pnet).items()}
+    present: Params = {}
+    if base is not None:
+        present |= {info.name: info.tensor.detach() for info in parameter_infos(pnet)}
+        present |= {name: buffer for name, (buffer, _) in buffers_of(pnet).items()}
     first = max(range(len(shares)), key=lambda i: shares[i])
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -72,5 +74,4 @@ def merge_genomes(
     tensors |= {t.name: summed(t.name, [x[t.name] for x in made], DTYPES[t.dtype]) for t in plan.tensors}
     buffers = {b.name: summed(b.name, [g.buffers[b.name] for g in genomes], DTYPES[b.dtype]) for b in plan.buffers}
     buffers |= {} if base is None else base.on(next(iter(tensors.values())).device)[1]
-    PureNet(pnet).check(tensors, buffers)
     return with_weights(pnet, tensors, buffers)

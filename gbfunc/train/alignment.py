@@ -15,7 +15,7 @@ from gbfunc.pnet import RunnableNet, parameter_infos
 from gbfunc.train.gradients import LossFn, loss_and_aux, noise_of, seeded
 from gbfunc.train.step import TrainState, step_seed
 from gbfunc.trees import flat_genome
-from gbfunc.types import GenomeLike, Params
+from gbfunc.types import GenomeLike
 
 
 class UpdateAlignment(NamedTuple):
@@ -72,11 +72,8 @@ def update_alignment(
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
     down = {k: -g.double().flatten() for k, g in zip(weights, gradients, strict=True)}
     moved = {k: (new[k] - weights[k].detach()).double().flatten() for k in weights}
-    return UpdateAlignment({k: _cosine(moved[k], down[k]) for k in weights}, _cosine(_joined(moved), _joined(down)))
-
-
-def _joined(vectors: Params) -> Tensor:
-    return torch.cat(list(vectors.values()))
+    overall = _cosine(torch.cat([*moved.values()]), torch.cat([*down.values()]))
+    return UpdateAlignment({k: _cosine(moved[k], down[k]) for k in weights}, overall)
 
 
 def _cosine(x: Tensor, y: Tensor) -> float:
