@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 
 import gbfunc as gb
 from gbfunc.cli import main
+from gbfunc.tasks import rounding
 from gbfunc.tasks.pnets import mlp
 
 BRIEF = ["--sizes", "64", "48", "10", "--genome-params", "300", "--epochs", "2", "--batch-size", "200"]
@@ -55,8 +56,22 @@ def test_finetune_goes_on_where_the_training_ended(trained: Path) -> None:
     assert [int(row["step"]) for row in rows] == [5, 10, 15, 18]
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
-    # What was validated last is what the file holds.
-    assert float(rows[-1]["val_accuracy"]) == metrics["val_accuracy"]
+    # What was validated last is what the file holds, unless it was worse than before.
+    assert metrics["val_accuracy"] >= float(rows[-1]["val_accuracy"])
+
+
+def test_a_finetune_that_makes_it_worse_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rounding, "RATE", 300.0)
+    out = tmp_path / "run"
+    assert main(["train", *BRIEF, "--epochs", "20", "--dtype", "int8", "--finetune", "8", "--out", str(out)]) == 0
+    rows = list(csv.DictReader((out / "history.csv").read_text().splitlines()))
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert "--finetune made it worse: kept as it was, validation accuracy" in capsys.readouterr().err
+    assert metrics["val_accuracy"] > float(rows[-1]["val_accuracy"])
+    before = next(float(row["val_accuracy"]) for row in rows if row["step"] == "100")
+    assert metrics["val_accuracy"] == pytest.approx(before, abs=0.03)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ class Best:
 
     def _best(self, history: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
         """The first of the best rows; one that is not a number is the worst."""
-        name, sign = f"val_{self._metric.name}", 1 if self._metric.higher_is_better else -1
+        name, sign = f"val_{self._metric.name}", self._metric.sign
 
         def value(row: Mapping[str, float]) -> float:
             return -math.inf if math.isnan(row[name]) else sign * row[name]

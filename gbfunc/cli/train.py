@@ -38,7 +38,7 @@ from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
 from gbfunc.lab.birth import RATES
 from gbfunc.plan import AUTO
 from gbfunc.tasks.logs import OnLog
-from gbfunc.tasks.rounding import going_on, joined, slowed
+from gbfunc.tasks.rounding import better, going_on, joined, slowed
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps
 from gbfunc.train import TrainStep
 
@@ -167,7 +167,14 @@ def train_genome(
             job = job._replace(recipe=slowed(recipe, output.finetune))
             more = genome_trainer(job.plan, job.pnet, task, job.recipe, seed, rounding=output.dtype, **split)
             best = Best(best_path, task.metric, write)
-            tuned = run_fit(going_on(more, step.gather(result.state)), job, seed, "rounded", **hooks(None, best, step))
+            more = going_on(more, step.gather(result.state))
+            before = task.evaluate(more.net(more.state), task.val)
+            tuned = run_fit(more, job, seed, "rounded", **hooks(None, best, step))
+            if not better(task, before, tuned):
+                if step.mesh.rank == 0:
+                    was = f"validation {task.metric.label} {task.metric.show(before[task.metric.name])}"
+                    print(f"gbfunc: --finetune made it worse: kept as it was, {was}", file=sys.stderr)
+                tuned = tuned._replace(state=result.state)
             best_step = result.steps + best.step(tuned.history)
             result = joined(result, tuned)
     path = folder / GENOME_FILE

@@ -52,6 +52,11 @@ class Metric(NamedTuple):
         """The name for a person."""
         return self.name.replace("_", " ")
 
+    @property
+    def sign(self) -> int:
+        """What makes a larger value of any metric a better one."""
+        return 1 if self.higher_is_better else -1
+
     def show(self, value: float) -> str:
         """The value for a person."""
         return f"{value:.2%}" if self.unit == "%" else f"{value:.{self.digits}f} {self.unit}".rstrip()

@@ -6,23 +6,34 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 import gbfunc as gb
+from gbfunc.tasks.base import Task, linear_decay
 from gbfunc.tasks.training import Fit, Trainer
+from gbfunc.trees import tree_map
 
 RATE = 0.03
-"""Peak learning rate, as a part of the recipe's: higher ones move whole blocks of codes in every step."""
+"""First learning rate, as a part of the recipe's peak: higher ones move whole blocks of codes in every step."""
 
 
 def slowed(recipe: Any, steps: int) -> Any:
-    """The recipe of the short training."""
+    """The recipe of the short training, whose rate goes on falling."""
     direct_lr = None if recipe.direct_lr is None else RATE * recipe.direct_lr
-    return replace(recipe, steps=steps, lr=RATE * recipe.lr, direct_lr=direct_lr)
+    slow = {"lr": RATE * recipe.lr, "direct_lr": direct_lr, "schedule": linear_decay, "warmup": 0.0}
+    return replace(recipe, steps=steps, **slow)
 
 
 def going_on(trainer: Trainer, state: gb.TrainState) -> Trainer:
-    """The trainer, which starts from the genome of a state."""
-    genome: Mapping[str, Any] = {name: getattr(state, name) for name in gb.Genome._fields}
+    """The trainer, which starts from a copy of the genome of a state: its steps may write into what they are given."""
+    genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))
+
+
+def better(task: Task, before: Mapping[str, float], fit: Fit) -> bool:
+    """Whether a training ended no worse, on validation data, than it began."""
+    name, sign = task.metric.name, task.metric.sign
+    return sign * fit.history[-1][f"val_{name}"] >= sign * before[name]
 
 
 def joined(first: Fit, second: Fit) -> Fit:
