@@ -9,6 +9,9 @@ from typing import Any
 WIDTH = 100
 """Columns of a report."""
 
+_LOCAL_STEPS = 50
+"""Of a report's example."""
+
 
 def size(n: float) -> str:
     """Bytes for a person, in powers of ten.
@@ -46,8 +49,17 @@ def report(plan: Any, most: int) -> str:
     lines += ["", f"fewest ranks   {smallest} (of {size(plan.device.memory)} each)"]
     lines += _wrapped("dense, FSDP    ", f"{size(sum(plan.dense.values()))} a rank ({_parts(plan.dense)})")
     lines += [f"               {size(plan.dense_sent)} sent per step and rank"]
+    lines += _local_steps(plan)
     lines += [f"rule of thumb  {size(plan.rule_of_thumb)} in all (12 GB per billion parameters)"]
     return "\n".join(lines)
+
+
+def _local_steps(plan: Any) -> list[str]:
+    """What the fastest layout that splits the batch alone sends where its ranks exchange once in many steps."""
+    whole = (p for p in plan.fits if p.layout.sizes["tensor"] == p.layout.sizes["pipeline"] == 1)
+    found = [p for p in whole if p.layout.sizes["data"] > 1 and p.layout.sizes["gnets"] == 1][:1]
+    words = "sent per step and rank by data alone with --local-steps"
+    return [f"local steps    {size(sum(p.sent.values()) / _LOCAL_STEPS)} {words} {_LOCAL_STEPS}" for p in found]
 
 
 def options(layout: Any) -> str:
