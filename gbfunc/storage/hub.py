@@ -133,22 +133,15 @@ def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: Stored | None, p
 
 def _card(plan: Plan, sizes: dict[str, int], place: str) -> str:
     """The model card: what the genome is, how large, of which base, and how to load it."""
-    base, tags = plan.base, ["gbfunc", "hypernetwork"]
-    if base is None:
-        words = {"of": "", "what": "the weights of a network", "pnet": "the network that it was made for", "base": ""}
-        return _CARD.format(head=card_head("gbfunc", tags), place=place, **words, **sizes)
-    named = f"`{base.name}`" if base.name else "a pretrained network"
-    named += f" (revision `{base.revision}`)" if base.revision else ""
-    words = f"{base.params:,} frozen parameters, {base.bytes:,} bytes, digest `{base.digest}`"
-    return _CARD.format(
-        head=card_head("gbfunc", [*tags, "adapter"], base.name),
-        of=f" of {named}",
-        what="deltas of a network",
-        pnet="the pretrained network, with its new head if any",
-        base=f"\nIt changes {named}: {words}.\n",
-        place=place,
-        **sizes,
-    )
+    base, tags, name = plan.base, ["gbfunc", "hypernetwork"], ""
+    words = {"of": "", "what": "the weights of a network", "pnet": "the network that it was made for", "base": ""}
+    if base is not None:
+        tags, name, named = [*tags, "adapter"], base.name, f"`{base.name}`" if base.name else "a pretrained network"
+        named += f" (revision `{base.revision}`)" if base.revision else ""
+        frozen = f"{base.params:,} frozen parameters, {base.bytes:,} bytes, digest `{base.digest}`"
+        words = {"of": f" of {named}", "what": "deltas of a network", "base": f"\nIt changes {named}: {frozen}.\n"}
+        words["pnet"] = "the pretrained network, with its new head if any"
+    return _CARD.format(head=card_head("gbfunc", tags, name), place=place, **words, **sizes)
 
 
 def card_head(library: str, tags: Sequence[str], base: str = "") -> str:

@@ -181,7 +181,8 @@ class TrainStep:
 
         What a compiled step reads is not counted.
         """
-        return self._objective.dense_reads
+        loss = self._objective.strategy.loss
+        return {} if loss is None else loss.net.dense_reads
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """One step on one batch.

@@ -225,12 +225,6 @@ class Objective:
     def __init__(self, plan: Plan, strategy: Strategy, scale: float) -> None:
         self._plan, self.strategy, self.scale = plan, strategy, scale
 
-    @property
-    def dense_reads(self) -> dict[str, int]:
-        """How often the p-net has read weights as dense tensors, of those that are not: by name."""
-        loss = self.strategy.loss
-        return {} if loss is None else loss.net.dense_reads
-
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
     ) -> LossAndGrads:
