@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from gbfunc.cli.options import DataOptions
 from gbfunc.tasks import Task, find_task
 from gbfunc.tasks.base import Recipe, linear_decay
 from gbfunc.tasks.pnets import find_pnet
-from gbfunc.tasks.texts import PaddedTexts, read_labelled
+from gbfunc.tasks.texts import PaddedTexts, _recipe, read_labelled
 
 pytest.importorskip("tokenizers", reason="byte-pair tokens need tokenizers")
 pytest.importorskip("transformers", reason="the p-nets need transformers")
@@ -132,6 +133,12 @@ def test_files_may_come_from_other_systems(tmp_path: Path) -> None:
 def test_linear_decay_rises_and_falls() -> None:
     schedule = linear_decay(Recipe(warmup=0.2), 1.0, 10)
     assert [round(schedule(step), 3) for step in (0, 1, 2, 5, 9, 10, 11)] == [0.5, 1.0, 0.889, 0.556, 0.111, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("texts", "epochs"), [(50, 20), (900, 17), (4_952, 3), (60_000, 3)])
+def test_few_texts_are_seen_more_often(texts: int, epochs: int) -> None:
+    pnet: Any = SimpleNamespace(config={"pretrained": "a folder"})
+    assert _recipe(texts, pnet, 5_000).epochs == epochs
 
 
 def test_other_pnets_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +40,9 @@ _FINE_TUNING = Recipe(
     clip_norm=1.0,
     schedule=linear_decay,
 )
+
+_LEAST_STEPS, _MOST_EPOCHS = 450, 20
+"""Of a fine-tuning: few texts are seen more often, up to so often."""
 
 _FULL_RATE = 5_400
 """Parameters up to which a genome of a pretrained network learns at the full rate."""
@@ -168,7 +172,7 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
         val=splits[1],
         test=splits[2],
         pnet=hugging_face(interface, "bert" if pretrained is None else "", **config),
-        settings=_recipe,
+        settings=partial(_recipe, len(splits[0])),
         genome_params=None if pretrained is None else 3_000,
         compression=3.0,
         evaluate=_metrics,
@@ -197,11 +201,13 @@ def _read_folder(name: str, data_dir: Path | None) -> tuple[Labelled, Labelled, 
     return learned, tested, classes
 
 
-def _recipe(pnet: PNet, genome_params: float) -> Recipe:
+def _recipe(n_texts: int, pnet: PNet, genome_params: float) -> Recipe:
     if "pretrained" not in pnet.config:
         return _FROM_SCRATCH
+    passes = math.ceil(_LEAST_STEPS / max(1, n_texts // _FINE_TUNING.batch_size))
+    epochs = min(max(_FINE_TUNING.epochs, passes), _MOST_EPOCHS)
     # Adam moves every coefficient alike, and the sum of more features further.
-    return replace(_FINE_TUNING, lr=_FINE_TUNING.lr * _FULL_RATE / max(_FULL_RATE, genome_params))
+    return replace(_FINE_TUNING, epochs=epochs, lr=_FINE_TUNING.lr * _FULL_RATE / max(_FULL_RATE, genome_params))
 
 
 def _metrics(net: Net, split: PaddedTexts) -> dict[str, float]:
