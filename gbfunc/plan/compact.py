@@ -206,8 +206,9 @@ class Compact(NamedTuple):
 
     @staticmethod
     def _of(flags: int, rest: bytes, words: bytes) -> Compact:
-        bits = flags & ~(_NARROW | _RUNS | _STATISTICS)
-        if bits not in (*BITS.values(), STEPS) or (flags & _STATISTICS and bits != STEPS):
+        bits = flags & ~(_NARROW | _RUNS)
+        bits = STEPS if bits == STEPS + _STATISTICS else bits
+        if bits not in (*BITS.values(), STEPS):
             raise ValueError(f"it has codes of {bits} bits, known here are 2 to 8")
         document, n = inflate(rest, words)
         return Compact(document, bits, flags, rest[len(rest) - n :])
