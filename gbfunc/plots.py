@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -175,7 +176,11 @@ def cost_curves(curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str
 
 
 def tradeoff_curves(
-    curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]], ylabel: str, *, yscale: str = "linear"
+    curves: Mapping[str, Sequence[tuple[float, Sequence[float]]]],
+    ylabel: str,
+    *,
+    yscale: str = "linear",
+    hollow: Mapping[str, Sequence[tuple[float, float]]] = MappingProxyType({}),
 ) -> Figure:
     """A metric against bytes (logarithmic): a line per method through the means, a bar from least to largest seed.
 
@@ -183,6 +188,7 @@ def tradeoff_curves(
         curves: points (bytes, metric of each seed) of each method by its label.
         ylabel: what the metric is, with its unit.
         yscale: `"linear"`, or `"log"` for errors: it separates 1 % from 2 % beside one of 70 %.
+        hollow: other points (bytes, metric) by their label, such as published ones: in grey, without a line.
     """
     if not curves or not all(points and all(seeds for _, seeds in points) for points in curves.values()):
         raise ValueError("tradeoff_curves expects at least one method, and points with values for each")
@@ -194,6 +200,9 @@ def tradeoff_curves(
         bars = np.stack([np.subtract(means, low), np.subtract(high, means)])
         marker = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "linewidth": 1.4 if i else 2.4}
         axes.errorbar(sizes, means, yerr=bars, capsize=3, label=label, **_style(i), **marker)
+    for i, (label, of) in enumerate(hollow.items()):
+        marker = {"marker": MARKERS[i % len(MARKERS)], "markersize": 6, "markerfacecolor": "none", "color": "0.45"}
+        axes.plot(*zip(*of, strict=True), linestyle="none", label=label, **marker)
     axes.set(xlabel="everything needed to run (bytes, logarithmic)", ylabel=ylabel, xscale="log")
     if yscale == "log":
         # Clipped: where a seed makes no error, its bar ends at the edge.
@@ -205,7 +214,13 @@ def tradeoff_curves(
             axis.set_major_formatter(formatter)
             axis.set_minor_formatter(NullFormatter())
     _finish(axes, "both")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if hollow:
+        # Sources are long: below, so that they do not take the width of the axes.
+        figure.set_size_inches(7.6, 4.6 + 0.2 * (len(curves) + len(hollow)) / 2 + 0.4)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, loc="outside lower left", ncols=2, fontsize="x-small")
+    else:
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

@@ -91,6 +91,16 @@ def test_tradeoff_curves_show_mean_and_spread_against_bytes() -> None:
     assert png(figure).startswith(b"\x89PNG")
 
 
+def test_other_points_are_hollow() -> None:
+    figure = tradeoff_curves({"genome": [(1_000, [50.0])]}, "x", hollow={"published": [(900, 40.0), (2_000, 60.0)]})
+    (axes,), (legend,) = figure.axes, figure.legends
+    (points,) = [line for line in axes.lines if line.get_label() == "published"]
+    assert np.asarray(points.get_xydata()).tolist() == [[900, 40.0], [2_000, 60.0]]
+    assert points.get_markerfacecolor() == "none" and points.get_linestyle() == "None"
+    assert [t.get_text() for t in legend.get_texts()] == ["published", "genome"]
+    assert png(figure).startswith(b"\x89PNG")
+
+
 def test_errors_on_a_logarithmic_axis() -> None:
     figure = tradeoff_curves({"a": [(4_000, [0.0, 2.0]), (1_000, [70.0])]}, "test error (%)", yscale="log")
     (axes,) = figure.axes

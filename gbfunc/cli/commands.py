@@ -183,8 +183,9 @@ class Compare(Command, DataOptions):
 
     methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
     """Only these: periodic, periodic_int7, periodic_auto (codes with steps that training finds), smaller_dense,
-    low_rank, random_subspace, seeded_networks (PRANC), seeded_factors (NOLA), pruned, int8, int4, and the other types
-    of g-net: gnet, stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto, linear_probe,
+    low_rank, random_subspace, seeded_networks (PRANC), seeded_factors (NOLA), pruned, int8 and int4 (smaller nets; all
+    three trained for their rounding and entropy-coded), and the other types of g-net: gnet, stochastic,
+    low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto, linear_probe,
     bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in float numbers also as NAME_float16, and
     full_fine_tuning, whatever its size."""
 
@@ -192,7 +193,8 @@ class Compare(Command, DataOptions):
     """Trainings of each method at each size, seeded 0, 1, ..."""
 
     epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the task's recipe)")] = None
-    """Passes over the training examples, for all alike; the choice among candidates takes a third of them each."""
+    """Passes over the training examples, for all alike; candidates are trained for a ninth and a third of them, and the
+    last two for all."""
 
     dtype: Literal["float32", "float16"] = "float32"
     """dtype that every method stores which has no other format; training is in float32."""

@@ -19,7 +19,7 @@ from gbfunc.cli.output import open_folder, wide_console, write_figure, write_met
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gbfunc.lab.compare import Problem, Results
+    from gbfunc.lab.compare import Problem, Published, Results
     from gbfunc.tasks import Metric, Task
 
 _BYTES = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
@@ -54,9 +54,10 @@ def run(options: Compare) -> None:
                 write_metrics(folder / "compare.json", about | lab.to_json(results))
         known = {name: [lab.of_problem(results, problem, name) for problem in problems] for name in methods}
         levels = {name: lab.of_problem(results, free[0], name) for name in references}
+        published = lab.PUBLISHED.get(task.name, ()) if task.metric.name == "accuracy" else ()
         if any(part.rows for parts in known.values() for part in parts):
-            write_figure(folder / "tradeoff.png", tradeoff_figure(known, task.metric, levels))
-    print_tradeoff(known, problems, levels)
+            write_figure(folder / "tradeoff.png", tradeoff_figure(known, task.metric, levels, published))
+    print_tradeoff(known, problems, levels, published)
 
 
 def _task(options: Compare) -> Task:
@@ -104,11 +105,15 @@ def shown_values(results: Results, metric: Metric) -> list[float]:
 
 
 def tradeoff_figure(
-    known: Mapping[str, Sequence[Results]], metric: Metric, levels: Mapping[str, Results] = MappingProxyType({})
+    known: Mapping[str, Sequence[Results]],
+    metric: Metric,
+    levels: Mapping[str, Results] = MappingProxyType({}),
+    published: Sequence[Published] = (),
 ) -> Figure:
     """`tradeoff_curves` of a metric; parts of one are shown by what they lack, on a logarithmic axis.
 
-    `known` are results of every method at each budget, `levels` those that no budget bounds, each a dashed line.
+    `known` are results of every method at each budget, `levels` those that no budget bounds, each a dashed line;
+    `published` ones, of accuracy in %, are hollow.
     """
     from gbfunc.plots import tradeoff_curves
 
@@ -123,7 +128,8 @@ def tradeoff_figure(
             if part.rows:
                 curves.setdefault(name, []).append((mean(row.bytes for row in part.rows), shown(part)))
     label = f"test error = 100 - {metric.label} (%, logarithmic)" if errors else f"test {metric.label} ({metric.unit})"
-    figure = tradeoff_curves(curves, label, yscale="log" if errors else "linear")
+    points = {of.label: [(size, 100 - value) for size, value in of.points] for of in published if errors}
+    figure = tradeoff_curves(curves, label, yscale="log" if errors else "linear", hollow=points)
     (axes,) = figure.axes
     for name, results in levels.items():
         if results.rows:
@@ -142,8 +148,12 @@ def print_tradeoff(
     known: Mapping[str, Sequence[Results]],
     problems: Sequence[Problem],
     levels: Mapping[str, Results] = MappingProxyType({}),
+    published: Sequence[Published] = (),
 ) -> None:
-    """The metric on the test split as one table on standard output: a row for a method, a column for a budget."""
+    """The metric on the test split as one table on standard output: a row for a method, a column for a budget.
+
+    The last column has the training steps that chose each method's settings.
+    """
     first = problems[0]
     metric = first.task.metric
     table = Table("method")
@@ -153,19 +163,31 @@ def print_tradeoff(
         table.add_column(f"{problem.budget:,} bytes", justify="right", no_wrap=True)
         column = [parts[i] for parts in known.values()]
         best.append(extreme((mean(shown_values(part, metric)) for part in column if part.rows), default=0.0))
+    table.add_column("steps of search", justify="right")
     for name, parts in known.items():
-        table.add_row(name, *(_cell(part, metric, top) for part, top in zip(parts, best, strict=True)))
+        table.add_row(name, *(_cell(part, metric, top) for part, top in zip(parts, best, strict=True)), _search(parts))
     console = wide_console()
     if known:
         console.print(table)
     for name, results in levels.items():
         if results.rows:
             console.print(f"{_level(name, results)}: {_spread(shown_values(results, metric))}")
+    for of in published:
+        shown = ", ".join(f"{size:,} bytes: {value:.2f}" for size, value in of.points)
+        console.print(f"published: {of.label}: {shown}", style="dim")
     console.print(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
         f"{first.steps:,} steps; -: nothing is as small as that.",
         style="dim",
     )
+
+
+def _search(parts: Sequence[Results]) -> str:
+    """Steps of the search at each budget, from the fewest to the most; nothing where it is not known."""
+    steps = [choice.searched for part in parts for choice in part.choices if choice.searched is not None]
+    if not steps:
+        return ""
+    return f"{min(steps):,}" if min(steps) == max(steps) else f"{min(steps):,} to {max(steps):,}"
 
 
 def _cell(results: Results, metric: Metric, best: float) -> str:

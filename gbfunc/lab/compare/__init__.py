@@ -1,8 +1,8 @@
 """gbfunc beside what else one would do, at equal bytes: what `gbfunc compare` runs.
 
 Every method gets the same budget (`Problem`): so many bytes, or those of the file of a periodic genome of so many
-parameters. It is given the same data and number of steps, and chooses its settings on the validation split; the test
-split is looked at once, by the network as it is read back from its bytes.
+parameters. It is given the same data and number of steps, and chooses its settings on the validation split, by
+successive halving whose steps are reported; the test split is looked at once, by the network as it is read back.
 
 A p-net that is trained from scratch is compared with other ways to a small network, a pretrained one with other
 adapters of it (`methods_for`).
@@ -16,9 +16,10 @@ import torch
 
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL
 from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Stored, Trained, is_pretrained
-from gbfunc.lab.compare.dense import Dense
+from gbfunc.lab.compare.dense import Dense, Quantised
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
 from gbfunc.lab.compare.pruned import Pruned
+from gbfunc.lab.compare.published import PUBLISHED, Published
 from gbfunc.lab.compare.rows import (
     Choice,
     Results,
@@ -36,10 +37,12 @@ from gbfunc.tasks import Task
 __all__ = [
     "METHODS",
     "PRETRAINED_METHODS",
+    "PUBLISHED",
     "REFERENCES",
     "Choice",
     "Method",
     "Problem",
+    "Published",
     "Results",
     "Row",
     "Settings",
@@ -70,8 +73,8 @@ METHODS: Mapping[str, Method] = {
     "seeded_networks": RandomSubspace(seeded_networks, (1e-2, 3e-2, 1e-1)),
     "seeded_factors": RandomSubspace(seeded_networks, (1e-2, 3e-2, 1e-1), ranks=(2, 8)),
     "pruned": Pruned(),
-    "int8": Dense(8),
-    "int4": Dense(4),
+    "int8": Quantised(8),
+    "int4": Quantised(4),
     "gnet": GenomeOf("gnet", _RATES),
     "stochastic": GenomeOf("stochastic", _RATES),
     "low_rank_genome": GenomeOf("low_rank", _RATES),

@@ -6,13 +6,12 @@ Here is also what methods share: the training, tensors as bytes, and smaller net
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from gbfunc.pnet import buffers_of, parameter_infos, with_weights
@@ -96,6 +95,13 @@ class Stored:
         return self.method.load(data, task)
 
 
+USED = 0.85
+"""Part of the budget below which a file leaves bytes unused that its method should take."""
+
+MARGIN = 0.98
+"""Part of the budget that a code may take before the end of the training, which changes its length a little."""
+
+
 def grid(**axes: Any) -> list[Settings]:
     """Every combination of settings, the last axis fastest.
 
@@ -128,18 +134,20 @@ def train_net(
     fit(trainer._replace(step=step), problem.task, recipe, seed, validate=False)
 
 
-_FLOAT = "float"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""By the first byte of a file."""
 
 
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
-    """The bytes of a file that names no tensor: those of a dtype lie one after the other, in their order.
+    """The bytes of a file that says only what its reader does not know: numbers one after the other behind three bytes.
 
-    Names, order and shapes are what a reader knows from the code; numbers in floating point are stored in `dtype`.
+    Names, order, shapes and kinds are what a reader knows from the code; numbers in floating point are stored in
+    `dtype`, which the first byte tells. Two bytes are the length of what comes next, `about` as JSON.
     """
-    groups: dict[str, list[Tensor]] = {}
-    for t in tensors.values():
-        groups.setdefault(_group(t), []).append(t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype))
-    return save({name: torch.cat([t.flatten() for t in ts]) for name, ts in groups.items()}, text(about))
+    text = json.dumps(about, separators=(",", ":")).encode() if about else b""
+    stored = (t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype) for t in tensors.values())
+    numbers = (t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in stored)
+    return b"".join((bytes([_FLOATS.index(dtype)]), len(text).to_bytes(2, "little"), text, *numbers))
 
 
 def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
@@ -147,35 +155,28 @@ def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
 
     `like` has the same names, order, shapes and dtypes; the one named `rest` is as long as the file has numbers for it.
     """
-    stored = load(data)
-    if stored.keys() != (expected := {_group(t) for t in like.values()}):
-        raise ValueError(f"expected tensors of {sorted(expected)}, got {sorted(stored)}")
+    floats, at = _FLOATS[data[0]], 3 + _text_bytes(data)
+    dtypes = {name: floats if t.is_floating_point() else t.dtype for name, t in like.items()}
+    sizes = {name: 0 if name == rest else t.numel() * dtypes[name].itemsize for name, t in like.items()}
+    more = len(data) - at - sum(sizes.values())
+    if more < 0 or (more and (rest is None or more % dtypes[rest].itemsize)):
+        raise ValueError(f"expected {sum(sizes.values()):,} bytes of numbers, got {len(data) - at:,}")
     found: Params = {}
-    for group, flat in stored.items():
-        of = {name: t for name, t in like.items() if _group(t) == group}
-        sizes = {name: 0 if name == rest else t.numel() for name, t in of.items()}
-        more = len(flat) - sum(sizes.values())
-        if more < 0 or (more and rest not in of):
-            raise ValueError(f"expected {sum(sizes.values()):,} numbers of {group}, got {len(flat):,}")
-        pieces = (flat.float() if group == _FLOAT else flat).split([more if k == rest else n for k, n in sizes.items()])
-        found |= {k: x if k == rest else x.view(t.shape) for (k, t), x in zip(of.items(), pieces, strict=True)}
-    return {name: found[name] for name in like}
+    for name, t in like.items():
+        end = at + (more if name == rest else sizes[name])
+        x = torch.frombuffer(bytearray(data[at:end]), dtype=dtypes[name]) if end > at else torch.empty(0)
+        x = x.to(torch.float32 if t.is_floating_point() else t.dtype)
+        found[name], at = x if name == rest else x.view(t.shape), end
+    return found
 
 
-def _group(t: Tensor) -> str:
-    """What a tensor shares a row of numbers with."""
-    return _FLOAT if t.is_floating_point() else str(t.dtype).removeprefix("torch.")
+def _text_bytes(data: bytes) -> int:
+    return int.from_bytes(data[1:3], "little")
 
 
 def text_of(data: bytes) -> dict[str, Any]:
-    """What a file keeps beside its tensors."""
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return json.loads(header.get("__metadata__", {}).get("about", "{}"))
-
-
-def text(about: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Undo `text_of`: one entry, because safetensors writes several in any order."""
-    return {"about": json.dumps(about, separators=(",", ":"))} if about else None
+    """What a file of `pack` keeps beside its tensors."""
+    return json.loads(data[3 : 3 + _text_bytes(data)] or b"{}")
 
 
 def state_of(module: nn.Module) -> Params:
@@ -184,8 +185,38 @@ def state_of(module: nn.Module) -> Params:
     return state | {name: b for name, (b, saved) in buffers_of(module).items() if saved}
 
 
+def _norms(module: nn.Module, state: TensorMap) -> Iterator[tuple[nn.modules.batchnorm._BatchNorm, str]]:
+    """Batch norms with scales, shifts and statistics of their own, and their names."""
+    for name, norm in module.named_modules():
+        keys = [f"{name}.{key}" for key in ("weight", "bias", "running_mean", "running_var")]
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and all(key in state for key in keys):
+            yield norm, name
+
+
+def in_use(module: nn.Module, state: Params) -> Params:
+    """A state of the module without the statistics of its batch norms, which are in their scales and shifts then.
+
+    As it is usual where nets are shipped: `restore` in a new module gives the same outputs, of half the numbers.
+    """
+    state = dict(state)
+    for norm, name in list(_norms(module, state)):
+        state.pop(f"{name}.num_batches_tracked", None)
+        scale = state[f"{name}.weight"] / (state.pop(f"{name}.running_var") + norm.eps).sqrt()
+        state[f"{name}.bias"] = state[f"{name}.bias"] - scale * state.pop(f"{name}.running_mean")
+        # A new norm has the mean 0 and the variance 1.
+        state[f"{name}.weight"] = scale * (1 + norm.eps) ** 0.5
+    return state
+
+
+def apart_from_norms(module: nn.Module) -> list[str]:
+    """The names of parameters that `in_use` leaves as they are."""
+    state = state_of(module)
+    of_norms = {f"{name}.{key}" for _, name in _norms(module, state) for key in ("weight", "bias")}
+    return [o.name for o in parameter_infos(module) if o.name not in of_norms]
+
+
 def restore(module: nn.Module, state: Params) -> nn.Module:
-    """A copy of the module, in use, that holds what `state_of` gave."""
+    """A copy of the module, in use, that holds what `state_of` or `in_use` gave; of the latter, the module is new."""
     buffers = {name: state.get(name, b) for name, (b, _) in buffers_of(module).items()}
     weights = {o.name: state[o.name] for o in parameter_infos(module)}
     return with_weights(module, weights, buffers).eval()
@@ -271,11 +302,12 @@ def with_config(task: Task, config: Mapping[str, Any]) -> PNet:
     return task.pnet if same else find_pnet(task.pnet.name, task.interface, config)
 
 
-def blank(pnet: PNet) -> Params:
-    """Zeros in the shapes of what `state_of` gives of a p-net: to be packed for the length of its file."""
+def blank(pnet: PNet, used: bool = False) -> Params:
+    """Zeros in the shapes of a p-net's `state_of`, or of its `in_use`: to be packed for the length of its file."""
     # Its parameters and buffers have shapes alone on that device.
     with torch.device("meta"):
-        state = state_of(pnet.make())
+        state = state_of(net := pnet.make())
+        state = in_use(net, state) if used else state
     return blanks(state)
 
 

@@ -79,6 +79,9 @@ class Form(NamedTuple):
 Draw = Callable[[Params, int, int], Form]
 """`(first tensors, numbers d, seed) -> Form` with the one leaf `z` [d]."""
 
+_LAST_SEED = 9_999
+"""Files have room for the digits of a seed up to this one."""
+
 _MOST_NUMBERS = 2**26
 """Of the random networks that are held in memory (256 MB)."""
 
@@ -196,7 +199,7 @@ class RandomSubspace:
         pnet, found = problem.task.build(0), []
         buffers = _saved(pnet, _buffers(pnet))
         for rank in self.ranks:
-            about = self._about(rank, 0)
+            about = self._about(rank, _LAST_SEED)
 
             def fits(d: int, about: Mapping[str, Any] = about) -> bool:
                 return len(base.pack({"z": torch.zeros(d), **buffers}, problem.dtype, about)) <= problem.budget
