@@ -214,13 +214,14 @@ def tradeoff_curves(
             axis.set_major_formatter(formatter)
             axis.set_minor_formatter(NullFormatter())
     _finish(axes, "both")
+    handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    measured = [handles[label] for label in curves]
+    axes.legend(measured, list(curves), frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     if hollow:
-        # Sources are long: below, so that they do not take the width of the axes.
-        figure.set_size_inches(7.6, 4.6 + 0.2 * (len(curves) + len(hollow)) / 2 + 0.4)
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, frameon=False, loc="outside lower left", ncols=2, fontsize="x-small")
-    else:
-        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        # Their labels say sources, and are long.
+        figure.set_size_inches(7.6, 4.7 + 0.18 * len(hollow))
+        others = [handles[label] for label in hollow]
+        figure.legend(others, list(hollow), frameon=False, loc="outside lower left", fontsize="x-small")
     return figure
 
 
