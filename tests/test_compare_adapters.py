@@ -296,14 +296,14 @@ def test_the_command_compares_adapters_with_all_weights(
 ) -> None:
     monkeypatch.setattr("gbfunc.cli.job.load_task", lambda options: task)
     methods = ["--methods", "bitfit", "bitfit_float16", "full_fine_tuning"]
-    options = ["compare", "--bytes", "420", "8000", "--quick", *methods, "--out", str(tmp_path)]
+    options = ["compare", "--bytes", "250", "8000", "--quick", *methods, "--out", str(tmp_path)]
     assert main(options) == 0
     told = capsys.readouterr()
     results = json.loads((tmp_path / "compare.json").read_text())
     rows = [(row["method"], row["budget"]) for row in results["rows"]]
     every = reference_problem(problem_of(task, 8_000)).budget
-    assert rows == [("bitfit_float16", 420), ("bitfit", 8_000), ("bitfit_float16", 8_000), ("full_fine_tuning", every)]
-    assert [(c["method"], c["budget"]) for c in results["choices"] if c["settings"] is None] == [("bitfit", 420)]
+    assert rows == [("bitfit_float16", 250), ("bitfit", 8_000), ("bitfit_float16", 8_000), ("full_fine_tuning", every)]
+    assert [(c["method"], c["budget"]) for c in results["choices"] if c["settings"] is None] == [("bitfit", 250)]
     test = 100 * results["rows"][-1]["test"]
     assert f"full_fine_tuning ({every:,} bytes): {test:.2f}" in told.out and f"{every:,} bytes" not in told.out[:200]
     assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
