@@ -14,8 +14,8 @@ from gbfunc.types import TensorMap
 
 _BALANCE = math.log(2) / 12
 """A bit more halves `step^2` of two numbers in the loss's sum."""
-_STATISTIC, _COARSEST_STATISTIC = -32, -8
-"""Indices of the steps of statistics: where nothing is known of gradients (1/16 of a deviation), and at most."""
+_STATISTIC = -32
+"""The largest index of a statistic's step, 1/16 of a deviation: nothing is trained around their rounding."""
 
 
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
@@ -50,9 +50,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         numbers = coded(part.leaf, leaf, seen.variances) if part.statistic else part.of(leaf)
         most = float(numbers.abs().max()) if leaf.numel() else 0.0
         least = LEAST if most == 0 or part.gain else math.ceil(OCTAVE * math.log2(most / LARGEST))
-        index, coarsest = least, MOST
-        if part.statistic:
-            index, coarsest = _STATISTIC, _COARSEST_STATISTIC
+        index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
         if found is not None:
             shifts, alive = shifts_of(part, seen.gains, "cpu")
