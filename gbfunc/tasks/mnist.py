@@ -131,6 +131,6 @@ def _recipe(pnet: PNet, genome_params: float, noise: float | None, shift: float 
     if pnet.name == "lenet5":
         noise = 0.2 if noise is None else noise
         shift = 0.3 if shift is None else shift
-        recipe = Recipe(lr=6e-2, batch_size=256, epochs=20)
+        recipe = Recipe(lr=6e-2, batch_size=256, epochs=30)
     changes = ([data.shift(1, shift, blank)] if shift else []) + ([data.noise(noise)] if noise else [])
     return replace(recipe, augment=data.in_turn(*changes)) if changes else recipe
