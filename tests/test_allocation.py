@@ -57,6 +57,22 @@ def test_files_have_the_size(trained: Any, tmp_path: Path, target: int) -> None:
     assert sum(file_bytes(plan, steps, state, {"a": [1]}).values()) == size
 
 
+def test_after_a_spike_of_the_gradients(trained: Any, tmp_path: Path) -> None:
+    """Squares stay large for a while, whatever made them so; those that are not finite are said."""
+    _, plan, state, _ = trained
+
+    def times(factor: float) -> gb.TrainState:
+        leaves = {k: leaf | {"exp_avg_sq": leaf["exp_avg_sq"] * factor} for k, leaf in state.opt.leaves.items()}
+        return state._replace(opt=state.opt._replace(leaves=leaves))
+
+    calm, spiked = (gb.allocate_steps(plan, times(factor), 420) for factor in (1.0, 2.0**110))
+    assert gb.save(tmp_path / "g", plan, state, spiked) <= 420
+    indices = [[i for _, of_parts in steps.indices for i in of_parts] for steps in (calm, spiked)]
+    assert max(abs(i - j) for i, j in zip(*indices, strict=True)) <= 1
+    with pytest.raises(ValueError, match="are not finite: training has diverged"):
+        gb.allocate_steps(plan, times(float("inf")), 420)
+
+
 def loss_of(plan: gb.Plan, pnet: nn.Module, genome: Any, batch: Any) -> float:
     return loss_fn(gb.materialize(plan, genome, pnet), batch).item()
 

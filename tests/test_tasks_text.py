@@ -99,6 +99,8 @@ def test_tiny_shakespeare(shared_data: Path) -> None:
         plan = task.plan(net, genome_params=size)
         assert 0.98 * size <= plan.genome_params <= size
     recipe = task.recipe(31_000)
+    assert recipe.lr == 2e-2
+    assert task.recipe(288_656).lr == pytest.approx(6e-3, rel=0.02)
     assert (recipe.steps, recipe.batch_size) == (4_000, 12)
     # The norms and the embedding of a small genome leave it room.
     plan = task.plan(net, genome_params=20_000)

@@ -113,6 +113,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
         batch_size=options.batch_size,
         optimizer=optimizer,
         options=recipe.optimizer_options,
+        augment=recipe.augment,
         seed=seed,
     )
     lr = options.lr or (0.1 if options.dense else 4e-2)

@@ -29,8 +29,9 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
         examples: of a batch, whose gradients these are; with them, a bit's weight is that at which a bit more, spent on
             smaller steps, lowers the loss as much.
     """
-    low, high = -40.0, 24.0
-    for _ in range(20):
+    # Far beyond what gradients of a training that goes well need: squares may have grown by a spike of the loss.
+    low, high = -40.0, 88.0
+    for _ in range(21):
         middle = (low + high) / 2
         if code_bits(plan, leaves, _steps_at(plan, leaves, squares, middle)) > bits:
             low = middle

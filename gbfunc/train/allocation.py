@@ -45,8 +45,8 @@ def allocate_steps(
         The steps.
 
     Raises:
-        ValueError: for an optimizer without squares or before its first step, a state that does not fit the plan, or
-            bytes that are too few for the plan alone.
+        ValueError: for an optimizer without squares or before its first step, squares that are not finite, a state that
+            does not fit the plan, or bytes that are too few for the plan alone.
         TypeError: for anything but a state.
 
     >>> steps = gb.allocate_steps(plan, state, genome_bytes=1_000, batch_size=128)  # doctest: +SKIP
@@ -78,4 +78,7 @@ def _squares(opt: OptState) -> Params:
     if name is None or int(opt.step) == 0:
         what = "no step was taken" if name else f"its optimizer keeps {[*next(iter(opt.leaves.values()), {})]}"
         raise ValueError(f"steps are chosen by mean squares of gradients, as Adam has them after a step: {what}")
-    return {k: leaf[name].detach().cpu().to(torch.float32) for k, leaf in opt.leaves.items()}
+    squares = {k: leaf[name].detach().cpu().to(torch.float32) for k, leaf in opt.leaves.items()}
+    if broken := [k for k, x in squares.items() if not x.isfinite().all()]:
+        raise ValueError(f"the mean squares of the gradients of {broken[0]!r} are not finite: training has diverged")
+    return squares
