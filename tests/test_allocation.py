@@ -65,7 +65,8 @@ def test_after_a_spike_of_the_gradients(trained: Any, tmp_path: Path) -> None:
         leaves = {k: leaf | {"exp_avg_sq": leaf["exp_avg_sq"] * factor} for k, leaf in state.opt.leaves.items()}
         return state._replace(opt=state.opt._replace(leaves=leaves))
 
-    calm, spiked = (gb.allocate_steps(plan, times(factor), 420) for factor in (1.0, 2.0**110))
+    calm, spiked = (gb.allocate_steps(plan, times(factor), 420, batch_size=BATCH) for factor in (1.0, 2.0**110))
+    assert calm.rate < 1e-3 and spiked.rate < BATCH
     assert gb.save(tmp_path / "g", plan, state, spiked) <= 420
     indices = [[i for _, of_parts in steps.indices for i in of_parts] for steps in (calm, spiked)]
     assert max(abs(i - j) for i, j in zip(*indices, strict=True)) <= 1

@@ -38,7 +38,8 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
         else:
             high = middle
     # The noise h step^2 / 24 of each number, with h the examples times the mean square of their mean gradient.
-    rate = _BALANCE * examples * 4.0**high
+    # Bounded: after a spike of the gradients the bits' own would be the next one.
+    rate = _BALANCE * examples * 4.0 ** min(high, 0.0)
     return Steps(_steps_at(plan, leaves, squares, high).indices, rate)
 
 

@@ -38,7 +38,7 @@ class Size(NamedTuple):
     noise: float  # on them
 
 
-SIZES = {"digits": Size(1000, 128, 128, 0.4), "mnist": Size(500, 128, 128, 0.0)}
+SIZES = {"digits": Size(1000, 128, 128, 0.4), "mnist": Size(1000, 128, 128, 0.0)}
 STEPS = (0.02, 0.05, 0.15, 0.4)
 
 
