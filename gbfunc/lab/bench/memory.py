@@ -68,7 +68,9 @@ def _send_memory(writer: Connection, case: Case, variant: str, setting: Setting)
         measured = steps_memory(case, lambda case: build(case, variant, setting).step, setting.device)
     except Exception as error:
         measured = error
-    writer.send(measured)
+    # Nobody listens any more where the command was ended while this process started.
+    with contextlib.suppress(BrokenPipeError):
+        writer.send(measured)
 
 
 def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> Memory:
