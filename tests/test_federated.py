@@ -27,7 +27,7 @@ from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissi
 
 from gbfunc.federated import FORMATS, GenomeStrategy, LocalGrid, Wire, client_app, identity, partition
 from gbfunc.federated.client import ARRAYS, METRICS
-from gbfunc.federated.wire import CODES, NUMBERS, difference
+from gbfunc.federated.wire import CODES, NUMBERS, PLACES, difference
 
 N, ALL = 4, {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 4}
 
@@ -120,6 +120,20 @@ def test_a_genome_comes_through_as_its_dtype_holds_it(problem: Problem, dtype: s
         torch.testing.assert_close(flatten_tree(again)[name], leaf, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("count", [1, 7, 10_000])
+def test_the_largest_numbers_come_to_their_places(problem: Problem, count: int) -> None:
+    wire = Wire(problem.plan, problem.genome)
+    vector = wire.vector(problem.genome)
+    packed = wire.pack(vector, f"top{count}")
+    back = wire.unpack(packed)
+    kept = np.argsort(-np.abs(vector))[:count]
+    np.testing.assert_array_equal(back[kept], vector[kept].astype(np.float16))
+    assert np.count_nonzero(back) <= count
+    np.testing.assert_array_equal(wire.rounded(vector, f"top{count}"), back)
+    bits = 16 + (wire.size - 1).bit_length()
+    assert sum(len(array.data) for array in packed.values()) <= min(count, wire.size) * bits / 8 + 300
+
+
 def test_running_statistics_travel_and_counts_of_batches_stay() -> None:
     pnet = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Linear(20, 3))
     plan = gb.make_plan(pnet, gb.periodic(features=2))
@@ -137,12 +151,17 @@ def test_damaged_records_are_refused(problem: Problem) -> None:
     vector = wire.vector(problem.genome)
     codes = np.array(wire.pack(vector, "int4")[CODES].numpy())
     codes[-1] ^= 1
+    numbers, places = wire.pack(vector, "top3").values()
     for record, words in (
         (ArrayRecord({CODES: Array(codes)}), "checksum"),
         (ArrayRecord({NUMBERS: Array(vector[1:])}), "numbers, got float32"),
         (ArrayRecord({NUMBERS: Array(vector.astype(np.int32))}), "got int32"),
         (ArrayRecord({"weights": Array(vector)}), "one array"),
         (ArrayRecord({NUMBERS: Array(vector * math.nan)}), "not finite"),
+        (ArrayRecord({NUMBERS: numbers, PLACES: Array(places.numpy()[1:])}), "bits of place each"),
+        (ArrayRecord({NUMBERS: Array(vector), PLACES: places}), "expected numbers in float16"),
+        (ArrayRecord({NUMBERS: numbers, PLACES: Array(np.zeros_like(places.numpy()))}), "rising places"),
+        (ArrayRecord({NUMBERS: numbers, PLACES: Array(~np.zeros_like(places.numpy()))}), "rising places"),
     ):
         with pytest.raises(ValueError, match=words):
             wire.unpack(record)
@@ -152,6 +171,8 @@ def test_damaged_records_are_refused(problem: Problem) -> None:
         wire.pack(vector * 1e6, "float16")
     with pytest.raises(ValueError, match="one of float32, float16, int2"):
         wire.pack(vector, "int9")
+    with pytest.raises(ValueError, match="down must be one of .* got 'top3'"):
+        server(problem, down="top3")
 
 
 def local_genomes(problem: Problem, app: ClientApp) -> tuple[list[np.ndarray], list[int]]:
@@ -226,7 +247,8 @@ def test_the_proximal_term_pulls_to_the_start(problem: Problem) -> None:
     assert np.abs(trained(server(problem), app) - first).max() > 1e-3
 
 
-def test_what_codes_leave_is_sent_the_next_time(problem: Problem, app: ClientApp) -> None:
+@pytest.mark.parametrize("up", ["int2", "top40"])
+def test_what_is_not_sent_is_sent_the_next_time(problem: Problem, app: ClientApp, up: str) -> None:
     """All that a client sent, and what it still holds, is the sum of its changes."""
     wire, sent, states = Wire(problem.plan, problem.genome), [], []
 
@@ -239,9 +261,9 @@ def test_what_codes_leave_is_sent_the_next_time(problem: Problem, app: ClientApp
             states.append((left, context.state.array_records["left"]["left"].numpy()))
         return reply
 
-    trained(server(problem, up="int2"), listening, rounds=3)
+    trained(server(problem, up=up), listening, rounds=3)
     assert len(sent) == 3 and np.abs(states[-1][1]).max() > 0
-    # int2 of the first round: too coarse to be right alone; change = what is sent + what is left.
+    # What came in the first round is too coarse to be right alone; change = what is sent + what is left.
     exact: list[np.ndarray] = []
 
     def exactly(message: Message, context: Context) -> Message:

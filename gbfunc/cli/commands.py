@@ -292,8 +292,9 @@ class Federated(Command, ConfigOption):
     strategy_config: Annotated[str, arg(metavar="JSON", help_behavior_hint=NONE)] = "{}"
     """Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'."""
 
-    up: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int4"
-    """dtype in which clients send their change: intN are codes, whose error a client adds to its next change."""
+    up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
+    """dtype in which clients send their change: intN are codes; topK sends the K largest numbers alone. What is lost a
+    client adds to its next change."""
 
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
     """dtype in which the server sends the genome; its own stays in float32."""

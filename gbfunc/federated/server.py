@@ -58,7 +58,7 @@ class GenomeStrategy(Strategy):
         genome: a genome of it.
         lr: the clients' learning rate, or a function of the round, which counts from 0.
         down: dtype in which the genome is sent (`wire.FORMATS`).
-        up: dtype in which clients send changes.
+        up: dtype in which clients send changes; or `topK`, the K largest numbers of one (`Wire.pack`).
         checkpoint: a file that holds, after every round, all that the next one takes; `train` goes on from it where it
             is there. Nothing of it is code.
         seed: of the choice of clients; None leaves it to chance.
@@ -79,7 +79,7 @@ class GenomeStrategy(Strategy):
         checkpoint: Path | None = None,
         seed: int | None = None,
     ) -> None:
-        check_format(down, "down")
+        check_format(down, "down", change=False)
         check_format(up, "up")
         self.strategy, self.wire, self.rounds = strategy, Wire(plan, genome), list[Round]()
         self._lr: Callable[[int], float] = lr if callable(lr) else lambda round_: lr

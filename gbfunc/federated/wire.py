@@ -6,6 +6,8 @@ Suffixes: P numbers of a genome and of its buffers, in the order of their names.
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +23,16 @@ from gbfunc.types import GenomeLike, Params
 
 Vector = NDArray[np.float32]
 
-NUMBERS, CODES = "genome", "codes"
-"""Names of a record's one array: numbers [P], or bytes [n]."""
+NUMBERS, CODES, PLACES = "genome", "codes", "places"
+"""Names of a record's arrays: numbers [P], bytes [n]; or numbers [k] and, as bits, their places, the others being 0."""
 
 # Codes are written as a genome's file has them, which begins with its plan: both sides know theirs.
 _NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))
 
 FORMATS = ("float32", "float16", *BITS)
-"""What numbers may be sent as."""
+"""What numbers may be sent as; changes also as `topK`, the K largest of them."""
+
+_TOP = re.compile(r"top([1-9]\d*)")
 
 _CURES = {
     "library": "gbfunc {here} here, {there} at the server: install the same version on both sides",
@@ -54,10 +58,11 @@ def difference(here: str, there: str) -> str | None:
     return None
 
 
-def check_format(dtype: str, what: str = "dtype") -> None:
-    """Raise `ValueError` for what is none of `FORMATS`."""
-    if dtype not in FORMATS:
-        raise ValueError(f"{what} must be one of {', '.join(FORMATS)}, got {dtype!r}")
+def check_format(dtype: str, what: str = "dtype", *, change: bool = True) -> None:
+    """Raise `ValueError` for what is none of `FORMATS`, nor `topK` for a change."""
+    if dtype not in FORMATS and not (change and _TOP.fullmatch(dtype)):
+        more = ", or topK for the K largest numbers" if change else ""
+        raise ValueError(f"{what} must be one of {', '.join(FORMATS)}{more}, got {dtype!r}")
 
 
 class Wire:
@@ -102,7 +107,9 @@ class Wire:
         Args:
             vector: finite numbers.
             dtype: one of `FORMATS`: `"float32"`, `"float16"`, or `"int2"` to `"int8"` for the codes of a genome's file:
-                blocks with a scale each, biases in float16, all in one stream of as many bits as they need.
+                blocks with a scale each, biases in float16, all in one stream of as many bits as they need; or
+                `"topK"`, the K numbers of largest amount in float16, with their places, and 0 for the others
+                (sparsification with memory: Stich et al., 2018).
 
         Raises:
             ValueError: for another dtype, or numbers that it does not hold.
@@ -114,11 +121,28 @@ class Wire:
             rest = {k: torch.zeros_like(x) for k, x in self._named.items() if k not in self._sent}
             data, _ = pack(_NO_PLAN, rest | self._leaves(vector), BITS[dtype])
             return ArrayRecord({CODES: Array(np.frombuffer(data, np.uint8))})
+        if dtype in FORMATS:
+            places, chosen, narrow = None, vector, dtype
+        else:
+            places, narrow = self._largest(vector, dtype), "float16"
+            chosen = vector[places]
         with np.errstate(over="ignore"):
-            numbers = vector.astype(dtype)
+            numbers = chosen.astype(narrow)
         if not np.isfinite(numbers).all():
-            raise ValueError(f"the genome holds {np.abs(vector).max():g}, too large a number for {dtype}")
-        return ArrayRecord({NUMBERS: Array(numbers)})
+            raise ValueError(f"the genome holds {np.abs(vector).max():g}, too large a number for {narrow}")
+        if places is None:
+            return ArrayRecord({NUMBERS: Array(numbers)})
+        bits = (places[:, None] >> np.arange(self._place_bits) & 1).astype(np.uint8)
+        return ArrayRecord({NUMBERS: Array(numbers), PLACES: Array(np.packbits(bits))})
+
+    @property
+    def _place_bits(self) -> int:
+        return max(1, (self.size - 1).bit_length())
+
+    def _largest(self, vector: Vector, dtype: str) -> NDArray[np.int64]:
+        """Places of the K numbers of largest amount, in their order."""
+        count = min(len(vector), int(dtype.removeprefix("top")))
+        return np.sort(np.argpartition(np.abs(vector), -count)[-count:])
 
     def unpack(self, arrays: ArrayRecord) -> Vector:
         """The vector [P] of a record, float32.
@@ -126,17 +150,32 @@ class Wire:
         Raises:
             ValueError: for a record of another form, another genome's or a damaged one, or numbers that are not finite.
         """
-        if [*arrays] not in ([NUMBERS], [CODES]):
+        if [*arrays] not in ([NUMBERS], [CODES], [NUMBERS, PLACES]):
             raise ValueError(f"expected a record with one array, {NUMBERS!r} or {CODES!r}, got {[*arrays]}")
         array = next(iter(arrays.values())).numpy()
         if CODES in arrays:
             vector = self._decoded(array)
+        elif PLACES in arrays:
+            vector = self._placed(array, arrays[PLACES].numpy())
         else:
             if array.dtype.kind != "f" or array.shape != (self.size,):
                 raise ValueError(f"expected {self.size:,} numbers, got {array.dtype} {array.shape}")
             vector = array.astype(np.float32)
         if not np.isfinite(vector).all():
             raise ValueError(f"{int((~np.isfinite(vector)).sum())} of {self.size:,} numbers are not finite")
+        return vector
+
+    def _placed(self, numbers: NDArray[Any], places: NDArray[Any]) -> Vector:
+        """The vector with some numbers [k], their places as bits."""
+        count, width = len(numbers) if numbers.ndim else 0, self._place_bits
+        if numbers.dtype != np.float16 or places.dtype != np.uint8 or places.shape != (-(-count * width // 8),):
+            raise ValueError(f"expected numbers in float16 with {width} bits of place each, got {numbers.dtype} "
+                             f"{numbers.shape} with {places.dtype} {places.shape}")  # fmt: skip
+        found = np.unpackbits(places, count=count * width).reshape(count, width) @ (1 << np.arange(width))
+        if (np.diff(found) <= 0).any() or (count and found[-1] >= self.size):
+            raise ValueError(f"expected rising places below {self.size:,}, got others")
+        vector = np.zeros(self.size, np.float32)
+        vector[found] = numbers
         return vector
 
     def _decoded(self, codes: NDArray[np.uint8]) -> Vector:
@@ -152,7 +191,11 @@ class Wire:
     def rounded(self, vector: Vector, dtype: str) -> Vector:
         """What `unpack` makes of what `pack` makes of a vector, without its bytes."""
         check_format(dtype)
+        if dtype not in FORMATS:
+            near, places = np.zeros_like(vector), self._largest(vector, dtype)
+            near[places] = vector[places].astype(np.float16)
+            return near
         if dtype not in BITS:
             return vector.astype(dtype).astype(np.float32)
-        near = rounded(self._named | self._leaves(vector), dtype)
-        return np.concatenate([near[k].float().reshape(-1).numpy() for k in self._sent])
+        leaves = rounded(self._named | self._leaves(vector), dtype)
+        return np.concatenate([leaves[k].float().reshape(-1).numpy() for k in self._sent])

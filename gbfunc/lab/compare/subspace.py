@@ -32,7 +32,7 @@ from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.pnet import PureNet, buffers_of, parameter_infos
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.pnets import PNet
+from gbfunc.tasks.pnets import PNet, mlp
 from gbfunc.types import Params
 
 
@@ -150,6 +150,40 @@ def low_rank(first: Params, rank: int, seed: int) -> Form:
         }
 
     return Form(leaves, weights)
+
+
+class FormNet(nn.Module):
+    """A p-net whose weights are of a form.
+
+    Its leaves are parameters, their names with `_` in the place of dots; vectors have a first dimension of 1, as codes
+    are for matrices.
+    """
+
+    def __init__(self, pnet: nn.Module, form: Form) -> None:
+        super().__init__()
+        # In a tuple, so that its parameters are none of this module.
+        self._pnet, self._weights = (pnet.to("meta"),), form.weights
+        self._shapes = {name: leaf.shape for name, leaf in form.leaves.items()}
+        for name, leaf in form.leaves.items():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(torch.atleast_2d(leaf).clone()))
+
+    def forward(self, x: Tensor) -> Any:
+        """What the p-net makes of an input."""
+        given = zip(self._shapes.items(), self.parameters(), strict=True)
+        leaves = {name: leaf.view(shape) for (name, shape), leaf in given}
+        return torch.func.functional_call(self._pnet[0], self._weights(leaves), (x,))
+
+
+def subspace_net(numbers: int = 1_994, seed: int = 0, sizes: tuple[int, ...] = (784, 200, 200, 10)) -> nn.Module:
+    """An MLP in a random subspace of so many numbers, as a p-net for `--dense`."""
+    first = _first(pnet := mlp(tuple(sizes), seed))
+    return FormNet(pnet, subspace(first, numbers, seed))
+
+
+def low_rank_net(rank: int = 1, seed: int = 0, sizes: tuple[int, ...] = (784, 200, 200, 10)) -> nn.Module:
+    """An MLP whose matrices are products of two of this rank, as `subspace_net`."""
+    first = _first(pnet := mlp(tuple(sizes), seed))
+    return FormNet(pnet, low_rank(first, rank, seed))
 
 
 def _first(pnet: nn.Module) -> Params:
