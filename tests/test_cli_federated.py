@@ -46,7 +46,7 @@ def test_clients_share_texts(shared_data: Path, capsys: pytest.CaptureFixture[st
     ("options", "words"),
     [
         (["--strategy", "FedSGD"], "--strategy must be one of FedAdagrad, FedAdam, FedAvg"),
-        (["--strategy-config", '{"etta": 1}'], "--strategy-config does not fit FedAvg"),
+        (["--strategy-config", '{"etta": 1}'], "--strategy-config does not fit FedAvgM"),
         (["--up", "int9"], "up must be one of float32"),
         (["--sample", "11"], "--sample 11 is more than --clients 10"),
         (["--alpha", "0"], "alpha > 0"),

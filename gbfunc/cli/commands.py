@@ -277,7 +277,7 @@ class Federated(Command, ConfigOption):
     batch_size: int = 32
     """Examples of a step."""
 
-    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.04; with --dense 0.1)")] = None
+    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.02; with --dense 0.1)")] = None
     """Highest learning rate of clients."""
 
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
@@ -286,7 +286,10 @@ class Federated(Command, ConfigOption):
     optimizer: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: Adam; with --dense SGD)")] = None
     """Class of torch.optim of the clients, which begins afresh in each round."""
 
-    strategy: Annotated[str, arg(metavar="NAME")] = "FedAvg"
+    strategy: Annotated[
+        str | None,
+        arg(metavar="NAME", help_behavior_hint="(default: FedAvgM of momentum 0.5; with --dense FedAvg)"),
+    ] = None
     """Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, FedMedian, ..."""
 
     strategy_config: Annotated[str, arg(metavar="JSON", help_behavior_hint=NONE)] = "{}"

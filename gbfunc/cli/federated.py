@@ -116,7 +116,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
         augment=recipe.augment,
         seed=seed,
     )
-    lr = options.lr or (0.1 if options.dense else 4e-2)
+    lr = options.lr or (0.1 if options.dense else 2e-2)
     schedule = SCHEDULES[options.schedule](recipe, lr, options.rounds)
     strategy = fed.GenomeStrategy(
         _strategy(options),
@@ -136,16 +136,19 @@ def _strategy(options: Federated) -> Any:
     from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
 
     known = [name for name in strategies.__all__ if name.startswith("Fed") and "Xgb" not in name]
-    if options.strategy not in known:
-        raise ValueError(f"--strategy must be one of {', '.join(known)}, got {options.strategy!r}")
+    name, usual = options.strategy, {}
+    if name is None:
+        name, usual = ("FedAvg", {}) if options.dense else ("FedAvgM", {"server_momentum": 0.5})
+    if name not in known:
+        raise ValueError(f"--strategy must be one of {', '.join(known)}, got {name!r}")
     # A part of all nodes is rounded down: none, and at least so many.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
-    given = nodes | {"fraction_evaluate": 0.0} | read_json("--strategy-config", options.strategy_config)
+    given = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
     try:
         with _quiet():
-            return getattr(strategies, options.strategy)(**given)
+            return getattr(strategies, name)(**given)
     except TypeError as error:
-        raise ValueError(f"--strategy-config does not fit {options.strategy}: {error}") from error
+        raise ValueError(f"--strategy-config does not fit {name}: {error}") from error
 
 
 @contextmanager

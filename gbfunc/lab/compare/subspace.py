@@ -161,8 +161,9 @@ class FormNet(nn.Module):
 
     def __init__(self, pnet: nn.Module, form: Form) -> None:
         super().__init__()
-        # In a tuple, so that its parameters are none of this module.
-        self._pnet, self._weights = (pnet.to("meta"),), form.weights
+        call = PureNet(pnet)
+        # A function, of which copies of this module do not make another.
+        self._call = lambda leaves, x: call(form.weights(leaves), {}, x)
         self._shapes = {name: leaf.shape for name, leaf in form.leaves.items()}
         for name, leaf in form.leaves.items():
             self.register_parameter(name.replace(".", "_"), nn.Parameter(torch.atleast_2d(leaf).clone()))
@@ -171,19 +172,19 @@ class FormNet(nn.Module):
         """What the p-net makes of an input."""
         given = zip(self._shapes.items(), self.parameters(), strict=True)
         leaves = {name: leaf.view(shape) for (name, shape), leaf in given}
-        return torch.func.functional_call(self._pnet[0], self._weights(leaves), (x,))
+        return self._call(leaves, x)
 
 
 def subspace_net(numbers: int = 1_994, seed: int = 0, sizes: tuple[int, ...] = (784, 200, 200, 10)) -> nn.Module:
     """An MLP in a random subspace of so many numbers, as a p-net for `--dense`."""
-    first = _first(pnet := mlp(tuple(sizes), seed))
-    return FormNet(pnet, subspace(first, numbers, seed))
+    pnet = mlp(tuple(sizes), seed)
+    return FormNet(pnet, subspace(_first(pnet), numbers, seed))
 
 
 def low_rank_net(rank: int = 1, seed: int = 0, sizes: tuple[int, ...] = (784, 200, 200, 10)) -> nn.Module:
     """An MLP whose matrices are products of two of this rank, as `subspace_net`."""
-    first = _first(pnet := mlp(tuple(sizes), seed))
-    return FormNet(pnet, low_rank(first, rank, seed))
+    pnet = mlp(tuple(sizes), seed)
+    return FormNet(pnet, low_rank(_first(pnet), rank, seed))
 
 
 def _first(pnet: nn.Module) -> Params:
