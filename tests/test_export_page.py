@@ -163,6 +163,7 @@ def test_weights_of_every_stored_dtype(tmp_path: Path, dtype: str | None) -> Non
 IMAGE, TEXT = Interface((3, 20, 20), 10), Interface((12,), 30, tokens=True)
 PNETS = {
     "mlp": (IMAGE, {"hidden": [20, 12]}),
+    "convnet": (IMAGE, {"width": 6}),
     "lenet5": (IMAGE, {"width": 6}),
     "allconv": (IMAGE, {"width": 6}),
     "resnet20": (IMAGE, {"width": 4}),

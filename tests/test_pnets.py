@@ -14,6 +14,7 @@ IMAGE = Interface((3, 32, 32), 10)
 TEXT = Interface((16,), 30, tokens=True)
 SMALL = {
     "mlp": (IMAGE, {"hidden": [20, 12]}),
+    "convnet": (IMAGE, {"width": 6}),
     "lenet5": (IMAGE, {"width": 6}),
     "allconv": (IMAGE, {"width": 6}),
     "resnet18": (IMAGE, {"width": 4}),
@@ -152,10 +153,11 @@ def test_gpt_looks_only_back() -> None:
 @pytest.mark.parametrize(
     ("name", "interface", "config", "message"),
     [
-        ("nope", IMAGE, {}, "no p-net 'nope': choose one of mlp, lenet5"),
+        ("nope", IMAGE, {}, "no p-net 'nope': choose one of mlp, convnet, lenet5"),
         ("mlp", TEXT, {}, "mlp reads images"),
         ("gpt", IMAGE, {}, "gpt reads text"),
         ("allconv", TEXT, {}, "allconv reads images"),
+        ("convnet", TEXT, {}, "convnet reads images"),
         ("lenet5", Interface((1, 8, 8), 10), {}, "needs images of 16 x 16 or more, got 8 x 8"),
         ("allconv", Interface((1, 8, 8), 10), {}, "needs images of 12 x 12 or more, got 8 x 8"),
         ("resnet18", TEXT, {}, "resnet18 reads images"),

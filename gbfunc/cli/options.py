@@ -47,8 +47,8 @@ class DataOptions:
     """Options of the task, for text '{"context": 128, "vocabulary": 1024}'."""
 
     pnet: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the task's)")] = None
-    """The network: mlp, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic, recurrent_actor_critic,
-    conv_actor_critic, hf:TYPE (Hugging Face), or package.module:function of your own."""
+    """The network: mlp, convnet, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic,
+    recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or package.module:function of your own."""
 
     pnet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
     """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""

@@ -128,7 +128,7 @@ def _recipe(pnet: PNet, genome_params: float, noise: float | None, shift: float 
         shift = 0.3 if shift is None else shift
         lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
         recipe = Recipe(lr=lr, betas=betas, batch_size=256, epochs=epochs)
-    if pnet.name == "lenet5":
+    if pnet.name in ("convnet", "lenet5"):
         noise = 0.2 if noise is None else noise
         shift = 0.3 if shift is None else shift
         lr, epochs = (6e-2, 30) if genome_params <= 3_000 else (3e-2, 45)

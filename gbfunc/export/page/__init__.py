@@ -25,7 +25,7 @@ from gbfunc.plan.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WIDES
 
 NETWORK = ("read.js", "steps.js", "grow.js", "networks.js")
 """What needs no browser."""
-PNETS = ("mlp", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
+PNETS = ("mlp", "convnet", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
 """P-nets that it runs."""
 TYPES = ("periodic", "bilinear", "low_rank", "xox", "constant", "gnet", "stochastic")
 """Types of g-net that it grows."""

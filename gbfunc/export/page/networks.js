@@ -174,6 +174,10 @@ const NETWORKS = {
     return inARow(net, [["flatten"], ...row.slice(0, -1)]);
   },
 
+  convnet: (net) => inARow(net, [
+    ...["0", "3"].flatMap((name) => [["conv", name], ["max_pool", 2], ["relu"]]), ["flatten"], ["linear", "7"],
+  ]),
+
   lenet5: (net) => inARow(net, [
     ["conv", "0"], ["max_pool", 2], ["conv", "2"], ["max_pool", 2], ["flatten"], ["linear", "5"], ["relu"], ["linear", "7"],
   ]),

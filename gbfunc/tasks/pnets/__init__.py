@@ -21,7 +21,7 @@ from gbfunc.tasks.pnets.base import (
     options_for,
     seeded,
 )
-from gbfunc.tasks.pnets.convnets import all_conv, lenet5, resnet18, resnet20, resnet56
+from gbfunc.tasks.pnets.convnets import all_conv, convnet, lenet5, resnet18, resnet20, resnet56
 from gbfunc.tasks.pnets.gpt import gpt
 from gbfunc.tasks.pnets.hugging_face import PREFIX, hugging_face
 from gbfunc.tasks.pnets.mlp import mlp, mlp_pnet, mlp_sizes
@@ -46,6 +46,7 @@ __all__ = [
 PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
     {
         "mlp": mlp_pnet,
+        "convnet": convnet,
         "lenet5": lenet5,
         "allconv": all_conv,
         "resnet18": resnet18,
