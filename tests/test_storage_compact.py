@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import gbfunc as gb
 from gbfunc.cli.eval import byte_report
 from gbfunc.plan import genome_file_bytes
-from gbfunc.plan.file_layout import deflate
+from gbfunc.plan.file_layout import WORDS, deflate
 from gbfunc.plan.rounding import rounded
 from gbfunc.storage.genome_file import load_dtype
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
@@ -46,7 +46,7 @@ def body(genuine: Genuine) -> bytes:
 
 def forged(body: bytes) -> bytes:
     """A file with any body, and the checksum that fits it."""
-    return b"GB4" + body[:1] + zlib.crc32(body).to_bytes(4, "little") + body[1:]
+    return b"GB5" + body[:1] + zlib.crc32(body).to_bytes(4, "little") + body[1:]
 
 
 def forged_3(body: bytes, name: str = "gbfunc-genome-3", **entry: Any) -> bytes:
@@ -124,6 +124,13 @@ def test_bytes_of_files_of_former_versions_are_reported(name: str, tmp_path: Pat
 def test_a_file_says_what_it_holds_numbers_in(dtype: str | None, tmp_path: Path, genuine: Genuine) -> None:
     gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype)
     assert load_dtype(tmp_path / "g") == dtype
+
+
+def test_the_words_of_a_format_stay_as_they_are() -> None:
+    digests = {number: hashlib.sha256(words).hexdigest()[:16] for number, words in WORDS.items()}
+    assert digests == {4: "d4157b7285083d5f", 5: "515c1ab3d5ba3441"}
+    # What deflate can reach from the end of a long document.
+    assert max(map(len, WORDS.values())) <= 2**15 - 262
 
 
 def digest_of(genome: gb.Genome) -> str:

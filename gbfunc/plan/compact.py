@@ -1,8 +1,8 @@
 """A genome in codes of 2 to 8 bits as a file with little beside them.
 
-Format 4 holds, one after the other:
+Format 5 holds, one after the other:
 
-    3 bytes    "GB4"
+    3 bytes    "GB5"
     1 byte     bits of a code; plus 16 where running means are float16, and variances bfloat16; plus 32 for runs
     4 bytes    CRC-32 of the byte before and of all that follows
     document   the plan as JSON, and the metadata: one stream of raw deflate
@@ -15,9 +15,11 @@ floating point, begins with two bytes, in how many pieces it is. Plus 64, runnin
 batches are in it, too (`statistics`).
 
 In place of runs, where there are too many for them: the scales; zero points and codes in so many bits each, or in a
-stream of deflate (Huffman's codes alone, so at least one bit each), where that is shorter. So are files of format 3,
-which are read too: a safetensors file of one tensor of bytes, with 16 bytes of a SHA-256 in place of the CRC-32, and
-other words in the deflate stream.
+stream of deflate (Huffman's codes alone, so at least one bit each), where that is shorter.
+
+Former files are read, too. Those of format 4 have other words in the deflate stream, and "GB4" before it. Those of
+format 3 have no runs, other words again, and are safetensors files of one tensor of bytes, with 16 bytes of a SHA-256
+in place of the CRC-32.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +46,9 @@ from gbfunc.plan.steps import EXPECTED_BITS, EXPECTED_PART_BITS, Steps, parts_of
 from gbfunc.plan.symbols import LEAST_BITS, MAX_SYMBOLS, Run, RunReader, most_runs_bytes, pack_runs
 from gbfunc.types import Params, TensorMap
 
-MAGIC = b"GB4"
+MAGIC = b"GB5"
+FORMATS: Mapping[bytes, int] = MappingProxyType({b"GB4": 4, MAGIC: 5})
+"""By what files begin with."""
 _HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
@@ -183,11 +188,11 @@ class Compact(NamedTuple):
 
     @staticmethod
     def parse(data: bytes) -> Compact:
-        """Read a file of format 4; `ValueError` for a damaged one."""
+        """Read a file that begins with one of `FORMATS`; `ValueError` for a damaged one."""
         flags, rest = data[len(MAGIC) : len(MAGIC) + 1], data[_HEAD:]
         if len(data) < _HEAD or data[_HEAD - 4 : _HEAD] != zlib.crc32(flags + rest).to_bytes(4, "little"):
             raise ValueError("its checksum does not fit its content: the file is damaged")
-        return Compact._of(flags[0], rest, WORDS)
+        return Compact._of(flags[0], rest, WORDS[FORMATS[data[: len(MAGIC)]]])
 
     @staticmethod
     def open(tensors: Mapping[str, Tensor]) -> Compact:

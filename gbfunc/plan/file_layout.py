@@ -13,6 +13,9 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Mapping
+from importlib.resources import files
+from types import MappingProxyType
 
 import torch
 
@@ -112,7 +115,7 @@ FORMER_WORDS = (
 
 
 # The same of format 4, whose plans are shorter.
-WORDS = FORMER_WORDS + (
+_WORDS_4 = FORMER_WORDS + (
     b'{"version":2,"hypernets":[{"type":"gnet","hidden":[32],"activation":"relu"},{"type":"xox","genes":{"type":"bilinear",'
     b'"features":2,"share":"shapes"},{"type":"low_rank","rank":4},{"type":"periodic","features":9,"share":"layers"},'
     b'{"type":"constant","value":1.0},{"type":"periodic","features":9,"share":"shapes","frequency":2.5}],"encodings":'
@@ -145,6 +148,12 @@ WORDS = FORMER_WORDS + (
     b'{"name":"4.bias","shape":[10],"slots":[[0,0,0,0.02]]},{"name":"2.bias","shape":[10]}],'
     b'"target":"at most 1,000 bytes"}'
 )
+
+_DOCUMENTS = "\n".join(files("gbfunc.plan").joinpath("documents.txt").read_text("ascii").splitlines()).encode()
+
+WORDS: Mapping[int, bytes] = MappingProxyType({4: _WORDS_4, 5: _WORDS_4 + _DOCUMENTS})
+"""Of compact files, by their format: in format 5 with whole documents of usual trainings (`documents.txt`), of which
+others differ in some numbers. Nothing of it may change, and deflate looks 32 kB back."""
 
 
 def pack_plan(text: str) -> str:
@@ -186,7 +195,7 @@ def deflate(text: str) -> bytes:
     check_limits(json.loads(text))
     data = text.encode()
     _check_size(data)
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=WORDS)
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zdict=WORDS[5])
     packed = packer.compress(data) + packer.flush()
     if len(packed) > _MAX_PACKED:
         raise ValueError(f"the plan has {len(packed):,} bytes when packed; a file holds at most {_MAX_PACKED:,}")

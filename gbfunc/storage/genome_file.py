@@ -164,7 +164,7 @@ def _read(path: str | os.PathLike[str], read: Callable[[], Any]) -> Any:
 def is_genome(path: Path) -> bool:
     """Whether a file says that it is a genome; `SafetensorError` for one that is none and no safetensors file."""
     with path.open("rb") as file:
-        if file.read(len(compact.MAGIC)) == compact.MAGIC:
+        if file.read(len(compact.MAGIC)) in compact.FORMATS:
             return True
     with safe_open(path, framework="pt") as file:
         return COMPACT in file.keys() or _says_genome(file.metadata())  # noqa: SIM118 (not a dict)
@@ -180,7 +180,7 @@ def _open(path: Path) -> Compact | _Plain:
         raise ValueError("it is not a file")
     with path.open("rb") as file:
         start = file.read(8)
-        if start.startswith(compact.MAGIC):
+        if start[: len(compact.MAGIC)] in compact.FORMATS:
             return Compact.parse(start + file.read())
         if (size := int.from_bytes(start, "little")) > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {size:,} bytes, over the limit of {MAX_HEADER_BYTES:,}")

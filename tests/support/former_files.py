@@ -83,4 +83,14 @@ FORMER = {
         30,
         "M?y3+S#kqHBO;Gs^f8PGrW)+=1Z-qu1{1K1A*~s%gVDps2pdB^Lr~bn)&c+*ppOwAmVd}eWwK(?emnKNJ^",
     ),
+    "lenet5 steps": (
+        "fcf94e4419421580",
+        492,
+        "M?y3ijKtzr#hF14z#s?&KjZ-s(9ikznl`qn8nL8JAHZe~%!UNBV-}f2wJqLkE23!=)D8Tx(Z{Mi-)Q7daLADf$IH552ouG8oJ)o;ImX}$M?-"
+        "=2A%UFchOh;LM;PFe;(91i`w53YO<qT3!HUBM(z5965|$=zu}vt|E_weH@By!DfW=eJ8vy`);pH0pQ&q1xjl_c(UZBF1S@2=t%=5hlxFJ3K_"
+        "}*u@oQpcCBb_#?fb@>9k$$V}p*<(MvC;Y$uY(eeH|0xNKe{XS48vrt4iV!loHl#-lS}LBMG+VQJ)Ki(NDlVONLhhp_(%h9nqM-0dmoPwsx1M"
+        "Lg>x~!naoHPrziuAH>A>*N<y&#V4n1M#qBS8<A(qKV?r;A>PA}Fglm>{if5d%uqAgz;OjK;s%wa~6*EI%63%G$);*z0zJkuZI<j_NASwS{9D"
+        "NRhB>t%z!GI$`UseKY^uZSbfan8z^d?0S5~i2<)gh_qtpxpQj-kr3mqdR47!(N3GL^G`CA|*>Ru~xdUydGEdPO&$DpNNx<)3Hgw0f0w#z!E;"
+        "@+wXsht@#(x0|2Nn5}zTePSmDuHz0yIu(8TZ!#t)JcOU61cnCHl?c0Kg2b`",
+    ),
 }

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from gbfunc.export.page.layers import Layer
 from gbfunc.plan import Plan
-from gbfunc.plan.compact import DIGEST_BYTES, EXPONENT, MAGIC, STEPS
+from gbfunc.plan.compact import DIGEST_BYTES, EXPONENT, FORMATS, STEPS
 from gbfunc.plan.file_layout import _WORDS, FORMER_WORDS, WORDS
 from gbfunc.plan.serial import VERSION
 from gbfunc.plan.statistics import LEAST_VARIANCE
@@ -83,8 +83,9 @@ def script(*names: str) -> str:
         "digest": DIGEST_BYTES,
         "words": _WORDS.decode("ascii"),
         "formerWords": FORMER_WORDS.decode("ascii"),
-        "compactWords": WORDS.decode("ascii"),
-        "magic": MAGIC.decode("ascii"),
+        "compactWords": WORDS[4].decode("ascii"),
+        "documents": WORDS[5].removeprefix(WORDS[4]).decode("ascii"),
+        "magics": {magic.decode("ascii"): number for magic, number in FORMATS.items()},
         "exponent": EXPONENT,
         "piece": PIECE,
         "powers": POWERS,

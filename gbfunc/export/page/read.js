@@ -34,7 +34,8 @@ function readGenome(bytes) {
 
 function readFile(bytes) {
   if (bytes.length < 9) throw new Refusal(`not a genome: ${bytes.length} bytes are too few`);
-  if (ascii(FORMAT.magic).every((c, i) => c === bytes[i])) return readHeaded(bytes);
+  const number = FORMAT.magics[String.fromCharCode(...bytes.subarray(0, 3))];
+  if (number) return readHeaded(bytes, number);
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);
   const start = 8 + Number(view.getBigUint64(0, true));
   if (start > bytes.length) throw new Refusal("not a genome, or cut short");
@@ -93,11 +94,12 @@ function readCompact(bytes, tensor, start) {
 }
 
 /** A file of a format of its own: bits, checksum, plan, plain leaves, and runs of codes. */
-function readHeaded(bytes) {
-  const start = FORMAT.magic.length + 5;
+function readHeaded(bytes, number) {
+  const start = 8;
   const rest = joined([bytes.subarray(start - 5, start - 4), bytes.subarray(start)]);
   if (crc32(rest) !== new DataView(bytes.buffer, bytes.byteOffset).getUint32(start - 4, true)) throw damaged();
-  return readBody(bytes, start, bytes[start - 5], FORMAT.compactWords, [["container", 0, start]]);
+  const words = FORMAT.compactWords + (number > 4 ? FORMAT.documents : "");
+  return readBody(bytes, start, bytes[start - 5], words, [["container", 0, start]]);
 }
 
 function readBody(bytes, start, flags, words, head) {
