@@ -90,7 +90,7 @@ function readCompact(bytes, tensor, start) {
     throw damaged();
   }
   const head = [["container", 0, start], ["digest", start, origin + 1]];
-  return readBody(bytes.subarray(0, tensor.to), origin + 1, bytes[origin], FORMAT.formerWords, head);
+  return readBody(bytes.subarray(0, tensor.to), origin + 1, bytes[origin], ascii(FORMAT.formerWords), head);
 }
 
 /** A file of a format of its own: bits, checksum, plan, plain leaves, and runs of codes. */
@@ -98,13 +98,15 @@ function readHeaded(bytes, number) {
   const start = 8;
   const rest = joined([bytes.subarray(start - 5, start - 4), bytes.subarray(start)]);
   if (crc32(rest) !== new DataView(bytes.buffer, bytes.byteOffset).getUint32(start - 4, true)) throw damaged();
-  const words = FORMAT.compactWords + (number > 4 ? FORMAT.documents : "");
-  return readBody(bytes, start, bytes[start - 5], words, [["container", 0, start]]);
+  const words = [ascii(FORMAT.compactWords)];
+  // Whole documents, packed with these words.
+  if (number > 4) words.push(inflate(ascii(atob(FORMAT.documents)), 0, words[0]).out);
+  return readBody(bytes, start, bytes[start - 5], joined(words), [["container", 0, start]]);
 }
 
 function readBody(bytes, start, flags, words, head) {
   const bits = flags & ~(NARROW | RUNS | IN_CODES);
-  const document = inflate(bytes, start, ascii(words));
+  const document = inflate(bytes, start, words);
   const { plan, metadata } = parsePlan(utf8(document.out));
   const specs = leavesOf(plan);
   const names = Object.keys(specs).sort();
