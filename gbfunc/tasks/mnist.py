@@ -131,7 +131,7 @@ def _recipe(pnet: PNet, genome_params: float, noise: float | None, shift: float 
     if pnet.name in ("convnet", "lenet5"):
         noise = 0.2 if noise is None else noise
         shift = 0.3 if shift is None else shift
-        lr, epochs = (6e-2, 30) if genome_params <= 3_000 else (3e-2, 45)
+        lr, epochs = (6e-2, 60 if pnet.name == "convnet" else 30) if genome_params <= 3_000 else (3e-2, 45)
         recipe = Recipe(lr=lr, batch_size=256, epochs=epochs)
     changes = ([data.shift(1, shift, blank)] if shift else []) + ([data.noise(noise)] if noise else [])
     return replace(recipe, augment=data.in_turn(*changes)) if changes else recipe
