@@ -68,7 +68,7 @@ class LeNet5(nn.Sequential):
     them: 20 and 50 channels, 500 units and 431,080 parameters on MNIST by default.
     """
 
-    def __init__(self, inputs: tuple[int, int, int], width: int, classes: int) -> None:
+    def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
         first, hidden = _lenet5_widths(width)
         super().__init__(
             nn.Conv2d(inputs[0], first, 5),
@@ -88,7 +88,7 @@ class ConvNet(nn.Sequential):
     Half of `width` and `width` channels; with 32 it has 18,378 parameters on MNIST.
     """
 
-    def __init__(self, inputs: tuple[int, int, int], width: int, classes: int) -> None:
+    def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
         first = max(1, width // 2)
         super().__init__(
             nn.Conv2d(inputs[0], first, 5),
@@ -225,24 +225,24 @@ def _of_maps(inputs: Sequence[int]) -> Encoding:
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     """`LeNet5` for an image task, its second convolution of `width` channels."""
-    channels = _check("lenet5", interface, 16, width)
+    _check("lenet5", interface, 16, width)
     # What biases of the convolutions add, those of the hidden layer could; and these do more as sines.
     options = PlanOptions(
         encodings={"5.weight": (binary(), _of_maps(interface.inputs))},
         rules=((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5))),
     )
-    make = partial(LeNet5, (channels, *interface.inputs[1:]), width, interface.outputs)
+    make = partial(LeNet5, interface.inputs, width, interface.outputs)
     return _pnet("lenet5", make, partial(lenet5, interface), {"width": width}, "2.weight", options)
 
 
 def convnet(interface: Interface, *, width: int = 32) -> PNet:
     """`ConvNet` for an image task, its second convolution of `width` channels."""
-    channels = _check("convnet", interface, 16, width)
+    _check("convnet", interface, 16, width)
     options = PlanOptions(
         encodings={"7.weight": (binary(), _of_maps(interface.inputs))},
         rules=((r"^[03]\.bias$", constant(0.0)),),
     )
-    make = partial(ConvNet, (channels, *interface.inputs[1:]), width, interface.outputs)
+    make = partial(ConvNet, interface.inputs, width, interface.outputs)
     return _pnet("convnet", make, partial(convnet, interface), {"width": width}, "3.weight", options)
 
 
