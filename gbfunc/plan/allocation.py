@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gbfunc.plan.statistics import codable, coded, squares_of
-from gbfunc.plan.step_stream import code_bits
+from gbfunc.plan.step_stream import part_bits
 from gbfunc.plan.steps import LARGEST, LEAST, MOST, OCTAVE, Seen, Steps, parts_in, quantise_part, shifts_of
 from gbfunc.types import TensorMap
 
@@ -33,19 +33,22 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
     low, high = -40.0, 88.0
     for _ in range(21):
         middle = (low + high) / 2
-        if code_bits(plan, leaves, _steps_at(plan, leaves, squares, middle)) > bits:
+        if _at(plan, leaves, squares, middle)[1] > bits:
             low = middle
         else:
             high = middle
     # The noise h step^2 / 24 of each number, with h the examples times the mean square of their mean gradient.
     # Bounded: after a spike of the gradients the bits' own would be the next one.
     rate = _BALANCE * examples * 4.0 ** min(high, 0.0)
-    return Steps(_steps_at(plan, leaves, squares, high).indices, rate)
+    return Steps(_at(plan, leaves, squares, high)[0], rate)
 
 
-def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> Steps:
-    """Steps of which each, times the root mean square of the gradient, is about 2^log_noise."""
+def _at(
+    plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
+) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], float]:
+    """Indices of steps of which each, times the root mean square of the gradient, is about 2^log_noise; their bits."""
     indices: dict[str, list[int]] = {}
+    bits = 0.0
     seen = Seen({}, {})
     for part in parts_in(plan, codable(plan, leaves)):
         leaf = leaves[part.leaf]
@@ -63,5 +66,5 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
         index = max(LEAST, least, min(coarsest, index))
         indices.setdefault(part.leaf, []).append(index)
-        quantise_part(part, leaf, index, seen)
-    return Steps(tuple((name, tuple(of_parts)) for name, of_parts in indices.items()))
+        bits += part_bits(quantise_part(part, leaf, index, seen)[0])
+    return tuple((name, tuple(of_parts)) for name, of_parts in indices.items()), bits

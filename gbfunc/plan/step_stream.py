@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,28 +46,47 @@ def _costs(found: Quantised) -> _Costs:
     shifts = np.broadcast_to(found.shifts.numpy(), shape)[alive]
     if not integers.any():
         return _Costs(NARROWEST, 0.0, integers, shifts, alive)
-    groups = [(int(s), np.bincount(np.abs(integers[shifts == s]))) for s in np.unique(shifts)]
-    widths = {w: sum(_bits(counts, _width_at(w, s)) for s, counts in groups) for w in range(NARROWEST + 1, WIDEST)}
+    bits_W = np.zeros(len(_WIDTHS))
+    for shift in np.unique(shifts):
+        own_W = _bits(np.bincount(np.abs(integers[shifts == shift])))
+        bits_W += own_W[_width_at(_WIDTHS, shift) - _WIDTHS[0]]
+    best = int(np.argmin(bits_W))
+    width, bits = _WIDTHS[best], bits_W[best]
     if found.part.period is not None:
-        widths[WIDEST] = float(np.log2(2 * np.array(limits_of(found, torch.from_numpy(alive))) + 1).sum())
-    width = min(widths, key=widths.__getitem__)
-    return _Costs(width, widths[width], integers, shifts, alive)
+        even = np.log2(2 * np.array(limits_of(found, torch.from_numpy(alive))) + 1).sum()
+        width, bits = min((bits, width), (even, WIDEST))[::-1]
+    return _Costs(int(width), float(bits), integers, shifts, alive)
 
 
-def _bits(counts: NDArray[np.int64], width: int) -> float:
-    """What so many integers of each absolute value take."""
-    table = geometric_bits(width, LARGEST)
-    return float(counts @ table[: len(counts)]) if len(counts) <= len(table) else math.inf
+_WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
 
-def _width_at(width: int, shift: int) -> int:
-    """The width of integers whose steps are finer."""
-    return max(NARROWEST + 1, min(WIDEST - 1, width + 2 * shift))
+@lru_cache(maxsize=1)
+def _table() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Bits of the integers 0 .. `LARGEST` at each of the widths [W, n], 0 past its reach, and how many it has [W]."""
+    rows = [geometric_bits(int(width), LARGEST) for width in _WIDTHS]
+    return np.stack([np.pad(row, (0, LARGEST + 1 - len(row))) for row in rows]), np.array([*map(len, rows)])
+
+
+def _bits(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """What so many integers of each absolute value take at each of the widths [W]."""
+    bits_Wn, reach_W = _table()
+    return np.where(len(counts) <= reach_W, bits_Wn[:, : len(counts)] @ counts, np.inf)
+
+
+def _width_at(width: NDArray[np.int64] | int, shift: NDArray[np.int64] | int) -> NDArray[np.int64]:
+    """The widths of integers whose steps are finer."""
+    return np.clip(width + 2 * shift, NARROWEST + 1, WIDEST - 1)
 
 
 def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
     """Bits of all integers of leaves on the CPU."""
-    return sum(_costs(found).bits for found, _ in quantise(plan, leaves, steps))
+    return sum(part_bits(found) for found, _ in quantise(plan, leaves, steps))
+
+
+def part_bits(found: Quantised) -> float:
+    """Bits of the integers of a part on the CPU."""
+    return _costs(found).bits
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
@@ -110,8 +129,7 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
     """Numbers of `least .. most`: their median, the width of the differences from it, and these."""
     median = sorted(numbers)[len(numbers) // 2] if numbers else 0
     counts = np.bincount([abs(n - median) for n in numbers], minlength=1)
-    widths = {w: _bits(counts, w) for w in range(NARROWEST + 1, WIDEST)}
-    width = min(widths, key=widths.__getitem__)
+    width = int(_WIDTHS[np.argmin(_bits(counts))])
     span, spans = most - least + 1, WIDEST - NARROWEST + 1
     head = [(median - least, 1, span), (width - NARROWEST, 1, spans)]
     return head + [_entry(n - median, width, LARGEST) for n in numbers]
@@ -124,8 +142,8 @@ def _entries(found: Quantised, cost: _Costs) -> list[Entry]:
     if cost.width == WIDEST:
         limits = limits_of(found, torch.from_numpy(cost.alive))
         return [_entry(q, WIDEST, most) for q, most in zip(integers, limits, strict=True)]
-    shifts = cost.shifts.tolist()
-    return [_entry(q, _width_at(cost.width, s), LARGEST) for q, s in zip(integers, shifts, strict=True)]
+    widths = _width_at(cost.width, cost.shifts).tolist()
+    return [_entry(q, width, LARGEST) for q, width in zip(integers, widths, strict=True)]
 
 
 def unpack_steps(plan: Any, data: bytes, statistics: bool) -> tuple[Params, Steps]:
@@ -160,8 +178,8 @@ def _read(reader: Reader, found: Quantised, width: int, live: Tensor) -> list[in
             raise ValueError("its codes are of a width that only numbers with a period have")
         tables = (geometric(WIDEST, most) for most in limits_of(found, live))
     else:
-        shifts = found.shifts.expand(live.shape)[live].tolist()
-        tables = (geometric(_width_at(width, s), LARGEST) for s in shifts)
+        shifts = found.shifts.expand(live.shape)[live].numpy()
+        tables = (geometric(w, LARGEST) for w in _width_at(width, shifts).tolist())
     return [reader.next(limits) - reach for reach, limits in tables]
 
 

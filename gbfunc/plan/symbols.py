@@ -55,6 +55,7 @@ def _limits(bits: int, centre: int, spread: int) -> list[int]:
     return limits
 
 
+@lru_cache(maxsize=4096)
 def _bits_of(bits: int, centre: int, spread: int) -> NDArray[np.float64]:
     """What each symbol takes [2^bits]."""
     limits = np.array(_limits(bits, centre, spread), np.float64)
