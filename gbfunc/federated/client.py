@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 from gbfunc import Plan, TrainState, init_genome, make_train_step, materialize, torch_optimizer
-from gbfunc.federated.wire import Vector, Wire, check_format, difference
+from gbfunc.federated.wire import CODES, Vector, Wire, check_format, difference
 from gbfunc.tasks.base import Evaluate
 from gbfunc.tasks.data import Augment, Data, endless_batches
 from gbfunc.train import LossFn
@@ -45,13 +45,14 @@ def client_app(
     evaluate: Evaluate | None = None,
     augment: Augment | None = None,
     seed: int = 0,
+    mods: Sequence[Callable[..., Message]] = (),
 ) -> ClientApp:
     """A `ClientApp` that trains genomes of a plan on what a node holds.
 
     The server's message says the learning rate and the dtype of the reply (see `GenomeStrategy`). With float32 the
-    reply is the trained genome itself, which any strategy, secure aggregation and differential privacy of Flower's
-    take; otherwise it is the change, in a narrower dtype or in codes, whose error stays in the node's `context.state`
-    and is added the next time (error feedback; Seide et al., 2014).
+    reply is the trained genome itself, which any strategy and differential privacy of Flower's take; otherwise it is
+    the change, in a narrower dtype or in codes, whose error stays in the node's `context.state` and is added the next
+    time (error feedback; Seide et al., 2014).
 
     Args:
         plan: the plan, as the genome's file has it on all sides.
@@ -65,6 +66,8 @@ def client_app(
         evaluate: metrics of a network on the node's examples, for rounds of evaluation.
         augment: changes the inputs of a batch.
         seed: of the order of the examples and of dropout, with the number of the node and of the round.
+        mods: of Flower's (`flwr.clientapp.mod`), around training: `fixedclipping_mod`, `LocalDpMod(...)`. They compare
+            the genome that comes with the one that goes, so messages in which these are not plain numbers are refused.
 
     Raises:
         ValueError: if plan and p-net do not fit together, or for options out of range.
@@ -95,12 +98,17 @@ def client_app(
                 state = _nearer(state, start, rate[0] * proximal)
         return wire.vector(state), len(data), float(torch.stack(losses).mean())
 
-    @app.train()
+    @app.train(mods=[*mods])
     def train(message: Message, context: Context) -> Message:
         try:
             config, sent = _read(wire, message)
             rate[0], dtype = float(config[RATE]), str(config[SENT_AS])
             check_format(dtype, "the dtype that the server asks for")
+            coded = CODES in message.content.array_records[ARRAYS]
+            if mods and (dtype != "float32" or coded):
+                down = "codes" if coded else "numbers"
+                raise ValueError("mods compare the numbers of two genomes: up must be 'float32', and down no codes, "
+                                 f"got up={dtype!r} and {down} down")  # fmt: skip
             after, count, loss = trained(sent, context, int(config["server-round"]), float(config.get(PROXIMAL, 0.0)))
             if not (np.isfinite(after).all() and math.isfinite(loss)):
                 raise ValueError(f"training gave numbers that are not finite, at a learning rate of {rate[0]:g}")
