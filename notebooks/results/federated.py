@@ -1,0 +1,134 @@
+"""Averages of genomes, other ways: `python notebooks/results/federated.py WAY --data-dir DATA/mnist`, a JSON row.
+
+MNIST as in federated.md (784-200-200-10, genome of 1,994 numbers, 100 clients of whom 10 train in a round). One thread.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp.strategy import FedAvg, FedAvgM
+
+import gbfunc as gb
+from gbfunc import federated as fed
+from gbfunc.federated.wire import Wire
+from gbfunc.tasks import accuracy, find_task
+from gbfunc.tasks.base import SCHEDULES
+from gbfunc.tasks.data import Split
+from gbfunc.tasks.pnets import find_pnet
+
+CLIENTS, SAMPLE, STEPS, ROWS = 100, 10, 20, 32
+
+
+class Fitted(FedAvg):
+    """The average of the clients' weights, and the genome that is nearest to it, fitted from the average genome.
+
+    Symmetries of a g-net (signs, phases, the order of its features) do not matter to it: what it gains over the average
+    of genomes is what aligned features could gain.
+    """
+
+    wire: Wire
+    fit: dict[str, Any]
+    left: list[float]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The average of weights as a genome; how far they are apart goes to `left`."""
+        replies = list(replies)
+        genomes = [self.wire.genome(self.wire.unpack(r.content.array_records["arrays"])) for r in replies]
+        plan = self.wire.plan
+        weights = [gb.generate(plan, genome) for genome in genomes]
+        target = {name: torch.stack([w[name] for w in weights]).mean(0) for name in weights[0]}
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        assert arrays is not None
+        start = self.wire.genome(self.wire.unpack(arrays))
+        genome, errors = gb.fit_genome(plan, target, start=start, **self.fit)
+        self.left.append(max(errors.values()))
+        return self.wire.pack(self.wire.vector(genome), "float32"), metrics
+
+
+class FittedWithMomentum(FedAvgM, Fitted):
+    """Momentum at the server, of what was fitted."""
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Train and measure in one way."""
+    task = find_task("mnist", options.data_dir, {})
+    if options.pnet != "mlp":
+        task = task.with_pnet(find_pnet(options.pnet, task.interface, {}))
+    else:
+        task = task.with_pnet(find_pnet("mlp", task.interface, {**task.pnet.config, "hidden": (200, 200)}))
+    pnet = task.build(options.seed)
+    plan = task.plan(pnet, genome_params=options.genome_params)
+    recipe, train = task.recipe(plan.genome_params), task.train
+    parts = [torch.from_numpy(p) for p in fed.partition(train.y, CLIENTS, options.alpha)]
+    schedule = SCHEDULES["cosine"](recipe, options.lr, options.rounds)
+    state = {"code": options.lr}
+
+    def rate(round_: int) -> float:
+        # The codes stand still from `freeze` of the rounds on, at the clients as at the server.
+        state["code"] = float(schedule(round_)) * (round_ < options.freeze * options.rounds)
+        return float(schedule(round_))
+
+    decay = dict(recipe.optimizer_options)
+    app = fed.client_app(
+        plan,
+        pnet,
+        task.loss,
+        lambda context: Split(*(x[parts[context.node_config["partition-id"]]] for x in (train.x, train.y))),
+        steps=STEPS,
+        batch_size=ROWS,
+        optimizer=torch.optim.Adam,
+        options={**decay, "code": {"lr": lambda step: state["code"]}} if options.freeze < 1 else decay,
+        augment=recipe.augment,
+        seed=options.seed,
+    )
+    sampling = {"fraction_train": 1e-9, "min_train_nodes": SAMPLE, "min_available_nodes": CLIENTS}
+    sampling |= {"fraction_evaluate": 0.0, "server_momentum": options.momentum}
+    inner, left = (FittedWithMomentum if options.way == "weights" else FedAvgM)(**sampling), list[float]()
+    if isinstance(inner, Fitted):
+        inner.wire, inner.left = Wire(plan, gb.init_genome(plan, pnet)), left
+        inner.fit = {"steps": options.fit_steps, "lr": options.fit_lr}
+    genome = gb.init_genome(plan, pnet, options.seed)
+    strategy = fed.GenomeStrategy(inner, plan, genome, lr=rate, down=options.down, up=options.up, seed=options.seed)
+    start, found = time.process_time(), {}
+    with fed.LocalGrid(app, [{"partition-id": i} for i in range(CLIENTS)]) as grid:
+        for done in range(25, options.rounds + 1, 25):
+            strategy.train(grid, done)
+            genome = strategy.genome
+            found[done] = round(100 * accuracy(gb.materialize(plan, genome, pnet).eval(), task.val), 2)
+    return {
+        **{k: v for k, v in vars(options).items() if k != "data_dir"},
+        "numbers": plan.genome_params,
+        "val": found,
+        "test": round(100 * accuracy(gb.materialize(plan, genome, pnet).eval(), task.test), 2),
+        "fit_left": [round(left[i], 4) for i in (0, len(left) // 2, -1)] if left else [],
+        "bytes_up": grid.traffic.up,
+        "cpu_s": round(time.process_time() - start),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", choices=("genomes", "weights"), help="what is averaged")
+    parser.add_argument("--freeze", type=float, default=1.0, help="part of the rounds after which codes stand still")
+    parser.add_argument("--fit-steps", type=int, default=30)
+    parser.add_argument("--fit-lr", type=float, default=0.003)
+    parser.add_argument("--momentum", type=float, default=0.5)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--up", default="int4")
+    parser.add_argument("--down", default="int8")
+    parser.add_argument("--alpha", type=float, default=float("inf"))
+    parser.add_argument("--rounds", type=int, default=125)
+    parser.add_argument("--pnet", default="mlp")
+    parser.add_argument("--genome-params", type=int, default=1998)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data-dir", default=f"{os.environ.get('GBFUNC_DATA', '../shared/data')}/mnist")
+    torch.set_num_threads(1)
+    print(json.dumps(run(parser.parse_args())), flush=True)
