@@ -1,8 +1,9 @@
 """The figures of evolution.md: `python notebooks/results/evolution.py TABLE`, such as digits or mnist.
 
-One thread. Every search has the same population, batches and evaluations; its step is the best on the validation images
-(or episodes) of seed 100 after a quarter of them, unless `--step` gives one, and seeds 0 to 2 are measured. What is
-measured is the mean of the search's centers, with a weight that halves in 35 generations: the last alone is noisy.
+One thread. Every search has the same population, batches and evaluations; its step (a genome's: that of codes, and that
+of all else) is the best on the validation images (or episodes) of seed 100 after a quarter of them, unless `--step`
+gives one, and seeds 0 to 2 are measured. What is measured is the mean of the search's centers, with a weight that
+halves in 35 generations: the last alone is noisy.
 """
 
 import argparse
@@ -39,7 +40,11 @@ class Size(NamedTuple):
 
 
 SIZES = {"digits": Size(1000, 128, 128, 0.4), "mnist": Size(1000, 128, 128, 0.0)}
-STEPS = (0.02, 0.05, 0.15, 0.4)
+Step = tuple[float, ...]
+"""Of codes, and of all else; or of all."""
+
+STEPS = ((0.02,), (0.05,), (0.15,), (0.4,))
+PAIRS = tuple(itertools.product((0.03, 0.06, 0.12, 0.24), (0.06, 0.15, 0.4)))
 
 
 def algorithm(name: str, problem: Any, members: int) -> Any:
@@ -65,7 +70,7 @@ def noisy_batches(task: Any, size: Size, seed: int) -> Any:
         yield x + size.noise * torch.randn(x.shape, generator=draws), y
 
 
-def problem_of(what: str, task: Any, hidden: int, numbers: int, step: float, size: Size, seed: int) -> GenomeProblem:
+def problem_of(what: str, task: Any, hidden: int, numbers: int, step: Step, size: Size, seed: int) -> GenomeProblem:
     """The genome of a p-net, its weights, those of a smaller net, or a random subspace of the weights."""
     if what == "small dense net":
         inputs, classes = task.train.x[0].numel(), task.interface.outputs
@@ -78,7 +83,7 @@ def problem_of(what: str, task: Any, hidden: int, numbers: int, step: float, siz
         drawn = Projection(numbers, plan.genome_params, seed)
         # So that z of unit deviation moves every weight by about its step.
         subspace = numbers, lambda z: drawn(z) * (drawn.D / drawn.d) ** 0.5
-    steps = dict.fromkeys(("code", "linear", "direct"), step)
+    steps = {"code": step[0], "linear": step[-1], "direct": step[-1]}
     batches = noisy_batches(sized, size, seed)
     return GenomeProblem(plan, net, loss_fn, batches, steps=steps, subspace=subspace, seed=seed)
 
@@ -94,13 +99,13 @@ def search(problem: Any, name: str, generations: int, members: int) -> Tensor:
 
 
 def images(
-    task_name: str, rivals: list[tuple[str, str, int]], numbers: int, seeds: int, data: str | None, given: float | None
+    task_name: str, rivals: list[tuple[str, str, int]], numbers: int, seeds: int, data: str | None, given: Step | None
 ) -> None:
     """A row for each of (what is searched, algorithm, hidden units)."""
     task, size = find_task(task_name, data, {}), SIZES[task_name]
     for what, name, hidden in rivals:
         scores = {}
-        for step in STEPS if given is None else ():
+        for step in (PAIRS if what == "genome" else STEPS) if given is None else ():
             problem = problem_of(what, task, hidden, numbers, step, size, 100)
             scores[step] = accuracy(problem.net(search(problem, name, size.generations // 4, size.members)), task.val)
         step = given or max(scores, key=scores.__getitem__)
@@ -116,7 +121,8 @@ def images(
         for i, split in enumerate(("test", "val", "train")):
             row[split] = [round(100 * of[i], 2) for of in found]
         row |= {"mean": statistics.mean(row["test"]), "deviation": statistics.pstdev(row["test"])}
-        print(json.dumps(row | {"cpu_s": round(statistics.mean(seconds)), "choice": scores}), flush=True)
+        chosen = {str(of): score for of, score in scores.items()}
+        print(json.dumps(row | {"cpu_s": round(statistics.mean(seconds)), "choice": chosen}), flush=True)
 
 
 CONTROL = {"CartPole-v1": (25, 1), "Acrobot-v1": (15, 1), "Pendulum-v1": (100, 1)}
@@ -130,19 +136,19 @@ def actor(inputs: int, hidden: int, actions: int, seed: int) -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(hidden, actions, bias=False))
 
 
-def control(env: str, rivals: list[str], seeds: int, given: float | None) -> None:
+def control(env: str, rivals: list[str], seeds: int, given: Step | None) -> None:
     """Mean return over 100 fresh episodes, of the genome, of the p-net's own weights and of a small net."""
     known, (generations, episodes) = find_environment(env), CONTROL[env]
     for what in rivals:
 
-        def made(step: float, seed: int, what: str = what) -> ControlProblem:
+        def made(step: Step, seed: int, what: str = what) -> ControlProblem:
             net = actor(known.inputs[0], 8 if what == "small dense net" else 32, known.n_actions, seed)
             options = {"hypernet": gb.periodic(), "genome_params": 120} if what == "genome" else DENSE
-            steps = dict.fromkeys(("code", "linear", "direct"), step)
+            steps = {"code": step[0], "linear": step[-1], "direct": step[-1]}
             return ControlProblem(gb.make_plan(net, **options), net, env, episodes=episodes, steps=steps, seed=seed)
 
         scores = {}
-        for step in (0.1, 0.3) if given is None else ():
+        for step in ((0.1,), (0.3,)) if given is None else ():
             problem = made(step, 100)
             found = search(problem, "PGPE", generations // 2, 32)
             scores[step] = float(problem.returns(found[None], 20, 1000).mean())
@@ -156,13 +162,14 @@ def control(env: str, rivals: list[str], seeds: int, given: float | None) -> Non
             numbers = problem.solution_length
         row = {"env": env, "what": what, "numbers": numbers, "evaluations": problem.evaluations, "step": step}
         row |= {"returns": [round(r, 1) for r in returns], "env_steps": [n for n, _ in spent]}
-        print(json.dumps(row | {"cpu_s": round(sum(s for _, s in spent) / seeds), "choice": scores}), flush=True)
+        row |= {"cpu_s": round(sum(s for _, s in spent) / seeds)}
+        print(json.dumps(row | {"choice": {str(of): score for of, score in scores.items()}}), flush=True)
 
 
 def speed(hidden: int, rows: int) -> None:
     """Milliseconds of a generation of 256, by one `vmap` and one by one, and where the time goes."""
     task, size = find_task("digits", None, {}), SIZES["digits"]._replace(rows=rows)
-    problem = problem_of("genome", task, hidden, 450, 0.1, size, 0)
+    problem = problem_of("genome", task, hidden, 450, (0.1,), size, 0)
     z, batch = problem.generate_values(256).clone().as_subclass(Tensor), next(noisy_batches(task, size, 0))
     calls = {
         "one vmap": lambda: problem.losses(z, batch),
@@ -201,7 +208,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=("digits", "algorithms", "mnist", "speed", *CONTROL))
     parser.add_argument("--what", help="one row alone")
-    parser.add_argument("--step", type=float, help="instead of choosing one")
+    parser.add_argument("--step", type=float, nargs="+", help="instead of choosing: of codes and all else, or of all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data-dir", default=f"{os.environ.get('GBFUNC_DATA', '../shared/data')}/mnist")
     options = parser.parse_args()
