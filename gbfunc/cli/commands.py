@@ -277,7 +277,10 @@ class Federated(Command, ConfigOption):
     batch_size: int = 32
     """Examples of a step."""
 
-    lr: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0.02; with --dense 0.1)")] = None
+    lr: Annotated[
+        float | None,
+        arg(metavar="FLOAT", help_behavior_hint="(default: 0.02; with convolutions 0.01; with --dense 0.1)"),
+    ] = None
     """Highest learning rate of clients."""
 
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
