@@ -239,7 +239,7 @@ def test_every_strategy_works_as_it_is(problem: Problem, app: ClientApp, make: C
 
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive", "local"])
-def test_mods_clip_what_clients_send(problem: Problem, kind: str) -> None:
+def test_mods_clip_what_clients_send(problem: Problem, app: ClientApp, kind: str) -> None:
     from flwr.clientapp import mod  # pyright: ignore[reportMissingImports]
 
     norm, inner = 1e-3, strategies.FedAvg(**ALL)
@@ -254,20 +254,16 @@ def test_mods_clip_what_clients_send(problem: Problem, kind: str) -> None:
         ),
         "local": lambda: (inner, mod.LocalDpMod(norm, 1e-9, 1.0, 1e-5)),
     }[kind]()
-    app = client_app(problem.plan, problem.pnet, problem.task.loss, problem.examples, steps=3, mods=[mods])
+    clipped = client_app(problem.plan, problem.pnet, problem.task.loss, problem.examples, steps=3, mods=[mods])
     first = server(problem).wire.vector(problem.genome)
     one = server(problem, wrapped, down="float32")
-    moved = np.linalg.norm(trained(one, app) - first)
-    assert 0 < moved < 1.01 * norm < np.linalg.norm(trained(server(problem), client_without(problem)) - first)
+    moved = np.linalg.norm(trained(one, clipped) - first)
+    assert 0 < moved < 1.01 * norm < np.linalg.norm(trained(server(problem), app) - first)
     assert one.rounds[0].used == N
     # In codes a reply is a change: the mod would take it for the genome.
     for options in ({"up": "float16"}, {"down": "int8"}):
         with pytest.raises(ValueError, match="all of 4 clients refuse.*mods compare the numbers of two genomes"):
-            trained(server(problem, wrapped, **options), app)
-
-
-def client_without(problem: Problem) -> ClientApp:
-    return client_app(problem.plan, problem.pnet, problem.task.loss, problem.examples, steps=3)
+            trained(server(problem, wrapped, **options), clipped)
 
 
 def test_the_proximal_term_pulls_to_the_start(problem: Problem) -> None:

@@ -33,20 +33,18 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
     low, high = -40.0, 88.0
     for _ in range(21):
         middle = (low + high) / 2
-        if _at(plan, leaves, squares, middle)[1] > bits:
+        if _steps_at(plan, leaves, squares, middle)[1] > bits:
             low = middle
         else:
             high = middle
     # The noise h step^2 / 24 of each number, with h the examples times the mean square of their mean gradient.
     # Bounded: after a spike of the gradients the bits' own would be the next one.
     rate = _BALANCE * examples * 4.0 ** min(high, 0.0)
-    return Steps(_at(plan, leaves, squares, high)[0], rate)
+    return Steps(_steps_at(plan, leaves, squares, high)[0].indices, rate)
 
 
-def _at(
-    plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
-) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], float]:
-    """Indices of steps of which each, times the root mean square of the gradient, is about 2^log_noise; their bits."""
+def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> tuple[Steps, float]:
+    """Steps of which each, times the root mean square of the gradient, is about 2^log_noise, and their bits."""
     indices: dict[str, list[int]] = {}
     bits = 0.0
     seen = Seen({}, {})
@@ -67,4 +65,4 @@ def _at(
         index = max(LEAST, least, min(coarsest, index))
         indices.setdefault(part.leaf, []).append(index)
         bits += part_bits(quantise_part(part, leaf, index, seen)[0])
-    return tuple((name, tuple(of_parts)) for name, of_parts in indices.items()), bits
+    return Steps(tuple((name, tuple(of_parts)) for name, of_parts in indices.items())), bits

@@ -54,7 +54,8 @@ def _costs(found: Quantised) -> _Costs:
     width, bits = _WIDTHS[best], bits_W[best]
     if found.part.period is not None:
         even = np.log2(2 * np.array(limits_of(found, torch.from_numpy(alive))) + 1).sum()
-        width, bits = min((bits, width), (even, WIDEST))[::-1]
+        if even < bits:
+            width, bits = WIDEST, even
     return _Costs(int(width), float(bits), integers, shifts, alive)
 
 

@@ -44,6 +44,13 @@ Step = tuple[float, ...]
 """Of codes, and of all else; or of all."""
 
 STEPS = ((0.02,), (0.05,), (0.15,), (0.4,))
+
+
+def by_role(step: Step) -> dict[str, float]:
+    """The step of each role of leaves."""
+    return {"code": step[0], "linear": step[-1], "direct": step[-1]}
+
+
 PAIRS = tuple(itertools.product((0.03, 0.06, 0.12, 0.24), (0.06, 0.15, 0.4)))
 
 
@@ -83,7 +90,7 @@ def problem_of(what: str, task: Any, hidden: int, numbers: int, step: Step, size
         drawn = Projection(numbers, plan.genome_params, seed)
         # So that z of unit deviation moves every weight by about its step.
         subspace = numbers, lambda z: drawn(z) * (drawn.D / drawn.d) ** 0.5
-    steps = {"code": step[0], "linear": step[-1], "direct": step[-1]}
+    steps = by_role(step)
     batches = noisy_batches(sized, size, seed)
     return GenomeProblem(plan, net, loss_fn, batches, steps=steps, subspace=subspace, seed=seed)
 
@@ -144,7 +151,7 @@ def control(env: str, rivals: list[str], seeds: int, given: Step | None) -> None
         def made(step: Step, seed: int, what: str = what) -> ControlProblem:
             net = actor(known.inputs[0], 8 if what == "small dense net" else 32, known.n_actions, seed)
             options = {"hypernet": gb.periodic(), "genome_params": 120} if what == "genome" else DENSE
-            steps = {"code": step[0], "linear": step[-1], "direct": step[-1]}
+            steps = by_role(step)
             return ControlProblem(gb.make_plan(net, **options), net, env, episodes=episodes, steps=steps, seed=seed)
 
         scores = {}

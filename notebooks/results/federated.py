@@ -60,12 +60,9 @@ class FittedWithMomentum(FedAvgM, Fitted):
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train and measure in one way."""
     task = find_task("mnist", options.data_dir, {})
-    if options.pnet != "mlp":
-        task = task.with_pnet(find_pnet(options.pnet, task.interface, {}))
-    else:
-        task = task.with_pnet(find_pnet("mlp", task.interface, {**task.pnet.config, "hidden": (200, 200)}))
+    task = task.with_pnet(find_pnet("mlp", task.interface, {**task.pnet.config, "hidden": (200, 200)}))
     pnet = task.build(options.seed)
-    plan = task.plan(pnet, genome_params=options.genome_params)
+    plan = task.plan(pnet, genome_params=1998)
     recipe, train = task.recipe(plan.genome_params), task.train
     parts = [torch.from_numpy(p) for p in fed.partition(train.y, CLIENTS, options.alpha)]
     schedule = SCHEDULES["cosine"](recipe, options.lr, options.rounds)
@@ -76,7 +73,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         state["code"] = float(schedule(round_)) * (round_ < options.freeze * options.rounds)
         return float(schedule(round_))
 
-    decay = dict(recipe.optimizer_options)
     app = fed.client_app(
         plan,
         pnet,
@@ -85,7 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         steps=STEPS,
         batch_size=ROWS,
         optimizer=torch.optim.Adam,
-        options={**decay, "code": {"lr": lambda step: state["code"]}} if options.freeze < 1 else decay,
+        options=recipe.optimizer_options | {"code": {"lr": lambda step: state["code"]}},
         augment=recipe.augment,
         seed=options.seed,
     )
@@ -126,8 +122,6 @@ if __name__ == "__main__":
     parser.add_argument("--down", default="int8")
     parser.add_argument("--alpha", type=float, default=float("inf"))
     parser.add_argument("--rounds", type=int, default=125)
-    parser.add_argument("--pnet", default="mlp")
-    parser.add_argument("--genome-params", type=int, default=1998)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir", default=f"{os.environ.get('GBFUNC_DATA', '../shared/data')}/mnist")
     torch.set_num_threads(1)
