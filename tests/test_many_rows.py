@@ -17,6 +17,7 @@ from tests.support.forms import assert_close, vectors
 from tests.test_many import INDEX, TOKENS, genomes_of, one_by_one, tensors
 
 X = vectors(5, 8)
+PADDED = torch.arange(6) >= torch.tensor([[6], [4], [6], [2], [1]])
 
 
 class Sorting(nn.Module):
@@ -148,13 +149,77 @@ def test_rows_are_those_of_rows_alone(name: str) -> None:
     assert net.looped == []
 
 
+class Bounded(nn.Module):
+    """Divides by the batch's largest entry, where that is above 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x / x.abs().amax().clamp(min=4)).tanh())
+
+
+class Shortened(nn.Module):
+    """Leaves out the places at which all rows are padded, and takes means over the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(19, 8), nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        longest = int((tokens != 0).sum(1).max())
+        return self.out(self.words(tokens[:, :longest]).mean(1))
+
+
+class Chosen(nn.Module):
+    """Runs a second layer on the rows that begin below 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, at = self.first(x), x[:, 0] < 4
+        h[at] = self.second(h[at])
+        return h
+
+
+class ByLength(nn.Module):
+    """Sorts rows by a number that ties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.sort((x > 4).sum(1), stable=True, dim=0).indices
+        return self.second(self.first(x)[order].tanh())[order.argsort()]
+
+
+@pytest.mark.parametrize("build", [Bounded, Shortened, Chosen, ByLength])
+@pytest.mark.filterwarnings("ignore:run one row after the other")
+def test_rows_that_an_operator_takes_together_are_found_whatever_the_values(build: Callable[[], nn.Module]) -> None:
+    """Nothing in the first batch shows it."""
+    pnet, plan, genomes = planned(build, [])
+    net, first = gb.materialize_many(plan, genomes, pnet), TOKENS.clamp(min=1) if build is Shortened else X.clamp(-3, 3)
+    later = first.clone()
+    later[1:3] *= 9
+    later = (
+        torch.where(torch.arange(6) < torch.tensor([[6], [4], [6], [2], [1]]), first, 0)
+        if build is Shortened
+        else later
+    )
+    for x in (first, later):
+        assert_close(net(INDEX, x), one_by_one(plan, genomes, pnet, INDEX, x)[0], 1e-10)
+
+
 def encoder(norm_first: bool) -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, norm_first=norm_first)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
 
 
 CAUSAL = torch.ones(6, 6).triu(1).bool()
-PADDED = torch.arange(6) >= torch.tensor([[6], [4], [6], [2], [1]])
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

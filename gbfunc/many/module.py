@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gbfunc.generate import Generator, make_generator, to_serve
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
-from gbfunc.many.proof import Watch, first_difference, proof_batch, tolerance_of, varied
+from gbfunc.many.proof import RowsTogether, Watch, first_difference, proof_batch, tolerance_of, varied
 from gbfunc.many.row_wise import PLAIN, RowWise, prepare
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet
@@ -143,7 +143,7 @@ class ManyGenomes(nn.Module):
         """A way that gives the outputs that rows give alone: the first one, from that with the fewest modules on."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         n_rows = next(len(x) for x, of in zip(inputs, split, strict=True) if of)
-        batch = proof_batch(n_rows, {size for x in tensors for size in x.shape})
+        batch = proof_batch(n_rows, {size for x in (*tensors, *stored.values()) for size in x.shape})
         own, alone = stored | {key: varied(stored[key]) for key in self._rows}, list[Watch]()
 
         def part(positions: list[int], which: Any) -> Any:
@@ -167,10 +167,13 @@ class ManyGenomes(nn.Module):
         while True:
             way = self._built.get(tuple(paths)) or self._way(paths)
             watch, problem = Watch(batch), None
+            together = RowsTogether(len(batch.rows), watch.running, paths)
             try:
-                with watch.of(way.net.skeleton):
+                with watch.of(way.net.skeleton), together:
                     self._run(way, len(batch.rows), *part([*range(len(batch.rows))], batch.variants))
-                failed = first_difference(alone, watch, {*paths, ""}, tolerance_of([*stored.values(), *tensors]))
+                tolerance = tolerance_of([*stored.values(), *tensors])
+                failed = together.found
+                failed = first_difference(alone, watch, {*paths, ""}, tolerance) if failed is None else failed
             except Exception as error:
                 failed, problem = watch.running[-1] if watch.running else "", error
             if failed is None:
@@ -292,8 +295,9 @@ def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module)
 
     The first call of each kind (structure, dtypes and shapes of the inputs, but for the number of rows) proves it: some
     rows alone against a batch. Where they differ, modules further out run under `vmap`, in the end the p-net itself,
-    and what `vmap` cannot run goes row after row, with a warning. `row_wise` and `looped` name these modules. What
-    depends on values that come only later, such as a branch that the first batch did not take, is not proven.
+    and what `vmap` cannot run goes row after row, with a warning. `row_wise` and `looped` name these modules. Operators
+    that take rows together count as a difference whatever the values; a branch that the first batch did not take is not
+    proven.
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
     `src_key_padding_mask`, where they may give zeros, outputs are those of the layers' own forward.

@@ -3,7 +3,8 @@
 It is made on the first call of a kind, with tensors made of the genomes' own by random factors, so that they differ
 more than rounding. Some rows come twice, on other tensors and in reverse order, so that what is sorted moves, and a
 dimension that has as many entries as the batch by chance has not. Outputs of all modules are compared, and the first
-one that differs is where the p-net does something else with rows than to keep them.
+one that differs is where the p-net does something else with rows than to keep them. So is the first operator that
+takes rows together (a maximum over the batch, say), even if nothing comes of it with the values of this call.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbfunc.many.row_wise import PLAIN
 from gbfunc.trees import tree_leaves
@@ -32,12 +34,12 @@ class ProofBatch(NamedTuple):
 
 
 def proof_batch(n_rows: int, sizes: set[int]) -> ProofBatch:
-    """All rows in order, then the first, middle and last again in reverse; as many rows as is not in `sizes`."""
+    """All rows in order, then the first, middle and last again in reverse; a prime number that divides no size."""
     again = sorted({0, n_rows // 2, n_rows - 1}, reverse=True)
     rows = [*range(n_rows), *again]
     variants = [b % VARIANTS for b in range(n_rows)] + [(b + 1) % VARIANTS for b in again]
     checked = [*again, *range(n_rows, len(rows))]
-    while len(rows) in sizes:
+    while any(size and size % len(rows) == 0 for size in sizes) or any(len(rows) % n == 0 for n in range(2, len(rows))):
         rows, variants = [*rows, 0], [*variants, len(rows) % VARIANTS]
     return ProofBatch(rows, variants, checked)
 
@@ -85,6 +87,47 @@ class Watch:
         if not isinstance(x, Tensor) or self._batch is None:
             return x.clone() if isinstance(x, Tensor) else x
         return x[self._batch.checked] if x.shape[:1] == (len(self._batch.rows),) else x.clone()
+
+
+class RowsTogether(TorchDispatchMode):
+    """Finds the operators outside of the modules at some `paths` that take the rows of a batch together.
+
+    They read tensors that have the batch's rows, in a dimension or folded into one, and give none that has: sums over
+    rows, one row of all, rows by a mask; or they order rows by values. What is left out is a single truth value: code
+    asks such questions (is anything padded?) to spare work, and rows that go other branches differ in their outputs.
+
+    Attributes:
+        found: the path of the innermost module that ran the first one; None where there is none.
+    """
+
+    def __init__(self, n_rows: int, running: list[str], paths: Collection[str]) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._n_rows, self._running, self._paths = n_rows, running, paths
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        if self.found is None and not {*self._running} & {*self._paths}:
+            given = [x for _, x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor) and self._have_rows(x)]
+            made = [x for _, x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()]
+            if given and self._together(func, args, kwargs or {}, given, made):
+                self.found = self._running[-1] if self._running else ""
+        return out
+
+    def _together(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+        name = func.overloadpacket.__name__
+        if name in ("sort", "argsort", "topk"):
+            place = [argument.name for argument in func._schema.arguments].index("dim")
+            dim = args[place] if place < len(args) else kwargs.get("dim", -1)
+            return given[0].shape[dim] % self._n_rows == 0
+        if torch.Tag.dynamic_output_shape in func.tags:
+            # Of places given by numbers the outputs are compared.
+            return name != "index" or any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        truth = len(made) == 1 and made[0].numel() == 1 and made[0].dtype == torch.bool
+        return bool(made) and not (truth or name.startswith("new_") or any(map(self._have_rows, made)))
+
+    def _have_rows(self, x: Tensor) -> bool:
+        return any(size and size % self._n_rows == 0 for size in x.shape)
 
 
 def first_difference(alone: list[Watch], batch: Watch, strict: Collection[str], tolerance: float) -> str | None:
