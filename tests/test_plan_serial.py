@@ -128,7 +128,7 @@ def _changed(**fields: Any) -> str:
         ({"shape": [12, 4, 1, 2]}, "do not fold"),
         ({"shape": [-12, 4]}, "not a plan"),
         ({"kind": "nothing"}, "unknown kind 'nothing'"),
-        ({"dtype": "float7"}, "unknown kind 'attention_in' or dtype 'float7'"),
+        ({"dtype": "float7"}, "is float7, which no genome file holds"),
         ({"name": "in_proj_bias"}, "name of its own"),
         ({"slots": [[0, 0, 0, 1.0, 0.0, "", 1 << 40, 4]] * 3}, "does not fit"),
         ({"slots": [[0, 0, 0, math.inf]] * 3}, "must be finite"),

@@ -96,8 +96,10 @@ class TensorPlan:
     base: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS or self.dtype not in DTYPES:
-            raise ValueError(f"{self.name}: unknown kind {self.kind!r} or dtype {self.dtype!r}")
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.name}: unknown kind {self.kind!r}, known are {', '.join(KINDS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.name} is {self.dtype}, which no genome file holds: it has {', '.join(DTYPES)}")
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
         # A shape that no layer of the kind has (three in-projections in 7 rows) may have matrices that do not fill it.
         fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel
