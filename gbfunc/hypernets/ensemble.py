@@ -187,5 +187,6 @@ def dense_tiles(tiles: Tensor | Factors) -> Tensor:
     if isinstance(tiles, Tensor):
         return tiles
     left, right = tiles
-    # One matrix product is faster than a batch of one.
-    return (left[0] @ right[0].mT)[None] if len(left) == len(right) == 1 else left @ right.mT
+    # One matrix product is faster than a batch of one, and backward of a view than that of an index.
+    single = len(left) == len(right) == 1
+    return (left.flatten(0, 1) @ right.flatten(0, 1).mT).unsqueeze(0) if single else left @ right.mT

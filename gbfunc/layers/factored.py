@@ -48,14 +48,16 @@ class FactoredWeight(WeightForm):
         """The factors of every tile; the matrices of several sources are below each other."""
         factors = [source.factors() for source in sources]
         left, right = factors[0] if len(factors) == 1 else map(torch.cat, zip(*factors, strict=True))
-        return dict(zip(self.keys, (left.unflatten(0, self.tiles), right.unflatten(0, self.tiles)), strict=False))
+        return dict(zip(self.keys, (x.view(*self.tiles, *x.shape[1:]) for x in (left, right)), strict=False))
 
     def make(self) -> Tensor:
         """Multiply the factors out."""
         left, right = self.given["left"], self.given["right"]
-        # One matrix product is faster than a batch of one.
-        single = self.tiles == (1, 1)
-        matrix = left[0, 0] @ right[0, 0].mT if single else join_tiles((left @ right.mT).flatten(0, 1), self.grid)
+        if self.tiles == (1, 1):
+            # One matrix product is faster than a batch of one.
+            matrix = _single(left) @ _single(right).mT
+        else:
+            matrix = join_tiles((left @ right.mT).flatten(0, 1), self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def _thin(self, batch_rows: int, conv: bool = False) -> bool:
@@ -187,8 +189,8 @@ class DeltaWeight(FactoredWeight):
             # Added by the product itself, which spares a pass over the outputs; factors as [k, r] and [k, c], whose
             # products with few columns are two to four times faster, forward and backward.
             y = dense_linear(self.base, self.transposed, rows, x, bias)
-            thin = F.linear(x, right[0, 0].t().contiguous())
-            return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), left[0, 0].t().contiguous()).reshape(y.shape)
+            thin = F.linear(x, _single(right).t().contiguous())
+            return torch.addmm(y.flatten(0, -2), thin.flatten(0, -2), _single(left).t().contiguous()).reshape(y.shape)
         delta = self.thin_linear(self._wide(x), None, rows)
         if delta is None:
             return dense_linear(self.dense(), self.transposed, rows, x, bias)
@@ -217,10 +219,15 @@ def _sum(y: Tensor, delta: Tensor) -> Tensor:
     return y + delta.to(y.dtype)
 
 
+def _single(factor: Tensor) -> Tensor:
+    """The factor of a matrix that is one tile, [1, 1, r, k] -> [r, k]: a view, whose backward is one."""
+    return factor.flatten(0, 2)
+
+
 def _linear(x: Tensor, left: Tensor, right: Tensor, rows: int, bias: Tensor | None) -> Tensor:
     """`x @ W.T + bias` from factors [nr, nc, r, k] and [nr, nc, c, k]: [..., cols] -> [..., rows]."""
     if left.shape[:2] == (1, 1):
-        return F.linear(x @ right.flatten(0, 2), left.flatten(0, 2), bias)
+        return F.linear(x @ _single(right), _single(left), bias)
     # Contiguous as F.linear's output is: dropout draws its mask in the order of memory.
     y = from_thin(thin_product(x, right, (0, x.shape[-1])), left, ((0, rows),)).contiguous()
     # Under autocast the products are narrow and the bias is not; F.linear returns the narrow dtype.
@@ -231,7 +238,7 @@ def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
     """What columns c..d of the input give to `x R`, for every tile: [..., d - c] -> [..., nr * nc * k]."""
     nr, nc, c, k = right.shape
     if nr == nc == 1:
-        return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
+        return F.linear(x, _single(right)[cols[0] : cols[1]].t())
     thin_Bijk = _thin_tiles(x, right, cols).permute(1, 2, 0, 3)
     first = cols[0] // c
     return F.pad(thin_Bijk, (0, 0, first, nc - first - thin_Bijk.shape[2])).reshape(*x.shape[:-1], nr * nc * k)
