@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +80,6 @@ def trace_chain(
     blocks: Sequence[str],
     run: Callable[[Any], Any],
     device: torch.device | None = None,
-    kinds: Mapping[str, Any] = MappingProxyType({}),
 ) -> Chain:
     """What blocks cost, get and need, by a run of the p-net on parameters without values.
 
@@ -90,7 +88,6 @@ def trace_chain(
         blocks: names of the blocks.
         run: calls what it is given as the loss function calls the p-net, on a microbatch.
         device: where the parameters are said to be. None: on the meta device, and the run ends with the p-net.
-        kinds: what is equal for equal blocks, by name: the first of each kind runs in the place of the others.
 
     Raises:
         ValueError: if the blocks do not run once each, in their order, or what happens depends on absent values.
@@ -98,10 +95,6 @@ def trace_chain(
     net, inputs, marks, begun = RunnableNet(pnet), [], [], list[nn.Module]()
     net.submodule_call_error = SUBMODULE_CALL_ERROR
     skeleton, order, calls, counter, mode = net.skeleton, [], [], FlopCounterMode(display=False), Provenance()
-    ran, spared = dict[Any, Any](), list[int]()
-
-    def flops_so_far() -> int:
-        return counter.get_total_flops() + sum(spared)
 
     def unit(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -116,23 +109,11 @@ def trace_chain(
                         f"a block's first argument must be a tensor of activations, got a {type(x).__name__}"
                     )
                 order.append(blocks.index(name))
-                marks.append(flops_so_far())
+                marks.append(counter.get_total_flops())
                 inputs.append((tuple(x.shape), x.dtype))
             inside, flat = Source("inside", name, len(calls)), pytree.tree_leaves((args, kwargs))
-            key = kinds.get(name, name), *((tuple(x.shape), x.dtype) for x in flat if isinstance(x, Tensor))
-            into = frozenset[Source]().union(*(x.sources for x in flat if isinstance(x, Absent)))
-            if name in kinds and key in ran:
-                out, beside, flops = ran[key]
-                needs = into | beside
-                spared.append(flops)
-            else:
-                before = flops_so_far()
-                with mode.unit(inside):
-                    out = forward(*args, **kwargs)
-                needs = frozenset(mode.read - {inside})
-                # Beside its arguments; what it has of its own, another has of its own.
-                own = {s for s in needs if s.kind == "parameter" and s.name.startswith(f"{name}.")}
-                ran[key] = out, needs - into - own, flops_so_far() - before
+            with mode.unit(inside):
+                out = forward(*args, **kwargs)
             given = {id(x): i for i, x in enumerate(flat)}
             leaves, spec = pytree.tree_flatten(out)
             found: list[Any] = []
@@ -146,7 +127,7 @@ def trace_chain(
                     found.append((source, tuple(x.shape), x.dtype))
                 else:
                     found.append(Constant(x))
-            calls.append(UnitCall(name, len(order) - 1, needs, tuple(found), spec))
+            calls.append(UnitCall(name, len(order) - 1, frozenset(mode.read - {inside}), tuple(found), spec))
             return pytree.tree_unflatten(leaves, spec)
 
         return traced
@@ -170,7 +151,7 @@ def trace_chain(
     if order != list(range(len(blocks))):
         raise ValueError(f"the blocks {list(blocks)} must run once each in their order, they ran as {order}")
     marks[0] = 0
-    flops = [b - a for a, b in zip(marks, [*marks[1:], flops_so_far()], strict=True)]
+    flops = [b - a for a, b in zip(marks, [*marks[1:], counter.get_total_flops()], strict=True)]
     places = _places(skeleton, blocks, [*((c.cell, c.needs) for c in calls), (len(blocks) - 1, last)])
     return Chain(tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last)
 

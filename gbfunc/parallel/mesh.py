@@ -79,11 +79,17 @@ class Mesh:
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], rank: int, device: torch.device, timeout: float, store: Any, began: bool
+        self,
+        sizes: Mapping[str, int],
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        timeout: float = 0.0,
+        store: Any = None,
+        began: bool = False,
     ) -> None:
         self.sizes = {name: sizes.get(name, 1) for name in AXES}
         self.world, self.rank = math.prod(self.sizes.values()), rank
-        self.device, self.timeout = device, timeout
+        self.device, self.timeout = torch.device(device), timeout
         self.traffic = Traffic()
         self.faults = Faults(self.rank, self.world, timeout, store)
         self._began = began
@@ -188,7 +194,7 @@ class Mesh:
 
 def single_rank_mesh() -> Mesh:
     """The mesh of one rank, whatever process group there is: nothing is ever sent."""
-    return Mesh({}, 0, torch.device("cpu"), 0.0, None, False)
+    return Mesh({})
 
 
 def mesh(

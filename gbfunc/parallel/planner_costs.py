@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from gbfunc.costs import all_reduce_bytes
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.parallel.pipeline import balanced_stages, find_blocks, trace_chain
+from gbfunc.parallel.pipeline import Chain, balanced_stages, find_blocks, trace_chain
 from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks
 from gbfunc.parallel.placement import gather_bytes, operations, placement_cost, products, shares_of
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import skeleton_of
 from gbfunc.trees import tree_map
-
-_EXACT_ROWS = 32
-"""Rows of a microbatch up to which each number is run; beyond, powers of two."""
 
 _NUMBERS = ("idx", "index", "id", "number")
 """Ends of the names of attributes that number a module among others."""
@@ -126,12 +123,16 @@ class Model:
         try:  # The blocks, where the p-net has a list of layers that run one after the other.
             self.blocks = find_blocks(pnet, 2)
             self.kinds, few = self._find_kinds(), self._rows(_TRACED_ROWS)
-            self._chain = trace_chain(pnet, self.blocks, lambda net: run(net, few), kinds=self.kinds)
+            self._chain = trace_chain(pnet, self.blocks, lambda net: run(net, few))
         except (RuntimeError, ValueError):  # Also where the loss function calls parts of the p-net.
-            self.blocks, self.kinds, self._chain = (), {}, None
+            self.blocks, self.kinds = (), {}
+            everywhere = {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)}
+            self._chain = Chain((), (), (), everywhere)
         self._small, self._firsts = self._share_blocks()
         self.cells(1, lazy is not False, rows)  # An error of the p-net shows here.
-        self._places = self._find_places()
+        # In which cells each parameter is used, those after the last block in its cell.
+        after = self._chain.places
+        self._places = {t.name: frozenset(i + 1 for k in (t.name, *t.aliases) for i in after[k]) for t in plan.tensors}
         frozen = {name for name, p in pnet.named_parameters() if not p.requires_grad}
         self._trained = sum(t.numel for t in plan.direct if t.name not in frozen)
 
@@ -182,15 +183,6 @@ class Model:
 
         return tree_map(some, self.batch)
 
-    def _find_places(self) -> dict[str, frozenset[int]]:
-        """In which cells each parameter is used, those after the last block in its cell."""
-        if self._chain is None:
-            return {t.name: frozenset({0}) for t in self.plan.tensors}
-        places = self._chain.places
-        return {
-            t.name: frozenset(i + 1 for name in (t.name, *t.aliases) for i in places[name]) for t in self.plan.tensors
-        }
-
     @_remembered
     def why_not_split(self, tensor: int) -> str:
         """Why layers cannot be split over so many tensor ranks; empty where they can."""
@@ -202,7 +194,7 @@ class Model:
 
     def why_not_staged(self, stages: int, schedule: str) -> str:
         """Why the p-net cannot be cut so; empty where it can."""
-        if self._chain is None:
+        if not self.blocks:
             return "the p-net has no list of layers that run in their order"
         try:
             schedule_class(schedule)
@@ -233,25 +225,15 @@ class Model:
 
             if self._no_styles:
                 raise ValueError(self._no_styles)
-            mesh = Mesh({"tensor": tensor}, 0, torch.device("cpu"), 0.0, None, False)
             here = dict(self._small.named_modules())
             styles = {name: style for name, style in resolve(self.pnet, self._styles).items() if name in here}
-            parallel = TensorParallel(self._small, styles, mesh, DryWire)
+            parallel = TensorParallel(self._small, styles, Mesh({"tensor": tensor}), DryWire)
         return DryRun(self.plan, self._small, self._firsts, lazy=self.lazy if factored else False, tensor=parallel)
 
     @_remembered
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
         """Costs of a microbatch of so many rows."""
-        if rows <= _EXACT_ROWS or not rows & (rows - 1):
-            return self.dry(tensor, factored)(self.run, self._rows(rows))
-        # Between powers of two costs are linear, but where a layer's form changes.
-        below = 1 << (rows.bit_length() - 1)
-        few, many = (self.cells(tensor, factored, n) for n in (below, 2 * below))
-        part = rows / below - 1
-        return [
-            Cell(**{k: x + part * (getattr(b, k) - x) for k, x in vars(a).items()})
-            for a, b in zip(few, many, strict=True)
-        ]
+        return self.dry(tensor, factored)(self.run, self._rows(rows))
 
     @_remembered
     def made(self, tensor: int, factored: bool, remat: bool, gnets: int) -> list[tuple[frozenset[int], Weights]]:
@@ -293,7 +275,7 @@ class Model:
     @_remembered
     def stages(self, n: int) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]]:
         """First block of each stage and the number of blocks; cells of each stage, the ends' with the outermost."""
-        starts = (0, len(self.blocks)) if self._chain is None else balanced_stages(self._chain.flops, n)
+        starts = balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
         ends = [0, *starts[1:-1], len(self.blocks) + 1]
         return starts, tuple(frozenset(range(a + (a > 0), b + 1)) for a, b in pairwise(ends))
 
@@ -317,10 +299,9 @@ class Model:
         rows = math.ceil(math.ceil(self.rows / (sizes["data"] * gnets)) / m)
         starts, of_stage = self.stages(n)
         cells = self.stage_costs(t, factored, rows, n)
-        hidden = 0.0
-        if self._chain is not None:  # The most between two stages.
-            inputs = [self._chain.inputs[start] for start in starts[1:-1]]
-            hidden = max((math.prod(s) * d.itemsize * rows / _TRACED_ROWS for s, d in inputs), default=0.0)
+        inputs = [self._chain.inputs[start] for start in starts[1:-1]]
+        # The most between two stages.
+        hidden = max((math.prod(s) * d.itemsize * rows / _TRACED_ROWS for s, d in inputs), default=0.0)
         parts = []
         for rank, own in enumerate(mine):
             live = in_flight(layout.schedule, rank, p, m, n // p) if layout.schedule else ((1,),)
