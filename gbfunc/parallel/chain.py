@@ -42,6 +42,7 @@ class Chain(NamedTuple):
     places: Mapping[str, frozenset[int]]
     calls: tuple[UnitCall, ...] = ()  # Of the units, in the order of a forward
     end: frozenset[Source] = frozenset()  # What the loss is made of
+    changed: frozenset[Source] = frozenset()  # Outputs that are changed in place, or may be
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -153,7 +154,9 @@ def trace_chain(
     marks[0] = 0
     flops = [b - a for a, b in zip(marks, [*marks[1:], counter.get_total_flops()], strict=True)]
     places = _places(skeleton, blocks, [*((c.cell, c.needs) for c in calls), (len(blocks) - 1, last)])
-    return Chain(tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last)
+    return Chain(
+        tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last, frozenset(mode.changed)
+    )
 
 
 class Constant(NamedTuple):

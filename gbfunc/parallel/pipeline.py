@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -65,12 +66,11 @@ class _Stage(nn.Module):
     def forward(self, sent: Tensor) -> Tensor:
         pipeline, number = self.pipeline, self.calls
         self.calls += 1
-        pipeline.stage, pipeline.position, pipeline.kept = self.index, 0, {}
+        pipeline.stage, pipeline.position = self.index, 0
         pipeline.values = pipeline.parcels[self.index].unpack(sent) if self.index else {}
         try:
             loss = pipeline.call(number).reshape(1)
         except _StageEnd:
-            pipeline.check_kept()
             return pipeline.parcels[self.index + 1].pack(pipeline.values)
         if self.index < pipeline.stages - 1:
             raise ValueError("in a pipeline the loss function must call the p-net once, as it did in the trace")
@@ -83,24 +83,25 @@ class _Parcel:
     """What a stage gets of the ones before it, as one tensor [n], which has the gradients of all.
 
     Its dtype is the widest of the differentiable ones; the bytes of integers and masks are sent as they are. A single
-    value is sent in its own shape, without another copy.
+    value that nobody changes in place is sent in its own shape, without another copy.
 
     Args:
         values: their sources, shapes and dtypes.
+        changed: sources that are changed in place.
     """
 
-    def __init__(self, values: Sequence[tuple[Source, tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(
+        self, values: Sequence[tuple[Source, tuple[int, ...], torch.dtype]], changed: Collection[Source]
+    ) -> None:
         self.values = values
         self.sources = {source for source, _, _ in values}
-        dtypes = [d for _, _, d in values if d.is_floating_point or d.is_complex]
+        dtypes = [d for _, _, d in values if _differentiable(d)]
         self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-        self.single = len(values) == 1 and values[0][2] == self.dtype
+        self.single = len(values) == 1 and values[0][2] == self.dtype and values[0][0] not in changed
         # Numbers that each takes.
-        self.sizes = [self._size(shape, dtype) for _, shape, dtype in values]
-
-    def _size(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        n = math.prod(shape)
-        return n if dtype.is_floating_point or dtype.is_complex else -(-n * dtype.itemsize // self.dtype.itemsize)
+        item = self.dtype.itemsize
+        numbers = [(math.prod(shape), dtype) for _, shape, dtype in values]
+        self.sizes = [n if _differentiable(dtype) else -(-n * dtype.itemsize // item) for n, dtype in numbers]
 
     @property
     def like(self) -> Tensor:
@@ -119,11 +120,9 @@ class _Parcel:
                     f"a stage must give {source} as {shape} of {dtype}, got {tuple(x.shape)} of {x.dtype}: activations "
                     "must be whole on every tensor rank, and of one dtype"
                 )
-            if not (dtype.is_floating_point or dtype.is_complex):
+            if not _differentiable(dtype):
                 data = x.detach().reshape(-1).contiguous().view(torch.uint8)
-                room = torch.zeros(n * self.dtype.itemsize, dtype=torch.uint8, device=x.device)
-                room[: data.numel()] = data
-                x = room.view(self.dtype)
+                x = F.pad(data, (0, n * self.dtype.itemsize - len(data))).view(self.dtype)
             parts.append(x if self.single else x.reshape(-1).to(self.dtype))
         # Of one part too: torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
         sent = parts[0] if self.single else torch.cat(parts)
@@ -136,12 +135,16 @@ class _Parcel:
             return {self.values[0][0]: sent}
         found = {}
         for (source, shape, dtype), x in zip(self.values, sent.split(self.sizes), strict=True):
-            if dtype.is_floating_point or dtype.is_complex:
+            if _differentiable(dtype):
                 found[source] = x.clone().reshape(shape).to(dtype)
             else:
-                data = x.detach().clone().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
+                data = x.detach().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
                 found[source] = data.clone().view(dtype).reshape(shape)
         return found
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 class Pipeline:
@@ -184,9 +187,6 @@ class Pipeline:
             )
         self.stage, self.position, self._inside = 0, 0, False
         self.values: dict[Source, Tensor] = {}
-        # Outputs that were kept in this call, with their counts of changes; and which were changed in the first ones.
-        self.kept: dict[Source, tuple[Tensor, int]] = {}
-        self._changes: dict[Source, bool] = {}
         self.parcels: list[_Parcel] = []
         self.leaves: Params = {}
         self.call: Callable[[int], Tensor] = lambda number: torch.zeros(())
@@ -207,7 +207,7 @@ class Pipeline:
                 self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
                 self.names = self._needed(self._pnet.named_parameters)
                 self.buffers = self._needed(self._pnet.named_buffers)
-            self.parcels = [_Parcel(self._crossing(stage)) for stage in range(self.stages)]
+            self.parcels = [_Parcel(self._crossing(stage), chain.changed) for stage in range(self.stages)]
             self._built[key] = chain, self.parcels, self._make_schedule()
         self.chain, self.parcels, self._schedule = self._built[key]
 
@@ -315,18 +315,9 @@ class Pipeline:
             if isinstance(x, Absent) and not isinstance(leaf, int):
                 raise refuse(x.sources, f"{call.name!r} needs what its rank does not have")
             if isinstance(leaf, tuple) and leaf[0] in needed:
-                # Operators after the module may change it in place, there and here: then a copy is sent. Nor is a view.
-                copied = self._changes.get(leaf[0], True) or x._is_view()
+                # Neither what is changed in place later nor a view is sent itself.
+                copied = leaf[0] in self.chain.changed or x._is_view()
                 self.values[leaf[0]] = x.clone() if copied else x
-                self.kept[leaf[0]] = x, x._version
-
-    def check_kept(self) -> None:
-        """Find which outputs were changed in place after they were kept, of which copies are sent from then on."""
-        for source, (x, version) in self.kept.items():
-            changed = x._version != version
-            if not self._changes.setdefault(source, changed) and changed:
-                raise refuse([source], "it is changed in place, which it was not in the first microbatch")
-        self.kept = {}
 
     def fill(self, weights: Params, shapes: Mapping[str, tuple[int, ...]]) -> Params:
         """The weights of this rank's stages, and for all other parameters absent tensors, of `shapes` if not whole."""
