@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
 class Axis(NamedTuple):
     """Ranks that talk to each other: their global ranks, where among them this one is, and their process group."""
 
-    name: str
+    name: AxisName
     ranks: tuple[int, ...]
     rank: int
     group: Any
@@ -114,7 +114,7 @@ class Mesh:
                 limit = timedelta(seconds=self.timeout)
                 world = len(ranks) == self.world
                 groups[key] = dist.group.WORLD if world else dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
-        return Axis(name, ranks, ranks.index(self.rank), groups[key])
+        return Axis(cast(AxisName, name), ranks, ranks.index(self.rank), groups[key])
 
     def axis(self, name: AxisName) -> Axis:
         """The ranks along an axis that this one talks to."""
