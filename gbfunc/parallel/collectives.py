@@ -227,7 +227,7 @@ def _from_bytes(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     # Copies: numbers must lie at multiples of their size.
     copies = [part.clone(memory_format=torch.contiguous_format) for part in data.split([x.nbytes for x in like], -1)]
     pairs = zip(copies, like, strict=True)
-    return [part.view(x.dtype).reshape(*data.shape[:-1], *x.shape).to(x.device) for part, x in pairs]
+    return [part.view(x.dtype).reshape((*data.shape[:-1], *x.shape)).to(x.device) for part, x in pairs]
 
 
 def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:
