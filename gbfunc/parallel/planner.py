@@ -211,19 +211,16 @@ def _layouts(
         for pipeline in _divisors(ranks // tensor):
             shards = ranks // tensor // pipeline
             name = f"data {shards} x pipeline {pipeline} x tensor {tensor}"
-            if shards > model.rows:
+            rows = model.rows / shards
+            if rows < 1:
                 refused.append((name, f"the batch has {model.rows} rows"))
                 continue
             for schedule in SCHEDULES if pipeline > 1 else (None,):
-                stages = pipeline * (SCHEDULES[schedule][1] if schedule else 1)
-                if schedule and (reason := model.why_not_staged(stages, schedule)):
-                    refused.append((f"{name}, {schedule}", reason))
-                    continue
-                numbers = _numbers(-(-model.rows // shards), pipeline, microbatches)
-                if schedule == "interleaved":  # In equal rounds.
-                    numbers = [m for m in numbers if m % (m // pipeline) == 0]
-                if not numbers:
-                    reason = f"no number of microbatches from {pipeline} on divides {model.rows / shards:.4g} rows"
+                numbers = _numbers(-(-model.rows // shards), pipeline, schedule, microbatches)
+                reason = "" if numbers else f"no number of microbatches from {pipeline} on divides {rows:.4g} rows"
+                if schedule:
+                    reason = model.why_not_staged(pipeline * SCHEDULES[schedule][1], schedule) or reason
+                if reason:
                     refused.append((f"{name}, {schedule}", reason))
                     continue
                 for placement, gnets in model.placements(shards):
@@ -235,12 +232,14 @@ def _layouts(
                             yield [RankLayout(sizes, placement, schedule, m, remat) for m in some]
 
 
-def _numbers(rows: int, pipeline: int, asked: int | None) -> list[int]:
+def _numbers(rows: int, pipeline: int, schedule: str | None, asked: int | None) -> list[int]:
     """Numbers of microbatches to try: powers of two times the stages."""
-    tried = [asked] if asked else [pipeline * 2**i for i in range(4 if pipeline > 1 else 8)]
-    if pipeline == 1:
-        return [m for m in tried if m <= rows]
-    return [m for m in tried if m >= pipeline and rows % m == 0]
+    if schedule is None:
+        return [m for m in ([asked] if asked else [2**i for i in range(8)]) if m <= rows]
+    tried = [asked] if asked else [pipeline * 2**i for i in range(4)]
+    # Interleaved ones go in equal rounds.
+    rounds = schedule == "interleaved"
+    return [m for m in tried if m >= pipeline and rows % m == 0 and not (rounds and m % (m // pipeline))]
 
 
 def _divisors(n: int) -> list[int]:
