@@ -19,14 +19,27 @@ SUBMODULE_CALL_ERROR = "in a pipeline, where each rank has some blocks of the p-
 """Why parts cannot be called."""
 
 
+class Argument(NamedTuple):
+    """A leaf of an output that is a leaf of the arguments."""
+
+    index: int
+
+
+class Output(NamedTuple):
+    """A leaf of an output that is a tensor."""
+
+    source: Source
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class UnitCall(NamedTuple):
     """One call of a block, or of a layer of no block."""
 
     name: str  # Of the module
     cell: int  # The block that runs, or has run last; -1 before the first
     needs: frozenset[Source]  # What its operators read
-    # Of its output: the number of a leaf of its arguments, a source with shape and dtype, or a constant
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # Of its output, each an `Argument`, an `Output`, or a constant
     spec: Any  # How the leaves make the output
 
 
@@ -121,13 +134,13 @@ def trace_chain(
             for i, x in enumerate(leaves):
                 changed = isinstance(x, Absent) and inside in x.sources
                 if id(x) in given and not changed and not isinstance(x, int | str | None):
-                    found.append(given[id(x)])
+                    found.append(Argument(given[id(x)]))
                 elif isinstance(x, Tensor):
                     source = Source("output", name, len(calls), i)
                     leaves[i] = hide(x, [source])
-                    found.append((source, tuple(x.shape), x.dtype))
+                    found.append(Output(source, tuple(x.shape), x.dtype))
                 else:
-                    found.append(Constant(x))
+                    found.append(x)
             calls.append(UnitCall(name, len(order) - 1, frozenset(mode.read - {inside}), tuple(found), spec))
             return pytree.tree_unflatten(leaves, spec)
 
@@ -157,12 +170,6 @@ def trace_chain(
     return Chain(
         tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last, frozenset(mode.changed)
     )
-
-
-class Constant(NamedTuple):
-    """A leaf of an output that is no tensor."""
-
-    value: Any
 
 
 def replace_units(skeleton: nn.Module, blocks: Sequence[str], make: Callable[[str, Any], Any]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -31,8 +31,9 @@ from torch.utils import _pytree as pytree
 from gbfunc.parallel.absent import Absent, Source, absent, refuse
 from gbfunc.parallel.chain import (
     SUBMODULE_CALL_ERROR,
+    Argument,
     Chain,
-    Constant,
+    Output,
     UnitCall,
     balanced_stages,
     find_blocks,
@@ -86,18 +87,16 @@ class _Parcel:
     value that nobody changes in place is sent in its own shape, without another copy.
 
     Args:
-        values: their sources, shapes and dtypes.
+        values: outputs of units.
         changed: sources that are changed in place.
     """
 
-    def __init__(
-        self, values: Sequence[tuple[Source, tuple[int, ...], torch.dtype]], changed: Collection[Source]
-    ) -> None:
+    def __init__(self, values: Sequence[Output], changed: frozenset[Source]) -> None:
         self.values = values
-        self.sources = {source for source, _, _ in values}
-        dtypes = [d for _, _, d in values if _differentiable(d)]
+        self.sources = {value.source for value in values}
+        dtypes = [value.dtype for value in values if _differentiable(value.dtype)]
         self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-        self.single = len(values) == 1 and values[0][2] == self.dtype and values[0][0] not in changed
+        self.single = len(values) == 1 and dtypes == [self.dtype] and not self.sources & changed
         # Numbers that each takes.
         item = self.dtype.itemsize
         numbers = [(math.prod(shape), dtype) for _, shape, dtype in values]
@@ -106,7 +105,7 @@ class _Parcel:
     @property
     def like(self) -> Tensor:
         """The tensor on the meta device."""
-        shape = self.values[0][1] if self.single else (sum(self.sizes),)
+        shape = self.values[0].shape if self.single else (sum(self.sizes),)
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     def pack(self, given: Mapping[Source, Tensor]) -> Tensor:
@@ -132,7 +131,7 @@ class _Parcel:
     def unpack(self, sent: Tensor) -> dict[Source, Tensor]:
         """The values again: copies, since a module may change them in place."""
         if self.single:
-            return {self.values[0][0]: sent}
+            return {self.values[0].source: sent}
         found = {}
         for (source, shape, dtype), x in zip(self.values, sent.split(self.sizes), strict=True):
             if _differentiable(dtype):
@@ -214,7 +213,7 @@ class Pipeline:
     def _stage_of(self, cell: int) -> int:
         return bisect_right(self._starts, max(cell, 0)) - 1
 
-    def _crossing(self, stage: int) -> list[Any]:
+    def _crossing(self, stage: int) -> list[Output]:
         """What is made before a stage and needed in it, or after; raises for what is needed and cannot be sent."""
         calls, drawn = self.chain.calls, dict[Source, int]()
         reads = [*((self._stage_of(c.cell), c.needs) for c in calls), (self.stages - 1, self.chain.end)]
@@ -227,8 +226,7 @@ class Pipeline:
                     raise refuse([source], "a tensor reaches another stage by other ways than a module's output")
                 elif source.kind == "random" and drawn.setdefault(source, reader) != reader:
                     raise refuse([source], "random numbers that several stages use must be drawn by one module")
-        values = (x for c in calls for x in c.leaves if isinstance(x, tuple) and not isinstance(x, Constant))
-        return [value for value in values if value[0] in needed]
+        return [x for c in calls for x in c.leaves if isinstance(x, Output) and x.source in needed]
 
     def _needed(self, members: Callable[..., Any]) -> frozenset[str]:
         """Parameters or buffers of this rank's stages, tied ones by their first name."""
@@ -293,14 +291,13 @@ class Pipeline:
         """The output of a unit of an earlier stage."""
         given, leaves = pytree.tree_leaves((args, kwargs)), []
         for leaf in call.leaves:
-            if isinstance(leaf, int):
-                leaves.append(given[leaf])
-            elif isinstance(leaf, Constant):
-                leaves.append(leaf.value)
+            if isinstance(leaf, Argument):
+                leaves.append(given[leaf.index])
+            elif isinstance(leaf, Output):
+                x = self.values.get(leaf.source)
+                leaves.append(absent(leaf.shape, leaf.dtype, self._mesh.device, [leaf.source]) if x is None else x)
             else:
-                source, shape, dtype = leaf
-                x = self.values.get(source)
-                leaves.append(absent(shape, dtype, self._mesh.device, [source]) if x is None else x)
+                leaves.append(leaf)
         return pytree.tree_unflatten(leaves, call.spec)
 
     def _keep(self, call: UnitCall, out: Any) -> None:
@@ -312,12 +309,12 @@ class Pipeline:
             )
         needed = self.parcels[self.stage + 1].sources if self.stage < self.stages - 1 else ()
         for leaf, x in zip(call.leaves, leaves, strict=True):
-            if isinstance(x, Absent) and not isinstance(leaf, int):
+            if isinstance(x, Absent) and not isinstance(leaf, Argument):
                 raise refuse(x.sources, f"{call.name!r} needs what its rank does not have")
-            if isinstance(leaf, tuple) and leaf[0] in needed:
+            if isinstance(leaf, Output) and leaf.source in needed:
                 # Neither what is changed in place later nor a view is sent itself.
-                copied = leaf[0] in self.chain.changed or x._is_view()
-                self.values[leaf[0]] = x.clone() if copied else x
+                copied = leaf.source in self.chain.changed or x._is_view()
+                self.values[leaf.source] = x.clone() if copied else x
 
     def fill(self, weights: Params, shapes: Mapping[str, tuple[int, ...]]) -> Params:
         """The weights of this rank's stages, and for all other parameters absent tensors, of `shapes` if not whole."""
