@@ -268,8 +268,8 @@ def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
     forward, backward, generate = _stage_seconds(cost, device)
     p, m = layout.sizes["pipeline"], layout.microbatches
     busiest = max(sum(forward[s] + backward[s] for s in mine) for mine in layout.stages)
-    ramp = 0.0 if p == 1 or layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
-    hops = 2 * (p - 1) * (cost.hidden / device.link + device.latency) if p > 1 else 0.0
+    ramp = 0.0 if layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
+    hops = 2 * (p - 1) * (cost.hidden / device.link + device.latency)
     times = 4 / 3 * m if layout.remat == "layer" else 1.0  # A third of generation, its forward, is there twice.
     work = m * busiest + times * max(sum(generate[s] for s in mine) for mine in layout.stages)
     seconds = work + ramp * busiest + hops + _tail(cost, device)
