@@ -119,9 +119,7 @@ def trace_chain(
             if name in blocks:
                 x = next(iter((*args, *kwargs.values())), None)
                 if not isinstance(x, Tensor):
-                    raise ValueError(
-                        f"a block's first argument must be a tensor of activations, got a {type(x).__name__}"
-                    )
+                    raise ValueError(f"a block's first argument must be activations, got a {type(x).__name__}")
                 order.append(blocks.index(name))
                 marks.append(counter.get_total_flops())
                 inputs.append((tuple(x.shape), x.dtype))

@@ -182,7 +182,7 @@ class Pipeline:
         self.mine = [s for s, rank in enumerate(stage_ranks(schedule, self.ranks, each)) if rank == self.rank]
         if microbatches < self.ranks:
             raise ValueError(
-                f"a pipeline of {self.ranks} ranks needs at least as many microbatches, got {microbatches}"
+                f"a pipeline of {self.ranks} ranks needs at least {self.ranks} microbatches, got {microbatches}"
             )
         self.stage, self.position, self._inside = 0, 0, False
         self.values: dict[Source, Tensor] = {}
@@ -304,9 +304,7 @@ class Pipeline:
         """Keep what later stages need of an output."""
         leaves, spec = pytree.tree_flatten(out)
         if spec != call.spec:
-            raise ValueError(
-                f"in a pipeline {call.name!r} must return what it did in the trace, {call.spec}: got {spec}"
-            )
+            raise ValueError(f"in a pipeline {call.name!r} must return {call.spec} as in the trace, got {spec}")
         needed = self.parcels[self.stage + 1].sources if self.stage < self.stages - 1 else ()
         for leaf, x in zip(call.leaves, leaves, strict=True):
             if isinstance(x, Absent) and not isinstance(leaf, Argument):
@@ -320,11 +318,8 @@ class Pipeline:
         """The weights of this rank's stages, and for all other parameters absent tensors, of `shapes` if not whole."""
         device = next((w.device for w in weights.values()), self._mesh.device)
         made = {name.rpartition("_form.")[0] or name for name in weights}
-        others = {n: p for n, p in self._pnet.named_parameters() if n not in made}
-        made_of = {
-            n: absent(shapes.get(n, p.shape), p.dtype, device, [Source("parameter", n)]) for n, p in others.items()
-        }
-        return made_of | weights
+        named = ((n, p, shapes.get(n, p.shape)) for n, p in self._pnet.named_parameters() if n not in made)
+        return {n: absent(shape, p.dtype, device, [Source("parameter", n)]) for n, p, shape in named} | weights
 
     def run(self, call: Callable[[int], Tensor], leaves: Params) -> dict[str, Tensor]:
         """Send microbatches through the stages: gradients of the leaves, summed over microbatches.

@@ -165,7 +165,7 @@ class _Program:
     def __post_init__(self) -> None:
         depth = max(self.stages) + 1
         self.place, self.layers = self.rank % depth, self.each * len(self.stages)
-        self.generated, self.again = self.source != "stored", self.source == "remat"
+        self.generated = self.source != "stored"
         self.sharded = self.recipe.gathers is not None and not self.generated
         self.world = tuple(range(self.ranks))
         # Those that have the same layers, or, where every rank stores a part of every layer, all.
@@ -191,10 +191,10 @@ class _Program:
     def run(self, actions: Sequence[Action]) -> None:
         for action in actions:
             self.do(*action)
+        if self.source == "generated":
+            for layer in reversed(self.gradients):
+                self.generate_backward(layer, also=(f"weight[{layer}]",))
         if self.generated:
-            if not self.again:
-                for layer in reversed(self.gradients):
-                    self.generate_backward(layer, also=(f"weight[{layer}]",))
             if len(self.world) > 1:
                 self.emit("all_reduce", ranks=self.world, tag="dgenome")
             self.emit("update", frees=("dgenome",))
@@ -231,8 +231,7 @@ class _Program:
 
     def layer_backward(self, layer: int, i: int, op: str) -> None:
         """Backward of a layer, or a half of it, and what is done with the gradient of its weight."""
-        stores: dict[str, float] = {}
-        frees: tuple[str, ...] = ()
+        stores, frees = dict[str, float](), tuple[str, ...]()
         if op in "BI":
             stores |= self.activation(layer, i, "d") if layer or self.recipe.keeps_ends else {}
             frees += self.passing(layer)
@@ -248,7 +247,7 @@ class _Program:
         self.emit(kinds[op], layer, i, stores=stores, frees=tuple(name for name in frees if name not in late))
         if scatters:
             self.reduce_scatter(layer, i, late)
-        elif self.again and op != "I":
+        elif self.source == "remat" and op != "I":
             self.generate_backward(layer, i)
 
     def reduce_scatter(self, layer: int, i: int, frees: tuple[str, ...] = ()) -> None:
@@ -270,13 +269,13 @@ class _Program:
         weight = {name: _at(self.costs.weight, layer)}
         if self.sharded:
             self.emit("all_gather", layer, stores=weight, frees=() if keep else (name,), ranks=self.group, tag=name)
-        elif self.again or (self.generated and layer not in self.made):
-            self.made.add(layer)
+        elif self.generated and layer not in self.made:
+            self.made |= {layer} if self.source == "generated" else set()
             self.emit("generate", layer, i, stores=weight)
 
     def passing(self, layer: int) -> tuple[str, ...]:
         """The whole weight where it is there only while the layer is worked on."""
-        return (f"weight[{layer}]",) if self.sharded or self.again else ()
+        return (f"weight[{layer}]",) if self.sharded or self.source == "remat" else ()
 
     def activation(self, layer: int, i: int, gradient: str = "") -> dict[str, float]:
         """A layer's input, or its gradient."""
