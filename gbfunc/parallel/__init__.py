@@ -4,13 +4,12 @@ The only user of `torch.distributed`.
 """
 
 from gbfunc.parallel.checks import check_equal, text_of
-from gbfunc.parallel.collectives import all_gather, from_rank_0, gather_objects, reduce_scatter, sum_ranks
+from gbfunc.parallel.collectives import all_gather, from_rank_0, gather_objects, reduce_scatter, stack_ranks, sum_ranks
 from gbfunc.parallel.exchange import (
     Gather,
     gather_state,
     reduce_step,
     shard_state,
-    stack_ranks,
     weighted_mean,
     zero_uncounted,
 )

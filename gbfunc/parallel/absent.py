@@ -148,12 +148,14 @@ class Provenance(TorchDispatchMode):
     Attributes:
         inside: the call of the module that runs now; None between modules.
         read: sources of what its operators have read.
+        changed: sources that operators write into; one that they write into a tensor made of it alone counts too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.inside: Source | None = None
         self.read: set[Source] = set()
+        self.changed: set[Source] = set()
         self._made: list[Any] = []
         self._drawn = 0
 
@@ -173,7 +175,9 @@ class Provenance(TorchDispatchMode):
         if any(isinstance(x, Absent) for x in leaves):
             if self.inside is None and torch.Tag.nondeterministic_seeded in func.tags:
                 more = {self._draw(func)}
-            self.read |= set().union(*(x.sources for x in leaves if isinstance(x, Absent)))
+            self.read.update(*(x.sources for x in leaves if isinstance(x, Absent)))
+            into = [x.sources for x in written(func, args, kwargs) if isinstance(x, Absent)]
+            self.changed.update(*(sources for sources in into if len(sources) == 1))
             return operate(func, args, kwargs, more)
         made = {s._cdata for s in self._made}
         drawn = torch.Tag.nondeterministic_seeded in func.tags and not more

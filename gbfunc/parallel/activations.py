@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from gbfunc.parallel.collectives import Sizes, exchange_rows, sent_bytes
+from gbfunc.parallel.collectives import Sizes, all_gather, reduce_scatter, sum_ranks
 from gbfunc.parallel.mesh import Axis, Mesh
 
 Activation = Literal["whole", "split", "partial", "used in part"]
@@ -88,13 +87,11 @@ def _moved(wire: Wire, x: Tensor, move: Move, dim: int, sizes: Sizes) -> Tensor:
         return x.narrow(dim, wire.start(sizes), sizes[axis.rank]).contiguous()
     if move == "all_reduce":
         # A sum of narrow numbers is rounded once.
-        wide = x.detach().to(torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)
-        wide = wide.clone() if wide.data_ptr() == x.data_ptr() else wide
-        with mesh.sending(move, sent_bytes(move, wide.nbytes, axis), axis.name):
-            dist.all_reduce(wide, group=axis.group)
-        return wide.to(x.dtype)
+        dtype, order = torch.promote_types(x.dtype, torch.float32), torch.contiguous_format
+        return sum_ranks(mesh, x.detach().to(dtype, memory_format=order, copy=True), axis.name).to(x.dtype)
+    exchange = all_gather if move == "gather" else reduce_scatter
     rows = x.detach().movedim(dim, 0).contiguous()
-    return exchange_rows(mesh, axis, move, rows, sizes).movedim(0, dim).contiguous()
+    return exchange(mesh, [rows], [sizes], axis.name)[0].movedim(0, dim).contiguous()
 
 
 class _Moved(torch.autograd.Function):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +19,27 @@ SUBMODULE_CALL_ERROR = "in a pipeline, where each rank has some blocks of the p-
 """Why parts cannot be called."""
 
 
+class Argument(NamedTuple):
+    """A leaf of an output that is a leaf of the arguments."""
+
+    index: int
+
+
+class Output(NamedTuple):
+    """A leaf of an output that is a tensor."""
+
+    source: Source
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class UnitCall(NamedTuple):
     """One call of a block, or of a layer of no block."""
 
     name: str  # Of the module
     cell: int  # The block that runs, or has run last; -1 before the first
     needs: frozenset[Source]  # What its operators read
-    # Of its output: the number of a leaf of its arguments, a source with shape and dtype, or a constant
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # Of its output, each an `Argument`, an `Output`, or a constant
     spec: Any  # How the leaves make the output
 
 
@@ -43,6 +55,7 @@ class Chain(NamedTuple):
     places: Mapping[str, frozenset[int]]
     calls: tuple[UnitCall, ...] = ()  # Of the units, in the order of a forward
     end: frozenset[Source] = frozenset()  # What the loss is made of
+    changed: frozenset[Source] = frozenset()  # Outputs that are changed in place, or may be
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -81,7 +94,6 @@ def trace_chain(
     blocks: Sequence[str],
     run: Callable[[Any], Any],
     device: torch.device | None = None,
-    kinds: Mapping[str, Any] = MappingProxyType({}),
 ) -> Chain:
     """What blocks cost, get and need, by a run of the p-net on parameters without values.
 
@@ -90,7 +102,6 @@ def trace_chain(
         blocks: names of the blocks.
         run: calls what it is given as the loss function calls the p-net, on a microbatch.
         device: where the parameters are said to be. None: on the meta device, and the run ends with the p-net.
-        kinds: what is equal for equal blocks, by name: the first of each kind runs in the place of the others.
 
     Raises:
         ValueError: if the blocks do not run once each, in their order, or what happens depends on absent values.
@@ -98,10 +109,6 @@ def trace_chain(
     net, inputs, marks, begun = RunnableNet(pnet), [], [], list[nn.Module]()
     net.submodule_call_error = SUBMODULE_CALL_ERROR
     skeleton, order, calls, counter, mode = net.skeleton, [], [], FlopCounterMode(display=False), Provenance()
-    ran, spared = dict[Any, Any](), list[int]()
-
-    def flops_so_far() -> int:
-        return counter.get_total_flops() + sum(spared)
 
     def unit(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -112,41 +119,27 @@ def trace_chain(
             if name in blocks:
                 x = next(iter((*args, *kwargs.values())), None)
                 if not isinstance(x, Tensor):
-                    raise ValueError(
-                        f"a block's first argument must be a tensor of activations, got a {type(x).__name__}"
-                    )
+                    raise ValueError(f"a block's first argument must be activations, got a {type(x).__name__}")
                 order.append(blocks.index(name))
-                marks.append(flops_so_far())
+                marks.append(counter.get_total_flops())
                 inputs.append((tuple(x.shape), x.dtype))
             inside, flat = Source("inside", name, len(calls)), pytree.tree_leaves((args, kwargs))
-            key = kinds.get(name, name), *((tuple(x.shape), x.dtype) for x in flat if isinstance(x, Tensor))
-            into = frozenset[Source]().union(*(x.sources for x in flat if isinstance(x, Absent)))
-            if name in kinds and key in ran:
-                out, beside, flops = ran[key]
-                needs = into | beside
-                spared.append(flops)
-            else:
-                before = flops_so_far()
-                with mode.unit(inside):
-                    out = forward(*args, **kwargs)
-                needs = frozenset(mode.read - {inside})
-                # Beside its arguments; what it has of its own, another has of its own.
-                own = {s for s in needs if s.kind == "parameter" and s.name.startswith(f"{name}.")}
-                ran[key] = out, needs - into - own, flops_so_far() - before
+            with mode.unit(inside):
+                out = forward(*args, **kwargs)
             given = {id(x): i for i, x in enumerate(flat)}
             leaves, spec = pytree.tree_flatten(out)
             found: list[Any] = []
             for i, x in enumerate(leaves):
                 changed = isinstance(x, Absent) and inside in x.sources
                 if id(x) in given and not changed and not isinstance(x, int | str | None):
-                    found.append(given[id(x)])
+                    found.append(Argument(given[id(x)]))
                 elif isinstance(x, Tensor):
                     source = Source("output", name, len(calls), i)
                     leaves[i] = hide(x, [source])
-                    found.append((source, tuple(x.shape), x.dtype))
+                    found.append(Output(source, tuple(x.shape), x.dtype))
                 else:
-                    found.append(Constant(x))
-            calls.append(UnitCall(name, len(order) - 1, needs, tuple(found), spec))
+                    found.append(x)
+            calls.append(UnitCall(name, len(order) - 1, frozenset(mode.read - {inside}), tuple(found), spec))
             return pytree.tree_unflatten(leaves, spec)
 
         return traced
@@ -170,15 +163,11 @@ def trace_chain(
     if order != list(range(len(blocks))):
         raise ValueError(f"the blocks {list(blocks)} must run once each in their order, they ran as {order}")
     marks[0] = 0
-    flops = [b - a for a, b in zip(marks, [*marks[1:], flops_so_far()], strict=True)]
+    flops = [b - a for a, b in zip(marks, [*marks[1:], counter.get_total_flops()], strict=True)]
     places = _places(skeleton, blocks, [*((c.cell, c.needs) for c in calls), (len(blocks) - 1, last)])
-    return Chain(tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last)
-
-
-class Constant(NamedTuple):
-    """A leaf of an output that is no tensor."""
-
-    value: Any
+    return Chain(
+        tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last, frozenset(mode.changed)
+    )
 
 
 def replace_units(skeleton: nn.Module, blocks: Sequence[str], make: Callable[[str, Any], Any]) -> None:

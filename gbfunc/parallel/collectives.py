@@ -10,7 +10,7 @@ graph has in its place, takes twice the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gbfunc.parallel.mesh import Axis, AxisName, Mesh
+from gbfunc.types import Params
 
 Sizes = tuple[int, ...]
 """Rows of every rank along an axis."""
@@ -178,12 +179,6 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
     return list(_apply(_Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh), xs))
 
 
-def exchange_rows(mesh: Mesh, axis: Axis, kind: Kind, rows: Tensor, sizes: Sizes) -> Tensor:
-    """A gather or reduce-scatter of one tensor's rows along an axis of more than one rank, without a graph."""
-    transport: Transport = "nccl" if dist.get_backend(axis.group) == "nccl" else "p2p"
-    return _exchanged(_Exchange(kind, (sizes,), axis, transport, mesh), [rows])[0]
-
-
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
     """Rows of all ranks of an axis, tensor by tensor: [n, ...] -> [sum(sizes), ...]; `sizes` may hold 0.
 
@@ -210,12 +205,29 @@ def from_rank_0(mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Rank 0's values of these tensors, on every rank."""
     if mesh.world == 1 or not tensors:
         return list(tensors)
-    flat = torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8).to(mesh.device) for x in tensors])
+    flat = _to_bytes(mesh, tensors)
     with mesh.faults.named("broadcast"):
         dist.broadcast(flat, 0)
-    parts = flat.split([x.nbytes for x in tensors])
+    return _from_bytes(flat, tensors)
+
+
+def stack_ranks(mesh: Mesh, named: Mapping[str, Tensor]) -> Params:
+    """Tensors of every rank, by name: [...] -> [ranks, ...]; on all ranks, which have the same names and shapes."""
+    tensors = [*named.values()]
+    (rows,) = all_gather(mesh, [_to_bytes(mesh, tensors)[None]], [(1,) * mesh.world], "world")
+    return dict(zip(named, _from_bytes(rows, tensors), strict=True))
+
+
+def _to_bytes(mesh: Mesh, tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8).to(mesh.device) for x in tensors])
+
+
+def _from_bytes(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `_to_bytes`, for each row of [..., bytes]."""
     # Copies: numbers must lie at multiples of their size.
-    return [p.clone().view(x.dtype).reshape(x.shape).to(x.device) for p, x in zip(parts, tensors, strict=True)]
+    copies = [part.clone(memory_format=torch.contiguous_format) for part in data.split([x.nbytes for x in like], -1)]
+    pairs = zip(copies, like, strict=True)
+    return [part.view(x.dtype).reshape((*data.shape[:-1], *x.shape)).to(x.device) for part, x in pairs]
 
 
 def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:

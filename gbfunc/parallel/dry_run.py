@@ -7,7 +7,6 @@ after the last one (the last cell). Of equal blocks the first one runs, and the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,33 +47,20 @@ class Cell:
     largest: float = 0.0  # Bytes of the largest tensor that is kept
 
 
-class _Fused(torch.autograd.Function):
-    """Attention as a fused kernel computes it: it keeps its inputs, its output, and a number per query."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        total = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        # The heads of a position next to each other, as the kernel of the CPU leaves them.
-        lead, heads, length = q.shape[:-3], q.shape[-3], q.shape[-2]
-        out = q.new_empty(*lead, length, heads, v.shape[-1]).transpose(-2, -3)
-        ctx.save_for_backward(q, k, v, out, total)
-        return out
-
-
 class _FusedAttention(TorchFunctionMode):
-    """Fused attention in the place of the products that the meta device has for it."""
+    """Attention by the fused operator, in the place of the products that the meta device has for it."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         super().__init__()
         self._count = count
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        q, k, v = (*args, *(kwargs or {}).values())[:3]
-        self._count(2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
-        out: Any = _Fused.apply(q, k, v)
-        return out
+        if func is F.scaled_dot_product_attention:
+            q, k, v = (*args, *(kwargs or {}).values())[:3]
+            if q.ndim == 4 and q.shape[-1] == v.shape[-1]:
+                self._count(4 * q.numel() * k.shape[-2])
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _Sent(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torch import Tensor
 from gbfunc.genome import check_genome
 from gbfunc.hypernets.ensemble import dense_tiles
 from gbfunc.parallel.collectives import Sizes, all_gather, sum_ranks
-from gbfunc.parallel.mesh import AxisName, Mesh
+from gbfunc.parallel.mesh import AxisName
 from gbfunc.parallel.placement import Layout, sent_dtype
 from gbfunc.plan import Ensemble
 from gbfunc.trees import GNET, flatten_tree, unflatten_tree
@@ -189,18 +189,6 @@ def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tupl
     # Of 32 bits: the widest dtype is that of all that is sent.
     total, *sums = _sum_flat(layout, [weight.float(), *(x * weight.to(x) for x in tensors)], "world")
     return total, [x / total.to(x) for x in sums]
-
-
-def stack_ranks(mesh: Mesh, named: Mapping[str, Tensor]) -> Params:
-    """Tensors of every rank, by name: [...] -> [ranks, ...]; on all ranks, which have the same names and shapes."""
-    flat = torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8).to(mesh.device) for x in named.values()])
-    (rows,) = all_gather(mesh, [flat[None]], [(1,) * mesh.world], "world")
-    parts = rows.split([x.nbytes for x in named.values()], dim=1)
-    # Copies: numbers must lie at multiples of their size.
-    stacked = (part.clone(memory_format=torch.contiguous_format) for part in parts)
-    shapes = ((x, (mesh.world, *x.shape)) for x in named.values())
-    both = zip(named, stacked, shapes, strict=True)
-    return {k: part.view(x.dtype).reshape(shape).to(x.device) for k, part, (x, shape) in both}
 
 
 def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Tensor]:

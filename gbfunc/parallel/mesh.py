@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ AxisName = Literal["world", "data", "pipeline", "gnets", "tensor", "replicas"]
 class Axis(NamedTuple):
     """Ranks that talk to each other: their global ranks, where among them this one is, and their process group."""
 
-    name: str
+    name: AxisName
     ranks: tuple[int, ...]
     rank: int
     group: Any
@@ -79,11 +79,17 @@ class Mesh:
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], rank: int, device: torch.device, timeout: float, store: Any, began: bool
+        self,
+        sizes: Mapping[str, int],
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        timeout: float = 0.0,
+        store: Any = None,
+        began: bool = False,
     ) -> None:
         self.sizes = {name: sizes.get(name, 1) for name in AXES}
         self.world, self.rank = math.prod(self.sizes.values()), rank
-        self.device, self.timeout = device, timeout
+        self.device, self.timeout = torch.device(device), timeout
         self.traffic = Traffic()
         self.faults = Faults(self.rank, self.world, timeout, store)
         self._began = began
@@ -108,7 +114,7 @@ class Mesh:
                 limit = timedelta(seconds=self.timeout)
                 world = len(ranks) == self.world
                 groups[key] = dist.group.WORLD if world else dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
-        return Axis(name, ranks, ranks.index(self.rank), groups[key])
+        return Axis(cast(AxisName, name), ranks, ranks.index(self.rank), groups[key])
 
     def axis(self, name: AxisName) -> Axis:
         """The ranks along an axis that this one talks to."""
@@ -188,7 +194,7 @@ class Mesh:
 
 def single_rank_mesh() -> Mesh:
     """The mesh of one rank, whatever process group there is: nothing is ever sent."""
-    return Mesh({}, 0, torch.device("cpu"), 0.0, None, False)
+    return Mesh({})
 
 
 def mesh(

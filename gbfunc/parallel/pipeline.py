@@ -24,14 +24,16 @@ from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gbfunc.parallel.absent import Absent, Source, absent, refuse
 from gbfunc.parallel.chain import (
     SUBMODULE_CALL_ERROR,
+    Argument,
     Chain,
-    Constant,
+    Output,
     UnitCall,
     balanced_stages,
     find_blocks,
@@ -65,12 +67,11 @@ class _Stage(nn.Module):
     def forward(self, sent: Tensor) -> Tensor:
         pipeline, number = self.pipeline, self.calls
         self.calls += 1
-        pipeline.stage, pipeline.position, pipeline.kept = self.index, 0, {}
+        pipeline.stage, pipeline.position = self.index, 0
         pipeline.values = pipeline.parcels[self.index].unpack(sent) if self.index else {}
         try:
             loss = pipeline.call(number).reshape(1)
         except _StageEnd:
-            pipeline.check_kept()
             return pipeline.parcels[self.index + 1].pack(pipeline.values)
         if self.index < pipeline.stages - 1:
             raise ValueError("in a pipeline the loss function must call the p-net once, as it did in the trace")
@@ -83,29 +84,28 @@ class _Parcel:
     """What a stage gets of the ones before it, as one tensor [n], which has the gradients of all.
 
     Its dtype is the widest of the differentiable ones; the bytes of integers and masks are sent as they are. A single
-    value is sent in its own shape, without another copy.
+    value that nobody changes in place is sent in its own shape, without another copy.
 
     Args:
-        values: their sources, shapes and dtypes.
+        values: outputs of units.
+        changed: sources that are changed in place.
     """
 
-    def __init__(self, values: Sequence[tuple[Source, tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(self, values: Sequence[Output], changed: frozenset[Source]) -> None:
         self.values = values
-        self.sources = {source for source, _, _ in values}
-        dtypes = [d for _, _, d in values if d.is_floating_point or d.is_complex]
+        self.sources = {value.source for value in values}
+        dtypes = [value.dtype for value in values if _differentiable(value.dtype)]
         self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-        self.single = len(values) == 1 and values[0][2] == self.dtype
+        self.single = len(values) == 1 and dtypes == [self.dtype] and not self.sources & changed
         # Numbers that each takes.
-        self.sizes = [self._size(shape, dtype) for _, shape, dtype in values]
-
-    def _size(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        n = math.prod(shape)
-        return n if dtype.is_floating_point or dtype.is_complex else -(-n * dtype.itemsize // self.dtype.itemsize)
+        item = self.dtype.itemsize
+        numbers = [(math.prod(shape), dtype) for _, shape, dtype in values]
+        self.sizes = [n if _differentiable(dtype) else -(-n * dtype.itemsize // item) for n, dtype in numbers]
 
     @property
     def like(self) -> Tensor:
         """The tensor on the meta device."""
-        shape = self.values[0][1] if self.single else (sum(self.sizes),)
+        shape = self.values[0].shape if self.single else (sum(self.sizes),)
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     def pack(self, given: Mapping[Source, Tensor]) -> Tensor:
@@ -119,11 +119,9 @@ class _Parcel:
                     f"a stage must give {source} as {shape} of {dtype}, got {tuple(x.shape)} of {x.dtype}: activations "
                     "must be whole on every tensor rank, and of one dtype"
                 )
-            if not (dtype.is_floating_point or dtype.is_complex):
+            if not _differentiable(dtype):
                 data = x.detach().reshape(-1).contiguous().view(torch.uint8)
-                room = torch.zeros(n * self.dtype.itemsize, dtype=torch.uint8, device=x.device)
-                room[: data.numel()] = data
-                x = room.view(self.dtype)
+                x = F.pad(data, (0, n * self.dtype.itemsize - len(data))).view(self.dtype)
             parts.append(x if self.single else x.reshape(-1).to(self.dtype))
         # Of one part too: torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
         sent = parts[0] if self.single else torch.cat(parts)
@@ -133,15 +131,19 @@ class _Parcel:
     def unpack(self, sent: Tensor) -> dict[Source, Tensor]:
         """The values again: copies, since a module may change them in place."""
         if self.single:
-            return {self.values[0][0]: sent}
+            return {self.values[0].source: sent}
         found = {}
         for (source, shape, dtype), x in zip(self.values, sent.split(self.sizes), strict=True):
-            if dtype.is_floating_point or dtype.is_complex:
+            if _differentiable(dtype):
                 found[source] = x.clone().reshape(shape).to(dtype)
             else:
-                data = x.detach().clone().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
+                data = x.detach().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
                 found[source] = data.clone().view(dtype).reshape(shape)
         return found
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 class Pipeline:
@@ -180,13 +182,10 @@ class Pipeline:
         self.mine = [s for s, rank in enumerate(stage_ranks(schedule, self.ranks, each)) if rank == self.rank]
         if microbatches < self.ranks:
             raise ValueError(
-                f"a pipeline of {self.ranks} ranks needs at least as many microbatches, got {microbatches}"
+                f"a pipeline of {self.ranks} ranks needs at least {self.ranks} microbatches, got {microbatches}"
             )
         self.stage, self.position, self._inside = 0, 0, False
         self.values: dict[Source, Tensor] = {}
-        # Outputs that were kept in this call, with their counts of changes; and which were changed in the first ones.
-        self.kept: dict[Source, tuple[Tensor, int]] = {}
-        self._changes: dict[Source, bool] = {}
         self.parcels: list[_Parcel] = []
         self.leaves: Params = {}
         self.call: Callable[[int], Tensor] = lambda number: torch.zeros(())
@@ -207,14 +206,14 @@ class Pipeline:
                 self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
                 self.names = self._needed(self._pnet.named_parameters)
                 self.buffers = self._needed(self._pnet.named_buffers)
-            self.parcels = [_Parcel(self._crossing(stage)) for stage in range(self.stages)]
+            self.parcels = [_Parcel(self._crossing(stage), chain.changed) for stage in range(self.stages)]
             self._built[key] = chain, self.parcels, self._make_schedule()
         self.chain, self.parcels, self._schedule = self._built[key]
 
     def _stage_of(self, cell: int) -> int:
         return bisect_right(self._starts, max(cell, 0)) - 1
 
-    def _crossing(self, stage: int) -> list[Any]:
+    def _crossing(self, stage: int) -> list[Output]:
         """What is made before a stage and needed in it, or after; raises for what is needed and cannot be sent."""
         calls, drawn = self.chain.calls, dict[Source, int]()
         reads = [*((self._stage_of(c.cell), c.needs) for c in calls), (self.stages - 1, self.chain.end)]
@@ -227,8 +226,7 @@ class Pipeline:
                     raise refuse([source], "a tensor reaches another stage by other ways than a module's output")
                 elif source.kind == "random" and drawn.setdefault(source, reader) != reader:
                     raise refuse([source], "random numbers that several stages use must be drawn by one module")
-        values = (x for c in calls for x in c.leaves if isinstance(x, tuple) and not isinstance(x, Constant))
-        return [value for value in values if value[0] in needed]
+        return [x for c in calls for x in c.leaves if isinstance(x, Output) and x.source in needed]
 
     def _needed(self, members: Callable[..., Any]) -> frozenset[str]:
         """Parameters or buffers of this rank's stages, tied ones by their first name."""
@@ -293,50 +291,35 @@ class Pipeline:
         """The output of a unit of an earlier stage."""
         given, leaves = pytree.tree_leaves((args, kwargs)), []
         for leaf in call.leaves:
-            if isinstance(leaf, int):
-                leaves.append(given[leaf])
-            elif isinstance(leaf, Constant):
-                leaves.append(leaf.value)
+            if isinstance(leaf, Argument):
+                leaves.append(given[leaf.index])
+            elif isinstance(leaf, Output):
+                x = self.values.get(leaf.source)
+                leaves.append(absent(leaf.shape, leaf.dtype, self._mesh.device, [leaf.source]) if x is None else x)
             else:
-                source, shape, dtype = leaf
-                x = self.values.get(source)
-                leaves.append(absent(shape, dtype, self._mesh.device, [source]) if x is None else x)
+                leaves.append(leaf)
         return pytree.tree_unflatten(leaves, call.spec)
 
     def _keep(self, call: UnitCall, out: Any) -> None:
         """Keep what later stages need of an output."""
         leaves, spec = pytree.tree_flatten(out)
         if spec != call.spec:
-            raise ValueError(
-                f"in a pipeline {call.name!r} must return what it did in the trace, {call.spec}: got {spec}"
-            )
+            raise ValueError(f"in a pipeline {call.name!r} must return {call.spec} as in the trace, got {spec}")
         needed = self.parcels[self.stage + 1].sources if self.stage < self.stages - 1 else ()
         for leaf, x in zip(call.leaves, leaves, strict=True):
-            if isinstance(x, Absent) and not isinstance(leaf, int):
+            if isinstance(x, Absent) and not isinstance(leaf, Argument):
                 raise refuse(x.sources, f"{call.name!r} needs what its rank does not have")
-            if isinstance(leaf, tuple) and leaf[0] in needed:
-                # Operators after the module may change it in place, there and here: then a copy is sent. Nor is a view.
-                copied = self._changes.get(leaf[0], True) or x._is_view()
-                self.values[leaf[0]] = x.clone() if copied else x
-                self.kept[leaf[0]] = x, x._version
-
-    def check_kept(self) -> None:
-        """Find which outputs were changed in place after they were kept, of which copies are sent from then on."""
-        for source, (x, version) in self.kept.items():
-            changed = x._version != version
-            if not self._changes.setdefault(source, changed) and changed:
-                raise refuse([source], "it is changed in place, which it was not in the first microbatch")
-        self.kept = {}
+            if isinstance(leaf, Output) and leaf.source in needed:
+                # Neither what is changed in place later nor a view is sent itself.
+                copied = leaf.source in self.chain.changed or x._is_view()
+                self.values[leaf.source] = x.clone() if copied else x
 
     def fill(self, weights: Params, shapes: Mapping[str, tuple[int, ...]]) -> Params:
         """The weights of this rank's stages, and for all other parameters absent tensors, of `shapes` if not whole."""
         device = next((w.device for w in weights.values()), self._mesh.device)
         made = {name.rpartition("_form.")[0] or name for name in weights}
-        others = {n: p for n, p in self._pnet.named_parameters() if n not in made}
-        made_of = {
-            n: absent(shapes.get(n, p.shape), p.dtype, device, [Source("parameter", n)]) for n, p in others.items()
-        }
-        return made_of | weights
+        named = ((n, p, shapes.get(n, p.shape)) for n, p in self._pnet.named_parameters() if n not in made)
+        return {n: absent(shape, p.dtype, device, [Source("parameter", n)]) for n, p, shape in named} | weights
 
     def run(self, call: Callable[[int], Tensor], leaves: Params) -> dict[str, Tensor]:
         """Send microbatches through the stages: gradients of the leaves, summed over microbatches.

@@ -16,7 +16,8 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -131,6 +132,8 @@ class ParallelPlan(NamedTuple):
 _SIMULATED, _EVENTS = 64, 6_000
 """The simulator runs for this many layouts at the head of the table, up to so many events: beyond, a closed form."""
 
+_seconds = attrgetter("seconds")
+
 _RULE_OF_THUMB = 12.0
 """Bytes per parameter: weights, gradients and one state of the optimizer in float32."""
 
@@ -178,13 +181,11 @@ def plan_parallel(
     if not rows:
         raise ValueError(f"the batch must have rows, the same in all tensors, got {rows}")
     model = Model(plan, pnet, batch, rows, loss_fn or _call, parallel, lazy, optimizer_states)
-    fits, refused = list[LayoutPlan](), list[tuple[str, str]]()
-    for choices in _layouts(model, ranks, microbatches):
-        found = choices if isinstance(choices, tuple) else _best(model, device, choices)
-        fits.append(found) if isinstance(found, LayoutPlan) else refused.append(found)
-    fits.sort(key=lambda p: p.seconds)
+    refused = list[tuple[str, str]]()
+    found = (_best(model, device, choices, refused) for choices in _layouts(model, ranks, microbatches, refused))
+    fits = sorted(filter(None, found), key=_seconds)
     fits[:_SIMULATED] = [_simulated(model, device, p) for p in fits[:_SIMULATED]]
-    fits.sort(key=lambda p: p.seconds)
+    fits.sort(key=_seconds)
     smallest = _smallest(model, device, ranks, microbatches, bool(fits))
     dense, sent = model.dense(ranks)
     thumb = _RULE_OF_THUMB * plan.pnet_params
@@ -197,31 +198,30 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
     return net(batch if isinstance(batch, Tensor) else batch[0])
 
 
-def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[list[RankLayout] | tuple[str, str]]:
-    """Choices of microbatches for each layout; or the layout with the reason why it cannot be."""
+def _layouts(
+    model: Model, ranks: int, microbatches: int | None, refused: list[tuple[str, str]]
+) -> Iterator[list[RankLayout]]:
+    """Choices of microbatches for each layout; those that cannot be get into `refused`, with the reason."""
     from gbfunc.parallel.planner_costs import RankLayout
 
     for tensor in _divisors(ranks):
         if tensor > 1 and (reason := model.why_not_split(tensor)):
-            yield f"tensor {tensor}", reason
+            refused.append((f"tensor {tensor}", reason))
             continue
         for pipeline in _divisors(ranks // tensor):
             shards = ranks // tensor // pipeline
             name = f"data {shards} x pipeline {pipeline} x tensor {tensor}"
-            if shards > model.rows:
-                yield name, f"the batch has {model.rows} rows"
+            rows = model.rows / shards
+            if rows < 1:
+                refused.append((name, f"the batch has {model.rows} rows"))
                 continue
             for schedule in SCHEDULES if pipeline > 1 else (None,):
-                stages = pipeline * (SCHEDULES[schedule][1] if schedule else 1)
-                if schedule and (reason := model.why_not_staged(stages, schedule)):
-                    yield f"{name}, {schedule}", reason
-                    continue
-                numbers = _numbers(-(-model.rows // shards), pipeline, microbatches)
-                if schedule == "interleaved":  # In equal rounds.
-                    numbers = [m for m in numbers if m % (m // pipeline) == 0]
-                if not numbers:
-                    reason = f"no number of microbatches from {pipeline} on divides {model.rows / shards:.4g} rows"
-                    yield f"{name}, {schedule}", reason
+                numbers = _numbers(-(-model.rows // shards), pipeline, schedule, microbatches)
+                reason = "" if numbers else f"no number of microbatches from {pipeline} on divides {rows:.4g} rows"
+                if schedule:
+                    reason = model.why_not_staged(pipeline * SCHEDULES[schedule][1], schedule) or reason
+                if reason:
+                    refused.append((f"{name}, {schedule}", reason))
                     continue
                 for placement, gnets in model.placements(shards):
                     for remat in ("none", "layer") if model.can_remat(placement) else ("none",):
@@ -232,39 +232,46 @@ def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[lis
                             yield [RankLayout(sizes, placement, schedule, m, remat) for m in some]
 
 
-def _numbers(rows: int, pipeline: int, asked: int | None) -> list[int]:
+def _numbers(rows: int, pipeline: int, schedule: str | None, asked: int | None) -> list[int]:
     """Numbers of microbatches to try: powers of two times the stages."""
-    tried = [asked] if asked else [pipeline * 2**i for i in range(4 if pipeline > 1 else 8)]
-    if pipeline == 1:
-        return [m for m in tried if m <= rows]
-    return [m for m in tried if m >= pipeline and rows % m == 0]
+    if schedule is None:
+        return [m for m in ([asked] if asked else [2**i for i in range(8)]) if m <= rows]
+    tried = [asked] if asked else [pipeline * 2**i for i in range(4)]
+    # Interleaved ones go in equal rounds.
+    rounds = schedule == "interleaved"
+    return [m for m in tried if m >= pipeline and rows % m == 0 and not (rounds and m % (m // pipeline))]
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _best(model: Model, device: DeviceSpec, choices: list[RankLayout]) -> LayoutPlan | tuple[str, str]:
-    """The fastest of the choices that fit; or the one that needs least, and why it does not."""
+def _best(
+    model: Model, device: DeviceSpec, choices: list[RankLayout], refused: list[tuple[str, str]]
+) -> LayoutPlan | None:
+    """The fastest of the choices that fit; where none does, `refused` gets the one that needs least."""
     found = [_costed(model, device, layout) for layout in choices]
     fitting = [p for p in found if p.peak <= device.memory]
     if fitting:
-        return min(fitting, key=lambda p: p.seconds)
+        return min(fitting, key=_seconds)
     least = min(found, key=lambda p: p.peak)
     parts = sorted(least.memory.items(), key=lambda item: -item[1])[:2]
     words = " and ".join(f"{name} {n / 1e9:,.3g} GB" for name, n in parts)
-    return str(least.layout), f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
+    reason = f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
+    refused.append((str(least.layout), reason))
+    return None
 
 
 def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
     """A layout with the closed form of the pipeline: all ranks as slow as the slowest, and its ramps."""
     cost = model.footprint(layout)
-    forward, backward, generate = _stage_seconds(cost, device, layout)
+    forward, backward, generate = _stage_seconds(cost, device)
     p, m = layout.sizes["pipeline"], layout.microbatches
     busiest = max(sum(forward[s] + backward[s] for s in mine) for mine in layout.stages)
-    ramp = 0.0 if p == 1 or layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
-    hops = 2 * (p - 1) * (cost.hidden / device.link + device.latency) if p > 1 else 0.0
-    work = m * busiest + max(sum(generate[s] for s in mine) for mine in layout.stages)
+    ramp = 0.0 if layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
+    hops = 2 * (p - 1) * (cost.hidden / device.link + device.latency)
+    times = 4 / 3 * m if layout.remat == "layer" else 1.0  # A third of generation, its forward, is there twice.
+    work = m * busiest + times * max(sum(generate[s] for s in mine) for mine in layout.stages)
     seconds = work + ramp * busiest + hops + _tail(cost, device)
     return LayoutPlan(layout, cost.memory, cost.sent, seconds, (seconds - work) / seconds if p > 1 else 0.0)
 
@@ -276,39 +283,35 @@ def _simulated(model: Model, device: DeviceSpec, planned: LayoutPlan) -> LayoutP
     stages, kind = len(cost.cells), layout.schedule
     if kind is None or 6 * stages * m > _EVENTS:
         return planned
-    forward, backward, generate = _stage_seconds(cost, device, layout)
-    again = layout.remat == "layer"
-    # A third of what generation takes is forward; made again, it is there twice.
-    parts, once = (4, m) if again else (3, 1)
-    generate = [g / once / parts for g in generate]
-    halves = [b / 2 for b in backward]
-    costs = ScheduleCosts.nothing()._replace(
+    forward, backward, generate = _stage_seconds(cost, device)
+    costs = ScheduleCosts(
         forward=forward,
         backward=backward,
-        backward_input=halves,
-        backward_weight=halves,
-        generate=generate,
-        generate_backward=[2 * g for g in generate],
+        backward_input=[b / 2 for b in backward],
+        backward_weight=[b / 2 for b in backward],
+        generate=[g / 3 for g in generate],
+        generate_backward=[2 * g / 3 for g in generate],
+        update=0.0,
+        all_reduce=0.0,
         send=device.latency + cost.hidden / device.link,
+        receive=0.0,
     )
     sizes: Any = {"layers": stages, "ranks": layout.sizes["pipeline"], "microbatches": m}
-    made: Any = make_schedule(kind, **sizes, weights="remat" if again else "generated", costs=costs)  # pyright: ignore
+    weights = "remat" if layout.remat == "layer" else "generated"
+    made = make_schedule(cast(Any, kind), weights=weights, costs=costs, **sizes)
     timeline = simulate(made)
     return planned._replace(seconds=timeline.duration + _tail(cost, device), bubble=timeline.bubble)
 
 
-def _stage_seconds(
-    cost: Footprint, device: DeviceSpec, layout: RankLayout
-) -> tuple[list[float], list[float], list[float]]:
-    """Of each stage: forward and backward of a microbatch, and generation of its weights in a step, both ways."""
+def _stage_seconds(cost: Footprint, device: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
+    """Of each stage: forward and backward of a microbatch, and one generation of its weights, both ways."""
     forward, backward, generate = list[float](), list[float](), list[float]()
-    times = 4 / 3 * layout.microbatches if layout.remat == "layer" else 1.0
     for cell, flops, n_bytes in zip(cost.cells, cost.generation, cost.weights, strict=True):
         work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
         wait = cell.messages * device.latency / 2
         forward.append(work + cell.sent / device.link + wait)
         backward.append(2 * work + cell.sent_back / device.link + wait)
-        generate.append(times * (flops / device.flops + 6 * n_bytes / device.bandwidth))  # Weights are moved six times.
+        generate.append(flops / device.flops + 6 * n_bytes / device.bandwidth)  # Weights are moved six times.
     return forward, backward, generate
 
 
@@ -324,7 +327,7 @@ def _smallest(model: Model, device: DeviceSpec, ranks: int, microbatches: int | 
     more = [ranks] if fits else [ranks * 2**i for i in range(1, 7)]
     for n in [*_divisors(ranks)[:-1], *more]:
         # Of all numbers of microbatches, the largest keeps the least.
-        last = (choices[-1] for choices in _layouts(model, n, microbatches) if isinstance(choices, list))
+        last = (choices[-1] for choices in _layouts(model, n, microbatches, []))
         if n == ranks or any(sum(model.footprint(c).memory.values()) <= device.memory for c in last):
             return n
     return None

@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from gbfunc.costs import all_reduce_bytes
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.parallel.pipeline import balanced_stages, find_blocks, trace_chain
+from gbfunc.parallel.pipeline import Chain, balanced_stages, find_blocks, trace_chain
 from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks
-from gbfunc.parallel.placement import gather_bytes, operations, placement_cost, products, shares_of
+from gbfunc.parallel.placement import Placement, gather_bytes, operations, placement_cost, products, shares_of
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import skeleton_of
 from gbfunc.trees import tree_map
-
-_EXACT_ROWS = 32
-"""Rows of a microbatch up to which each number is run; beyond, powers of two."""
 
 _NUMBERS = ("idx", "index", "id", "number")
 """Ends of the names of attributes that number a module among others."""
@@ -38,7 +35,7 @@ class RankLayout(NamedTuple):
     """Where and how a step runs."""
 
     sizes: Mapping[str, int]  # Ranks along data, pipeline, gnets and tensor
-    placement: str  # Of the genome
+    placement: Placement  # Of the genome
     schedule: str | None  # Of the pipeline, None without one
     microbatches: int  # Of a step
     remat: str  # What is made again
@@ -51,10 +48,15 @@ class RankLayout(NamedTuple):
         return ", ".join([w for w in words if w] + (["remat layer"] if self.remat == "layer" else []))
 
     @property
+    def order(self) -> str:
+        """Of microbatches: a rank alone takes them as in 1F1B."""
+        return self.schedule or "1f1b"
+
+    @property
     def stages(self) -> list[list[int]]:
         """Stages of every rank of the pipeline."""
-        ranks, order = self.sizes["pipeline"], self.schedule or "gpipe"
-        places = stage_ranks(order, ranks, SCHEDULES[order][1])
+        ranks = self.sizes["pipeline"]
+        places = stage_ranks(self.order, ranks, SCHEDULES[self.order][1])
         return [[s for s, place in enumerate(places) if place == rank] for rank in range(ranks)]
 
 
@@ -74,8 +76,8 @@ class Weights(NamedTuple):
 
     bytes: float = 0.0  # Of their weights or factors, where these are kept
     graph: float = 0.0  # Kept for backward through their generation: as many numbers again as the factors have
-    passing: float = 0.0  # Bytes of weights and factors that are made for each use
-    largest: float = 0.0  # The most of these that one parameter has
+    transient: float = 0.0  # Bytes of weights and factors that are made for each use
+    peak: float = 0.0  # The most of these that one parameter has
     operations: float = 0.0  # Of generation and its backward
 
 
@@ -126,12 +128,16 @@ class Model:
         try:  # The blocks, where the p-net has a list of layers that run one after the other.
             self.blocks = find_blocks(pnet, 2)
             self.kinds, few = self._find_kinds(), self._rows(_TRACED_ROWS)
-            self._chain = trace_chain(pnet, self.blocks, lambda net: run(net, few), kinds=self.kinds)
+            self._chain = trace_chain(pnet, self.blocks, lambda net: run(net, few))
         except (RuntimeError, ValueError):  # Also where the loss function calls parts of the p-net.
-            self.blocks, self.kinds, self._chain = (), {}, None
+            self.blocks, self.kinds = (), {}
+            everywhere = {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)}
+            self._chain = Chain((), (), (), everywhere)
         self._small, self._firsts = self._share_blocks()
         self.cells(1, lazy is not False, rows)  # An error of the p-net shows here.
-        self._places = self._find_places()
+        # In which cells each parameter is used, those after the last block in its cell.
+        after = self._chain.places
+        self._places = {t.name: frozenset(i + 1 for k in (t.name, *t.aliases) for i in after[k]) for t in plan.tensors}
         frozen = {name for name, p in pnet.named_parameters() if not p.requires_grad}
         self._trained = sum(t.numel for t in plan.direct if t.name not in frozen)
 
@@ -182,15 +188,6 @@ class Model:
 
         return tree_map(some, self.batch)
 
-    def _find_places(self) -> dict[str, frozenset[int]]:
-        """In which cells each parameter is used, those after the last block in its cell."""
-        if self._chain is None:
-            return {t.name: frozenset({0}) for t in self.plan.tensors}
-        places = self._chain.places
-        return {
-            t.name: frozenset(i + 1 for name in (t.name, *t.aliases) for i in places[name]) for t in self.plan.tensors
-        }
-
     @_remembered
     def why_not_split(self, tensor: int) -> str:
         """Why layers cannot be split over so many tensor ranks; empty where they can."""
@@ -202,7 +199,7 @@ class Model:
 
     def why_not_staged(self, stages: int, schedule: str) -> str:
         """Why the p-net cannot be cut so; empty where it can."""
-        if self._chain is None:
+        if not self.blocks:
             return "the p-net has no list of layers that run in their order"
         try:
             schedule_class(schedule)
@@ -210,18 +207,17 @@ class Model:
             return str(error)
         return "" if stages <= len(self.blocks) else f"{stages} stages of {len(self.blocks)} blocks"
 
-    def can_remat(self, placement: str) -> bool:
+    def can_remat(self, placement: Placement) -> bool:
         """Whether there are weights that would be made again: those that do not stay factors."""
         factored = self.lazy is not False and placement == "replicated"
-        return any(w.passing for _, w in self.made(1, factored, True, 1))
+        return any(w.transient for _, w in self.made(1, factored, True, 1))
 
-    def placements(self, shards: int) -> list[tuple[str, int]]:
+    def placements(self, shards: int) -> list[tuple[Placement, int]]:
         """Placements of the genome on the ranks that share out the batch, with the ranks along the g-net axis."""
         if shards == 1:
             return [("replicated", 1)]
-        split = min(
-            ("sharded", "factors"), key=lambda p: placement_cost(self.plan, 1, shards, p, self.lazy is not False).bytes
-        )
+        sharded: tuple[Placement, Placement] = ("sharded", "factors")
+        split = min(sharded, key=lambda p: placement_cost(self.plan, 1, shards, p, self.lazy is not False).bytes)
         return [("replicated", 1), (split, shards)]
 
     @_remembered
@@ -233,25 +229,15 @@ class Model:
 
             if self._no_styles:
                 raise ValueError(self._no_styles)
-            mesh = Mesh({"tensor": tensor}, 0, torch.device("cpu"), 0.0, None, False)
             here = dict(self._small.named_modules())
             styles = {name: style for name, style in resolve(self.pnet, self._styles).items() if name in here}
-            parallel = TensorParallel(self._small, styles, mesh, DryWire)
+            parallel = TensorParallel(self._small, styles, Mesh({"tensor": tensor}), DryWire)
         return DryRun(self.plan, self._small, self._firsts, lazy=self.lazy if factored else False, tensor=parallel)
 
     @_remembered
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
         """Costs of a microbatch of so many rows."""
-        if rows <= _EXACT_ROWS or not rows & (rows - 1):
-            return self.dry(tensor, factored)(self.run, self._rows(rows))
-        # Between powers of two costs are linear, but where a layer's form changes.
-        below = 1 << (rows.bit_length() - 1)
-        few, many = (self.cells(tensor, factored, n) for n in (below, 2 * below))
-        part = rows / below - 1
-        return [
-            Cell(**{k: x + part * (getattr(b, k) - x) for k, x in vars(a).items()})
-            for a, b in zip(few, many, strict=True)
-        ]
+        return self.dry(tensor, factored)(self.run, self._rows(rows))
 
     @_remembered
     def made(self, tensor: int, factored: bool, remat: bool, gnets: int) -> list[tuple[frozenset[int], Weights]]:
@@ -279,7 +265,7 @@ class Model:
                 kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
                 graph = 2 * _SINES * factors / gnets * (share if gnets == 1 else 1.0)
                 again = remat and t.is_formable(self.pnet)
-                weights = Weights(0.0, 0.0, kept + graph, kept + graph) if again else Weights(kept, graph)
+                weights = Weights(transient=kept + graph) if again else Weights(kept, graph)
             made.append((self._places[t.name], weights._replace(operations=flops[i] * share)))
         return made
 
@@ -288,12 +274,12 @@ class Model:
         """The parameters that some cells use, taken together; `how` they are kept as for `made`."""
         used = [w for places, w in self.made(*how) if places & cells]
         total = Weights(*map(sum, zip(*used, strict=True))) if used else Weights()
-        return total._replace(largest=max((w.largest for w in used), default=0.0))
+        return total._replace(peak=max((w.transient for w in used), default=0.0))
 
     @_remembered
     def stages(self, n: int) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]]:
         """First block of each stage and the number of blocks; cells of each stage, the ends' with the outermost."""
-        starts = (0, len(self.blocks)) if self._chain is None else balanced_stages(self._chain.flops, n)
+        starts = balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
         ends = [0, *starts[1:-1], len(self.blocks) + 1]
         return starts, tuple(frozenset(range(a + (a > 0), b + 1)) for a, b in pairwise(ends))
 
@@ -314,29 +300,28 @@ class Model:
         n, remat = sum(map(len, mine)), layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))
         how = t, factored, remat, gnets
-        rows = math.ceil(math.ceil(self.rows / (sizes["data"] * gnets)) / m)
+        rows = math.ceil(self.rows / (sizes["data"] * gnets * m))
         starts, of_stage = self.stages(n)
         cells = self.stage_costs(t, factored, rows, n)
-        hidden = 0.0
-        if self._chain is not None:  # The most between two stages.
-            inputs = [self._chain.inputs[start] for start in starts[1:-1]]
-            hidden = max((math.prod(s) * d.itemsize * rows / _TRACED_ROWS for s, d in inputs), default=0.0)
+        inputs = [self._chain.inputs[start] for start in starts[1:-1]]
+        # The most between two stages.
+        hidden = max((math.prod(s) * d.itemsize * rows / _TRACED_ROWS for s, d in inputs), default=0.0)
         parts = []
         for rank, own in enumerate(mine):
-            live = in_flight(layout.schedule, rank, p, m, n // p) if layout.schedule else ((1,),)
+            live = in_flight(layout.order, rank, p, m, n // p)
             flights = [list(zip(of, (cells[s] for s in own), strict=True)) for of in live]
             saved, formed = max((sum(k * c.saved for k, c in f), sum(k * c.formed for k, c in f)) for f in flights)
-            ends = sum((s > 0) + (s < n - 1) for s in own) if p > 1 else 0
-            passing = 2 * m * ends * hidden + max(cells[s].largest for s in own)
+            ends = sum((s > 0) + (s < n - 1) for s in own)
+            buffers = 2 * m * ends * hidden + max(cells[s].largest for s in own)
             used = self.weights(frozenset().union(*(of_stage[s] for s in own)), *how)
-            parts.append(self._memory(layout, used.bytes + used.largest + formed, used.graph, saved, passing))
+            parts.append(self._memory(layout, used.bytes + used.peak + formed, used.graph, saved, buffers))
         of_weights = [self.weights(of, *how) for of in of_stage]
         return Footprint(
             max(parts, key=lambda part: sum(part.values())),
             self._sent(layout, mine, of_stage, cells, hidden),
             cells,
             [w.operations / gnets for w in of_weights],
-            [w.bytes + w.passing for w in of_weights],
+            [w.bytes + w.transient for w in of_weights],
             hidden,
         )
 
@@ -354,7 +339,7 @@ class Model:
         return split, replicated + self._trained, sum(t.numel for t in self.plan.direct) - self._trained
 
     def _memory(
-        self, layout: RankLayout, weights: float, graph: float, saved: float, passing: float
+        self, layout: RankLayout, weights: float, graph: float, saved: float, buffers: float
     ) -> dict[str, float]:
         item, (split, replicated, frozen) = self.plan.dtype.itemsize, self.genome(layout.sizes["gnets"])
         trained = item * (split + replicated)
@@ -362,7 +347,7 @@ class Model:
         once = layout.microbatches == 1 and layout.schedule is None
         # Elsewhere the genome's come when activations have gone; with the most activations in flight, those of the
         # weights are there in 1F1B and with microbatches alone, not in schedules that peak before they go back.
-        gradients = weights if layout.schedule in (None, "1f1b") else 0.0
+        gradients = weights if layout.order == "1f1b" else 0.0
         flat = trained if once and math.prod(layout.sizes.values()) > 1 else 0.0
         return {
             "weights": weights + graph,
@@ -370,7 +355,7 @@ class Model:
             "optimizer": self.states * trained,
             "gradients": trained + max(0.0, weights - saved) if once else max(gradients, trained),
             "activations": saved,
-            "buffers": self.plan.buffer_bytes + flat + passing,
+            "buffers": self.plan.buffer_bytes + flat + buffers,
         }
 
     def _sent(
@@ -383,30 +368,27 @@ class Model:
     ) -> dict[str, float]:
         """Most bytes that a rank sends in a step, by axis."""
         sizes, m, item = layout.sizes, layout.microbatches, self.plan.dtype.itemsize
-        world, gnets, placement = math.prod(sizes.values()), sizes["gnets"], cast(Any, layout.placement)
+        world, gnets = math.prod(sizes.values()), sizes["gnets"]
         split, replicated, _ = self.genome(gnets)
         ends = [sum((s + d not in own) and 0 <= s + d < len(cells) for s in own for d in (-1, 1)) for own in mine]
+        # Gathers of tiles or factors, and of their gradients.
+        used = {frozenset().union(*(of_stage[s] for s in own)) for own in mine}
+        gathers = [sent for cells in used for sent in self._gathers(gnets, layout.placement, cells)]
+        times = 2 if layout.remat == "layer" else 1
+        # Numbers that the loss function returns and running statistics are averaged too.
+        averaged = [b for b in self.plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
+        numbers = replicated + 3 + self.dry(1, self.lazy is not False).aux + sum(math.prod(b.shape) for b in averaged)
         sent = {
             "tensor": m * max(sum(cells[s].sent + cells[s].sent_back for s in own) for own in mine),
             "pipeline": m * hidden * max(ends),
+            "gnets": max(times * out + back for out, back in gathers),
+            "replicas": all_reduce_bytes(split * item, world // gnets),
+            "world": all_reduce_bytes(numbers * item, world),
         }
-        if gnets > 1:
-            used = [frozenset().union(*(of_stage[s] for s in own)) for own in mine]
-            times = 2 if layout.remat == "layer" else 1
-            # Gathers of tiles or factors, and of their gradients.
-            gathers = [g for cells in set(used) for g in self._gathers(gnets, placement, cells)]
-            sent |= {"gnets": max(times * out + back for out, back in gathers)}
-            sent |= {"replicas": all_reduce_bytes(split * item, world // gnets)}
-        if world > 1:
-            aux = self.dry(1, self.lazy is not False).aux
-            # Buffers are averaged too.
-            kept = [b for b in self.plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
-            numbers = replicated + 3 + aux + sum(math.prod(b.shape) for b in kept)
-            sent["world"] = all_reduce_bytes(numbers * item, world)
         return {axis: n for axis, n in sent.items() if n}
 
     @_remembered
-    def _gathers(self, gnets: int, placement: Any, cells: frozenset[int]) -> list[tuple[int, int]]:
+    def _gathers(self, gnets: int, placement: Placement, cells: frozenset[int]) -> list[tuple[int, int]]:
         """Bytes that each rank sends to gather what some cells use, and for their gradients."""
         tensors = self.plan.tensors
         names = {e.name for e in self.plan.ensembles for s in e.spans if self._places[tensors[s.tensor].name] & cells}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -121,21 +122,16 @@ def pad_vocabulary(pnet: nn.Module, ranks: int) -> nn.Module:
             module.weight, module.out_features = rows(module.weight), padded
             if module.bias is not None:
                 module.bias = rows(module.bias)
-    net.register_forward_hook(_NoProbability(words))
+    net.register_forward_hook(partial(_no_probability, words))
     return net
 
 
-class _NoProbability:
-    """Sets the logits of words beyond a vocabulary to minus infinity."""
-
-    def __init__(self, words: int) -> None:
-        self.words = words
-
-    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
-        logits: Tensor = out if isinstance(out, Tensor) else out.logits
-        beyond = torch.arange(logits.shape[-1], device=logits.device) >= self.words
-        masked = logits.masked_fill(beyond, -math.inf)
-        if isinstance(out, Tensor):
-            return masked
-        out.logits = masked
-        return out
+def _no_probability(words: int, module: nn.Module, args: Any, out: Any) -> Any:
+    """Set the logits of words beyond a vocabulary to minus infinity: a hook."""
+    logits: Tensor = out if isinstance(out, Tensor) else out.logits
+    beyond = torch.arange(logits.shape[-1], device=logits.device) >= words
+    masked = logits.masked_fill(beyond, -math.inf)
+    if isinstance(out, Tensor):
+        return masked
+    out.logits = masked
+    return out

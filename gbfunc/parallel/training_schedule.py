@@ -8,6 +8,7 @@ keeps longer than it must. Entries are named `activation[layer, microbatch]` (th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gbfunc.parallel.pipeline_order import SCHEDULES, Action, PipelineOrder, pipeline_order, stage_ranks
@@ -44,17 +45,12 @@ class ScheduleCosts(NamedTuple):
     genome: float = 512 * 512 / 32
     genome_optimizer: float = 512 * 512 / 32
 
-    @classmethod
-    def nothing(cls) -> ScheduleCosts:
-        """Costs of zero."""
-        return cls._make([0.0] * len(cls._fields))
-
 
 class Recipe(NamedTuple):
     """In what schedules differ."""
 
-    # Of a pipeline; `"once"`: forward and backward of all microbatches together; `"each"`: one by one
-    order: PipelineOrder | Literal["once", "each"]
+    order: PipelineOrder = "1f1b"  # Of microbatches, on one rank one by one
+    together: bool = False  # Whether all microbatches pass at once
     data_parallel: bool = False  # Whether the ranks have a microbatch each, and are not just the stages of a pipeline
     # Where weights are sharded, which layers a rank helps to gather when they are needed: those of its stage, or all,
     # as each is sharded over the ranks of all stages
@@ -68,15 +64,15 @@ class Recipe(NamedTuple):
 
 
 RECIPES: Mapping[ScheduleKind, Recipe] = {
-    "basic": Recipe("once"),
-    "accumulation": Recipe("each"),
-    "ddp": Recipe("once", True, keeps_ends=True),
-    "sharded": Recipe("once", True, "stage", keeps_ends=True),
-    "fsdp": Recipe("once", True, "stage", scatters=True),
-    "pipeline": Recipe("once", keeps_ends=True),
+    "basic": Recipe(together=True),
+    "accumulation": Recipe(),
+    "ddp": Recipe(data_parallel=True, keeps_ends=True),
+    "sharded": Recipe(data_parallel=True, gathers="stage", keeps_ends=True),
+    "fsdp": Recipe(data_parallel=True, gathers="stage", scatters=True),
+    "pipeline": Recipe(together=True, keeps_ends=True),
     "gpipe": Recipe("gpipe", sums=False, keeps_ends=True),
-    "pipeline_fsdp": Recipe("once", True, "all", scatters=True, keeps_ends=True),
-    "1f1b": Recipe("1f1b"),
+    "pipeline_fsdp": Recipe(data_parallel=True, gathers="all", scatters=True, keeps_ends=True),
+    "1f1b": Recipe(),
     "interleaved": Recipe("interleaved"),
     "zbv": Recipe("zbv"),
 }
@@ -129,30 +125,27 @@ def make_schedule(
             raise ValueError(f"{kind!r} expects one microbatch per rank, got {microbatches=}")
         if ranks % depth:
             raise ValueError(f"{kind!r} expects ranks in multiples of its {depth} layers, got {ranks}")
-    order = recipe.order if recipe.order not in ("once", "each") else "1f1b"
-    virtual = virtual if kind == "interleaved" else SCHEDULES[order][1]
-    stages = stage_ranks(order, depth, virtual)
+    virtual = virtual if kind == "interleaved" else SCHEDULES[recipe.order][1]
+    stages = stage_ranks(recipe.order, depth, virtual)
     if layers % len(stages):
         raise ValueError(f"{kind!r} expects layers in multiples of its {len(stages)} stages, got {layers}")
     for name, cost in costs._asdict().items():
         expected = layers + (name == "activation")
         if isinstance(cost, Sequence) and len(cost) != expected:
             raise ValueError(f"expected one number or {expected} for {name} of {layers} layers, got {len(cost)}")
-    programs = []
+    together, programs = microbatches if recipe.together else 1, list[_Program]()
     for rank in range(ranks):
-        place = rank % depth
-        actions = [Action("F", place, 0), Action("B", place, 0)]
-        if recipe.order != "once":
-            actions = pipeline_order(order, place, depth, microbatches, virtual)
-        elif recipe.gathers == "all" and weights == "stored":
+        program = _Program(recipe, weights, costs, layers // len(stages), together, stages, rank, ranks)
+        actions = pipeline_order(recipe.order, program.place, depth, microbatches // together, virtual)
+        if recipe.gathers == "all" and weights == "stored":
             # All ranks take part in gathering and reducing every layer, between their messages.
             actions = [Action("F", s, 0) for s in range(depth)] + [Action("B", s, 0) for s in reversed(range(depth))]
-        together = microbatches if recipe.order == "once" else 1
-        programs.append(_Program(recipe, weights, costs, layers // len(stages), together, stages, rank, ranks))
-        programs[-1].run(actions)
+        program.run(actions)
+        programs.append(program)
     return Schedule([program.events for program in programs], [program.stored for program in programs])
 
 
+@dataclass
 class _Program:
     """The events of one rank, and what it stores from the beginning.
 
@@ -160,34 +153,33 @@ class _Program:
     ranks of each stage.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        weights: WeightSource,
-        costs: ScheduleCosts,
-        each: int,
-        together: int,
-        stages: tuple[int, ...],
-        rank: int,
-        ranks: int,
-    ) -> None:
-        self.recipe, self.costs, self.each, self.together, self.stages = recipe, costs, each, together, stages
-        self.layers, self.rank, self.place = each * len(stages), rank, rank % (max(stages) + 1)
-        self.generated, self.again = weights != "stored", weights == "remat"
-        self.sharded = recipe.gathers is not None and not self.generated
-        self.world = tuple(range(ranks))
+    recipe: Recipe
+    source: WeightSource
+    costs: ScheduleCosts
+    each: int
+    together: int
+    stages: tuple[int, ...]
+    rank: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        depth = max(self.stages) + 1
+        self.place, self.layers = self.rank % depth, self.each * len(self.stages)
+        self.generated = self.source != "stored"
+        self.sharded = self.recipe.gathers is not None and not self.generated
+        self.world = tuple(range(self.ranks))
         # Those that have the same layers, or, where every rank stores a part of every layer, all.
-        every = self.sharded and recipe.gathers == "all"
-        self.group = self.world if every else self.world[self.place :: max(stages) + 1]
+        every = self.sharded and self.recipe.gathers == "all"
+        self.group = self.world if every else self.world[self.place :: depth]
         self.made: set[int] = set()
-        mine = [n for stage, place in enumerate(stages) if place == self.place for n in self.of(stage)]
+        mine = [n for stage, place in enumerate(self.stages) if place == self.place for n in self.of(stage)]
         # Names of each layer's gradients.
         self.gradients: dict[int, dict[str, None]] = {n: {} for n in mine}
         self.events: list[Event] = []
         if self.generated:
-            self.stored = {"genome": costs.genome, "genome optimizer": costs.genome_optimizer}
+            self.stored = {"genome": self.costs.genome, "genome optimizer": self.costs.genome_optimizer}
         else:
-            kinds = {"shard" if self.sharded else "weight": costs.weight, "optimizer": costs.optimizer}
+            kinds = {"shard" if self.sharded else "weight": self.costs.weight, "optimizer": self.costs.optimizer}
             parts = len(self.group) if self.sharded else 1
             kept = range(self.layers) if every else mine
             self.stored = {f"{kind}[{n}]": _at(size, n) / parts for n in kept for kind, size in kinds.items()}
@@ -199,10 +191,10 @@ class _Program:
     def run(self, actions: Sequence[Action]) -> None:
         for action in actions:
             self.do(*action)
+        if self.source == "generated":
+            for layer in reversed(self.gradients):
+                self.generate_backward(layer, also=(f"weight[{layer}]",))
         if self.generated:
-            if not self.again:
-                for layer in reversed(self.gradients):
-                    self.generate_backward(layer, also=(f"weight[{layer}]",))
             if len(self.world) > 1:
                 self.emit("all_reduce", ranks=self.world, tag="dgenome")
             self.emit("update", frees=("dgenome",))
@@ -239,8 +231,7 @@ class _Program:
 
     def layer_backward(self, layer: int, i: int, op: str) -> None:
         """Backward of a layer, or a half of it, and what is done with the gradient of its weight."""
-        stores: dict[str, float] = {}
-        frees: tuple[str, ...] = ()
+        stores, frees = dict[str, float](), tuple[str, ...]()
         if op in "BI":
             stores |= self.activation(layer, i, "d") if layer or self.recipe.keeps_ends else {}
             frees += self.passing(layer)
@@ -256,7 +247,7 @@ class _Program:
         self.emit(kinds[op], layer, i, stores=stores, frees=tuple(name for name in frees if name not in late))
         if scatters:
             self.reduce_scatter(layer, i, late)
-        elif self.again and op != "I":
+        elif self.source == "remat" and op != "I":
             self.generate_backward(layer, i)
 
     def reduce_scatter(self, layer: int, i: int, frees: tuple[str, ...] = ()) -> None:
@@ -278,13 +269,13 @@ class _Program:
         weight = {name: _at(self.costs.weight, layer)}
         if self.sharded:
             self.emit("all_gather", layer, stores=weight, frees=() if keep else (name,), ranks=self.group, tag=name)
-        elif self.again or (self.generated and layer not in self.made):
-            self.made.add(layer)
+        elif self.generated and layer not in self.made:
+            self.made |= {layer} if self.source == "generated" else set()
             self.emit("generate", layer, i, stores=weight)
 
     def passing(self, layer: int) -> tuple[str, ...]:
         """The whole weight where it is there only while the layer is worked on."""
-        return (f"weight[{layer}]",) if self.sharded or self.again else ()
+        return (f"weight[{layer}]",) if self.sharded or self.source == "remat" else ()
 
     def activation(self, layer: int, i: int, gradient: str = "") -> dict[str, float]:
         """A layer's input, or its gradient."""

@@ -13,7 +13,7 @@ statistics become their means.
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from gbfunc.genome import check_genome
 from gbfunc.parallel import Layout, check_equal, make_layout, single_rank_mesh, stack_ranks, weighted_mean
 from gbfunc.plan import DTYPES, Stored
 from gbfunc.train.gradients import Objective
-from gbfunc.train.gradients.ranks import RANK_MIX
+from gbfunc.train.gradients.ranks import RANK_MIX, SAME_STATE
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
 from gbfunc.train.options import StepOptions
 from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state
@@ -33,18 +33,24 @@ _RANKS = "opt/ranks/"
 
 
 class LocalState(NamedTuple):
-    """The optimizer's state of a training with local steps, on a rank; in a whole state, `ranks` holds all ranks'.
+    """The optimizer's state of a training with local steps, on a rank.
 
     Attributes:
-        inner: of this rank's optimizer; None in a whole state.
-        rows: that this rank has counted since the round began, float64; None in a whole state.
+        inner: of this rank's optimizer.
+        rows: that this rank has counted since the round began, float64.
         start: the genome and running statistics when the round began, by flat name.
         outer: of the outer optimizer.
-        ranks: {}; in a whole state what differs between ranks, by flat name, [ranks, ...] each.
     """
 
-    inner: OptState | None
-    rows: Tensor | None
+    inner: OptState
+    rows: Tensor
+    start: Params
+    outer: OptState
+
+
+class WholeLocalState(NamedTuple):
+    """That of all ranks: `start` and `outer` are as of each, `ranks` has the rest, by flat name, [ranks, ...] each."""
+
     start: Params
     outer: OptState
     ranks: Params
@@ -92,20 +98,19 @@ class LocalTrainStep(TrainStep):
             ValueError: as for a step of one process, for ranks that differ in what must be equal, and for no rows.
         """
         checked_state(gnet_params)
-        local = gnet_params.opt
-        if not isinstance(local, LocalState) or local.ranks:
-            what = "a whole state" if isinstance(local, LocalState) else "a state of a step without local_steps"
+        if not isinstance(gnet_params.opt, LocalState):
+            whole = isinstance(gnet_params.opt, WholeLocalState)
+            what = "a whole state" if whole else "a state of a step without local_steps"
             raise ValueError(f"{what} becomes this rank's part by train_step.shard(state)")
         rows = n_rows(batch) if self.mesh.world > 1 else None
         if rows == 0:
             raise ValueError(f"rank {self.mesh.rank} has no row of the batch: local steps need one on every rank")
         state = self._begun(gnet_params)
-        start, local = int(state.step), cast(LocalState, state.opt)
+        start, local = int(state.step), state.opt
         self._check(state, start)
         own = (int(state.seed) + RANK_MIX * self.mesh.shard) % 2**63
         seed = torch.tensor(own, dtype=torch.int64, device="cpu")
         new, info = self._inner(state._replace(opt=local.inner, seed=seed), batch)
-        assert local.rows is not None
         counted = local.rows + (1 if rows is None else rows) * info.finite.to(local.rows)
         state = new._replace(opt=local._replace(inner=new.opt, rows=counted), seed=state.seed)
         return self._stepped(state) if (start + 1) % self._length == 0 else state, info
@@ -118,17 +123,16 @@ class LocalTrainStep(TrainStep):
         """
         check_genome(self.plan, state)
         whole = state.opt
-        if not isinstance(whole, LocalState):
+        if isinstance(whole, LocalState):
+            return state
+        if not isinstance(whole, WholeLocalState):
             outer = self._outer.init({k: flat_genome(state)[k] for k in self._trained}, self._roles)
             rows = torch.zeros((), dtype=torch.float64, device=next(iter(flat_genome(state).values())).device)
-            return self._begun(state._replace(opt=LocalState(whole, rows, {}, outer, {})), anyway=True)
-        if not whole.ranks:
-            return state
+            return self._begun(state._replace(opt=LocalState(whole, rows, {}, outer)), anyway=True)
         mine = {name: x[self.mesh.rank].clone() for name, x in whole.ranks.items()}
         trained = {k: mine[k] for k in self._trained}
         opt = unflatten_tree(mine, self._optimizer.init(trained, self._roles), "opt/")
-        local = LocalState(opt, mine["rows"], whole.start, whole.outer, {})
-        return _with_leaves(state, mine)._replace(opt=local)
+        return _with_leaves(state, mine)._replace(opt=LocalState(opt, mine["rows"], whole.start, whole.outer))
 
     def gather(self, gnet_params: TrainState) -> TrainState:
         """The whole state, on every rank, with the mean of the ranks' genomes; all ranks must call.
@@ -140,7 +144,7 @@ class LocalTrainStep(TrainStep):
             CollectiveError: if a rank is missing.
         """
         check_genome(self.plan, gnet_params)
-        if not isinstance(gnet_params.opt, LocalState) or gnet_params.opt.ranks:
+        if not isinstance(gnet_params.opt, LocalState):
             raise ValueError("the state is not this rank's part: train_step.shard(state) makes it of a whole one")
         state = self._begun(gnet_params)
         local = state.opt
@@ -152,7 +156,7 @@ class LocalTrainStep(TrainStep):
             change = _change(first, x).to(torch.promote_types(x.dtype, torch.float32))
             parts = (rows / rows.sum().clamp(min=1)).to(change).reshape(-1, *(1,) * first.ndim)
             means[k] = first - (change * parts).sum(0).to(first.dtype)
-        return _with_leaves(state, means)._replace(opt=local._replace(inner=None, rows=None, ranks=ranks))
+        return _with_leaves(state, means)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
 
     def fitted(self, tensors: Params) -> Params:
         """A saved whole state's tensors, flat by name, for as many ranks as there are: rank r gets those of r mod n."""
@@ -177,14 +181,12 @@ class LocalTrainStep(TrainStep):
             return
         self._checked = True
         same = {**state.opt.start, "step": str(step), "seed": str(int(state.seed))}
-        what = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
-        check_equal(self.mesh, same | flatten_tree(state.opt.outer, "outer/"), what)
+        check_equal(self.mesh, same | flatten_tree(state.opt.outer, "outer/"), SAME_STATE)
 
     def _stepped(self, state: TrainState) -> TrainState:
         """The state after an exchange; that before the round where no rank had a finite step in it."""
-        named, local = _leaves(state), cast(LocalState, state.opt)
+        named, local = _leaves(state), state.opt
         start, outer, rows = local.start, local.outer, local.rows
-        assert rows is not None
         changes = [_change(start[k], named[k]) for k in self._exchanged]
         total, means = weighted_mean(self._layout, rows, changes)
         mean = dict(zip(self._exchanged, means, strict=True))

@@ -43,6 +43,12 @@ def run_blocks(net: Any, x: Any) -> list[Any]:
     return found
 
 
+def straight(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return net.head(x)
+
+
 def gate(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     outs = run_blocks(net, x)
     return net.head(outs[-1] * (outs[0] > 0))
@@ -177,6 +183,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "padding": (partial(Blocks, padding), next_token),
     "unet": (partial(Blocks, unet), next_token),
     "in place": (partial(Blocks, in_place), next_token),
+    "relu in place": (
+        partial(Blocks, straight, lambda: nn.Sequential(nn.ReLU(True), nn.Linear(WIDTH, WIDTH))),
+        next_token,
+    ),
     "tuples": (partial(Blocks, tuples, Routed), next_token),
     "loss of hidden": (partial(Blocks, hidden), of_hidden),
     "t5": (partial(hugging, "t5"), hugging_loss),

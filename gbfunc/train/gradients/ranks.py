@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 RANK_MIX = 0xBF58476D1CE4E5B9
 """An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of ranks."""
 
+SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
+
 
 class SplitLoss(GenomeLoss):
     """Loss and aux of a p-net whose layers are split over tensor ranks; other arguments are those of `GenomeLoss`."""
@@ -106,9 +108,8 @@ class RankObjective(Objective):
             rows = {"rows of the batch": str(n_rows(batch))}
             check_equal(mesh, rows, "tensor ranks must get the same batch", "tensor")
         same = {k: v for k, v in trained.items() if k not in split}
-        what = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
-        check_equal(mesh, {**same, "step": str(step), "seed": str(seed)}, what)
-        check_equal(mesh, {k: trained[k] for k in split}, what, "replicas")
+        check_equal(mesh, {**same, "step": str(step), "seed": str(seed)}, SAME_STATE)
+        check_equal(mesh, {k: trained[k] for k in split}, SAME_STATE, "replicas")
 
     def _share(self, batch: Any) -> tuple[Any, int, bool]:
         """This rank's rows, their number, and whether they count: zeros stand for an empty share."""
