@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gbfunc.plan.file_layout import COMPACT, FORMER_WORDS, WORDS, deflate, file_parts, inflate, stored_leaves
+from gbfunc.plan.file_layout import COMPACT, WORDS, deflate, file_parts, inflate, stored_leaves
 from gbfunc.plan.rounding import BITS, Codes, block_size, decode, encode, narrow_stats
 from gbfunc.plan.slots import DTYPES, dtype_name
 from gbfunc.plan.statistics import counters_of
@@ -207,7 +207,7 @@ class Compact(NamedTuple):
         flags = body[0] if body else 0
         if flags & _RUNS:
             raise ValueError("it has runs of codes, which format 3 has not")
-        return Compact._of(flags, body[1:], FORMER_WORDS)
+        return Compact._of(flags, body[1:], WORDS[3])
 
     @staticmethod
     def _of(flags: int, rest: bytes, words: bytes) -> Compact:
