@@ -100,7 +100,7 @@ def pack_with_steps(document: str, plan: Any, leaves: TensorMap, steps: Steps) -
 
 
 def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
-    coded = {part.leaf for part in parts_of(plan) if statistics or not part.statistic}
+    coded = {part.leaf for part in parts_of(plan, statistics)}
     coded |= {*counters_of(plan)} if statistics else set()
     # Of a dtype of codes only running statistics are changed.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)

@@ -81,7 +81,7 @@ _WORDS_2, _MORE_3, _MORE_4, *_DOCUMENTS = files("gbfunc.plan").joinpath("words.t
 _TEXTS = {2: _WORDS_2, 3: _MORE_3 + _WORDS_2, 4: _MORE_3 + _WORDS_2 + _MORE_4}
 _TEXTS[5] = _TEXTS[4] + "\n".join(_DOCUMENTS)
 WORDS: Mapping[int, bytes] = MappingProxyType({number: text.encode() for number, text in _TEXTS.items()})
-"""Frequent text, which packed plans refer to, by the number of a format: in format 5 whole documents of usual trainings.
+"""Frequent text that packed plans refer to, by the number of a format: in format 5 whole documents of usual trainings.
 
 Nothing of it may change, or older files cannot be read; deflate looks 32 kB back.
 """
