@@ -150,15 +150,11 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def draw(
-    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float] = {}
-) -> Params:
-    """Normal leaves, tile by tile from one generator, of deviation `stds[name]` or else their `std`; zeros for 0."""
+def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
+    """Normal leaves of deviation `std`, tile by tile from one generator."""
     # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
-    return {
-        name: normal((n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape), generator) * stds.get(name, leaf.std)
-        for name, leaf in leaves.items()
-    }
+    counts = {"tile": n_tiles, "group": n_groups}
+    return {name: normal((counts[leaf.scope], *leaf.shape), generator) * leaf.std for name, leaf in leaves.items()}
 
 
 def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from importlib.resources import files
 from types import MappingProxyType
 
-import torch
-
 from gbfunc.plan.rounding import stored_dtype
 from gbfunc.plan.serial import check_limits
 from gbfunc.plan.slots import DTYPES, dtype_name
@@ -49,12 +47,12 @@ def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> 
     return {name: x.to(dtypes[name]) for name, x in leaves.items() if dtypes[name] is not None}
 
 
-def file_parts(stored: TensorMap) -> dict[str, list[torch.Tensor]]:
-    """What the tensors of the file [n] join, by dtype: the leaves in the order of their names, flattened."""
-    parts: dict[str, list[torch.Tensor]] = {}
+def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
+    """Leaves in the order of a file: by the dtype that they are stored in, wider ones first, and then by name."""
+    names: dict[str, list[str]] = {dtype: [] for dtype in DTYPES}
     for name in sorted(stored):
-        parts.setdefault(dtype_name(stored[name].dtype), []).append(stored[name].reshape(-1))
-    return {dtype: parts[dtype] for dtype in DTYPES if dtype in parts}
+        names[dtype_name(stored[name].dtype)].append(name)
+    return {dtype: found for dtype, found in names.items() if found}
 
 
 def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
@@ -68,10 +66,10 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     metadata = {"format": FORMAT, **about, "plan": pack_plan(plan_json), "sha256": digest}
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for name, parts in file_parts(stored).items():
-        start, end = end, end + sum(x.nbytes for x in parts)
-        shape = [sum(x.numel() for x in parts)]
-        header[name] = {"dtype": _CODES[name], "shape": shape, "data_offsets": [start, end]}
+    for dtype, names in names_by_dtype(stored).items():
+        start, end = end, end + sum(stored[name].nbytes for name in names)
+        shape = [sum(stored[name].numel() for name in names)]
+        header[dtype] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text

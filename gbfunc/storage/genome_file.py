@@ -28,7 +28,7 @@ from gbfunc.plan.file_layout import (
     MAX_HEADER_BYTES,
     MAX_LEAVES,
     file_header,
-    file_parts,
+    names_by_dtype,
     stored_leaves,
     unpack_plan,
 )
@@ -92,7 +92,8 @@ def save(
     elif name in BITS:
         data, _ = compact.pack(text, flat, BITS[name])
     else:
-        tensors = {key: torch.cat(parts) for key, parts in file_parts(stored).items()}
+        by_dtype = names_by_dtype(stored).items()
+        tensors = {dtype: torch.cat([stored[k].reshape(-1) for k in names]) for dtype, names in by_dtype}
         header = file_header(text, flat, stored, _digest(text, tensors))
         data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)
@@ -223,18 +224,15 @@ class _Plain(NamedTuple):
         """The leaves of its plan; `ValueError` if it holds others."""
         expected = plan.leaves
         stored = stored_leaves(expected, self.dtype)
-        parts = file_parts(stored)
-        lengths = {key: [part.numel() for part in parts[key]] for key in parts}
-        specs = {key: TensorSpec((sum(lengths[key]),), DTYPES[key]) for key in parts}
+        names = names_by_dtype(stored)
+        lengths = {dtype: [stored[k].numel() for k in names[dtype]] for dtype in names}
+        specs = {dtype: TensorSpec((sum(lengths[dtype]),), DTYPES[dtype]) for dtype in names}
         compare_trees(specs, self.tensors, "its tensors are not those of its plan")
         if _digest(self.document, self.tensors) != self.digest:
             raise ValueError("its digest does not fit its content: the file is damaged")
-        pieces = {key: iter(self.tensors[key].split(lengths[key])) for key in parts}
-        return {
-            # A copy, so that no leaf keeps the memory of all others.
-            name: next(pieces[dtype_name(x.dtype)]).reshape(x.shape).to(expected[name].dtype, copy=True)
-            for name, x in sorted(stored.items())
-        }
+        pieces = {k: x for d in names for k, x in zip(names[d], self.tensors[d].split(lengths[d]), strict=True)}
+        # Copies, so that no leaf keeps the memory of all others.
+        return {k: x.reshape(expected[k].shape).to(expected[k].dtype, copy=True) for k, x in pieces.items()}
 
 
 def _digest(plan_json: str, tensors: TensorMap) -> str:
