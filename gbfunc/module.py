@@ -22,7 +22,7 @@ from gbfunc.base import BaseTensors
 from gbfunc.generate import Generator, make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.plan import Plan
-from gbfunc.pnet import RunnableNet, copy_of, keep_statistics, parameter_infos, skeleton_of
+from gbfunc.pnet import RunnableNet, copy_of, keep_statistics, skeleton_of
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Genome, GenomeLike, Lazy, Params
@@ -125,7 +125,7 @@ class GenomeModule(nn.Module):
         check_genome(plan, genome)
         self._frame = _Frame(plan, skeleton_of(pnet), plan.base_tensors(pnet), lazy)
         self._frame.freeze_statistics(self._frame.pnet)
-        frozen = {info.name for info in parameter_infos(pnet) if not info.tensor.requires_grad}
+        frozen = {name for name, x in pnet.named_parameters() if not x.requires_grad}
         persistent = {b.name: b.persistent for b in plan.buffers}
         gnets, direct = nn.Module(), nn.Module()
 
