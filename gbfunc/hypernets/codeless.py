@@ -108,12 +108,7 @@ class XOX(_Factored):
         """Expression of the row and column neurons [r, g], [c, g], rules [g, g], and a learned scale."""
         g = self.known_size
         genes = {"row_genes": Leaf((dims.rows, g), "code"), "col_genes": Leaf((dims.cols, g), "code")}
-        return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0)}
-
-    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Normal genes and rules, unit scale."""
-        drawn = super().init(dims, n_tiles, n_groups, generator)
-        return drawn | {"scale": torch.ones_like(drawn["scale"])}
+        return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0, mean=1.0)}
 
     def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
         """Factors [r, g] and [c, g]."""

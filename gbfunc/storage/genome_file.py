@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,47 +118,36 @@ def load(
         FileNotFoundError: if there is nothing at `path`.
         ValueError: if what is there is not a valid genome, saying what is wrong.
     """
-
-    def read() -> tuple[Plan, Params]:
-        held = _open(Path(path))
-        plan = Plan.from_json(held.document, tuple(factories))
-        _check_sizes(plan, max_pnet_bytes, held.held(plan.dtype))
-        flat = held.leaves(plan)
+    with _opened(path) as file:
+        plan = Plan.from_json(file.document, tuple(factories))
+        _check_sizes(plan, max_pnet_bytes, file.held(plan.dtype))
+        flat = file.leaves(plan)
         _check_values(flat, "it")
-        return plan, flat
-
-    plan, flat = _read(path, read)
     return plan, unflat_genome(plan, flat, {b.name: flat[f"{BUFFERS}{b.name}"] for b in plan.buffers})
 
 
 def load_metadata(path: str | os.PathLike[str]) -> Any:
     """The metadata of a genome's file, None where it has none; raises as `load`."""
-
-    def read() -> Any:
+    with _opened(path) as file:
         try:
-            return json.loads(_open(Path(path)).document).get("metadata")
+            return json.loads(file.document).get("metadata")
         except (AttributeError, RecursionError) as error:
             raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
-
-    return _read(path, read)
 
 
 def load_dtype(path: str | os.PathLike[str]) -> Stored | None:
     """What a file stores trained numbers in, as `dtype` of `save`; None for the plan's own. Raises as `load`."""
-
-    def read() -> Any:
-        held = _open(Path(path))
-        return held.stored(Plan.from_json) if isinstance(held, Compact) else held.dtype
-
-    return _read(path, read)
+    with _opened(path) as file:
+        return file.stored(Plan.from_json) if isinstance(file, Compact) else file.dtype
 
 
-def _read(path: str | os.PathLike[str], read: Callable[[], Any]) -> Any:
-    """What `read` gives; whatever is wrong with the file is a `ValueError`."""
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[Compact | _Plain]:
+    """What a file holds, with its document unpacked; whatever is wrong with it is a `ValueError`."""
     if not Path(path).exists():
         raise FileNotFoundError(f"no genome file at {os.fspath(path)!r}")
     try:
-        return read()
+        yield _open(Path(path))
     except (SafetensorError, ValueError, OSError, MemoryError, RuntimeError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {error}") from error
 
@@ -176,7 +166,6 @@ def _says_genome(metadata: Mapping[str, str] | None) -> bool:
 
 
 def _open(path: Path) -> Compact | _Plain:
-    """What a file holds, with its document unpacked."""
     if not path.is_file():
         raise ValueError("it is not a file")
     with path.open("rb") as file:
