@@ -42,11 +42,7 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 
 
 def check_genome(
-    plan: Plan,
-    genome: GenomeLike,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    *,
-    buffers: bool = True,
+    plan: Plan, genome: GenomeLike, shapes: Mapping[str, tuple[int, ...]] | None = None, *, buffers: bool = True
 ) -> None:
     """Compare names and shapes of a genome, or of one rank's part with these `shapes`, with its plan's.
 

@@ -41,11 +41,7 @@ from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 
 def save(
-    path: str | os.PathLike[str],
-    plan: Plan,
-    genome: GenomeLike,
-    dtype: Stored | None = None,
-    metadata: Any = None,
+    path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: Stored | None = None, metadata: Any = None
 ) -> int:
     """Write a genome with its plan: all that is needed to build the p-net's weights again.
 
