@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gbfunc.pnet import buffers_of, parameter_infos
+from gbfunc.pnet import buffers_of
 from gbfunc.types import Params
 
 _DIGEST_CHARS = 32
@@ -52,7 +52,7 @@ class BaseTensors:
 
     def __init__(self, pnet: nn.Module, new: Collection[str]) -> None:
         with torch.inference_mode(False):
-            params = {p.name: _shared(p.tensor.detach()) for p in parameter_infos(pnet) if p.name not in new}
+            params = {k: _shared(x.detach()) for k, x in pnet.named_parameters() if k not in new}
             originals = {k: pair for k, pair in buffers_of(pnet).items() if k not in new}
             buffers = {k: b.detach().clone() for k, (b, _) in originals.items()}
         self._saved = {k: saved for k, (_, saved) in originals.items()}
@@ -72,8 +72,8 @@ class BaseTensors:
     def on(self, device: torch.device) -> tuple[Params, Params]:
         """Parameters and buffers by name, on a device; they are copied there once."""
         if device not in self._on:
-            params, buffers = self._first
-            self._on[device] = _moved(params, device), _moved(buffers, device)
+            params, buffers = ({k: x.to(device) for k, x in tensors.items()} for tensors in self._first)
+            self._on[device] = params, buffers
         return self._on[device]
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
@@ -106,10 +106,6 @@ def _shared(x: Tensor) -> Tensor:
         return x
     storage = torch.from_dlpack(memory).untyped_storage()
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
-
-
-def _moved(tensors: Params, device: torch.device) -> Params:
-    return {k: x.to(device) for k, x in tensors.items()}
 
 
 def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:

@@ -347,10 +347,9 @@ def table(codes: Any) -> Encoding:
     if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "biuf":
         raise ValueError(f"a table of codes must be [n, k] of real numbers, got {array.shape} of {array.dtype}")
     wide = array.astype(np.float64)
-    if not (np.abs(wide) <= _MAX_BANDWIDTH).all():
-        raise ValueError(f"codes must be finite numbers, at most {_MAX_BANDWIDTH:g}")
     with np.errstate(over="ignore", invalid="ignore"):
-        dtype = next(name for name in _TABLE_DTYPES if (wide.astype(name).astype(np.float64) == wide).all())
+        exact = (name for name in _TABLE_DTYPES if (wide.astype(name).astype(np.float64) == wide).all())
+        dtype = next(exact, _TABLE_DTYPES[-1])
     data = base64.b64encode(wide.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()
     return Table((array.shape[0], array.shape[1]), dtype, data)
 

@@ -25,7 +25,6 @@ from gbfunc.hypernets.codeless import LowRank
 from gbfunc.hypernets.ensemble import Evaluation, dense_tiles
 from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Ensemble, Plan
-from gbfunc.pnet import buffers_of, parameter_infos
 from gbfunc.tiling import split_tiles
 from gbfunc.trees import flat_genome
 from gbfunc.types import Genome, GenomeLike, Params, TensorMap
@@ -217,8 +216,7 @@ def _tensors_of(plan: Plan, trained: nn.Module | TensorMap) -> Params:
     """The trained parameters and buffers that the plan is about, by name; raises as `fit_genome`."""
     if isinstance(trained, nn.Module):
         check_plan(plan, trained)
-        named = {info.name: info.tensor for info in parameter_infos(trained)}
-        trained = named | {name: buffer for name, (buffer, _) in buffers_of(trained).items()}
+        trained = dict(trained.named_parameters()) | dict(trained.named_buffers())
     elif not isinstance(trained, Mapping):
         raise TypeError(f"trained must be a module or tensors by name, got {type(trained).__name__}")
     shapes = {x.name: x.shape for x in (*plan.tensors, *plan.buffers)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, is_exporting
 from gbfunc.plan import Ensemble, Plan
-from gbfunc.pnet import ParameterInfo, buffers_of, check_pnet, parameter_infos
+from gbfunc.pnet import ParameterInfo, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
@@ -42,11 +42,7 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 
 
 def check_genome(
-    plan: Plan,
-    genome: GenomeLike,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    *,
-    buffers: bool = True,
+    plan: Plan, genome: GenomeLike, shapes: Mapping[str, tuple[int, ...]] | None = None, *, buffers: bool = True
 ) -> None:
     """Compare names and shapes of a genome, or of one rank's part with these `shapes`, with its plan's.
 
@@ -80,8 +76,7 @@ def check_genome(
 def check_plan(plan: Plan, pnet: nn.Module) -> None:
     """Raise `ValueError` if the plan was made for another p-net, naming what differs, or the p-net is wrapped."""
     check_pnet(pnet)
-    given = {o.name: tuple(o.tensor.shape) for o in parameter_infos(pnet)}
-    given |= {name: tuple(buffer.shape) for name, (buffer, _) in buffers_of(pnet).items()}
+    given = {name: tuple(x.shape) for name, x in (*pnet.named_parameters(), *pnet.named_buffers())}
     expected = {t.name: t.shape for t in plan.tensors} | {b.name: b.shape for b in plan.buffers}
     if plan.base is not None:
         given = {k: shape for k, shape in given.items() if k in expected}
@@ -118,7 +113,7 @@ def init_genome(
             a leaf that scales its tiles.
     """
     check_plan(plan, pnet)
-    buffers = {b.name: buffers_of(pnet)[b.name][0].detach() for b in plan.buffers}
+    buffers = {b.name: pnet.get_buffer(b.name).detach() for b in plan.buffers}
     if empty := [name for name, buffer in buffers.items() if buffer.is_meta]:
         raise ValueError(f"buffers {empty} of the p-net are on the meta device and have no values: give them some")
     infos = {info.name: info for info in parameter_infos(pnet)}

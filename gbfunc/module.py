@@ -22,7 +22,7 @@ from gbfunc.base import BaseTensors
 from gbfunc.generate import Generator, make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.plan import Plan
-from gbfunc.pnet import RunnableNet, copy_of, keep_statistics, parameter_infos, skeleton_of
+from gbfunc.pnet import RunnableNet, copy_of, keep_statistics, skeleton_of
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Genome, GenomeLike, Lazy, Params
@@ -54,24 +54,18 @@ class _Frame:
         return _Frame(self.plan, copy_of(self.pnet, memo), self.base, self.lazy)
 
 
-class _Place:
-    """A parameter or buffer of the genome in the module that holds it, by its names in the genome."""
-
-    def __init__(self, root: nn.Module, path: str, tensor: Tensor, persistent: bool | None = None) -> None:
-        *parents, self.attribute = path.split(".")
-        for name in parents:
-            if name not in root._modules:
-                root.add_module(name, nn.Module())
-            root = root.get_submodule(name)
-        self.holder = root
-        if persistent is None:
-            root.register_parameter(self.attribute, nn.Parameter(tensor, tensor.requires_grad))
-        else:
-            root.register_buffer(self.attribute, tensor, persistent)
-
-    @property
-    def tensor(self) -> Tensor:
-        return getattr(self.holder, self.attribute)
+def _register(root: nn.Module, path: str, tensor: Tensor, persistent: bool | None = None) -> tuple[nn.Module, str]:
+    """Register a parameter, or a buffer that is `persistent` or not, by its path: its module, and its name in that."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in root._modules:
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    if persistent is None:
+        root.register_parameter(name, nn.Parameter(tensor, tensor.requires_grad))
+    else:
+        root.register_buffer(name, tensor, persistent)
+    return root, name
 
 
 class GenomeModule(nn.Module):
@@ -125,21 +119,19 @@ class GenomeModule(nn.Module):
         check_genome(plan, genome)
         self._frame = _Frame(plan, skeleton_of(pnet), plan.base_tensors(pnet), lazy)
         self._frame.freeze_statistics(self._frame.pnet)
-        frozen = {info.name for info in parameter_infos(pnet) if not info.tensor.requires_grad}
+        frozen = {name for name, x in pnet.named_parameters() if not x.requires_grad}
         persistent = {b.name: b.persistent for b in plan.buffers}
-        gnets, direct = nn.Module(), nn.Module()
+        for part in ("gnets", "direct", "buffer"):
+            self.add_module(part, nn.Module())
 
-        def leaf(root: nn.Module, path: str, x: Tensor, trained: bool = True) -> _Place:
-            return _Place(root, path, x.detach().clone().requires_grad_(trained))
+        def leaf(path: str, x: Tensor, trained: bool = True) -> tuple[nn.Module, str]:
+            return _register(self, path, x.detach().clone().requires_grad_(trained))
 
         ensembles = genome.gnets.items()
-        self._leaves = {f"{GNET}{e}/{k}": leaf(gnets, f"{e}.{k}", x) for e, xs in ensembles for k, x in xs.items()}
-        self._leaves |= {f"{DIRECT}{k}": leaf(direct, k, x, k not in frozen) for k, x in genome.direct.items()}
-        self.add_module("gnets", gnets)
-        self.add_module("direct", direct)
-        self.add_module("buffer", nn.Module())
-        root = self.get_submodule("buffer")
-        self._kept = {k: _Place(root, k, x.detach().clone(), persistent[k]) for k, x in genome.buffers.items()}
+        self._leaves = {f"{GNET}{e}/{k}": leaf(f"gnets.{e}.{k}", x) for e, xs in ensembles for k, x in xs.items()}
+        self._leaves |= {f"{DIRECT}{k}": leaf(f"direct.{k}", x, k not in frozen) for k, x in genome.direct.items()}
+        copies = {k: x.detach().clone() for k, x in genome.buffers.items()}
+        self._kept = {k: _register(self, f"buffer.{k}", x, persistent[k]) for k, x in copies.items()}
         super().train(pnet.training)
         self._build()
 
@@ -182,13 +174,15 @@ class GenomeModule(nn.Module):
     def _on_weights(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the p-net on the weights that the genome generates now; buffers are those after it."""
         leaves, buffers = self._tensors()
-        weights = self._generator(leaves, self._noise(leaves))
+        draws = self.training and self.plan.stochastic
+        noise = _noise(self.plan, next(iter(leaves.values()))) if draws else None  # pyright: ignore[reportCallIssue]
+        weights = self._generator(leaves, noise)
         after = dict(buffers)
         out = call(weights, after, *args, **kwargs)
         for name, x in after.items():
             if x is not buffers[name]:
                 # Assigned, not changed in place, maybe with a graph, which must not live from call to call.
-                setattr(self._kept[name].holder, self._kept[name].attribute, x.detach())
+                setattr(*self._kept[name], x.detach())
         return out
 
     def train(self: Self, mode: bool = True) -> Self:
@@ -285,14 +279,8 @@ class GenomeModule(nn.Module):
 
     def _tensors(self) -> tuple[Params, Params]:
         """The genome's leaves, flat by name, and buffers as they are now."""
-        leaves, buffers = ({k: place.tensor for k, place in x.items()} for x in (self._leaves, self._kept))
+        leaves, buffers = ({k: getattr(*place) for k, place in x.items()} for x in (self._leaves, self._kept))
         return leaves, buffers
-
-    def _noise(self, leaves: Params) -> Noise | None:
-        """Noise for stochastic g-nets in training mode."""
-        if not self.training or not self.plan.stochastic:
-            return None
-        return _drawn(self.plan, next(iter(leaves.values())))
 
     def _build(self) -> None:
         """Make what is not kept in a copy or a pickle."""
@@ -338,12 +326,10 @@ class GenomeModule(nn.Module):
         self._build()
 
 
-def _draw(plan: Plan, like: Tensor) -> Noise:
-    """Noise from torch's default generator, which no graph can hold."""
+@torch.compiler.disable
+def _noise(plan: Plan, like: Tensor) -> Noise:
+    """Noise for stochastic g-nets from torch's default generator, which no graph can hold."""
     return sample_noise(plan, torch.default_generator, like)
-
-
-_drawn: Callable[[Plan, Tensor], Noise] = torch.compiler.disable(_draw)  # pyright: ignore[reportAssignmentType]
 
 
 def _holds_tensors(value: Any) -> bool:

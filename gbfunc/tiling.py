@@ -166,10 +166,7 @@ def split_tiles(matrix_RC: Tensor, grid: TileGrid) -> Tensor:
     """
     if tuple(matrix_RC.shape) != (grid.rows, grid.cols):
         raise ValueError(f"expected a matrix of {(grid.rows, grid.cols)}, got {tuple(matrix_RC.shape)}")
-    r, c = grid.tile_rows, grid.tile_cols
-    below, right = grid.n_rows * r - grid.rows, grid.n_cols * c - grid.cols
-    padded = torch.nn.functional.pad(matrix_RC, (0, right, 0, below))
-    return padded.reshape(grid.n_rows, r, grid.n_cols, c).transpose(1, 2).reshape(grid.n_tiles, r, c)
+    return split_stack(matrix_RC, grid)
 
 
 def join_tiles(tiles_Trc: Tensor, grid: TileGrid) -> Tensor:

@@ -25,6 +25,7 @@ class Leaf(NamedTuple):
         role: `"linear"` where the tile is (jointly) linear in it, so that `init` may rescale it; else `"code"`.
         scope: `"tile"`: each tile has one; `"group"`: the tiles of a group share it.
         std: standard deviation that it is drawn with.
+        mean: and its mean.
         gain: the leaf [H] of the same scope that multiplies what this one [..., H] makes, where there is one.
         codes: whose codes its rows [p, H] multiply, where they do.
         period: numbers that differ by it are the same, where there is one.
@@ -34,6 +35,7 @@ class Leaf(NamedTuple):
     role: Literal["code", "linear"]
     scope: Literal["tile", "group"] = "tile"
     std: float = 1.0
+    mean: float = 0.0
     gain: str | None = None
     codes: Literal["row", "col"] | None = None
     period: float | None = None
@@ -150,13 +152,12 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def draw(
-    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float] = {}
-) -> Params:
-    """Normal leaves, tile by tile from one generator, of deviation `stds[name]` or else their `std`; zeros for 0."""
+def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
+    """Normal leaves, tile by tile from one generator."""
     # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
+    counts = {"tile": n_tiles, "group": n_groups}
     return {
-        name: normal((n_tiles if leaf.scope == "tile" else n_groups, *leaf.shape), generator) * stds.get(name, leaf.std)
+        name: normal((counts[leaf.scope], *leaf.shape), generator) * leaf.std + leaf.mean
         for name, leaf in leaves.items()
     }
 

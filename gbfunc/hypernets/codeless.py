@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf, Sized
-from gbfunc.tiling import TileGrid
-from gbfunc.types import Factors, Kernel, Params, TileDims
+from gbfunc.types import Factors, Params, TileDims
 
 _MAX = torch.finfo(torch.float32).max
 
@@ -48,10 +47,6 @@ class Constant(Hypernet):
     def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:
         """The constant tile [r, c]."""
         return row_rp.new_full((row_rp.shape[-2], col_cq.shape[-2]), self.value)
-
-    def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor:
-        """The constant matrix [R, C]."""
-        return row_Urp.new_full((grid.rows, grid.cols), self.value)
 
 
 @dataclass(frozen=True)
@@ -113,12 +108,7 @@ class XOX(_Factored):
         """Expression of the row and column neurons [r, g], [c, g], rules [g, g], and a learned scale."""
         g = self.known_size
         genes = {"row_genes": Leaf((dims.rows, g), "code"), "col_genes": Leaf((dims.cols, g), "code")}
-        return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0)}
-
-    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Normal genes and rules, unit scale."""
-        drawn = super().init(dims, n_tiles, n_groups, generator)
-        return drawn | {"scale": torch.ones_like(drawn["scale"])}
+        return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0, mean=1.0)}
 
     def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
         """Factors [r, g] and [c, g]."""

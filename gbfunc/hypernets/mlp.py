@@ -32,6 +32,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 """Activations of an MLP g-net."""
 
 _INITIAL_LOG_SIGMA = -3.0
+"""Every weight's deviation starts at 5 % of that of the weights."""
 
 
 def _he(inputs: int) -> float:
@@ -163,14 +164,8 @@ class Stochastic(GNet):
     stochastic: ClassVar[bool] = True
 
     def _head(self, width: int) -> dict[str, Leaf]:
-        return super()._head(width) | {"log_sigma_weight": Leaf((width,), "code"), "log_sigma_bias": Leaf((), "code")}
-
-    def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """As `GNet.init`; every weight's deviation starts at exp(-3), 5 % of that of the weights."""
-        drawn = super().init(dims, n_tiles, n_groups, generator)
-        drawn["log_sigma_weight"] = torch.zeros_like(drawn["log_sigma_weight"])
-        drawn["log_sigma_bias"] = torch.full_like(drawn["log_sigma_bias"], _INITIAL_LOG_SIGMA)
-        return drawn
+        weight, bias = Leaf((width,), "code", std=0.0), Leaf((), "code", std=0.0, mean=_INITIAL_LOG_SIGMA)
+        return super()._head(width) | {"log_sigma_weight": weight, "log_sigma_bias": bias}
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
         """One number for each weight."""

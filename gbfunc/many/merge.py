@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.pnet import buffers_of, parameter_infos, with_weights
+from gbfunc.pnet import with_weights
 from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Params
 
@@ -58,8 +58,7 @@ def merge_genomes(
         made = [generator(flat_genome(genome)) for genome in genomes]
     present: Params = {}
     if base is not None:
-        present |= {info.name: info.tensor.detach() for info in parameter_infos(pnet)}
-        present |= {name: buffer for name, (buffer, _) in buffers_of(pnet).items()}
+        present |= {name: x.detach() for name, x in (*pnet.named_parameters(), *pnet.named_buffers())}
     first = max(range(len(shares)), key=lambda i: shares[i])
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:

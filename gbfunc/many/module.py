@@ -60,8 +60,15 @@ class ManyGenomes(nn.Module):
         super().__init__()
         check_genomes(plan, genomes, pnet)
         self._plan, self._pnet, self.n_genomes, self._base = plan, pnet, len(genomes), plan.base_tensors(pnet)
-        tensors, forms, buffers = _all_tensors(plan, genomes, self._generator())
-        self._forms, self._keys, self._rows = forms, {"weights": [*tensors], "buffers": [*buffers]}, set[str]()
+        generator = self._generator()
+        with torch.no_grad():
+            served = [to_serve(plan, generator, generator(flat_genome(genome))) for genome in genomes]
+        # Names of the parameters that are factors.
+        self._forms = served[0][1].keys()
+        given = [weights | inputs for weights, _, inputs in served]
+        tensors = {k: [x[k] for x in given] for k in given[0]}
+        buffers = {b.name: [g.buffers[b.name].detach() for g in genomes] for b in plan.buffers}
+        self._keys, self._rows = {"weights": [*tensors], "buffers": [*buffers]}, set[str]()
         for i, (key, values) in enumerate((tensors | buffers).items()):
             shared = all(x is values[0] or torch.equal(x, values[0]) for x in values[1:])
             self._rows |= set() if shared else {key}
@@ -247,17 +254,6 @@ def _checked(out: Any, n_rows: int, one: bool = False) -> Any:
         if one and not isinstance(x, (Tensor, *PLAIN)):
             raise TypeError(f"{at} is a {type(x).__name__}, of one row: switch it off (a cache: use_cache=False)")
     return out
-
-
-def _all_tensors(
-    plan: Plan, genomes: Sequence[GenomeLike], generator: Generator
-) -> tuple[dict[str, list[Tensor]], Collection[str], dict[str, list[Tensor]]]:
-    """What the p-net takes, of every genome by name; names of the parameters that are factors; and buffers."""
-    with torch.no_grad():
-        made = [to_serve(plan, generator, generator(flat_genome(genome))) for genome in genomes]
-    given = [weights | inputs for weights, _, inputs in made]
-    buffers = {b.name: [g.buffers[b.name].detach() for g in genomes] for b in plan.buffers}
-    return {k: [x[k] for x in given] for k in given[0]}, made[0][1].keys(), buffers
 
 
 def _inside(name: str, path: str) -> bool:

@@ -78,15 +78,15 @@ class Watch:
 
     def _record(self, path: str, out: Any) -> None:
         self.running.pop()
-        kept = [(at, self._checked_rows(x)) for at, x in tree_leaves(out, "output")]
+        kept = []
+        for at, x in tree_leaves(out, "output"):
+            # Copies: the net may change its tensors in place.
+            if isinstance(x, Tensor):
+                batch = self._batch
+                x = x[batch.checked] if batch and x.shape[:1] == (len(batch.rows),) else x.clone()
+            kept.append((at, x))
         self.outputs[path, self._calls[path]] = kept
         self._calls[path] += 1
-
-    def _checked_rows(self, x: Any) -> Any:
-        """Copies: the net may change its tensors in place."""
-        if not isinstance(x, Tensor) or self._batch is None:
-            return x.clone() if isinstance(x, Tensor) else x
-        return x[self._batch.checked] if x.shape[:1] == (len(self._batch.rows),) else x.clone()
 
 
 class RowsTogether(TorchDispatchMode):

@@ -6,11 +6,11 @@ stored, and `file_layout` what stands where in the genome's file.
 
 from gbfunc.plan.allocation import allocate
 from gbfunc.plan.build import make_plan
-from gbfunc.plan.ensembles import Ensemble, TileSpan
+from gbfunc.plan.ensembles import Ensemble
 from gbfunc.plan.report import document, file_bytes, genome_file_bytes
 from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, stored_name
 from gbfunc.plan.serial import register
-from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
+from gbfunc.plan.slots import DTYPES, Slot, TensorPlan
 from gbfunc.plan.spec import Plan
 from gbfunc.plan.steps import AUTO, Steps, Stored, as_stored, bytes_each, check_steps, stored_as
 
@@ -18,9 +18,7 @@ __all__ = [
     "AUTO",
     "DTYPES",
     "STORED_DTYPES",
-    "BufferPlan",
     "Ensemble",
-    "TileSpan",
     "Plan",
     "Slot",
     "Steps",

@@ -9,7 +9,7 @@ import torch
 
 from gbfunc.plan.statistics import codable, coded, squares_of
 from gbfunc.plan.step_stream import part_bits
-from gbfunc.plan.steps import LARGEST, LEAST, MOST, OCTAVE, Seen, Steps, parts_in, quantise_part, shifts_of
+from gbfunc.plan.steps import LARGEST, LEAST, MOST, OCTAVE, Seen, Steps, parts_of, quantise_part, shifts_of
 from gbfunc.types import TensorMap
 
 _BALANCE = math.log(2) / 12
@@ -45,10 +45,9 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
 
 def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> tuple[Steps, float]:
     """Steps of which each, times the root mean square of the gradient, is about 2^log_noise, and their bits."""
-    indices: dict[str, list[int]] = {}
-    bits = 0.0
-    seen = Seen({}, {})
-    for part in parts_in(plan, codable(plan, leaves)):
+    parts = parts_of(plan, codable(plan, leaves))
+    seen, indices, bits = Seen({}, {}), [], 0.0
+    for part in parts:
         leaf = leaves[part.leaf]
         numbers = coded(part.leaf, leaf, seen.variances) if part.statistic else part.of(leaf)
         most = float(numbers.abs().max()) if leaf.numel() else 0.0
@@ -58,11 +57,9 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         if found is not None:
             shifts, alive = shifts_of(part, seen.gains, "cpu")
             # What the mean square would be, were all steps equal.
-            even = part.of(found).double() * torch.exp2(-shifts.double())
-            even = even if alive is None else even[alive.expand(even.shape)]
+            even = (part.of(found).double() * torch.exp2(-shifts.double()))[alive.expand(part.shape)]
             mean = float(even.mean()) if even.numel() else 0.0
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
-        index = max(LEAST, least, min(coarsest, index))
-        indices.setdefault(part.leaf, []).append(index)
-        bits += part_bits(quantise_part(part, leaf, index, seen)[0])
-    return Steps(tuple((name, tuple(of_parts)) for name, of_parts in indices.items())), bits
+        indices.append(max(LEAST, least, min(coarsest, index)))
+        bits += part_bits(quantise_part(part, leaf, indices[-1], seen)[0])
+    return Steps.of(parts, indices), bits

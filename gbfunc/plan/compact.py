@@ -6,7 +6,7 @@ Format 5 holds, one after the other:
     1 byte     bits of a code; plus 16 where running means are float16, and variances bfloat16; plus 32 for runs
     4 bytes    CRC-32 of the byte before and of all that follows
     document   the plan as JSON, and the metadata: one stream of raw deflate
-    plain      leaves that are not in codes, wider dtypes first, as `file_parts` joins them
+    plain      leaves that are not in codes, wider dtypes first, in the order of `names_by_dtype`
     runs       in one stream (`symbols`), of the leaves in codes, in the order of their names: exponents and mantissas
                of their scales (bfloat16), zero points, and the codes of each leaf around its zero points
 
@@ -37,9 +37,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gbfunc.plan.file_layout import COMPACT, FORMER_WORDS, WORDS, deflate, file_parts, inflate, stored_leaves
+from gbfunc.plan.file_layout import COMPACT, WORDS, deflate, inflate, names_by_dtype, stored_leaves
 from gbfunc.plan.rounding import BITS, Codes, block_size, decode, encode, narrow_stats
-from gbfunc.plan.slots import DTYPES, dtype_name
+from gbfunc.plan.slots import DTYPES
 from gbfunc.plan.statistics import counters_of
 from gbfunc.plan.step_stream import pack_steps, unpack_steps
 from gbfunc.plan.steps import EXPECTED_BITS, EXPECTED_PART_BITS, Steps, parts_of
@@ -100,7 +100,7 @@ def pack_with_steps(document: str, plan: Any, leaves: TensorMap, steps: Steps) -
 
 
 def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
-    coded = {part.leaf for part in parts_of(plan) if statistics or not part.statistic}
+    coded = {part.leaf for part in parts_of(plan, statistics)}
     coded |= {*counters_of(plan)} if statistics else set()
     # Of a dtype of codes only running statistics are changed.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
@@ -109,7 +109,8 @@ def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) 
 def _joined(
     document: str, plain: TensorMap, flag: int, codes: bytes, scales: float, costs: Mapping[str, Any]
 ) -> tuple[bytes, Sizes]:
-    text, numbers = deflate(document), b"".join(_bytes(x) for parts in file_parts(plain).values() for x in parts)
+    text = deflate(document)
+    numbers = b"".join(_bytes(plain[name]) for names in names_by_dtype(plain).values() for name in names)
     flags = bytes([flag])
     rest = text + numbers + codes
     head = MAGIC + flags + zlib.crc32(flags + rest).to_bytes(4, "little")
@@ -207,7 +208,7 @@ class Compact(NamedTuple):
         flags = body[0] if body else 0
         if flags & _RUNS:
             raise ValueError("it has runs of codes, which format 3 has not")
-        return Compact._of(flags, body[1:], FORMER_WORDS)
+        return Compact._of(flags, body[1:], WORDS[3])
 
     @staticmethod
     def _of(flags: int, rest: bytes, words: bytes) -> Compact:
@@ -224,46 +225,43 @@ class Compact(NamedTuple):
 
     def leaves(self, plan: Any) -> Params:
         """The leaves of its plan; `ValueError` if it holds others."""
-        return self._with_steps(plan) if self.bits == STEPS else self._in_blocks(plan.leaves)
+        expected, (plain, codes) = plan.leaves, self._split(plan)
+        at, flat = 0, {}
+        for dtype, names in names_by_dtype(plain).items():
+            for name in names:
+                end = at + plain[name].nbytes
+                flat[name] = _tensor(self.numbers[at:end], DTYPES[dtype])
+                at = end
+        if self.bits == STEPS:
+            flat |= unpack_steps(plan, codes, self._statistics)[0]
+        else:
+            coded = {name: expected[name] for name in sorted(expected.keys() - plain.keys())}
+            read = (self._read_runs if self.flags & _RUNS else self._read_symbols)(codes, [*coded.values()])
+            flat |= {name: decode(found, coded[name]) for name, found in zip(coded, read, strict=True)}
+        return {name: x.reshape(expected[name].shape).to(expected[name].dtype) for name, x in flat.items()}
 
     def stored(self, read_plan: Callable[[str], Any]) -> str | Steps:
         """What it stores trained numbers in, as `dtype` of `save`; raises as `leaves`."""
-        return self._unpacked(read_plan(self.document))[2] if self.bits == STEPS else f"int{self.bits}"
+        if self.bits != STEPS:
+            return f"int{self.bits}"
+        plan = read_plan(self.document)
+        return unpack_steps(plan, self._split(plan)[1], self._statistics)[1]
 
-    def _unpacked(self, plan: Any) -> tuple[Params, Params, Steps]:
-        """Leaves on the meta device that are as they are, and those in codes with steps."""
-        statistics = bool(self.flags & _STATISTICS)
-        plain = _beside_steps(plan, plan.leaves, bool(self.flags & _NARROW), statistics)
+    @property
+    def _statistics(self) -> bool:
+        return bool(self.flags & _STATISTICS)
+
+    def _split(self, plan: Any) -> tuple[Params, bytes]:
+        """The leaves that are not in codes, on the meta device, and the bytes of those that are."""
+        narrow = bool(self.flags & _NARROW)
+        if self.bits == STEPS:
+            plain = _beside_steps(plan, plan.leaves, narrow, self._statistics)
+        else:
+            plain = stored_leaves(plan.leaves, f"int{self.bits}", narrow)
         at = sum(x.nbytes for x in plain.values())
         if at > len(self.numbers):
             raise ValueError(f"it holds {len(self.numbers):,} bytes of numbers, expected {at:,} or more")
-        return plain, *unpack_steps(plan, self.numbers[at:], statistics)
-
-    def _with_steps(self, plan: Any) -> Params:
-        plain, made, _ = self._unpacked(plan)
-        flat = self._plain(plain, plan.leaves)
-        return flat | {k: x.reshape(plan.leaves[k].shape).to(plan.leaves[k].dtype) for k, x in made.items()}
-
-    def _in_blocks(self, expected: TensorMap) -> Params:
-        plain = stored_leaves(expected, f"int{self.bits}", bool(self.flags & _NARROW))
-        coded = {name: expected[name] for name in sorted(expected.keys() - plain.keys())}
-        start = sum(x.nbytes for x in plain.values())
-        if start > len(self.numbers):
-            raise ValueError(f"it holds {len(self.numbers):,} bytes of numbers, expected {start:,} or more")
-        flat = self._plain(plain, expected)
-        read = self._read_runs if self.flags & _RUNS else self._read_symbols
-        for (name, like), codes in zip(coded.items(), read(self.numbers[start:], list(coded.values())), strict=True):
-            flat[name] = decode(codes, like)
-        return flat
-
-    def _plain(self, plain: Params, expected: TensorMap) -> Params:
-        at, flat = 0, {}
-        for dtype in file_parts(plain):
-            for name in sorted(name for name, x in plain.items() if dtype_name(x.dtype) == dtype):
-                end = at + plain[name].nbytes
-                leaf = _tensor(self.numbers[at:end], DTYPES[dtype]).reshape(plain[name].shape)
-                flat[name], at = leaf.to(expected[name].dtype), end
-        return flat
+        return plain, self.numbers[at:]
 
     def _read_runs(self, data: bytes, coded: list[Tensor]) -> list[Codes]:
         counts = [_blocks(x) for x in coded]

@@ -16,7 +16,7 @@ from gbfunc.plan.rounding import BITS
 from gbfunc.plan.slots import BufferPlan, TensorPlan
 from gbfunc.plan.steps import AUTO, Steps, Stored, stored_as
 from gbfunc.trees import BUFFERS, DIRECT, GNET, compare_trees, stored_tensors
-from gbfunc.types import GenomeLike, TensorMap
+from gbfunc.types import GenomeLike
 
 PLAN, METADATA, SCALES, CONTAINER = "(plan)", "(metadata)", "(scales)", "(container)"
 _COLUMNS = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
@@ -67,7 +67,15 @@ def file_bytes(
     text, bare = document(plan, metadata), plan.to_json()
     owners, parts = _owners(plan), Counter[str]()
     if name == AUTO or name in BITS:
-        sizes = _sizes(text, plan, dtype if isinstance(dtype, Steps) else name, None if genome is None else leaves)
+        if name in BITS:
+            given = text, leaves, BITS[name]
+            sizes = compact.most_bytes(*given) if genome is None else compact.pack(*given)[1]
+        elif genome is None:
+            sizes = compact.expected_bytes(text, plan)
+        elif isinstance(dtype, Steps):
+            sizes = compact.pack_with_steps(text, plan, leaves, dtype)[1]
+        else:
+            raise ValueError(f"{AUTO!r} says nothing of steps: give those of gb.allocate_steps")
         packed = len(deflate(bare))
         parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: sizes.head}
         plain, codes = sizes.plain, [(SCALES, sizes.scales)]
@@ -89,18 +97,6 @@ def file_bytes(
         for owner, n in owners[leaf]:
             parts[owner] += size // max(1, numel) * n
     return dict(parts)
-
-
-def _sizes(text: str, plan: Any, stored: str | Steps, leaves: TensorMap | None) -> compact.Sizes:
-    """Of a file in codes: exact with leaves."""
-    if isinstance(stored, Steps) and leaves is not None:
-        return compact.pack_with_steps(text, plan, leaves, stored)[1]
-    if isinstance(stored, Steps) or stored == AUTO:
-        if leaves is not None:
-            raise ValueError(f"{AUTO!r} says nothing of steps: give those of gb.allocate_steps")
-        return compact.expected_bytes(text, plan)
-    bits = BITS[stored]
-    return compact.most_bytes(text, plan.leaves, bits) if leaves is None else compact.pack(text, leaves, bits)[1]
 
 
 def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:

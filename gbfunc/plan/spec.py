@@ -17,7 +17,6 @@ from gbfunc.plan.report import report
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan, dtype_name
 from gbfunc.plan.steps import Stored
-from gbfunc.pnet import parameter_infos
 from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import GenomeLike, Params
 
@@ -157,7 +156,7 @@ class Plan:
         given = tensors.describe()
         if given.digest != self.base.digest:
             named = "" if not self.base.name else f" {self.base.name!r} (revision {self.base.revision or 'unknown'})"
-            now = {info.name: dtype_name(info.tensor.dtype) for info in parameter_infos(pnet)}
+            now = {name: dtype_name(x.dtype) for name, x in pnet.named_parameters()}
             pairs = {(t.dtype, now.get(t.name, t.dtype)) for t in self.tensors if t.base}
             differing = [pair for pair in pairs if pair[0] != pair[1]]
             cure = "its weights must be those that the plan was made for"

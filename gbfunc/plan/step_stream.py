@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gbfunc.plan.statistics import counter_entries, counters_of, read_counters
 from gbfunc.plan.steps import (
@@ -18,8 +18,10 @@ from gbfunc.plan.steps import (
     Quantised,
     Seen,
     Steps,
+    by_leaf,
+    joined,
     limits_of,
-    parts_in,
+    parts_of,
     quantise,
     shifts_of,
     sizes_of,
@@ -28,24 +30,18 @@ from gbfunc.plan.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometr
 from gbfunc.types import Params, TensorMap
 
 
-class _Costs(NamedTuple):
-    """The width of a part's integers [n], those that are stored, and how much finer their steps are."""
-
-    width: int
-    bits: float
-    integers: NDArray[np.int64]
-    shifts: NDArray[np.int64]
-    alive: NDArray[np.bool_]
+def _stored(found: Quantised) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The integers [n] of a part that are stored, and how much finer their steps are [n]."""
+    live = found.live.numpy()
+    shifts = np.broadcast_to(found.shifts.numpy(), live.shape)
+    return found.integers.numpy().astype(np.int64)[live], shifts[live]
 
 
-def _costs(found: Quantised) -> _Costs:
-    """With the width that takes the fewest bits."""
-    shape = found.part.shape
-    alive = np.ones(shape, bool) if found.alive is None else np.broadcast_to(found.alive.numpy(), shape).copy()
-    integers = found.integers.numpy().astype(np.int64)[alive]
-    shifts = np.broadcast_to(found.shifts.numpy(), shape)[alive]
+def _width_and_bits(found: Quantised) -> tuple[int, float]:
+    """The width with which a part's integers take the fewest bits, and these."""
+    integers, shifts = _stored(found)
     if not integers.any():
-        return _Costs(NARROWEST, 0.0, integers, shifts, alive)
+        return NARROWEST, 0.0
     bits_W = np.zeros(len(_WIDTHS))
     for shift in np.unique(shifts):
         own_W = _bits(np.bincount(np.abs(integers[shifts == shift])))
@@ -53,10 +49,10 @@ def _costs(found: Quantised) -> _Costs:
     best = int(np.argmin(bits_W))
     width, bits = _WIDTHS[best], bits_W[best]
     if found.part.period is not None:
-        even = np.log2(2 * np.array(limits_of(found, torch.from_numpy(alive))) + 1).sum()
+        even = np.log2(2 * np.array(limits_of(found)) + 1).sum()
         if even < bits:
             width, bits = WIDEST, even
-    return _Costs(int(width), float(bits), integers, shifts, alive)
+    return int(width), float(bits)
 
 
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
@@ -87,33 +83,31 @@ def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
 
 def part_bits(found: Quantised) -> float:
     """Bits of the integers of a part on the CPU."""
-    return _costs(found).bits
+    return _width_and_bits(found)[1]
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
     """The stream of all parts, with the bits of steps and widths, and of each number of a leaf."""
     found = [one for one, _ in quantise(plan, leaves, steps)]
-    costs = [_costs(one) for one in found]
-    indices = {name: iter(of_parts) for name, of_parts in steps.indices}
-    entries = _header([next(indices[one.part.leaf]) for one in found], LEAST, MOST)
-    entries += _header([cost.width for cost in costs], NARROWEST, WIDEST)
-    head = _bits_of(entries).sum()
-    numbers: dict[str, list[NDArray[np.float64]]] = {}
-    for one, cost in zip(found, costs, strict=True):
-        own = _entries(one, cost)
-        bits = np.zeros(one.part.shape)
+    parts, widths = [one.part for one in found], [_width_and_bits(one)[0] for one in found]
+    entries = _header(steps.of_parts(parts), LEAST, MOST) + _header(widths, NARROWEST, WIDEST)
+    head, bits = _bits_of(entries).sum(), []
+    for one, width in zip(found, widths, strict=True):
+        own = [] if width == NARROWEST else list(map(_entry, _stored(one)[0].tolist(), _tables(one, width)))
+        of_part = np.zeros(one.part.shape)
         if own:
-            bits[cost.alive] = _bits_of(own)
-        numbers.setdefault(one.part.leaf, []).append(bits.reshape(-1))
+            of_part[one.live.numpy()] = _bits_of(own)
+        bits.append(of_part.reshape(-1))
         entries += own
+    numbers = {name: np.concatenate(of_parts) for name, of_parts in by_leaf(parts, bits).items()}
     counters = counters_of(plan) if steps.statistics else []
     for name, own in zip(counters, counter_entries(leaves[k] for k in counters), strict=True):
-        numbers[name] = [_bits_of(own).sum(keepdims=True)]
+        numbers[name] = _bits_of(own).sum(keepdims=True)
         entries += own
     pieces = -(-len(entries) // PIECE)
     if pieces > 0xFFFF:
         raise ValueError(f"{len(entries):,} numbers are too many for codes with steps of their own")
-    return pieces.to_bytes(2, "little") + join(entries), head, {k: np.concatenate(v) for k, v in numbers.items()}
+    return pieces.to_bytes(2, "little") + join(entries), head, numbers
 
 
 def _bits_of(entries: list[Entry]) -> NDArray[np.float64]:
@@ -121,9 +115,16 @@ def _bits_of(entries: list[Entry]) -> NDArray[np.float64]:
     return np.log2(of[:, 2]) - np.log2(of[:, 1])
 
 
-def _entry(integer: int, width: int, most: int) -> Entry:
-    reach, limits = geometric(width, most)
+def _entry(integer: int, table: tuple[int, list[int]]) -> Entry:
+    reach, limits = table
     return limits[integer + reach], limits[integer + reach + 1] - limits[integer + reach], limits[-1]
+
+
+def _tables(found: Quantised, width: int) -> Iterator[tuple[int, list[int]]]:
+    """What `geometric` gives for each integer of a part that is stored."""
+    if width == WIDEST:
+        return (geometric(WIDEST, most) for most in limits_of(found))
+    return (geometric(w, LARGEST) for w in _width_at(width, _stored(found)[1]).tolist())
 
 
 def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
@@ -133,55 +134,28 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
     width = int(_WIDTHS[np.argmin(_bits(counts))])
     span, spans = most - least + 1, WIDEST - NARROWEST + 1
     head = [(median - least, 1, span), (width - NARROWEST, 1, spans)]
-    return head + [_entry(n - median, width, LARGEST) for n in numbers]
-
-
-def _entries(found: Quantised, cost: _Costs) -> list[Entry]:
-    if cost.width == NARROWEST:
-        return []
-    integers = cost.integers.tolist()
-    if cost.width == WIDEST:
-        limits = limits_of(found, torch.from_numpy(cost.alive))
-        return [_entry(q, WIDEST, most) for q, most in zip(integers, limits, strict=True)]
-    widths = _width_at(cost.width, cost.shifts).tolist()
-    return [_entry(q, width, LARGEST) for q, width in zip(integers, widths, strict=True)]
+    return head + [_entry(n - median, geometric(width, LARGEST)) for n in numbers]
 
 
 def unpack_steps(plan: Any, data: bytes, statistics: bool) -> tuple[Params, Steps]:
     """The leaves in float32 that `pack_steps` packed, and their steps; `ValueError` for any other data."""
-    parts = parts_in(plan, statistics)
+    parts = parts_of(plan, statistics)
     reader = Reader(data[2:], PIECE * int.from_bytes(data[:2], "little"))
     indices = _read_header(reader, len(parts), LEAST, MOST)
     widths = _read_header(reader, len(parts), NARROWEST, WIDEST)
-    seen = Seen({}, {})
-    values: dict[str, list[Tensor]] = {}
+    seen, values = Seen({}, {}), []
     for part, index, width in zip(parts, indices, widths, strict=True):
         shifts, alive = shifts_of(part, seen.gains, "cpu")
-        steps = sizes_of(index, shifts)
-        integers = torch.zeros(part.shape)
-        found = Quantised(part, integers, steps, shifts, alive)
-        live = torch.ones(part.shape, dtype=torch.bool) if alive is None else alive.expand(part.shape)
+        found = Quantised(part, torch.zeros(part.shape), sizes_of(index, shifts), shifts, alive)
+        if width == WIDEST and part.period is None:
+            raise ValueError("its codes are of a width that only numbers with a period have")
         if width != NARROWEST:
-            integers[live] = torch.tensor(_read(reader, found, width, live), dtype=torch.float32)
-        values.setdefault(part.leaf, []).append(seen.add(part, integers, steps))
+            read = [reader.next(limits) - reach for reach, limits in _tables(found, width)]
+            found.integers[found.live] = torch.tensor(read, dtype=torch.float32)
+        values.append(seen.add(part, found.integers, found.steps))
     counters = read_counters(reader, counters_of(plan) if statistics else [])
     reader.close()
-    held: dict[str, list[int]] = {}
-    for part, index in zip(parts, indices, strict=True):
-        held.setdefault(part.leaf, []).append(index)
-    leaves = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in values.items()}
-    return leaves | counters, Steps(tuple((name, tuple(of_parts)) for name, of_parts in held.items()))
-
-
-def _read(reader: Reader, found: Quantised, width: int, live: Tensor) -> list[int]:
-    if width == WIDEST:
-        if found.part.period is None:
-            raise ValueError("its codes are of a width that only numbers with a period have")
-        tables = (geometric(WIDEST, most) for most in limits_of(found, live))
-    else:
-        shifts = found.shifts.expand(live.shape)[live].numpy()
-        tables = (geometric(w, LARGEST) for w in _width_at(width, shifts).tolist())
-    return [reader.next(limits) - reach for reach, limits in tables]
+    return joined(parts, values) | counters, Steps.of(parts, indices)
 
 
 def _read_header(reader: Reader, count: int, least: int, most: int) -> list[int]:

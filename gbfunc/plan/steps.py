@@ -19,10 +19,11 @@ Suffixes: T tiles, H features.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,13 +31,11 @@ from torch import Tensor
 
 from gbfunc.plan.rounding import BITS, STORED_DTYPES, StoredDtype, rounded, stored_name
 from gbfunc.plan.slots import DTYPES
-from gbfunc.plan.statistics import (
-    coded,
-    statistics_of,
-    uncoded,
-)
+from gbfunc.plan.statistics import coded, statistics_of, uncoded
 from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import Params, TensorMap
+
+V = TypeVar("V")
 
 AUTO = "auto"
 """In place of a dtype: in codes whose steps training finds."""
@@ -68,6 +67,16 @@ class Steps:
     def statistics(self) -> bool:
         """Whether running statistics are in codes."""
         return any(name.startswith(BUFFERS) for name, _ in self.indices)
+
+    def of_parts(self, parts: Sequence[Part]) -> list[int]:
+        """The index of each part."""
+        indices = {name: iter(of_leaf) for name, of_leaf in self.indices}
+        return [next(indices[part.leaf]) for part in parts]
+
+    @staticmethod
+    def of(parts: Sequence[Part], indices: Sequence[int], rate: float = 0.0) -> Steps:
+        """Undo `of_parts`."""
+        return Steps(tuple((name, tuple(of_leaf)) for name, of_leaf in by_leaf(parts, indices).items()), rate)
 
 
 Stored = StoredDtype | Steps
@@ -110,22 +119,40 @@ class Part(NamedTuple):
         return self.gain, self.first
 
 
+def by_leaf(parts: Sequence[Part], values: Sequence[V]) -> dict[str, list[V]]:
+    """A value of each part, by their leaves."""
+    found: dict[str, list[V]] = {}
+    for part, value in zip(parts, values, strict=True):
+        found.setdefault(part.leaf, []).append(value)
+    return found
+
+
+def joined(parts: Sequence[Part], values: Sequence[Tensor]) -> Params:
+    """Whole leaves, from those of their parts."""
+    return {k: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for k, pieces in by_leaf(parts, values).items()}
+
+
 class Quantised(NamedTuple):
     """A part in integers, their steps, in half octaves how much finer these are, and which integers are stored.
 
-    The last three are of a shape that broadcasts; None is all.
+    The last three are of a shape that broadcasts.
     """
 
     part: Part
     integers: Tensor
     steps: Tensor
     shifts: Tensor
-    alive: Tensor | None
+    alive: Tensor
+
+    @property
+    def live(self) -> Tensor:
+        """Which integers are stored, in the part's shape."""
+        return self.alive.expand(self.part.shape)
 
 
 @lru_cache(maxsize=16)
-def parts_of(plan: Any) -> tuple[Part, ...]:
-    """The parts of all trained leaves and statistics, those first on which others depend."""
+def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
+    """The parts of all trained leaves, and of statistics, those first on which others depend."""
     found = []
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():
@@ -138,12 +165,8 @@ def parts_of(plan: Any) -> tuple[Part, ...]:
     found += [Part(f"{DIRECT}{t.name}", 0, None, tuple(t.shape)) for t in floating]
     found.sort(key=lambda part: part.gain is not None)
     shapes = {f"{BUFFERS}{b.name}": tuple(b.shape) for b in plan.buffers}
-    return (*found, *(Part(name, 0, None, shapes[name], statistic=True) for name in statistics_of(plan)))
-
-
-def parts_in(plan: Any, statistics: bool) -> list[Part]:
-    """Those of them that have steps, with statistics or without."""
-    return [part for part in parts_of(plan) if statistics or not part.statistic]
+    found += [Part(name, 0, None, shapes[name], statistic=True) for name in statistics_of(plan) if statistics]
+    return tuple(found)
 
 
 def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
@@ -154,14 +177,14 @@ def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
     return tuple(round(math.log2(x)) if x > 0 else 0 for x in squares.mean(axis=(0, 1)).tolist())
 
 
-def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor | None]:
+def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor]:
     """Half octaves by which steps are finer, and what is alive, by the integers of the gains."""
     ndim = len(part.shape)
     shifts = torch.zeros((1,) * ndim, dtype=torch.long, device=device)
     if part.finer:
         shifts = shifts + torch.tensor(part.finer, device=device)[:, None]
     if part.gain is None:
-        return shifts, None
+        return shifts, torch.ones((1,) * ndim, dtype=torch.bool, device=device)
     gain_TH = gains[part.gain_key]
     shape = (part.shape[0], *(1,) * (ndim - 2), part.shape[-1])
     # Bits of the square: 2 log2 |gain|, rounded down, and 1.
@@ -184,9 +207,9 @@ def _limit(part: Part, steps: Tensor) -> Tensor:
     return (part.period / 2 / steps.double()).floor()
 
 
-def limits_of(found: Quantised, live: Tensor) -> list[int]:
+def limits_of(found: Quantised) -> list[int]:
     """The same of integers that are stored."""
-    return _limit(found.part, found.steps).clamp(max=LARGEST).expand(found.part.shape)[live].long().tolist()
+    return _limit(found.part, found.steps).clamp(max=LARGEST).expand(found.part.shape)[found.live].long().tolist()
 
 
 class Seen(NamedTuple):
@@ -221,18 +244,15 @@ def quantise_part(part: Part, leaf: Tensor, index: int, seen: Seen) -> tuple[Qua
 
 def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quantised, Tensor]]:
     """Every part in integers, and as it is read, on the leaves' device; of statistics those that are there."""
-    indices = {name: iter(of_parts) for name, of_parts in steps.indices}
+    parts = [part for part in parts_of(plan, steps.statistics) if part.leaf in leaves or not part.statistic]
     seen = Seen({}, {})
-    for part in parts_in(plan, steps.statistics):
-        if part.leaf in leaves or not part.statistic:
-            yield quantise_part(part, leaves[part.leaf], next(indices[part.leaf]), seen)
+    for part, index in zip(parts, steps.of_parts(parts), strict=True):
+        yield quantise_part(part, leaves[part.leaf], index, seen)
 
 
 def check_steps(plan: Any, steps: Steps) -> None:
     """Raise `ValueError` for steps of another plan."""
-    counts: dict[str, int] = {}
-    for part in parts_in(plan, steps.statistics):
-        counts[part.leaf] = counts.get(part.leaf, 0) + 1
+    counts = Counter(part.leaf for part in parts_of(plan, steps.statistics))
     if {name: len(indices) for name, indices in steps.indices} != counts:
         raise ValueError("the steps are those of another plan: expected what gb.allocate_steps gives for this one")
     if any(not LEAST <= i <= MOST for _, indices in steps.indices for i in indices):
@@ -249,13 +269,13 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
     """
     if not isinstance(stored, Steps):
         return rounded(leaves, stored), {}
-    made, values = dict(leaves), dict[str, list[Tensor]]()
-    found = list(quantise(plan, leaves, stored))
+    found = [*quantise(plan, leaves, stored)]
+    parts, values = [one.part for one, _ in found], []
     for (part, _, _, _, alive), value in found:
-        value = value if alive is None else torch.where(alive, value, part.of(leaves[part.leaf].detach()))
-        values.setdefault(part.leaf, []).append(value)
-    for name, pieces in values.items():
-        x, value = leaves[name], pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        values.append(value if part.gain is None else torch.where(alive, value, part.of(leaves[part.leaf].detach())))
+    made = dict(leaves)
+    for name, value in joined(parts, values).items():
+        x = leaves[name]
         # Straight through (Bengio et al., 2013): the value, with the gradient of the leaf.
         made[name] = value.reshape(x.shape).to(x.dtype) + (x - x.detach())
     trained = [one for one, _ in found if not one.part.statistic]
@@ -267,25 +287,21 @@ def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Pa
 
     Of amplitudes also that of the bits which their features take: one fewer for each number where they are half.
     """
-    gradients: dict[str, list[Tensor]] = {}
+    gradients: list[Tensor] = []
     owned: dict[tuple[str | None, int], Tensor | float] = {}
-    for part, _, steps, _, alive in found:
-        x = part.of(leaves[part.leaf].detach()).float()
-        live = torch.ones_like(x) if alive is None else alive.float().expand(x.shape)
-        slopes = torch.zeros_like(x)
-        if part.period is None and x.numel():
+    numbers = [one.part.of(leaves[one.part.leaf].detach()).float() for one in found]
+    for one, x in zip(found, numbers, strict=True):
+        live, slopes = one.live.float(), torch.zeros_like(x)
+        if one.part.period is None and x.numel():
             share = live / live.sum().clamp(min=1)
-            per = math.e / steps
+            per = math.e / one.steps
             slopes = ((per / (1 + per * (x.abs() * share).sum())) * share).sum() * live * x.sign()
-        gradients.setdefault(part.leaf, []).append(slopes)
-        if alive is not None:
+        gradients.append(slopes)
+        if one.part.gain is not None:
             numbers_TH = live.reshape(x.shape[0], -1, x.shape[-1]).sum(1)
-            owned[part.gain_key] = owned.get(part.gain_key, 0.0) + numbers_TH
-    for part, _, steps, _, _ in found:
-        if (part.leaf, part.first) in owned:
-            x = part.of(leaves[part.leaf].detach()).float()
-            at = [p.part.first for p in found if p.part.leaf == part.leaf].index(part.first)
-            slopes = owned[part.leaf, part.first] * x.sign() / (x.abs() + steps)
-            gradients[part.leaf][at] = gradients[part.leaf][at] + slopes
-    joined = {k: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for k, pieces in gradients.items()}
-    return {k: (x * (rate / math.log(2))).reshape(leaves[k].shape).to(leaves[k].dtype) for k, x in joined.items()}
+            owned[one.part.gain_key] = owned.get(one.part.gain_key, 0.0) + numbers_TH
+    for i, (one, x) in enumerate(zip(found, numbers, strict=True)):
+        if (of_features := owned.get((one.part.leaf, one.part.first))) is not None:
+            gradients[i] = gradients[i] + of_features * x.sign() / (x.abs() + one.steps)
+    whole = joined([one.part for one in found], gradients)
+    return {k: (x * (rate / math.log(2))).reshape(leaves[k].shape).to(leaves[k].dtype) for k, x in whole.items()}

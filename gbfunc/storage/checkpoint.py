@@ -27,7 +27,6 @@ from safetensors.torch import save as to_bytes
 from gbfunc.files import fcntl, remove_leftovers, replace_file
 from gbfunc.parallel import Mesh, from_rank_0, gather_objects, text_of
 from gbfunc.plan import Plan
-from gbfunc.storage.packing import EXTRA, pack, unpack
 from gbfunc.train import ROLES, TrainStep
 from gbfunc.trees import compare_trees, flatten_tree, unflatten_tree
 from gbfunc.types import JSON, Params
@@ -36,6 +35,7 @@ _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of `torch.optim` that say how an update is computed, not which."""
+_EXTRA, _TAG = "extra/", "$type"
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
 
@@ -104,7 +104,7 @@ class Checkpointer:
             return
         # A donated state is overwritten by the next step, and `extra` may be changed by the caller.
         tensors = {k: leaf.detach().to("cpu", copy=True).contiguous() for k, leaf in flatten_tree(state).items()}
-        packed = json.dumps(pack(dict(extra or {}), tensors))
+        packed = json.dumps(_pack(dict(extra or {}), tensors))
         training = json.dumps(describe_training(self._train_step.settings, int(state.step)))
         about = {"plan": self._plan, "training": training, "extra": packed}
         failure = self._pending and self._pending.exception()
@@ -243,7 +243,7 @@ def _restore(path: Path, train_step: TrainStep, flat: Params, check: Callable[[J
                 continue
             # A valid checkpoint that does not fit is no damage: to begin again in its folder would be a mistake.
             extra = _check_metadata(metadata, tensors, train_step.plan, check)
-            saved = {name: x for name, x in tensors.items() if not name.startswith(EXTRA)}
+            saved = {name: x for name, x in tensors.items() if not name.startswith(_EXTRA)}
             tensors = train_step.fitted(saved)
             compare_trees(flat, tensors, "it was saved with another optimizer or p-net")
             for name, leaf in flat.items():
@@ -264,7 +264,7 @@ def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check
     """The extra of an intact file; ValueError for one of another format or plan, or one that `check` refuses."""
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
-    extra = unpack(json.loads(metadata["extra"]), tensors)
+    extra = _unpack(json.loads(metadata["extra"]), tensors)
     check(extra)
     saved, expected = json.loads(metadata["plan"]), _plan_summary(plan)
     if saved["sha256"] != expected.pop("sha256"):
@@ -348,6 +348,40 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
     if not intact:
         raise ValueError("it is damaged: its digest does not fit its content")
     return metadata, tensors
+
+
+def _pack(x: Any, tensors: Params) -> Any:
+    """A value as JSON: its tensors go among `tensors`, and what JSON would change gets a tag."""
+    if isinstance(x, torch.Tensor):
+        name = f"{_EXTRA}{len(tensors)}"
+        tensors[name] = x.detach().to("cpu", copy=True).contiguous()
+        return {_TAG: "tensor", "of": name}
+    if isinstance(x, bytes):
+        return {_TAG: "bytes", "of": x.hex()}
+    if isinstance(x, Mapping):
+        if _TAG not in x and all(isinstance(k, str) for k in x):
+            return {k: _pack(v, tensors) for k, v in x.items()}
+        return {_TAG: "dict", "of": [[_pack(k, tensors), _pack(v, tensors)] for k, v in x.items()]}
+    if isinstance(x, tuple):
+        return {_TAG: "tuple", "of": [_pack(v, tensors) for v in x]}
+    return [_pack(v, tensors) for v in x] if isinstance(x, list) else x
+
+
+def _unpack(x: Any, tensors: Params) -> Any:
+    """Undo `_pack`."""
+    if isinstance(x, list):
+        return [_unpack(v, tensors) for v in x]
+    if not isinstance(x, dict):
+        return x
+    if (tag := x.get(_TAG)) is None:
+        return {k: _unpack(v, tensors) for k, v in x.items()}
+    of = x["of"]
+    if tag == "tensor":
+        return tensors[of]
+    if tag == "bytes":
+        return bytes.fromhex(of)
+    inside = _unpack(of, tensors)
+    return tuple(inside) if tag == "tuple" else dict(inside)
 
 
 def _entry(digest: str) -> bytes:

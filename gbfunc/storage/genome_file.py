@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from gbfunc.plan.file_layout import (
     MAX_HEADER_BYTES,
     MAX_LEAVES,
     file_header,
-    file_parts,
+    names_by_dtype,
     stored_leaves,
     unpack_plan,
 )
@@ -40,11 +41,7 @@ from gbfunc.types import Genome, GenomeLike, Params, TensorMap
 
 
 def save(
-    path: str | os.PathLike[str],
-    plan: Plan,
-    genome: GenomeLike,
-    dtype: Stored | None = None,
-    metadata: Any = None,
+    path: str | os.PathLike[str], plan: Plan, genome: GenomeLike, dtype: Stored | None = None, metadata: Any = None
 ) -> int:
     """Write a genome with its plan: all that is needed to build the p-net's weights again.
 
@@ -92,7 +89,8 @@ def save(
     elif name in BITS:
         data, _ = compact.pack(text, flat, BITS[name])
     else:
-        tensors = {key: torch.cat(parts) for key, parts in file_parts(stored).items()}
+        by_dtype = names_by_dtype(stored).items()
+        tensors = {dtype: torch.cat([stored[k].reshape(-1) for k in names]) for dtype, names in by_dtype}
         header = file_header(text, flat, stored, _digest(text, tensors))
         data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)
@@ -116,47 +114,36 @@ def load(
         FileNotFoundError: if there is nothing at `path`.
         ValueError: if what is there is not a valid genome, saying what is wrong.
     """
-
-    def read() -> tuple[Plan, Params]:
-        held = _open(Path(path))
-        plan = Plan.from_json(held.document, tuple(factories))
-        _check_sizes(plan, max_pnet_bytes, held.held(plan.dtype))
-        flat = held.leaves(plan)
+    with _opened(path) as file:
+        plan = Plan.from_json(file.document, tuple(factories))
+        _check_sizes(plan, max_pnet_bytes, file.held(plan.dtype))
+        flat = file.leaves(plan)
         _check_values(flat, "it")
-        return plan, flat
-
-    plan, flat = _read(path, read)
     return plan, unflat_genome(plan, flat, {b.name: flat[f"{BUFFERS}{b.name}"] for b in plan.buffers})
 
 
 def load_metadata(path: str | os.PathLike[str]) -> Any:
     """The metadata of a genome's file, None where it has none; raises as `load`."""
-
-    def read() -> Any:
+    with _opened(path) as file:
         try:
-            return json.loads(_open(Path(path)).document).get("metadata")
+            return json.loads(file.document).get("metadata")
         except (AttributeError, RecursionError) as error:
             raise ValueError(f"not a plan: {type(error).__name__}: {error}") from error
-
-    return _read(path, read)
 
 
 def load_dtype(path: str | os.PathLike[str]) -> Stored | None:
     """What a file stores trained numbers in, as `dtype` of `save`; None for the plan's own. Raises as `load`."""
-
-    def read() -> Any:
-        held = _open(Path(path))
-        return held.stored(Plan.from_json) if isinstance(held, Compact) else held.dtype
-
-    return _read(path, read)
+    with _opened(path) as file:
+        return file.stored(Plan.from_json) if isinstance(file, Compact) else file.dtype
 
 
-def _read(path: str | os.PathLike[str], read: Callable[[], Any]) -> Any:
-    """What `read` gives; whatever is wrong with the file is a `ValueError`."""
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[Compact | _Plain]:
+    """What a file holds, with its document unpacked; whatever is wrong with it is a `ValueError`."""
     if not Path(path).exists():
         raise FileNotFoundError(f"no genome file at {os.fspath(path)!r}")
     try:
-        return read()
+        yield _open(Path(path))
     except (SafetensorError, ValueError, OSError, MemoryError, RuntimeError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a valid genome: {error}") from error
 
@@ -175,7 +162,6 @@ def _says_genome(metadata: Mapping[str, str] | None) -> bool:
 
 
 def _open(path: Path) -> Compact | _Plain:
-    """What a file holds, with its document unpacked."""
     if not path.is_file():
         raise ValueError("it is not a file")
     with path.open("rb") as file:
@@ -223,18 +209,15 @@ class _Plain(NamedTuple):
         """The leaves of its plan; `ValueError` if it holds others."""
         expected = plan.leaves
         stored = stored_leaves(expected, self.dtype)
-        parts = file_parts(stored)
-        lengths = {key: [part.numel() for part in parts[key]] for key in parts}
-        specs = {key: TensorSpec((sum(lengths[key]),), DTYPES[key]) for key in parts}
+        names = names_by_dtype(stored)
+        lengths = {dtype: [stored[k].numel() for k in names[dtype]] for dtype in names}
+        specs = {dtype: TensorSpec((sum(lengths[dtype]),), DTYPES[dtype]) for dtype in names}
         compare_trees(specs, self.tensors, "its tensors are not those of its plan")
         if _digest(self.document, self.tensors) != self.digest:
             raise ValueError("its digest does not fit its content: the file is damaged")
-        pieces = {key: iter(self.tensors[key].split(lengths[key])) for key in parts}
-        return {
-            # A copy, so that no leaf keeps the memory of all others.
-            name: next(pieces[dtype_name(x.dtype)]).reshape(x.shape).to(expected[name].dtype, copy=True)
-            for name, x in sorted(stored.items())
-        }
+        pieces = {k: x for d in names for k, x in zip(names[d], self.tensors[d].split(lengths[d]), strict=True)}
+        # Copies, so that no leaf keeps the memory of all others.
+        return {k: x.reshape(expected[k].shape).to(expected[k].dtype, copy=True) for k, x in pieces.items()}
 
 
 def _digest(plan_json: str, tensors: TensorMap) -> str:

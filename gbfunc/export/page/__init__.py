@@ -18,7 +18,7 @@ from types import MappingProxyType
 from gbfunc.export.page.layers import Layer
 from gbfunc.plan import Plan
 from gbfunc.plan.compact import DIGEST_BYTES, EXPONENT, FORMATS, STEPS
-from gbfunc.plan.file_layout import _WORDS, FORMER_WORDS, WORDS
+from gbfunc.plan.file_layout import WORDS
 from gbfunc.plan.serial import VERSION
 from gbfunc.plan.statistics import LEAST_VARIANCE
 from gbfunc.plan.steps import LARGEST
@@ -82,8 +82,8 @@ def script(*names: str) -> str:
     constants = {
         "version": VERSION,
         "digest": DIGEST_BYTES,
-        "words": _WORDS.decode("ascii"),
-        "formerWords": FORMER_WORDS.decode("ascii"),
+        "words": WORDS[2].decode("ascii"),
+        "formerWords": WORDS[3].decode("ascii"),
         "compactWords": WORDS[4].decode("ascii"),
         "documents": base64.b64encode(_documents()).decode("ascii"),
         "magics": {magic.decode("ascii"): number for magic, number in FORMATS.items()},

@@ -112,25 +112,19 @@ def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Te
     return SA_HTb.permute(1, 2, 0), SB_HTc.permute(1, 2, 0)
 
 
-def _sums(g: Tensor, A: Tensor, B: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of the cotangent over active columns, active rows and whole tiles: [T, r, H], [T, c, H], [T]."""
-    if _is_small(A, B):
-        g_Trc = split_stack(g, grid).to(A.dtype)
-        return _active_sums(g_Trc, A, B), _active_sums(g_Trc.mT, B, A), g_Trc.sum((1, 2))
-    SA_TrH, SB_TcH = torch.zeros_like(A), torch.zeros_like(B)
-    db_T = SA_TrH.new_zeros(grid.n_tiles)
-    for t, i, rows, block in _blocks(grid, A.device):
-        g_Tbc = split_stack(g[rows], block).to(A.dtype)
-        SA_TrH[t, i], part_TcH = _block_sums(g_Tbc, A[t, i], B[t])
-        SB_TcH[t] += part_TcH
-        db_T[t] += g_Tbc.sum((1, 2))
-    return SA_TrH, SB_TcH, db_T
-
-
 def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
     """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
     A, B, v = (x.to(compute_dtype(g.dtype)) for x in (A, B, v))
-    SA_TrH, SB_TcH, db_T = _sums(g, A, B, grid)
+    if _is_small(A, B):
+        g_Trc = split_stack(g, grid).to(A.dtype)
+        SA_TrH, SB_TcH, db_T = _active_sums(g_Trc, A, B), _active_sums(g_Trc.mT, B, A), g_Trc.sum((1, 2))
+    else:
+        SA_TrH, SB_TcH, db_T = torch.zeros_like(A), torch.zeros_like(B), A.new_zeros(grid.n_tiles)
+        for t, i, rows, block in _blocks(grid, A.device):
+            g_Tbc = split_stack(g[rows], block).to(A.dtype)
+            SA_TrH[t, i], part_TcH = _block_sums(g_Tbc, A[t, i], B[t])
+            SB_TcH[t] += part_TcH
+            db_T[t] += g_Tbc.sum((1, 2))
     dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1)
     # In place: the sums are fresh, and as large as the inputs.
     return tuple(x.to(g.dtype) for x in (SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, db_T))

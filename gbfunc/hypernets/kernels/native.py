@@ -15,9 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -106,33 +107,28 @@ class Sides(NamedTuple):
     u: Tensor | None = None  # [T, H]
 
     def ready(self) -> Sides:
-        """The arrays as C++ reads them: contiguous, in float32 or float64."""
+        """The arrays as C++ reads them."""
         return Sides(*(x if x is None else _ready(x) for x in self))
 
-
-def _pointers(arrays: Iterable[Tensor | None]) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in arrays]
-
-
-class _CSides(ctypes.Structure):
-    """`Sides` in `relu.cpp`: the arrays, widths of the codes, and steps from the codes of a tile to the next."""
-
-    _fields_ = (("arrays", ctypes.c_void_p * 7), ("sizes", ctypes.c_int64 * 4))
-
-    def __init__(self, sides: Sides) -> None:
-        codes = [x for x in (sides.X, sides.Y) if x is not None]
+    def fields(self) -> array[int]:
+        """`Sides` in `relu.cpp`: the arrays, widths of the codes, and steps from the codes of a tile to the next."""
+        codes = [x for x in (self.X, self.Y) if x is not None]
         sizes = [x.shape[2] for x in codes] + [0 if len(x) == 1 else x[0].numel() for x in codes]
-        super().__init__((ctypes.c_void_p * 7)(*_pointers(sides)), (ctypes.c_int64 * 4)(*sizes))
+        return array("q", [*_addresses(self), *sizes, *[0] * (4 - len(sizes))])
 
 
-def _call(direction: str, grid: TileGrid, hidden: int, parts: int, dtype: torch.dtype, *arguments: Any) -> None:
+def _addresses(arrays: Iterable[Tensor | None]) -> list[int]:
+    return [0 if x is None else x.data_ptr() for x in arrays]
+
+
+def _call(direction: str, grid: TileGrid, hidden: int, parts: int, *arguments: Tensor | array[int]) -> None:
+    """Call the compiled program; the type of the first tensor says which."""
+    dtype = next(x.dtype for x in arguments if isinstance(x, Tensor))
+    sizes = array("q", (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden, parts))
+    places = [x.data_ptr() if isinstance(x, Tensor) else x.buffer_info()[0] for x in (*arguments, sizes)]
+    threads = min(torch.get_num_threads(), 1 + grid.numel * hidden // _THREAD_WORK)
     kind = {torch.float32: "f32", torch.float64: "f64"}[dtype]
-    sizes = (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden, parts)
-    getattr(library(), f"relu_{direction}_{kind}")(
-        *(x if isinstance(x, ctypes.c_void_p) else ctypes.byref(x) for x in arguments),
-        (ctypes.c_int64 * 6)(*sizes),
-        min(torch.get_num_threads(), 1 + grid.numel * hidden // _THREAD_WORK),
-    )
+    getattr(library(), f"relu_{direction}_{kind}")(*map(ctypes.c_void_p, places), threads)
 
 
 def _parts(grid: TileGrid) -> int:
@@ -149,7 +145,7 @@ def matrix(sides: Sides, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
     """Generate the matrix [R, C] of some tiles from their sides, v [T, H] and b [T]."""
     sides, v, b = sides.ready(), _ready(v), _ready(b)
     W_RC = v.new_empty(grid.rows, grid.cols)
-    _call("forward", grid, v.shape[1], _parts(grid), v.dtype, _CSides(sides), *_pointers((v, b, W_RC)))
+    _call("forward", grid, v.shape[1], _parts(grid), sides.fields(), v, b, W_RC)
     return W_RC
 
 
@@ -162,8 +158,7 @@ def matrix_gradients(g: Tensor, sides: Sides, v: Tensor, grid: TileGrid) -> dict
         name: x if x is None else torch.zeros_like(x) if name == "A" else x.new_zeros(parts, *x.shape)
         for name, x in learnt.items()
     }
-    pointers = (ctypes.c_void_p * len(d))(*_pointers(d.values()))
-    _call("backward", grid, v.shape[1], parts, v.dtype, *_pointers((g,)), _CSides(sides), *_pointers((v,)), pointers)
+    _call("backward", grid, v.shape[1], parts, g, sides.fields(), v, array("q", _addresses(d.values())))
     sums = {name: x for name, x in d.items() if x is not None}
     return {name: x if name == "A" else x.sum(0) if parts > 1 else x[0] for name, x in sums.items()}
 
