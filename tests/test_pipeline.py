@@ -145,6 +145,13 @@ def test_what_cannot_be_sent_is_refused_by_name(name: str) -> None:
         assert "in a pipeline" in result[name] and pipeline_cases.REFUSED[name][1] in result[name], result[name]
 
 
+def test_a_plain_value_of_a_block_that_changes_is_refused() -> None:
+    """Later stages know it from the trace alone."""
+    first, second = run_ranks(2, "pipeline_cases:change_a_plain_value", timeout=60)
+    assert "'blocks.0' must return in every microbatch what it did in the trace" in first, first
+    assert "rank 1 of 2" in second, second
+
+
 def test_rows_of_a_pipeline_are_divided_by_its_microbatches_or_none() -> None:
     pnet = language_model("gpt", 4).double()
     plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=10)

@@ -183,9 +183,11 @@ class Mesh:
 
     def __exit__(self, kind: object, *error: object) -> None:
         if _initialised() and self._began:
-            if kind is None:  # After an error the others may never come to a barrier.
-                self.barrier()
-            dist.destroy_process_group()
+            try:
+                if kind is None:  # After an error the others may never come to a barrier.
+                    self.barrier()
+            finally:
+                dist.destroy_process_group()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={n}" for name, n in self.sizes.items() if n > 1 or name in ("data", "gnets"))

@@ -53,6 +53,13 @@ class _StageEnd(StopForward):
     """The first unit of the next stage has been reached."""
 
 
+def _known(x: Any) -> Any:
+    """What a stage that does not run a unit takes for known of a leaf of its output: a plain value, or a shape."""
+    if isinstance(x, Output | Tensor):
+        return (*x.shape,), x.dtype
+    return x if isinstance(x, bool | int | float | complex | str | bytes) else None
+
+
 class _Stage(nn.Module):
     """A stage as torch's schedules run it: activations in, activations or the loss out, microbatch by microbatch."""
 
@@ -282,7 +289,7 @@ class Pipeline:
                 out = forward(*args, **kwargs)
             finally:
                 self._inside = False
-            self._keep(calls[0], out)
+            self._keep(calls[0], pytree.tree_leaves((args, kwargs)), out)
             return out
 
         return staged
@@ -300,8 +307,8 @@ class Pipeline:
                 leaves.append(leaf)
         return pytree.tree_unflatten(leaves, call.spec)
 
-    def _keep(self, call: UnitCall, out: Any) -> None:
-        """Keep what later stages need of an output."""
+    def _keep(self, call: UnitCall, given: list[Any], out: Any) -> None:
+        """Keep what later stages need of an output, and check what they know of it from the trace."""
         leaves, spec = pytree.tree_flatten(out)
         if spec != call.spec:
             raise ValueError(f"in a pipeline {call.name!r} must return {call.spec} as in the trace, got {spec}")
@@ -309,6 +316,12 @@ class Pipeline:
         for leaf, x in zip(call.leaves, leaves, strict=True):
             if isinstance(x, Absent) and not isinstance(leaf, Argument):
                 raise refuse(x.sources, f"{call.name!r} needs what its rank does not have")
+            known = _known(given[leaf.index] if isinstance(leaf, Argument) else leaf)
+            if known != _known(x):
+                raise ValueError(
+                    f"in a pipeline {call.name!r} must return in every microbatch what it did in the trace, from which "
+                    f"alone other stages know it: {known}, got {_known(x)}"
+                )
             if isinstance(leaf, Output) and leaf.source in needed:
                 # Neither what is changed in place later nor a view is sent itself.
                 copied = leaf.source in self.chain.changed or x._is_view()

@@ -121,6 +121,25 @@ def of_hidden(net: Callable[..., Any], tokens: Tensor) -> tuple[Tensor, dict[str
     return loss + near, {"near": near}
 
 
+class Counted(nn.Module):
+    """Gives the mean of the tokens, a plain number, beside the activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, float]:
+        return torch.tanh(self.line(x)), float(tokens.double().mean())
+
+
+def plain_value(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    means = []
+    for block in net.blocks:
+        x, mean = block(x, tokens)
+        means.append(mean)
+    return net.head(x * means[0])
+
+
 def branch(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     outs = run_blocks(net, x)
     return net.head(outs[-1] * 2 if bool(outs[0].sum() > 0) else outs[-1])
@@ -202,6 +221,16 @@ CASES: dict[str, Callable[[Mesh | None], Any]] = {
     for name, (make, loss_fn) in NETS.items()
     for schedule in (("gpipe", "1f1b", "interleaved", "zbv") if name in ("unet", "tuples") else ("gpipe",))
 }
+
+
+def change_a_plain_value(init_method: str) -> str:
+    """What this rank says when a block returns another number in the second microbatch."""
+    try:
+        with gb.mesh(pipeline=2, init_method=init_method, timeout=5 * PATIENCE) as mesh:
+            gradient(mesh, partial(Blocks, plain_value, Counted), next_token)
+    except (CollectiveError, ValueError) as error:
+        return str(error)
+    return "nothing"
 
 
 def before_fork(**arguments: Any) -> None:
