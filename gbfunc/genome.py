@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.hypernets.base import normal
-from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, is_exporting
+from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, is_exporting, joined
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, check_pnet, parameter_infos
-from gbfunc.tiling import TileGrid, join_tiles
+from gbfunc.tiling import TileGrid
 from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
 
@@ -239,7 +239,7 @@ class _Slot(NamedTuple):
 
     def matrix(self, leaves: Params) -> Tensor:
         """The whole matrix [R, C]."""
-        return join_tiles(dense_tiles(self.evaluation.filled(leaves, None).tiles()), self.grid)
+        return joined(self.evaluation.filled(leaves, None).tiles(), self.grid)
 
     def moments(self, leaves: Params, linear: Sequence[str] = ()) -> tuple[float, float, Params]:
         """Mean and deviation of the weights, and the slopes of the mean in some leaves in which they are linear.

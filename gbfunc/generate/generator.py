@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from gbfunc.genome import Noise, codes_of
-from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, is_exporting, with_factors
+from gbfunc.hypernets.ensemble import Evaluation, is_exporting, joined, with_factors
 from gbfunc.layers.forms import DenseWeight, Needs, Source, Target, WeightForm
 from gbfunc.plan import Ensemble
-from gbfunc.tiling import Cut, join_all, join_tiles
+from gbfunc.tiling import Cut, join_all
 from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Factors, Kernel, Params
 
@@ -40,8 +40,8 @@ class Made(NamedTuple):
 
     def matrix(self) -> Tensor:
         """The matrix [R, C], or the block of it that is cut out."""
-        value = self.value if isinstance(self.value, Tensor) else join_tiles(dense_tiles(self.value), self.cut.grid)
-        return self.cut.crop(value)
+        value = self.value
+        return self.cut.crop(value if isinstance(value, Tensor) else joined(value, self.cut.grid))
 
     def factors(self) -> Factors:
         """Factors [T, r, k] and [T, c, k] of its tiles."""

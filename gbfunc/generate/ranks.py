@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gbfunc.generate.generator import Generator, Local, Made, Stack
-from gbfunc.hypernets.ensemble import Evaluation, dense_tiles
+from gbfunc.hypernets.ensemble import Evaluation, joined
 from gbfunc.layers.forms import Needs, Source
 from gbfunc.parallel import Gather, Layout
 from gbfunc.plan import Ensemble
-from gbfunc.tiling import Cut, join_tiles
+from gbfunc.tiling import Cut
 from gbfunc.types import Factors, Kernel
 
 
@@ -28,7 +28,7 @@ class Remote(NamedTuple):
     def matrix(self) -> Tensor:
         """The matrix [R, C], or the block of it that is cut out."""
         cut = self.stack.cuts[self.number]
-        return cut.crop(join_tiles(dense_tiles(self._tiles()), cut.grid))
+        return cut.crop(joined(self._tiles(), cut.grid))
 
     def factors(self) -> Factors:
         """Factors of its tiles."""

@@ -113,8 +113,8 @@ class Evaluation(NamedTuple):
             matrix = own.hypernet.matrix(own._filled(own.n_tiles), own.row, own.col, grid, own.kernel)
             if matrix is not None and own.scale is None:
                 return matrix
-        tiles = dense_tiles(self.tiles())
-        return join_tiles(tiles if self.leaves else tiles.expand(grid.n_tiles, -1, -1), grid)
+        tiles = self.tiles()
+        return joined(tiles if self.leaves else dense_tiles(tiles).expand(grid.n_tiles, -1, -1), grid)
 
     def matrices(self, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
         """The matrices [R, C] that the tiles make, one grid after the other."""
@@ -184,9 +184,12 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:
     """Tiles as they are, factors multiplied out: [T, r, c]."""
-    if isinstance(tiles, Tensor):
-        return tiles
-    left, right = tiles
-    # One matrix product is faster than a batch of one, and backward of a view than that of an index.
-    single = len(left) == len(right) == 1
-    return (left.flatten(0, 1) @ right.flatten(0, 1).mT).unsqueeze(0) if single else left @ right.mT
+    return tiles if isinstance(tiles, Tensor) else tiles.left @ tiles.right.mT
+
+
+def joined(tiles: Tensor | Factors, grid: TileGrid) -> Tensor:
+    """The one matrix [R, C] of tiles, or of their factors."""
+    if isinstance(tiles, Factors) and (grid.tile_rows, grid.tile_cols) == (grid.rows, grid.cols):
+        # One matrix product is faster than a batch of one, and backward of a view than that of an index.
+        return tiles.left.flatten(0, 1) @ tiles.right.flatten(0, 1).mT
+    return join_tiles(dense_tiles(tiles), grid)

@@ -74,7 +74,7 @@ class FactoredWeight(WeightForm):
 
     def thin_linear(self, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor | None:
         """`x @ (L R^T)[rows].T + bias`; None where the dense weight is used."""
-        grid, left, right = self.grid, self.left, self.right
+        grid, left, right = self.grid, self.given["left"], self.given["right"]
         start, stop = rows.start or 0, grid.rows if rows.stop is None else rows.stop
         tiles = slice(start // grid.tile_rows, -(-stop // grid.tile_rows))
         # Rows that begin within a tile and end in another one are cut out of the dense weight.
