@@ -265,7 +265,7 @@ def right_or_refused(check: Callable[[], None]) -> bool:
     return True
 
 
-WAYS = [*MODES, "generate", "donate", "compile", "population", "module", "materialize", "many", "export"]
+WAYS = [*MODES, "generate", "donate", "compile", "population", "module", "materialize", "merge", "many", "export"]
 COMPILED = ("a forward that is a closure", "a custom function's backward", "a list")
 # An export has no backward.
 SLOW = {"compile": COMPILED, "export": COMPILED[::2]}
@@ -299,8 +299,9 @@ def test_what_is_reached_in_an_odd_way_is_right_or_refused(name: str, mode: str)
         elif mode == "export":
             program = torch.export.export(gb.GenomeModule(plan, pnet, state), (x,), strict=False)
             torch.testing.assert_close(program.module()(x).detach(), out, rtol=1e-9, atol=1e-9)
-        elif mode == "materialize":
-            found = gb.materialize(plan, state, pnet)(x)
+        elif mode in ("materialize", "merge"):
+            net = gb.merge_genomes(plan, [state], pnet) if mode == "merge" else gb.materialize(plan, state, pnet)
+            found = net(x)
             torch.testing.assert_close(found.detach(), out, rtol=1e-9, atol=1e-9)
             found.sum().backward()
         elif mode == "many":
