@@ -10,6 +10,7 @@ from gbfunc.parallel.exchange import (
     gather_state,
     reduce_step,
     shard_state,
+    taken_off,
     weighted_mean,
     zero_uncounted,
 )
@@ -22,5 +23,5 @@ from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
 __all__ = ["CollectiveError", "Gather", "Layout", "Mesh", "Placement", "Rows", "ScheduleCosts"]
 __all__ += ["all_gather", "check_equal", "choose_placement", "from_rank_0", "gather_objects", "gather_state"]
 __all__ += ["make_layout", "make_schedule", "mesh", "placement_cost", "reduce_scatter", "reduce_step"]
-__all__ += ["shard_state", "shares_of", "simulate", "single_rank_mesh", "stack_ranks", "sum_ranks", "text_of"]
-__all__ += ["weighted_mean", "zero_uncounted"]
+__all__ += ["shard_state", "shares_of", "simulate", "single_rank_mesh", "stack_ranks", "sum_ranks", "taken_off"]
+__all__ += ["text_of", "weighted_mean", "zero_uncounted"]

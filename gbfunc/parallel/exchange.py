@@ -154,9 +154,7 @@ def reduce_step(
     leaves, structure = optree.tree_flatten(aux)
     numbers = [_number(x) for x in leaves]
     replicated = [k for k in gradients if k not in split]
-    # What stays, infinities too, must stay bit for bit.
-    changes = [torch.where(x == buffers[k], torch.zeros_like(x), buffers[k] - x) for k, x in before.items()]
-    means = [loss, *(x for x in numbers if x is not None), *changes]
+    means = [loss, *(x for x in numbers if x is not None), *(taken_off(x, buffers[k]) for k, x in before.items())]
     weighted = [x.detach() * rows if rows else torch.zeros_like(x) for x in means]
     counted = [gradients[k] for k in replicated]
     n, square, *sums = _sum_flat(layout, [torch.tensor(float(rows)), square, *weighted, *counted], "world")
@@ -165,12 +163,17 @@ def reduce_step(
     reduced = iter([x / n.to(x.device) for x in sums])
     loss = next(reduced)
     mean_aux = [x if number is None else next(reduced) for x, number in zip(leaves, numbers, strict=True)]
-    buffers = buffers | {k: x + next(reduced) for k, x in before.items()}
+    buffers = buffers | {k: x - next(reduced) for k, x in before.items()}
     mean = {k: g / n.to(g) for k, g in split.items()} | dict(zip(replicated, reduced, strict=True))
     squares = [torch.linalg.vector_norm(mean[k]).square() for k in replicated]
     norm = (sum(squares, square.to(loss) / n.to(loss).square())).sqrt()
     aux = optree.tree_unflatten(structure, mean_aux)
     return loss, aux, {k: mean[k] for k in gradients}, buffers, norm
+
+
+def taken_off(before: Tensor, after: Tensor) -> Tensor:
+    """The difference, in which what stays, infinities too, stays bit for bit."""
+    return torch.where(after == before, torch.zeros_like(before), before - after)
 
 
 def _number(x: Any) -> Tensor | None:

@@ -91,19 +91,18 @@ class _Parcel:
     """What a stage gets of the ones before it, as one tensor [n], which has the gradients of all.
 
     Its dtype is the widest of the differentiable ones; the bytes of integers and masks are sent as they are. A single
-    value that nobody changes in place is sent in its own shape, without another copy.
+    value is sent in its own shape, without another copy.
 
     Args:
         values: outputs of units.
-        changed: sources that are changed in place.
     """
 
-    def __init__(self, values: Sequence[Output], changed: frozenset[Source]) -> None:
+    def __init__(self, values: Sequence[Output]) -> None:
         self.values = values
         self.sources = {value.source for value in values}
         dtypes = [value.dtype for value in values if _differentiable(value.dtype)]
         self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-        self.single = len(values) == 1 and dtypes == [self.dtype] and not self.sources & changed
+        self.single = len(values) == 1 and dtypes == [self.dtype]
         # Numbers that each takes.
         item = self.dtype.itemsize
         numbers = [(math.prod(shape), dtype) for _, shape, dtype in values]
@@ -130,19 +129,20 @@ class _Parcel:
                 data = x.detach().reshape(-1).contiguous().view(torch.uint8)
                 x = F.pad(data, (0, n * self.dtype.itemsize - len(data))).view(self.dtype)
             parts.append(x if self.single else x.reshape(-1).to(self.dtype))
-        # Of one part too: torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
         sent = parts[0] if self.single else torch.cat(parts)
+        # Torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
+        sent = sent.clone() if sent._is_view() else sent
         # A stage without trained tensors sends what nothing comes back to; torch's schedules ask for its gradient.
         return sent if sent.requires_grad else sent.detach().requires_grad_()
 
     def unpack(self, sent: Tensor) -> dict[Source, Tensor]:
-        """The values again: copies, since a module may change them in place."""
+        """The values again, some of them views."""
         if self.single:
             return {self.values[0].source: sent}
         found = {}
         for (source, shape, dtype), x in zip(self.values, sent.split(self.sizes), strict=True):
             if _differentiable(dtype):
-                found[source] = x.clone().reshape(shape).to(dtype)
+                found[source] = x.reshape(shape).to(dtype)
             else:
                 data = x.detach().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
                 found[source] = data.clone().view(dtype).reshape(shape)
@@ -213,7 +213,7 @@ class Pipeline:
                 self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
                 self.names = self._needed(self._pnet.named_parameters)
                 self.buffers = self._needed(self._pnet.named_buffers)
-            self.parcels = [_Parcel(self._crossing(stage), chain.changed) for stage in range(self.stages)]
+            self.parcels = [_Parcel(self._crossing(stage)) for stage in range(self.stages)]
             self._built[key] = chain, self.parcels, self._make_schedule()
         self.chain, self.parcels, self._schedule = self._built[key]
 
@@ -301,8 +301,10 @@ class Pipeline:
             if isinstance(leaf, Argument):
                 leaves.append(given[leaf.index])
             elif isinstance(leaf, Output):
-                x = self.values.get(leaf.source)
-                leaves.append(absent(leaf.shape, leaf.dtype, self._mesh.device, [leaf.source]) if x is None else x)
+                if (x := self.values.get(leaf.source)) is None:
+                    leaves.append(absent(leaf.shape, leaf.dtype, self._mesh.device, [leaf.source]))
+                else:
+                    leaves.append(self._kept(leaf.source, x))
             else:
                 leaves.append(leaf)
         return pytree.tree_unflatten(leaves, call.spec)
@@ -323,9 +325,11 @@ class Pipeline:
                     f"alone other stages know it: {known}, got {_known(x)}"
                 )
             if isinstance(leaf, Output) and leaf.source in needed:
-                # Neither what is changed in place later nor a view is sent itself.
-                copied = leaf.source in self.chain.changed or x._is_view()
-                self.values[leaf.source] = x.clone() if copied else x
+                self.values[leaf.source] = self._kept(leaf.source, x)
+
+    def _kept(self, source: Source, x: Tensor) -> Tensor:
+        """An output, or a copy where it is changed in place: every stage changes it, and sends it as it was."""
+        return x.clone() if source in self.chain.changed else x
 
     def fill(self, weights: Params, shapes: Mapping[str, tuple[int, ...]]) -> Params:
         """The weights of this rank's stages, and for all other parameters absent tensors, of `shapes` if not whole."""

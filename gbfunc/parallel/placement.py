@@ -173,14 +173,13 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
     flops = sum(map(operations, ensembles))
     if lazy and placement != "sharded":
         flops -= sum(map(products, ensembles))
-    if placement == "replicated" or gnets == 1:
-        return Cost(all_reduce_bytes(total * item, data * gnets), flops)
+    ranks, parts = data * gnets, 1 if placement == "replicated" else gnets  # Into how many the tiles are split
     factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
     sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
     here = sum(products(e) for e in ensembles if e.name in factored and not lazy)
     tiles = sum(math.prod(s) for e in ensembles for k, s in e.shapes.items() if e.leaves[k].scope == "tile")
-    genome = all_reduce_bytes(tiles / gnets * item, data) + all_reduce_bytes((total - tiles) * item, data * gnets)
-    return Cost(all_reduce_bytes(sent, gnets) + genome, (flops - here) / gnets + here)
+    genome = all_reduce_bytes(tiles / parts * item, ranks // parts) + all_reduce_bytes((total - tiles) * item, ranks)
+    return Cost(all_reduce_bytes(sent, parts) + genome, (flops - here) / parts + here)
 
 
 def choose_placement(

@@ -306,12 +306,13 @@ def _simulated(model: Model, device: DeviceSpec, planned: LayoutPlan) -> LayoutP
 def _stage_seconds(cost: Footprint, device: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
     """Of each stage: forward and backward of a microbatch, and one generation of its weights, both ways."""
     forward, backward, generate = list[float](), list[float](), list[float]()
-    for cell, flops, n_bytes in zip(cost.cells, cost.generation, cost.weights, strict=True):
+    for cell, made in zip(cost.cells, cost.weights, strict=True):
         work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
         wait = cell.messages * device.latency / 2
         forward.append(work + cell.sent / device.link + wait)
         backward.append(2 * work + cell.sent_back / device.link + wait)
-        generate.append(flops / device.flops + 6 * n_bytes / device.bandwidth)  # Weights are moved six times.
+        moved = 6 * (made.bytes + made.transient)  # Weights are moved six times.
+        generate.append(made.operations / device.flops + moved / device.bandwidth)
     return forward, backward, generate
 
 

@@ -66,8 +66,7 @@ class Footprint(NamedTuple):
     memory: Mapping[str, float]  # Bytes of the fullest rank, by part
     sent: Mapping[str, float]  # Most bytes of a rank in a step, by axis
     cells: Sequence[Cell]  # Of each stage, its costs for a microbatch
-    generation: Sequence[float]  # Of each stage, operations that make its weights and their gradients
-    weights: Sequence[float]  # Of each stage, their bytes
+    weights: Sequence[Weights]  # Of each stage
     hidden: float  # Bytes of the activations between stages, for a microbatch
 
 
@@ -151,8 +150,8 @@ class Model:
         for name in self.blocks:
             block, found = self.pnet.get_submodule(name), list[Any]()
             for key, module in block.named_modules():
-                plain = [(k, x) for k, x in vars(module).items() if isinstance(x, int | float | str | tuple)]
-                plain = sorted((k, x) for k, x in plain if not k.endswith(_NUMBERS))
+                named = ((k, x) for k, x in vars(module).items() if not k.endswith(_NUMBERS))
+                plain = sorted((k, x) for k, x in named if isinstance(x, int | float | str | tuple))
                 found.append((key, type(module), plain, id(styles.get(f"{name}.{key}" if key else name))))
             for key, p in block.named_parameters(remove_duplicate=False):
                 t = tensors[f"{name}.{key}"]
@@ -266,7 +265,7 @@ class Model:
                 graph = 2 * _SINES * factors / gnets * (share if gnets == 1 else 1.0)
                 again = remat and t.is_formable(self.pnet)
                 weights = Weights(transient=kept + graph) if again else Weights(kept, graph)
-            made.append((self._places[t.name], weights._replace(operations=flops[i] * share)))
+            made.append((self._places[t.name], weights._replace(operations=flops[i] * share / gnets)))
         return made
 
     @_remembered
@@ -315,13 +314,11 @@ class Model:
             buffers = 2 * m * ends * hidden + max(cells[s].largest for s in own)
             used = self.weights(frozenset().union(*(of_stage[s] for s in own)), *how)
             parts.append(self._memory(layout, used.bytes + used.peak + formed, used.graph, saved, buffers))
-        of_weights = [self.weights(of, *how) for of in of_stage]
         return Footprint(
             max(parts, key=lambda part: sum(part.values())),
             self._sent(layout, mine, of_stage, cells, hidden),
             cells,
-            [w.operations / gnets for w in of_weights],
-            [w.bytes + w.transient for w in of_weights],
+            [self.weights(of, *how) for of in of_stage],
             hidden,
         )
 

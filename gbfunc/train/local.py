@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.genome import check_genome
-from gbfunc.parallel import Layout, check_equal, make_layout, single_rank_mesh, stack_ranks, weighted_mean
+from gbfunc.parallel import Layout, check_equal, make_layout, single_rank_mesh, stack_ranks, taken_off, weighted_mean
 from gbfunc.plan import DTYPES, Stored
 from gbfunc.train.gradients import Objective
 from gbfunc.train.gradients.ranks import RANK_MIX, SAME_STATE
@@ -153,7 +153,7 @@ class LocalTrainStep(TrainStep):
         rows, means = ranks["rows"], {k: x[0] for k, x in ranks.items()}
         for k in self._exchanged:
             x, first = ranks[k], local.start[k]
-            change = _change(first, x).to(torch.promote_types(x.dtype, torch.float32))
+            change = taken_off(first, x).to(torch.promote_types(x.dtype, torch.float32))
             parts = (rows / rows.sum().clamp(min=1)).to(change).reshape(-1, *(1,) * first.ndim)
             means[k] = first - (change * parts).sum(0).to(first.dtype)
         return _with_leaves(state, means)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
@@ -187,7 +187,7 @@ class LocalTrainStep(TrainStep):
         """The state after an exchange; that before the round where no rank had a finite step in it."""
         named, local = _leaves(state), state.opt
         start, outer, rows = local.start, local.outer, local.rows
-        changes = [_change(start[k], named[k]) for k in self._exchanged]
+        changes = [taken_off(start[k], named[k]) for k in self._exchanged]
         total, means = weighted_mean(self._layout, rows, changes)
         mean = dict(zip(self._exchanged, means, strict=True))
         new = {k: start[k] - mean[k] if total > 0 else start[k].clone() for k in self._exchanged}
@@ -214,8 +214,3 @@ def _leaves(state: TrainState) -> Params:
 def _with_leaves(state: TrainState, named: Params) -> TrainState:
     """The state with these leaves and buffers."""
     return like_genome(named, state)._replace(buffers=unflatten_tree(named, state.buffers, BUFFERS))
-
-
-def _change(start: Tensor, x: Tensor) -> Tensor:
-    """What a round took off: 0 where nothing has changed, infinities too."""
-    return torch.where(x == start, torch.zeros_like(x), start - x)

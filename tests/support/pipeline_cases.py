@@ -49,6 +49,15 @@ def straight(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return net.head(x)
 
 
+def shifted(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    first = net.blocks[0](x)
+    first += 0.5
+    x = first
+    for block in net.blocks[1:]:
+        x = torch.tanh(block(x))
+    return net.head(x + first)
+
+
 def gate(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     outs = run_blocks(net, x)
     return net.head(outs[-1] * (outs[0] > 0))
@@ -206,6 +215,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         partial(Blocks, straight, lambda: nn.Sequential(nn.ReLU(True), nn.Linear(WIDTH, WIDTH))),
         next_token,
     ),
+    "shift in place": (partial(Blocks, shifted), next_token),
     "tuples": (partial(Blocks, tuples, Routed), next_token),
     "loss of hidden": (partial(Blocks, hidden), of_hidden),
     "t5": (partial(hugging, "t5"), hugging_loss),
@@ -219,7 +229,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 CASES: dict[str, Callable[[Mesh | None], Any]] = {
     f"{name} {schedule}": partial(gradient, make=make, loss_fn=loss_fn, schedule=schedule)
     for name, (make, loss_fn) in NETS.items()
-    for schedule in (("gpipe", "1f1b", "interleaved", "zbv") if name in ("unet", "tuples") else ("gpipe",))
+    for schedule in (
+        ("gpipe", "1f1b", "interleaved", "zbv") if name in ("unet", "tuples", "shift in place") else ("gpipe",)
+    )
 }
 
 
