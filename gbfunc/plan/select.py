@@ -95,8 +95,8 @@ def check_targets(
 class Candidate:
     """One parameter, its plan without slots, and what generates it, None where it is direct.
 
-    A size target may have a `movable` one generated; with `base` it is a delta that is generated; a `whole` one is not
-    cut into tiles; `scales` keeps the initial deviation and offset of its matrices.
+    A size target may have a `movable` one generated; with `base` it is a delta that is generated; one with
+    `single_tile` is not cut into tiles; `scales` keeps the initial deviation and offset of its matrices.
     """
 
     info: ParameterInfo
@@ -104,7 +104,7 @@ class Candidate:
     hypernet: Hypernet | None
     movable: bool = False
     base: bool = False
-    whole: bool = False
+    single_tile: bool = False
     scales: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
