@@ -82,13 +82,10 @@ def check_targets(
         return found
 
     added = [pattern("modules_to_save", word) for word in new]
-    if modules is None:
-        return Targets(None, added)
-    if modules == "all-linear":
-        return Targets("all-linear", added)
-    if isinstance(modules, str):
-        return Targets([pattern("target_modules", modules, regular=True)], added)
-    return Targets([pattern("target_modules", word) for word in modules], added)
+    if modules is None or modules == "all-linear":
+        return Targets(None if modules is None else "all-linear", added)
+    words, regular = ([modules], True) if isinstance(modules, str) else (modules, False)
+    return Targets([pattern("target_modules", word, regular) for word in words], added)
 
 
 @dataclass
