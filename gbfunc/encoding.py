@@ -40,7 +40,6 @@ def bit_width(n: int) -> int:
 
 
 def _library(i: Any) -> Any:
-    """What computes with an array: torch or numpy."""
     return torch if isinstance(i, Tensor) else np
 
 
@@ -50,7 +49,6 @@ def _row(numbers: Any, like: Any) -> Any:
 
 
 def _wide(i: Any) -> Any:
-    """Integers in float64."""
     return i.double() if isinstance(i, Tensor) else i.astype(np.float64)
 
 
@@ -213,14 +211,13 @@ class Grid(Encoding):
         for d in self.dims:
             unit //= d
             j = _quotient(i, unit) if unit > 1 else i
-            codes.append(self._axis(j % d if d * unit < n else j, d))
+            j = j % d if d * unit < n else j
+            if self.code != "coordinate":
+                codes.append((Gray() if self.code == "gray" else Binary()).at(j, d))
+            elif d > 1:
+                # Symmetric about 0, and exact at both ends.
+                codes.append((_wide(2 * j - (d - 1)) / (d - 1) * self.bandwidth)[..., None])
         return _joined(codes, i)
-
-    def _axis(self, i: Any, d: int) -> Any:
-        if self.code != "coordinate":
-            return (Gray() if self.code == "gray" else Binary()).at(i, d)
-        # Symmetric about 0, and exact at both ends.
-        return (_wide(2 * i - (d - 1)) / (d - 1) * self.bandwidth)[..., None] if d > 1 else _joined([], i)
 
 
 @dataclass(frozen=True)

@@ -183,25 +183,20 @@ def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callabl
     if isinstance(tiles.evaluation.hypernet, LowRank):
         return _best_factors(tiles.target_Trc, tiles.evaluation.hypernet.known_size)
     leaves = tiles.solve({k: v.detach().clone() for k, v in leaves.items()})
-    with torch.no_grad():
-        first = float(tiles.loss(leaves))
+    first = float(tiles.loss(leaves))
     trained = {k: v.clone().requires_grad_() for k, v in leaves.items()}
     adam = torch.optim.Adam([*trained.values()], lr=lr)
     schedule = CosineAnnealingLR(adam, max(1, steps))
     for _ in range(steps):
+        adam.zero_grad()
         with torch.enable_grad():
-            loss = tiles.loss(trained)
-        slopes = torch.autograd.grad(loss, [*trained.values()], materialize_grads=True)
-        for x, slope in zip(trained.values(), slopes, strict=True):
-            x.grad = slope
+            tiles.loss(trained).backward()
         adam.step()
         schedule.step()
         count(1)
     fitted = tiles.solve({k: v.detach() for k, v in trained.items()})
-    with torch.no_grad():
-        last = float(tiles.loss(fitted))
     # A fit that starts at its end only loses by Adam's first steps.
-    return fitted if last < first else leaves
+    return fitted if float(tiles.loss(fitted)) < first else leaves
 
 
 def _best_factors(tiles_Trc: Tensor, rank: int) -> Params:

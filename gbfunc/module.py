@@ -11,20 +11,20 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gbfunc.base import BaseTensors
-from gbfunc.generate import Generator, make_generator
+from gbfunc.generate import make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.plan import Plan
 from gbfunc.pnet import RunnableNet, copy_of, keep_statistics, skeleton_of
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
-from gbfunc.trees import DIRECT, GNET
+from gbfunc.trees import DIRECT, GNET, tree_leaves
 from gbfunc.types import Genome, GenomeLike, Lazy, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
@@ -32,17 +32,13 @@ Self = TypeVar("Self", bound="GenomeModule")
 _MATERIALIZE = "gb.materialize(plan, module.to_genome(), pnet) is a p-net with weights"
 
 
-class _Frame:
-    """What a module is built of beside its tensors: plan, p-net without its weights, the frozen base, and `lazy`."""
+class _Frame(NamedTuple):
+    """What a module is built of beside its tensors; the p-net is without its weights."""
 
-    def __init__(self, plan: Plan, pnet: nn.Module, base: BaseTensors | None, lazy: Lazy) -> None:
-        self.plan, self.pnet, self.base = plan, pnet, base
-        self.lazy: Lazy = lazy
-
-    def build(self) -> tuple[Generator, RunnableNet]:
-        """From leaves to weights, and from weights to outputs."""
-        generator = make_generator(self.plan, pnet=self.pnet, lazy=self.lazy, base=self.base)
-        return generator, RunnableNet(self.pnet, generator.forms, frozen=self.base)
+    plan: Plan
+    pnet: nn.Module
+    base: BaseTensors | None
+    lazy: Lazy
 
     def freeze_statistics(self, net: nn.Module) -> None:
         """Put what would change the base's statistics in training mode into evaluation mode."""
@@ -174,9 +170,7 @@ class GenomeModule(nn.Module):
     def _on_weights(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the p-net on the weights that the genome generates now; buffers are those after it."""
         leaves, buffers = self._tensors()
-        draws = self.training and self.plan.stochastic
-        noise = _noise(self.plan, next(iter(leaves.values()))) if draws else None  # pyright: ignore[reportCallIssue]
-        weights = self._generator(leaves, noise)
+        weights = self._generator(leaves, self._noise(leaves))
         after = dict(buffers)
         out = call(weights, after, *args, **kwargs)
         for name, x in after.items():
@@ -282,12 +276,19 @@ class GenomeModule(nn.Module):
         leaves, buffers = ({k: getattr(*place) for k, place in x.items()} for x in (self._leaves, self._kept))
         return leaves, buffers
 
+    def _noise(self, leaves: Params) -> Noise | None:
+        if not self.training or not self.plan.stochastic:
+            return None
+        return _drawn(self.plan, next(iter(leaves.values())))
+
     def _build(self) -> None:
         """Make what is not kept in a copy or a pickle."""
-        self._generator, self._net = self._frame.build()
+        plan, pnet, base, lazy = self._frame
+        self._generator = make_generator(plan, pnet=pnet, lazy=lazy, base=base)
+        self._net = RunnableNet(pnet, self._generator.forms, frozen=base)
         self._prepare()
         if type(self).forward is GenomeModule.forward:
-            signed: Any = _with_signature(type(self), self._frame.pnet)
+            signed: Any = _with_signature(type(self), pnet)
             self.__class__ = signed
 
     def _prepare(self) -> None:
@@ -311,7 +312,8 @@ class GenomeModule(nn.Module):
             return next((x.device for x in self.parameters()), value)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
             raise AttributeError(f"{name!r} of the p-net works on weights, which it does not have here: {_MATERIALIZE}")
-        if _holds_tensors(value):
+        items = list(value) if isinstance(value, set | frozenset) else value
+        if any(isinstance(x, Tensor | nn.Module) for _, x in tree_leaves(items)):
             raise AttributeError(f"{name!r} of the p-net has no values here: {_MATERIALIZE}")
         return value
 
@@ -326,19 +328,12 @@ class GenomeModule(nn.Module):
         self._build()
 
 
-@torch.compiler.disable
-def _noise(plan: Plan, like: Tensor) -> Noise:
-    """Noise for stochastic g-nets from torch's default generator, which no graph can hold."""
+def _draw(plan: Plan, like: Tensor) -> Noise:
+    """Noise from torch's default generator, which no graph can hold."""
     return sample_noise(plan, torch.default_generator, like)
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether a value is a tensor or a module, or a container of some."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(_holds_tensors(x) for x in value)
-    return isinstance(value, Tensor | nn.Module)
+_drawn: Callable[[Plan, Tensor], Noise] = torch.compiler.disable(_draw)  # pyright: ignore[reportAssignmentType]
 
 
 def _with_signature(cls: type[GenomeModule], pnet: nn.Module) -> type[GenomeModule]:

@@ -105,7 +105,6 @@ def export_module(
 
 
 def _kind(path: Path, to: str | None) -> str:
-    """The name of a format, as asked for or by suffix."""
     suffixes = {f.suffix: name for name, f in FORMATS.items() if f.suffix} | {f".{SAFETENSORS}": SAFETENSORS}
     if to is None and path.suffix in suffixes:
         return suffixes[path.suffix]

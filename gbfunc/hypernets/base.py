@@ -25,20 +25,20 @@ class Leaf(NamedTuple):
         role: `"linear"` where the tile is (jointly) linear in it, so that `init` may rescale it; else `"code"`.
         scope: `"tile"`: each tile has one; `"group"`: the tiles of a group share it.
         std: standard deviation that it is drawn with.
-        mean: and its mean.
         gain: the leaf [H] of the same scope that multiplies what this one [..., H] makes, where there is one.
         codes: whose codes its rows [p, H] multiply, where they do.
         period: numbers that differ by it are the same, where there is one.
+        mean: of what it is drawn with.
     """
 
     shape: tuple[int, ...]
     role: Literal["code", "linear"]
     scope: Literal["tile", "group"] = "tile"
     std: float = 1.0
-    mean: float = 0.0
     gain: str | None = None
     codes: Literal["row", "col"] | None = None
     period: float | None = None
+    mean: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -152,14 +152,14 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-    """Normal leaves, tile by tile from one generator."""
+def draw(
+    leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator, stds: Mapping[str, float] = {}
+) -> Params:
+    """Normal leaves, tile by tile from one generator, of deviation `stds[name]` or else their `std`."""
     # Drawn even where the deviation is 0, so that a leaf's values do not depend on the others' deviations.
     counts = {"tile": n_tiles, "group": n_groups}
-    return {
-        name: normal((counts[leaf.scope], *leaf.shape), generator) * leaf.std + leaf.mean
-        for name, leaf in leaves.items()
-    }
+    drawn = {name: normal((counts[leaf.scope], *leaf.shape), generator) for name, leaf in leaves.items()}
+    return {name: drawn[name] * stds.get(name, leaf.std) + leaf.mean for name, leaf in leaves.items()}
 
 
 def project(codes_np: Tensor, weight_pH: Tensor) -> Tensor:

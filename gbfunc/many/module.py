@@ -198,7 +198,6 @@ class ManyGenomes(nn.Module):
             paths = _outermost([*paths, _outward(failed, wider | {""})])
 
     def _run(self, way: _Way, n_rows: int, given: Params, args: Any, kwargs: Any) -> Any:
-        """The p-net's outputs for these rows."""
         # Calls from threads take turns.
         with way.net.lock:
             for module in way.modules:

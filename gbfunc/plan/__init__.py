@@ -4,7 +4,6 @@
 stored, and `file_layout` what stands where in the genome's file.
 """
 
-from gbfunc.plan.allocation import allocate
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble
 from gbfunc.plan.report import document, file_bytes, genome_file_bytes
@@ -12,6 +11,7 @@ from gbfunc.plan.rounding import STORED_DTYPES, StoredDtype, stored_name
 from gbfunc.plan.serial import register
 from gbfunc.plan.slots import DTYPES, Slot, TensorPlan
 from gbfunc.plan.spec import Plan
+from gbfunc.plan.step_stream import allocate
 from gbfunc.plan.steps import AUTO, Steps, Stored, as_stored, bytes_each, check_steps, stored_as
 
 __all__ = [

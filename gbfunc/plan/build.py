@@ -234,7 +234,7 @@ def _factor_embeddings(choices: list[Candidate], target: int) -> None:
     for choice in kept:
         if rank * sum(choice.tensor.shape) <= _EMBEDDING_SAVING * choice.tensor.numel:
             note = "generated: as a direct embedding it would take too much of the target"
-            choice.hypernet, choice.tensor, choice.whole = low_rank(rank), replace(choice.tensor, note=note), True
+            choice.hypernet, choice.tensor, choice.single_tile = low_rank(rank), replace(choice.tensor, note=note), True
 
 
 def _promote(
@@ -273,7 +273,7 @@ def _tensors(
         name, hypernet = choice.tensor.name, choice.hypernet
         if target is None and hypernet.size is None:
             hypernet = hypernet.with_size(hypernet.default_size)
-        tile = max_tile if hypernet.standardised and not choice.whole else None
+        tile = max_tile if hypernet.standardised and not choice.single_tile else None
         for part, matrix in enumerate(choice.tensor.matrices):
             scale = _initial_scale(choice, matrix, part)
             pair = _default_codes(matrix, codes.get(name, (None, None)))

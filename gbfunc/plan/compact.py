@@ -219,7 +219,7 @@ class Compact(NamedTuple):
         document, n = inflate(rest, words)
         return Compact(document, bits, flags, rest[len(rest) - n :])
 
-    def held(self, dtype: torch.dtype) -> int:
+    def max_params(self, dtype: torch.dtype) -> int:
         """The most parameters of g-nets that it can hold, of any dtype."""
         return int(8 / LEAST_BITS) * (_DEAD if self.bits == STEPS else 1) * len(self.numbers)
 

@@ -82,21 +82,18 @@ def check_targets(
         return found
 
     added = [pattern("modules_to_save", word) for word in new]
-    if modules is None:
-        return Targets(None, added)
-    if modules == "all-linear":
-        return Targets("all-linear", added)
-    if isinstance(modules, str):
-        return Targets([pattern("target_modules", modules, regular=True)], added)
-    return Targets([pattern("target_modules", word) for word in modules], added)
+    if modules is None or modules == "all-linear":
+        return Targets(None if modules is None else "all-linear", added)
+    words, regular = ([modules], True) if isinstance(modules, str) else (modules, False)
+    return Targets([pattern("target_modules", word, regular) for word in words], added)
 
 
 @dataclass
 class Candidate:
     """One parameter, its plan without slots, and what generates it, None where it is direct.
 
-    A size target may have a `movable` one generated; with `base` it is a delta that is generated; a `whole` one is not
-    cut into tiles; `scales` keeps the initial deviation and offset of its matrices.
+    A size target may have a `movable` one generated; with `base` it is a delta that is generated; one with
+    `single_tile` is not cut into tiles; `scales` keeps the initial deviation and offset of its matrices.
     """
 
     info: ParameterInfo
@@ -104,7 +101,7 @@ class Candidate:
     hypernet: Hypernet | None
     movable: bool = False
     base: bool = False
-    whole: bool = False
+    single_tile: bool = False
     scales: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 

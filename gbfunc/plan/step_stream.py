@@ -1,7 +1,8 @@
-"""The integers of all parts of a genome as a stream of symbols (`steps` says what they are, and in which order)."""
+"""The integers of all parts of a genome as a stream of symbols (`steps`), and steps with which it has so many bits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -10,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gbfunc.plan.statistics import counter_entries, counters_of, read_counters
+from gbfunc.plan.statistics import codable, coded, counter_entries, counters_of, read_counters, squares_of
 from gbfunc.plan.steps import (
     LARGEST,
     LEAST,
     MOST,
+    OCTAVE,
     Quantised,
     Seen,
     Steps,
@@ -23,11 +25,18 @@ from gbfunc.plan.steps import (
     limits_of,
     parts_of,
     quantise,
+    quantise_part,
     shifts_of,
     sizes_of,
 )
 from gbfunc.plan.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
 from gbfunc.types import Params, TensorMap
+
+_BALANCE = math.log(2) / 12
+"""A bit more halves `step^2` of two numbers in the loss's sum."""
+_STATISTIC = -32
+"""The largest index of a statistic's step, 1/16 of a deviation: nothing is trained around their rounding."""
+_WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
 
 def _stored(found: Quantised) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -55,9 +64,6 @@ def _width_and_bits(found: Quantised) -> tuple[int, float]:
     return int(width), float(bits)
 
 
-_WIDTHS = np.arange(NARROWEST + 1, WIDEST)
-
-
 @lru_cache(maxsize=1)
 def _table() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Bits of the integers 0 .. `LARGEST` at each of the widths [W, n], 0 past its reach, and how many it has [W]."""
@@ -78,12 +84,54 @@ def _width_at(width: NDArray[np.int64] | int, shift: NDArray[np.int64] | int) ->
 
 def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
     """Bits of all integers of leaves on the CPU."""
-    return sum(part_bits(found) for found, _ in quantise(plan, leaves, steps))
+    return sum(_width_and_bits(found)[1] for found, _ in quantise(plan, leaves, steps))
 
 
-def part_bits(found: Quantised) -> float:
-    """Bits of the integers of a part on the CPU."""
-    return _width_and_bits(found)[1]
+def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
+    """Steps with which all integers take at most so many bits, or the largest ones.
+
+    Args:
+        plan: the plan.
+        leaves: trained leaves on the CPU, and running statistics, where these shall be in codes, too.
+        squares: mean squares of their gradients; leaves without any get the smallest steps.
+        bits: of all integers.
+        examples: of a batch, whose gradients these are; with them, a bit's weight is that at which a bit more, spent on
+            smaller steps, lowers the loss as much.
+    """
+    # Far beyond what gradients of a training that goes well need: squares may have grown by a spike of the loss.
+    low, high = -40.0, 88.0
+    for _ in range(21):
+        middle = (low + high) / 2
+        if _steps_at(plan, leaves, squares, middle)[1] > bits:
+            low = middle
+        else:
+            high = middle
+    # The noise h step^2 / 24 of each number, with h the examples times the mean square of their mean gradient.
+    # Bounded: after a spike of the gradients the bits' own would be the next one.
+    rate = _BALANCE * examples * 4.0 ** min(high, 0.0)
+    return Steps(_steps_at(plan, leaves, squares, high)[0].indices, rate)
+
+
+def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> tuple[Steps, float]:
+    """Steps of which each, times the root mean square of the gradient, is about 2^log_noise, and their bits."""
+    parts = parts_of(plan, codable(plan, leaves))
+    seen, indices, bits = Seen({}, {}), [], 0.0
+    for part in parts:
+        leaf = leaves[part.leaf]
+        numbers = coded(part.leaf, leaf, seen.variances) if part.statistic else part.of(leaf)
+        most = float(numbers.abs().max()) if leaf.numel() else 0.0
+        least = LEAST if most == 0 or part.gain else math.ceil(OCTAVE * math.log2(most / LARGEST))
+        index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
+        found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
+        if found is not None:
+            shifts, alive = shifts_of(part, seen.gains, "cpu")
+            # What the mean square would be, were all steps equal.
+            even = (part.of(found).double() * torch.exp2(-shifts.double()))[alive.expand(part.shape)]
+            mean = float(even.mean()) if even.numel() else 0.0
+            index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
+        indices.append(max(LEAST, least, min(coarsest, index)))
+        bits += _width_and_bits(quantise_part(part, leaf, indices[-1], seen)[0])[1]
+    return Steps.of(parts, indices), bits
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:

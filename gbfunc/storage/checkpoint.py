@@ -201,9 +201,9 @@ def load_checkpoint(
     mesh, state = train_step.mesh, train_step.gather(like)
     flat = flatten_tree(state)
 
-    def restore() -> tuple[_Restored, list[str]]:
-        found = _restore(Path(path), train_step, flat, check)
-        differing = _differing(found.training, describe_training(train_step.settings, int(flat["step"])))
+    def restore() -> tuple[Checkpoint, list[str]]:
+        found, training = _restore(Path(path), train_step, flat, check)
+        differing = _differing(training, describe_training(train_step.settings, int(flat["step"])))
         if differing and changed is None:
             words = f"{found.path} is not a checkpoint to go on from: it was trained otherwise"
             raise ValueError(f"{words} ({', '.join(differing)}); changed= allows that")
@@ -214,22 +214,15 @@ def load_checkpoint(
         for line in differing:
             changed(line)
     if found.path is None:
-        return Checkpoint(like, {}, None, found.skipped)
+        return found._replace(state=like)
     restored = dict(zip(flat, from_rank_0(mesh, list(flat.values())), strict=True))
-    return Checkpoint(train_step.shard(unflatten_tree(restored, state)), found.extra, found.path, found.skipped)
+    return found._replace(state=train_step.shard(unflatten_tree(restored, state)))
 
 
-class _Restored(NamedTuple):
-    """What was found beside the state: what was saved with it, of which training, its file, and why not a newer one."""
-
-    extra: JSON
-    training: Mapping[str, str]
-    path: Path | None
-    skipped: tuple[str, ...]
-
-
-def _restore(path: Path, train_step: TrainStep, flat: Params, check: Callable[[JSON], None]) -> _Restored:
-    """Put the tensors of the newest valid checkpoint into `flat`."""
+def _restore(
+    path: Path, train_step: TrainStep, flat: Params, check: Callable[[JSON], None]
+) -> tuple[Checkpoint, Mapping[str, str]]:
+    """Put the tensors of the newest valid checkpoint into `flat`: all else that it holds, and of which training."""
     skipped: list[str] = []
     named = path.is_file() or _NAME.fullmatch(path.name)
     for file in [path] if named else _list_steps(path).values():
@@ -256,8 +249,8 @@ def _restore(path: Path, train_step: TrainStep, flat: Params, check: Callable[[J
             # In the layout of the leaf that is there: sums may depend on it in the last bit.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
         # Older ones do not say of which training they are.
-        return _Restored(extra, json.loads(metadata.get("training", "{}")), file, tuple(skipped))
-    return _Restored({}, {}, None, tuple(skipped))
+        return Checkpoint(None, extra, file, tuple(skipped)), json.loads(metadata.get("training", "{}"))
+    return Checkpoint(None, {}, None, tuple(skipped)), {}
 
 
 def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check: Callable[[JSON], None]) -> JSON:
@@ -303,19 +296,16 @@ def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
 
 
 def _described(x: Any, step: int) -> str:
-    if callable(x):
-        rate: Callable[[int], Any] = x
-        return f"{rate(step):.6g} at step {step:,} (schedule {_digest_of(rate)})"
-    return text_of(float(x) if isinstance(x, int) and not isinstance(x, bool) else x)
-
-
-def _digest_of(rate: Callable[[int], Any]) -> str:
-    """Of the values at steps up to a million, each 3 % further, as far as the schedule goes."""
+    if not callable(x):
+        return text_of(float(x) if isinstance(x, int) and not isinstance(x, bool) else x)
+    rate: Callable[[int], Any] = x
     values = []
+    # At steps up to a million, each 3 % further, as far as the schedule goes.
     with contextlib.suppress(Exception):
-        for step in sorted({round(1.03**i) - 1 for i in range(468)}):
-            values.append(f"{rate(step):.6g}")
-    return hashlib.sha256(" ".join(values).encode()).hexdigest()[:8]
+        for n in sorted({round(1.03**i) - 1 for i in range(468)}):
+            values.append(f"{rate(n):.6g}")
+    digest = hashlib.sha256(" ".join(values).encode()).hexdigest()[:8]
+    return f"{rate(step):.6g} at step {step:,} (schedule {digest})"
 
 
 def _differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -116,7 +116,7 @@ def load(
     """
     with _opened(path) as file:
         plan = Plan.from_json(file.document, tuple(factories))
-        _check_sizes(plan, max_pnet_bytes, file.held(plan.dtype))
+        _check_sizes(plan, max_pnet_bytes, file.max_params(plan.dtype))
         flat = file.leaves(plan)
         _check_values(flat, "it")
     return plan, unflat_genome(plan, flat, {b.name: flat[f"{BUFFERS}{b.name}"] for b in plan.buffers})
@@ -199,7 +199,7 @@ class _Plain(NamedTuple):
             raise ValueError(f"its dtype is {name!r}, known here are {', '.join(STORED_DTYPES)}")
         return _Plain(unpack_plan(metadata["plan"]), name, metadata.get("sha256", ""), tensors)
 
-    def held(self, dtype: torch.dtype) -> int:
+    def max_params(self, dtype: torch.dtype) -> int:
         """The most parameters of g-nets of a dtype that it can hold."""
         stored = stored_leaves({"": torch.empty(0, dtype=dtype)}, self.dtype)[""]
         tensor = self.tensors.get(dtype_name(stored.dtype))

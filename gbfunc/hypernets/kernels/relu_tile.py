@@ -124,8 +124,9 @@ class _ReluTiles(InputsOnly):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], how: _How, *inputs: Tensor) -> tuple[Tensor, int]:
-        tiles = _stacked_tiles(how.kernel, *batch_tiles(info.batch_size, in_dims[1:], inputs))
-        return join_stack(tiles.unflatten(0, (info.batch_size, -1)), how.grid), 0
+        A, *rest = batch_tiles(info.batch_size, in_dims[1:], inputs)
+        stack = _ReluTiles.apply(how._replace(grid=_stack_grid(A, rest[0])), A, *rest)
+        return join_stack(stack.unflatten(0, (info.batch_size, -1, A.shape[1])), how.grid), 0
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
@@ -133,11 +134,6 @@ class _ReluTiles(InputsOnly):
         tA, *moved = filled_tangents(ctx.saved_tensors, tangents)
         (tile_tangents,) = _row_map(A, shared[0]).jvp().apply((A, tA), (*shared, *moved))
         return join_stack(tile_tangents, ctx.what.grid)
-
-
-def _stacked_tiles(kernel: Kernel, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
-    """Generate a stack of tiles: [T, r, H], [T, c, H], [T, H], [T] -> [T, r, c]."""
-    return _ReluTiles.apply(_How(kernel, _stack_grid(A, B)), A, B, v, b).unflatten(0, A.shape[:2])
 
 
 def _check(A: Tensor, B: Tensor, v: Tensor, b: Tensor, kernel: Kernel, grid: TileGrid | None) -> None:
@@ -185,11 +181,9 @@ def relu_tiles(
     if kernel == "reference" or torch.compiler.is_compiling() or not A.numel() * B.numel():
         tiles = (reference_tiles if kernel == "reference" else traced_tiles)(A, B, v, b)
         return tiles if grid is None else join_stack(tiles, grid)
-    if grid is not None:
-        return _ReluTiles.apply(_How(kernel, grid), A, B, v, b)
-    stack = A.shape[:-2]
     flat = (A.reshape(-1, *A.shape[-2:]), B.reshape(-1, *B.shape[-2:]), v.reshape(-1, v.shape[-1]), b.reshape(-1))
-    return _stacked_tiles(kernel, *flat).reshape(*stack, A.shape[-2], B.shape[-2])
+    matrix = _ReluTiles.apply(_How(kernel, grid or _stack_grid(*flat[:2])), *flat)
+    return matrix.reshape(*A.shape[:-1], B.shape[-2]) if grid is None else matrix
 
 
 class _ReluMatrix(InputsOnly):
