@@ -120,6 +120,19 @@ def test_a_genome_comes_through_as_its_dtype_holds_it(problem: Problem, dtype: s
         torch.testing.assert_close(flatten_tree(again)[name], leaf, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", ["int2", "int8"])
+def test_more_codes_than_runs_are_for_come_through(
+    problem: Problem, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Wire(problem.plan, problem.genome)
+    vector = wire.vector(problem.genome)
+    in_runs = wire.pack(vector, dtype)[CODES].data
+    monkeypatch.setattr("gbfunc.federated.wire.MOST_RUNS", 0)
+    packed = wire.pack(vector, dtype)
+    assert packed[CODES].data != in_runs
+    np.testing.assert_array_equal(wire.unpack(packed), wire.rounded(vector, dtype))
+
+
 @pytest.mark.parametrize("count", [1, 7, 10_000])
 def test_the_largest_numbers_come_to_their_places(problem: Problem, count: int) -> None:
     wire = Wire(problem.plan, problem.genome)

@@ -23,6 +23,7 @@ from gbfunc.tasks.base import Recipe, logits_of, one_cycle
 from gbfunc.tasks.data import Augment
 from gbfunc.tasks.mnist import load_mnist, read_idx
 from gbfunc.tasks.pnets import find_pnet, mlp, mlp_sizes
+from tests.support.garments import garments
 
 SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
 
@@ -226,6 +227,17 @@ def test_fashion_mnist_is_read_as_mnist_is(shared_data: Path, mnist: Task) -> No
     task = find_task("fashion-mnist", shared_data / "mnist", {})
     assert task.name == "fashion-mnist" and isinstance(task.train, Split)
     assert torch.equal(task.train.x, mnist.train.x)
+
+
+def test_garments_are_the_same_each_time_and_not_linear() -> None:
+    task = find_task("tests.support.garments:garments", None, {"images": 3_000})
+    assert isinstance(task.train, Split) and isinstance(task.test, Split)
+    x, y = task.train.x.flatten(1), task.train.y
+    again = garments(images=3_000).train
+    assert isinstance(again, Split) and torch.equal(again.x, task.train.x) and y.bincount().tolist() == [300] * 10
+    # Ridge regression of the classes.
+    weights = torch.linalg.solve(x.T @ x + 1e3 * torch.eye(x.shape[1]), x.T @ (torch.eye(10)[y] - 0.1))
+    assert 0.6 < accuracy(lambda x: x.flatten(1) @ weights, task.test) < 0.85
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ NUMBERS, CODES, PLACES = "genome", "codes", "places"
 # Codes are written as a genome's file has them, which begins with its plan: both sides know theirs.
 _NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))
 
+MOST_RUNS = 1 << 14
+"""Symbols that a message may have in runs: each takes some microseconds at both ends, more than training does."""
+
 FORMATS = ("float32", "float16", *BITS)
 """What numbers may be sent as; changes also as `topK`, the K largest of them."""
 
@@ -107,7 +110,8 @@ class Wire:
         Args:
             vector: finite numbers.
             dtype: one of `FORMATS`: `"float32"`, `"float16"`, or `"int2"` to `"int8"` for the codes of a genome's file:
-                blocks with a scale each, biases in float16, all in one stream of as many bits as they need; or
+                blocks with a scale each, biases in float16, all in one stream of as many bits as they need (of large
+                networks a simpler one, as of large files); or
                 `"topK"`, the K numbers of largest amount in float16, with their places, and 0 for the others
                 (sparsification with memory: Stich et al., 2018).
 
@@ -119,7 +123,7 @@ class Wire:
             raise ValueError(f"{int((~np.isfinite(vector)).sum())} of the genome's {len(vector):,} numbers not finite")
         if dtype in BITS:
             rest = {k: torch.zeros_like(x) for k, x in self._named.items() if k not in self._sent}
-            data, _ = pack(_NO_PLAN, rest | self._leaves(vector), BITS[dtype])
+            data, _ = pack(_NO_PLAN, rest | self._leaves(vector), BITS[dtype], MOST_RUNS)
             return ArrayRecord({CODES: Array(np.frombuffer(data, np.uint8))})
         if dtype in FORMATS:
             places, chosen, narrow = None, vector, dtype

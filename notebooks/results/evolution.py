@@ -1,9 +1,9 @@
 """The figures of evolution.md: `python notebooks/results/evolution.py TABLE`, such as digits or mnist.
 
 One thread. Every search has the same population, batches and evaluations; its step (a genome's: that of codes, and that
-of all else) is the best on the validation images (or episodes) of seed 100 after a quarter of them, unless `--step`
-gives one, and seeds 0 to 2 are measured. What is measured is the mean of the search's centers, with a weight that
-halves in 35 generations: the last alone is noisy.
+of all else; of the table widths one for all) is the best on the validation images (or episodes) of seed 100 after a
+quarter of them, unless `--step` gives one, and seeds 0 to 2 are measured. What is measured is the mean of the search's
+centers, with a weight that halves in 35 of 1,000 generations: the last alone is noisy.
 """
 
 import argparse
@@ -39,11 +39,12 @@ class Size(NamedTuple):
     noise: float  # on them
 
 
-SIZES = {"digits": Size(1000, 128, 128, 0.4), "mnist": Size(1000, 128, 128, 0.0)}
+SIZES = {"digits": Size(1000, 128, 128, 0.4), "mnist": Size(1000, 128, 128, 0.0), "widths": Size(1000, 16, 128, 0.4)}
 Step = tuple[float, ...]
 """Of codes, and of all else; or of all."""
 
 STEPS = ((0.02,), (0.05,), (0.15,), (0.4,))
+LARGE_STEPS = ((0.05,), (0.15,), (0.4,), (0.8,))
 
 
 def by_role(step: Step) -> dict[str, float]:
@@ -95,32 +96,46 @@ def problem_of(what: str, task: Any, hidden: int, numbers: int, step: Step, size
     return GenomeProblem(plan, net, loss_fn, batches, steps=steps, subspace=subspace, seed=seed)
 
 
-def search(problem: Any, name: str, generations: int, members: int) -> Tensor:
-    """The mean of the centers of so many generations."""
+def search(problem: Any, name: str, generations: int, members: int, weight: float = 0.02) -> Tensor:
+    """The mean of the centers of so many generations, of which the last ones weigh so much."""
     searcher, mean = algorithm(name, problem, members), torch.zeros(problem.solution_length)
     for generation in range(1, generations + 1):
         searcher.step()
         center = searcher.status["center"].clone().as_subclass(Tensor).detach()
-        mean = torch.lerp(mean, center, max(0.02, 1 / generation))
+        mean = torch.lerp(mean, center, max(weight, 1 / generation))
     return mean
 
 
+def choices(table: str, what: str) -> tuple[Step, ...]:
+    """The steps that are tried."""
+    if table == "widths":
+        return LARGE_STEPS
+    return PAIRS if what == "genome" else STEPS
+
+
+@torch.no_grad()
+def score(net: nn.Module, task: Any, table: str) -> float:
+    """How good a step is; for the table widths finer than the accuracy of 240 images, minus the loss."""
+    return -float(loss_fn(net, (task.val.x, task.val.y))[0]) if table == "widths" else accuracy(net, task.val)
+
+
 def images(
-    task_name: str, rivals: list[tuple[str, str, int]], numbers: int, seeds: int, data: str | None, given: Step | None
+    table: str, rivals: list[tuple[str, str, int]], numbers: int, seeds: int, data: str | None, given: Step | None
 ) -> None:
     """A row for each of (what is searched, algorithm, hidden units)."""
-    task, size = find_task(task_name, data, {}), SIZES[task_name]
+    task, size = find_task("mnist" if table == "mnist" else "digits", data, {}), SIZES[table]
     for what, name, hidden in rivals:
         scores = {}
-        for step in (PAIRS if what == "genome" else STEPS) if given is None else ():
+        for step in choices(table, what) if given is None else ():
             problem = problem_of(what, task, hidden, numbers, step, size, 100)
-            scores[step] = accuracy(problem.net(search(problem, name, size.generations // 4, size.members)), task.val)
+            net = problem.net(search(problem, name, size.generations // 4, size.members))
+            scores[step] = score(net, task, table)
         step = given or max(scores, key=scores.__getitem__)
         found, seconds = [], []
         for seed in range(seeds):
             start = time.process_time()
             problem = problem_of(what, task, hidden, numbers, step, size, seed)
-            net = problem.net(search(problem, name, size.generations, size.members))
+            net = problem.net(search(problem, name, size.generations, size.members, 20 / size.generations))
             seconds.append(time.process_time() - start)
             found.append((accuracy(net, task.test), accuracy(net, task.val), accuracy(net, task.train)))
         row = {"what": what, "algorithm": name, "hidden": hidden, "numbers": problem.solution_length}
@@ -128,7 +143,7 @@ def images(
         for i, split in enumerate(("test", "val", "train")):
             row[split] = [round(100 * of[i], 2) for of in found]
         row |= {"mean": statistics.mean(row["test"]), "deviation": statistics.pstdev(row["test"])}
-        chosen = {str(of): score for of, score in scores.items()}
+        chosen = {str(of): round(score, 4) for of, score in scores.items()}
         print(json.dumps(row | {"cpu_s": round(statistics.mean(seconds)), "choice": chosen}), flush=True)
 
 
@@ -213,17 +228,26 @@ def alone(problem: GenomeProblem, z: Tensor, batch: Any) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("table", choices=("digits", "algorithms", "mnist", "speed", *CONTROL))
+    parser.add_argument("table", choices=("digits", "widths", "algorithms", "mnist", "speed", *CONTROL))
     parser.add_argument("--what", help="one row alone")
     parser.add_argument("--step", type=float, nargs="+", help="instead of choosing: of codes and all else, or of all")
+    parser.add_argument("--hidden", type=int, nargs="+", default=(64, 256, 1100), help="widths of the p-net")
+    parser.add_argument("--members", type=int, help="of a generation; other than the table's")
+    parser.add_argument("--generations", type=int)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data-dir", default=f"{os.environ.get('GBFUNC_DATA', '../shared/data')}/mnist")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("evotorch").setLevel(logging.WARNING)
     four = [options.what] if options.what else ["genome", "dense weights", "small dense net", "random subspace"]
+    if options.table in SIZES:
+        given = {k: getattr(options, k) for k in ("members", "generations") if getattr(options, k)}
+        SIZES[options.table] = SIZES[options.table]._replace(**given)
     if options.table == "digits":
         images("digits", [(what, "PGPE", 64) for what in four], 450, options.seeds, None, options.step)
+    elif options.table == "widths":
+        rivals = [(what, "PGPE", hidden) for hidden in options.hidden for what in four[:2]]
+        images("widths", rivals, 450, options.seeds, None, options.step)
     elif options.table == "algorithms":
         images("digits", [("genome", "SNES", 64), ("genome", "CMA-ES", 64)], 450, options.seeds, None, options.step)
     elif options.table == "mnist":
