@@ -47,16 +47,26 @@ LR = 1e-2
 needs_links = pytest.mark.skipif(not can_make_links(), reason="network namespaces need root, ip and tc")
 
 
-def measure_loopback() -> ByVariant:
-    """All variants on two ranks, on the loopback."""
-    return measure_ranks([("quick", "mlp")], 2, ["loopback"], Pace(0.05, 3, 100.0), LR)
+RANKS = {"mlp": 2, "mlp_tensor": 2, "gpt_tensor": 4, "gpt_tensor_32": 4}
 
 
-@pytest.fixture(scope="module")
-def found() -> ByVariant:
+def measure_loopback(*names: str) -> ByVariant:
+    """All variants of cases of as many ranks, on the loopback."""
+    orders: list[tuple[Scale, str]] = [("quick", name) for name in names]
+    return measure_ranks(orders, RANKS[names[0]], ["loopback"], Pace(0.05, 3, 100.0), LR)
+
+
+@lru_cache
+def measured_on(ranks: int) -> ByVariant:
+    """All cases of so many ranks: measured once, as a rank takes seconds to start."""
     if not hasattr(torch.distributed.fsdp, "fully_shard"):
         pytest.skip("FSDP2 of torch 2.5 needs a GPU")
-    return measure_loopback()
+    return measure_loopback(*(name for name, n in RANKS.items() if n == ranks))
+
+
+@pytest.fixture
+def found() -> ByVariant:
+    return measured_on(RANKS["mlp"])
 
 
 def ranks_of(found: ByVariant, variant: str) -> list[Measured]:
@@ -102,7 +112,7 @@ def test_the_interface_sends_what_is_counted(variant: str, found: ByVariant) -> 
     for _ in range(2):
         if wire >= most:
             # A busy machine acknowledges late, and TCP sends again what has arrived: the least is what must be sent.
-            wire = min(wire, ranks_of(measure_loopback(), variant)[0].wire_bytes)
+            wire = min(wire, ranks_of(measure_loopback("mlp"), variant)[0].wire_bytes)
     assert counted < wire < most
 
 
@@ -154,22 +164,12 @@ def test_a_collective_without_a_formula_is_refused() -> None:
 # Layers that ranks share.
 
 
-RANKS = {"mlp_tensor": 2, "gpt_tensor": 4, "gpt_tensor_32": 4}
-SHARED = [(name, ranks, v) for name, ranks in RANKS.items() for v in CASES["quick"][name].variants]
-
-
-@lru_cache
-def all_shared_layers(ranks: int) -> ByVariant:
-    """All variants of the cases of so many ranks, on the loopback: a rank takes seconds to start."""
-    if not hasattr(torch.distributed.fsdp, "fully_shard"):
-        pytest.skip("FSDP2 of torch 2.5 needs a GPU")
-    orders: list[tuple[Scale, str]] = [("quick", name) for name, n in RANKS.items() if n == ranks]
-    return measure_ranks(orders, ranks, ["loopback"], Pace(0.05, 3, 100.0), LR)
+SHARED = [(name, n, v) for name, n in RANKS.items() if name != "mlp" for v in CASES["quick"][name].variants]
 
 
 def shared_layers(name: str, ranks: int) -> dict[str, list[Measured]]:
     """All variants of a case."""
-    return all_shared_layers(ranks)[CASES["quick"][name].name, "loopback"]
+    return measured_on(ranks)[CASES["quick"][name].name, "loopback"]
 
 
 def purpose(measured: list[Measured], name: str) -> float:

@@ -68,7 +68,9 @@ def test_bytes_are_within_the_budget_and_enough_to_run(
     data = (tmp_path / "net").read_bytes()
     assert row.bytes == len(data) <= problem.budget and 0 < row.params <= 8 * row.bytes
     assert accuracy(method.load(data, task), task.test) == row.test
-    # Settings come back from JSON with lists for tuples; the same seed gives the same bytes.
+    if dtype != NUMBERS[0]:  # Numbers are narrowed when all is trained.
+        return
+    # Settings come back from JSON with lists for tuples; the same seed gives the same bytes, another one other bytes.
     again = method.train(problem, json.loads(json.dumps(candidates[-1])), 3)
     assert again == Trained(data, row.params)
     assert method.train(problem, candidates[-1], 4).data != data

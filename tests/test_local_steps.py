@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from gbfunc.train import StepOptions
 from gbfunc.train.local import nesterov
 from gbfunc.trees import flatten_tree
 from tests.support.local_cases import CASES, SGD, by_hand, data, make, named, trained
-from tests.support.ranks import PATIENCE, launch, run_ranks
-from tests.test_cli_ranks import TRAIN, environment, torchrun
+from tests.support.rank_commands import Ended
+from tests.support.ranks import launch, run_ranks
+from tests.test_cli_ranks import TRAIN
 
 
 @pytest.fixture(scope="module")
@@ -211,11 +211,9 @@ def test_the_command_refuses(given: dict[str, Any], words: str) -> None:
 
 def test_the_command_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it sends is divided by the steps; another length of rounds is another training."""
-    command = [*torchrun(), "--out", str(tmp_path), "--mesh", "data=2", "--local-steps", "4"]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=100 * PATIENCE, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    command = [*TRAIN, "--out", str(tmp_path), "--mesh", "data=2", "--local-steps", "4"]
+    for ended in run_ranks(2, "rank_commands:run", arguments={"argv": command}):
+        assert Ended(*ended).code == 0, ended
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     steps, params = metrics["steps"], metrics["genome_params"]
     assert metrics["bytes_sent_per_step"] < 1.2 * 4 * params * (steps // 4) / steps < 1.5 * params
