@@ -22,8 +22,8 @@ from gbfunc.tasks.pnets.pretrained import pretrained_folder
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
 _SHORT = 128
-"""Tokens up to which plain attention is no slower than the fused one, whose backward pass in bfloat16 takes ten times as
-long on a CPU."""
+"""Tokens up to which plain attention is no slower than the fused one, whose backward pass takes ten times as long in
+bfloat16 on a CPU."""
 
 
 class TextClassifier(nn.Module):
