@@ -128,6 +128,43 @@ def test_contradictions_are_refused(
     assert message in told and told.count("\n") == 1
 
 
+def test_a_training_says_what_was_chosen_and_why(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*options: str) -> dict[str, str]:
+        assert main(["train", *model, "--batch-size", "4", "--steps", "2", *options]) == 0
+        lines = [line.removeprefix("gbfunc: ") for line in capsys.readouterr().err.splitlines()]
+        return {
+            line.split()[0].rstrip(":"): line for line in lines if line.startswith(("lr", "epochs", "aug", "dtype"))
+        }
+
+    # Of what the user says, steps here, there is nothing to explain.
+    chosen = told("--genome-params", "200")
+    assert chosen.keys() == {"lr", "augment"}
+    assert chosen["lr"].startswith("lr 0.03: ") and "parameters" in chosen["lr"]
+    assert told("--genome-params", "200", "--lr", "0.01").keys() == told("--dense").keys() == {"augment"}
+
+
+def test_bytes_of_an_adapter_are_taken_by_codes(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stored(*options: str) -> str:
+        given = ["--batch-size", "4", "--steps", "10", "--genome-bytes", "1500", *options]
+        assert main(["train", *model, *given, "--overwrite", "--out", str(tmp_path / "out")]) == 0
+        metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+        assert metrics["genome_bytes"] <= 1_500
+        return metrics["dtype"]
+
+    assert stored() == "auto" and "dtype auto: the bytes hold" in capsys.readouterr().err
+    plan = ["plan", *model, "--genome-bytes", "1500"]
+    planned = [capsys.readouterr().out for options in ([], ["--dtype", "auto"]) if main([*plan, *options]) == 0]
+    assert planned[0] == planned[1] != ""
+    for options, dtype in (
+        (["--dtype", "float16"], "float16"),
+        (["--optimizer", "SGD"], "float32"),
+        (["--placement", "sharded"], "float32"),
+    ):
+        assert stored(*options) == dtype and "dtype auto" not in capsys.readouterr().err
+
+
 def test_adapters_are_for_a_base(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--target-modules", "0"]) == 2
     assert "base" in capsys.readouterr().err

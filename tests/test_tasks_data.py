@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gbfunc.tasks import Split, endless_batches, epoch_batches, hold_out, steps_per_epoch
-from gbfunc.tasks.data import flip_and_crop, in_turn, noise, shift
+from gbfunc.tasks.data import flip_and_crop, in_turn, leave_out, noise, shift
 
 
 @settings(deadline=None, max_examples=50)
@@ -77,6 +77,17 @@ def test_passes_follow_each_other() -> None:
     batches = endless_batches(split, 2, torch.Generator().manual_seed(0))
     seen = [next(batches)[1] for _ in range(6)]
     assert sorted(torch.cat(seen[:3]).tolist()) == sorted(torch.cat(seen[3:]).tolist()) == list(range(6))
+
+
+def test_a_part_of_the_tokens_is_left_out_but_for_the_first() -> None:
+    tokens = torch.arange(2_000).reshape(100, 20) + 10
+    before = tokens.clone()
+    changed = leave_out(0.3, 7)(tokens, torch.Generator().manual_seed(0))
+    gone = changed == 7
+    assert torch.equal(tokens, before) and torch.equal(changed[~gone], tokens[~gone]) and not gone[:, 0].any()
+    assert gone[:, 1:].float().mean() == pytest.approx(0.3, abs=0.03)
+    assert torch.equal(changed, leave_out(0.3, 7)(tokens, torch.Generator().manual_seed(0)))
+    assert not torch.equal(changed, leave_out(0.3, 7)(tokens, torch.Generator().manual_seed(1)))
 
 
 def test_noise_has_its_deviation() -> None:

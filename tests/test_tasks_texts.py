@@ -138,7 +138,17 @@ def test_linear_decay_rises_and_falls() -> None:
 @pytest.mark.parametrize(("texts", "epochs"), [(50, 20), (900, 17), (4_952, 3), (60_000, 3)])
 def test_few_texts_are_seen_more_often(texts: int, epochs: int) -> None:
     pnet: Any = SimpleNamespace(config={"pretrained": "a folder"})
-    assert _recipe(texts, pnet, 5_000).epochs == epochs
+    recipe = _recipe(texts, 0, pnet, 5_000)
+    assert recipe.epochs == epochs and f"{texts:,} texts" in recipe.reasons["epochs"]
+
+
+def test_large_adapters_learn_at_a_lower_rate() -> None:
+    pnet: Any = SimpleNamespace(config={"pretrained": "a folder"})
+    small, large = (_recipe(4_952, 0, pnet, size) for size in (2_000, 10_800))
+    assert small.lr == 3e-2 and large.lr == 1.5e-2 and "10,800" in large.reasons["lr"]
+    # Texts with gaps teach a network that knows others; one from scratch takes them whole.
+    pnet.config.clear()
+    assert small.augment is not None and _recipe(4_952, 0, pnet, 2_000).augment is None
 
 
 def test_other_pnets_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,11 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.cli.about import about
-from gbfunc.cli.options import DataOptions, GenomeOptions, RunOptions, TrainingOptions
+from gbfunc.cli.options import DataOptions, DtypeName, GenomeOptions, PNetOptions, RunOptions, TrainingOptions
 from gbfunc.cli.plan_config import read_plan_config
 from gbfunc.cli.ranks import find_device
 from gbfunc.hypernets import HYPERNETS, Hypernet
-from gbfunc.plan import file_bytes
+from gbfunc.plan import AUTO, file_bytes
 from gbfunc.tasks import TASKS, Recipe, Task, find_task
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.pnets import PlanOptions, find_pnet, options_for
@@ -110,7 +110,8 @@ def make_job(
             raise ValueError(f"--dense trains every weight itself: drop {_flags(given)}")
         plan = gb.make_plan(pnet, rules=[(".", None)])
         recipe = task.recipe(plan.genome_params)
-        recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None)
+        reasons = {name: why for name, why in recipe.reasons.items() if name != "lr"}
+        recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None, reasons=reasons)
     else:
         plan = _sized_plan(task, pnet, size_of(task, genome), stored, about(task, data))
         recipe = task.recipe(plan.genome_params)
@@ -137,6 +138,11 @@ def resolved(job: Job, options: RunOptions) -> dict[str, Any]:
         "weight_decay": decay,
         "dtype": options.output.dtype or (str(plan.dtype).removeprefix("torch.") if same_dtype else None),
     }
+
+
+def dtype_of(data: PNetOptions, genome: GenomeOptions, dtype: DtypeName | None) -> DtypeName | None:
+    """How the genome is stored: as the user says, or else as codes for an adapter's file of so many bytes."""
+    return AUTO if dtype is None and data.pretrained is not None and genome.genome_bytes is not None else dtype
 
 
 def hypernet_of(job: Job) -> str | None:
@@ -172,7 +178,11 @@ def asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
     given["optimizer_config"] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
     given |= {"schedule": SCHEDULES[training.schedule]} if training.schedule else {}
     given |= {"optimizer": find_optimizer(training.optimizer)} if training.optimizer else {}
-    return replace(recipe, **({"steps": None, "measure_every": None} if "epochs" in given else {}) | given)
+    whole = {"steps": None, "measure_every": None} if "epochs" in given else {}
+    # Of what the user says there is nothing to explain.
+    known = given.keys() | ({"epochs"} if "steps" in given else set())
+    reasons = {name: why for name, why in recipe.reasons.items() if name not in known}
+    return replace(recipe, **(whole | given), reasons=reasons)
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:

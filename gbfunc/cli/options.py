@@ -205,7 +205,11 @@ class StoredOptions:
     """How the genome is stored."""
 
     dtype: Annotated[
-        DtypeName | None, arg(metavar="|".join(get_args(DtypeName)), help_behavior_hint="(default: as in training)")
+        DtypeName | None,
+        arg(
+            metavar="|".join(get_args(DtypeName)),
+            help_behavior_hint="(default: as in training; auto for --genome-bytes of an adapter)",
+        ),
     ] = None
     """dtype of the genome in its file, rounded after training: intN are codes of N bits with scales; auto, with
     --genome-bytes, codes whose steps the training finds, with their bits in its loss. What is measured is what the file

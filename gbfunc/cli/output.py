@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from gbfunc.files import replace_file
-from gbfunc.tasks import Metric, Task
+from gbfunc.tasks import Metric, Recipe, Task
 from gbfunc.tasks.logs import LOGS, OnLog
 from gbfunc.tasks.training import Report
 
@@ -132,6 +132,15 @@ def _add_ranks(table: Table, m: Mapping[str, Any]) -> None:
 
 def _plain(value: object) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def print_reasons(recipe: Recipe, codes: str | None = None) -> None:
+    """What a task chose of a recipe, and why, on standard error: a line each; `codes` is why the dtype is auto."""
+    reasons = dict(recipe.reasons) | ({} if codes is None else {"dtype auto": codes})
+    for name, why in reasons.items():
+        value = getattr(recipe, name, None)
+        shown = f" {value:.3g}" if isinstance(value, int | float) else ""
+        print(f"gbfunc: {name}{shown}: {why}", file=sys.stderr)
 
 
 def print_comparison(metrics: Mapping[str, Any], metric: Metric) -> None:

@@ -10,7 +10,7 @@ import torch
 import gbfunc as gb
 from gbfunc.cli.about import about
 from gbfunc.cli.commands import Plan
-from gbfunc.cli.job import Job, make_job
+from gbfunc.cli.job import Job, dtype_of, make_job
 from gbfunc.cli.ranks import styles_of
 from gbfunc.parallel.planner import DeviceSpec, ParallelPlan
 from gbfunc.tasks.base import example_batches
@@ -27,8 +27,9 @@ def run(options: Plan) -> None:
     device = read_device(options)
     if options.ranks is not None and options.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {options.ranks}")
-    job = make_job(options.data, options.genome, stored=options.output.dtype)
-    print(job.plan.report(options.output.dtype, metadata=about(job.task, options.data)))
+    stored = dtype_of(options.data, options.genome, options.output.dtype)
+    job = make_job(options.data, options.genome, stored=stored)
+    print(job.plan.report(stored, metadata=about(job.task, options.data)))
     if options.ranks is not None:
         print()
         print(layouts(options, job, device).report())

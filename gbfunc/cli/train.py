@@ -20,7 +20,7 @@ from gbfunc.cli.birth import TAUGHT_FILE, learn_from_birth
 from gbfunc.cli.checkpoints import checkpoints
 from gbfunc.cli.commands import Train
 from gbfunc.cli.config import settings_of, values_of, write_config
-from gbfunc.cli.job import Job, asked_recipe, check_seed, hypernet_of, make_job, resolved
+from gbfunc.cli.job import Job, asked_recipe, check_seed, dtype_of, hypernet_of, make_job, resolved
 from gbfunc.cli.meter import Meter
 from gbfunc.cli.networks import genome_metrics, measure, read_genome, with_teacher
 from gbfunc.cli.options import (
@@ -31,7 +31,7 @@ from gbfunc.cli.options import (
     RunOptions,
     TeacherOptions,
 )
-from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, reporter, write_run
+from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, print_reasons, reporter, write_run
 from gbfunc.cli.provenance import provenance
 from gbfunc.cli.ranks import Spread, amp_slowdown, amp_warning, find_device, in_turn, open_mesh
 from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
@@ -58,13 +58,27 @@ def run(options: Train) -> None:
                 print(f"gbfunc: {words}", file=sys.stderr)
         meter = Meter(output.peak_flops, output.profile)
         # Data and models may be downloaded, or prepared in files, which all ranks then read.
+        here, codes = with_codes(here)
         job = in_turn(mesh, lambda: job_of(here))
+        if mesh.rank == 0:
+            print_reasons(job.recipe, codes)
         with results_folder(output.out if mesh.rank == 0 else None) as folder:
             result, _, metrics = train_genome(job, here, folder, Spread.asked(mesh, options.execution), meter)
             if output.out is not None and mesh.rank == 0:
                 write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
             if mesh.rank == 0:
                 print_metrics(metrics, job.task)
+
+
+def with_codes(options: Train) -> tuple[Train, str | None]:
+    """Codes for an adapter's file of so many bytes, where no other option is against them; and why, if so."""
+    output, execution = options.output, options.execution
+    dtype = dtype_of(options.data, options.genome, output.dtype)
+    against = options.dense or (output.finetune, options.training.optimizer, execution.local_steps) != (None,) * 3
+    if dtype == output.dtype or against or execution.placement not in ("auto", "replicated"):
+        return options, None
+    why = "the bytes hold some five times the numbers in codes; their steps are found from 60 % of the training on"
+    return replace(options, output=replace(output, dtype=dtype)), why
 
 
 def job_of(options: Train) -> Job:

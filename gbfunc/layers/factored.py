@@ -184,8 +184,9 @@ class DeltaWeight(FactoredWeight):
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias`."""
         left, right = self.left, self.right
-        same = x.dtype == left.dtype == self.base.dtype and x.ndim > 1
-        if same and rows.stop is None and self.tiles == (1, 1) and self._thin(math.prod(x.shape[:-1])):
+        # Autocast brings all three to its dtype.
+        same = left.dtype == self.base.dtype and (x.dtype == left.dtype or torch.is_autocast_enabled(x.device.type))
+        if same and x.ndim > 1 and rows.stop is None and self.tiles == (1, 1) and self._thin(math.prod(x.shape[:-1])):
             # Added by the product itself, which spares a pass over the outputs; factors as [k, r] and [k, c], whose
             # products with few columns are two to four times faster, forward and backward.
             y = dense_linear(self.base, self.transposed, rows, x, bias)

@@ -117,6 +117,7 @@ class Recipe:
         amp: dtype of the p-net's autocast; None for its own.
         warmup: part of the steps in which the learning rate rises.
         schedule: from the recipe, a peak rate and the number of steps to the learning rate by step.
+        reasons: why settings are as they are, by their names, where a task chooses them by its data or the genome.
     """
 
     lr: float = 2e-2
@@ -136,6 +137,7 @@ class Recipe:
     amp: torch.dtype | None = None
     warmup: float = 0.1
     schedule: Callable[[Recipe, float, int], Callable[[int], float]] = one_cycle
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def schedule_name(self) -> str | None:

@@ -139,6 +139,17 @@ def noise(deviation: float) -> Augment:
     return lambda x, generator: x + (deviation * torch.randn(x.shape, generator=generator)).to(x.device)
 
 
+def leave_out(part: float, pad: int) -> Augment:
+    """Texts [B, L] without a part of their tokens, drawn anew each time: pads stand there. The first ones stay."""
+
+    def change(x_BL: Tensor, generator: torch.Generator) -> Tensor:
+        gone_BL = torch.rand(x_BL.shape, generator=generator) < part
+        gone_BL[:, 0] = False
+        return x_BL.masked_fill(gone_BL.to(x_BL.device), pad)
+
+    return change
+
+
 def flip_and_crop(padding: int) -> Augment:
     """Mirror every other image, and shift each by up to `padding` pixels, zeros coming in (He et al., 2015, 4.2)."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.tasks.base import Net, Recipe, Task, accuracy, linear_decay
-from gbfunc.tasks.data import Batch, hold_out, steps_per_epoch
+from gbfunc.tasks.data import Batch, hold_out, leave_out, steps_per_epoch
 from gbfunc.tasks.pnets.base import Interface, PNet, import_extra
 from gbfunc.tasks.pnets.hugging_face import hugging_face
 from gbfunc.tasks.pnets.pretrained import CONFIG, TOKENIZER, pretrained_folder
@@ -46,6 +46,9 @@ _LEAST_STEPS, _MOST_EPOCHS = 450, 20
 
 _FULL_RATE = 5_400
 """Parameters up to which a genome of a pretrained network learns at the full rate."""
+
+_LEFT_OUT = 0.1
+"""Part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)."""
 
 _POOL = 16
 """Batches whose texts are sorted by length together."""
@@ -172,7 +175,7 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
         val=splits[1],
         test=splits[2],
         pnet=hugging_face(interface, "bert" if pretrained is None else "", **config),
-        settings=partial(_recipe, len(splits[0])),
+        settings=partial(_recipe, len(splits[0]), tokens.pad),
         genome_params=None if pretrained is None else 3_000,
         compression=3.0,
         evaluate=_metrics,
@@ -201,13 +204,21 @@ def _read_folder(name: str, data_dir: Path | None) -> tuple[Labelled, Labelled, 
     return learned, tested, classes
 
 
-def _recipe(n_texts: int, pnet: PNet, genome_params: float) -> Recipe:
+def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
     if "pretrained" not in pnet.config:
         return _FROM_SCRATCH
-    passes = math.ceil(_LEAST_STEPS / max(1, n_texts // _FINE_TUNING.batch_size))
-    epochs = min(max(_FINE_TUNING.epochs, passes), _MOST_EPOCHS)
+    a_pass = max(1, n_texts // _FINE_TUNING.batch_size)
+    epochs = min(max(_FINE_TUNING.epochs, math.ceil(_LEAST_STEPS / a_pass)), _MOST_EPOCHS)
     # Adam moves every coefficient alike, and the sum of more features further.
-    return replace(_FINE_TUNING, epochs=epochs, lr=_FINE_TUNING.lr * _FULL_RATE / max(_FULL_RATE, genome_params))
+    lr = _FINE_TUNING.lr * _FULL_RATE / max(_FULL_RATE, genome_params)
+    reasons = {
+        "epochs": f"{n_texts:,} texts make {a_pass:,} steps a pass; it takes {_FINE_TUNING.epochs} passes, and up to "
+        f"{_MOST_EPOCHS} where these are fewer than {_LEAST_STEPS} steps",
+        "lr": f"{_FINE_TUNING.lr:g} up to {_FULL_RATE:,} parameters, beyond that in inverse proportion; these are "
+        f"{genome_params:,.0f}",
+        "augment": f"{100 * _LEFT_OUT:g} % of the tokens are left out, others each time: less is learned by heart",
+    }
+    return replace(_FINE_TUNING, epochs=epochs, lr=lr, augment=leave_out(_LEFT_OUT, pad), reasons=reasons)
 
 
 def _metrics(net: Net, split: PaddedTexts) -> dict[str, float]:

@@ -21,6 +21,10 @@ from gbfunc.tasks.pnets.pretrained import pretrained_folder
 
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
+_SHORT = 128
+"""Tokens up to which plain attention is no slower than the fused one, whose backward pass takes ten times as long in
+bfloat16 on a CPU."""
+
 
 class TextClassifier(nn.Module):
     """Classes of texts: an encoder, the mean over the tokens of a text, a linear classifier.
@@ -79,9 +83,11 @@ def text_classifier(interface: Interface, model_type: str, config: Mapping[str, 
 
     def make() -> nn.Module:
         try:
-            encoder = _new(full) if folder is None else _pretrained(str(source), folder, fields)
+            encoder: Any = _new(full) if folder is None else _pretrained(str(source), folder, fields)
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise ValueError(f"the configuration of {name} makes no model: {error}") from error
+        if interface.inputs[0] <= _SHORT:
+            encoder.set_attn_implementation("eager")
         return TextClassifier(encoder, full.hidden_size, interface.outputs, interface.pad).train()
 
     if source is None:
