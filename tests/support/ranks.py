@@ -8,6 +8,7 @@ before, with the arguments: what it imports is imported once.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -93,6 +94,7 @@ def serve() -> None:
         folder = Path(place)
         with suppress(Exception):  # It fails again in the child, and is reported there.
             prepare(function, folder)
+        gc.freeze()  # The ranks' collector leaves alone, and so shared, what was made before them.
         if child := os.fork():
             print(child, file=answers, flush=True)
             os.waitpid(child, 0)
