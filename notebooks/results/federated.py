@@ -7,16 +7,19 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, FedAvgM
 
 import gbfunc as gb
 from gbfunc import federated as fed
-from gbfunc.federated.wire import Wire
+from gbfunc.federated.client import PROXIMAL
+from gbfunc.federated.wire import NUMBERS, Wire
 from gbfunc.tasks import accuracy, find_task
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.data import Split
@@ -53,8 +56,54 @@ class Fitted(FedAvg):
         return self.wire.pack(self.wire.vector(genome), "float32"), metrics
 
 
-class FittedWithMomentum(FedAvgM, Fitted):
+class Pulled(FedAvgM):
+    """Momentum at the server, and FedProx's term at the clients (Li et al., 2020)."""
+
+    proximal = 0.0
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """What is sent, with the weight of the term."""
+        config[PROXIMAL] = self.proximal
+        return super().configure_train(server_round, arrays, config, grid)
+
+
+class FittedWithMomentum(Pulled, Fitted):
     """Momentum at the server, of what was fitted."""
+
+
+class Remembering(Pulled):
+    """Control variates at the server: FedVARP (Jhunjhunwala et al., 2022), without a byte more.
+
+    The server keeps the last change of every client. What a round's clients change beyond their last changes is added
+    to the mean of the last changes of all, weighted by their examples and scaled as the clients' rate has fallen since.
+    """
+
+    rate: Callable[[int], float]
+    examples: int
+    memory: dict[int, tuple[np.ndarray, int, float]]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The average of changes less what is remembered of them, plus the mean of what is remembered."""
+        replies, rate = list(replies), self.rate(server_round - 1)
+        assert self.current_arrays is not None
+        (sent,) = self.current_arrays.to_numpy_ndarrays()
+        last = {node: change * (rate / then) for node, (change, _, then) in self.memory.items()}
+        mean = sum((last[node] * (count / self.examples) for node, (_, count, _) in self.memory.items()), 0 * sent)
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            (after,) = reply.content.array_records["arrays"].to_numpy_ndarrays()
+            corrected = after - last.get(node, 0 * sent) + mean
+            count = int(reply.content.metric_records["metrics"]["num-examples"])
+            self.memory[node] = after - sent, count, rate
+            reply.content.array_records["arrays"] = ArrayRecord({NUMBERS: Array(corrected.astype(np.float32))})
+        return super().aggregate_train(server_round, replies)
+
+
+WAYS = {"genomes": Pulled, "weights": FittedWithMomentum, "memory": Remembering}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -87,10 +136,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     sampling = {"fraction_train": 1e-9, "min_train_nodes": SAMPLE, "min_available_nodes": CLIENTS}
     sampling |= {"fraction_evaluate": 0.0, "server_momentum": options.momentum}
-    inner, left = (FittedWithMomentum if options.way == "weights" else FedAvgM)(**sampling), list[float]()
+    inner, left = WAYS[options.way](**sampling), list[float]()
+    inner.proximal = options.proximal
     if isinstance(inner, Fitted):
         inner.wire, inner.left = Wire(plan, gb.init_genome(plan, pnet)), left
         inner.fit = {"steps": options.fit_steps, "lr": options.fit_lr}
+    if isinstance(inner, Remembering):
+        inner.rate, inner.examples, inner.memory = rate, len(train), {}
     genome = gb.init_genome(plan, pnet, options.seed)
     strategy = fed.GenomeStrategy(inner, plan, genome, lr=rate, down=options.down, up=options.up, seed=options.seed)
     start, found = time.process_time(), {}
@@ -112,11 +164,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", choices=("genomes", "weights"), help="what is averaged")
+    parser.add_argument("way", choices=(*WAYS,), help="what is averaged; memory: genomes, with control variates")
     parser.add_argument("--freeze", type=float, default=1.0, help="part of the rounds after which codes stand still")
     parser.add_argument("--fit-steps", type=int, default=30)
     parser.add_argument("--fit-lr", type=float, default=0.003)
     parser.add_argument("--momentum", type=float, default=0.5)
+    parser.add_argument("--proximal", type=float, default=0.0, help="weight of FedProx's term")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--up", default="int4")
     parser.add_argument("--down", default="int8")
