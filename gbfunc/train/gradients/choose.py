@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ from gbfunc.parallel import Layout
 from gbfunc.train.gradients.accumulated import Accumulated, Kept, Regenerated, equal_parts, parts_of_share
 from gbfunc.train.gradients.compiled import CompiledGraph
 from gbfunc.train.gradients.loss import GenomeLoss, LossFn, Objective, OneGraph, Strategy
-from gbfunc.train.gradients.ranks import RankObjective, SplitLoss
+from gbfunc.train.gradients.ranks import RankObjective
+from gbfunc.train.gradients.split import SplitLoss, SplitObjective
 from gbfunc.train.options import StepOptions
 
 if TYPE_CHECKING:
@@ -28,19 +30,25 @@ _FP16_SCALE_PER_ROW = 2.0**4
 
 def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
     """The loss of a plan's genomes with its gradient, by what the options and the mesh ask for."""
-    ranks, split, scale = layout.mesh.world, None, 1.0
+    ranks, split, whole, scale = layout.mesh.world, None, None, 1.0
     if options.parallel is not None:
         # Torch's DTensor takes half a second to import.
         from gbfunc.parallel.tensor import TensorParallel, resolve
 
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
+    if split is not None and not split.takes_parts and layout.mesh.sizes["pipeline"] == 1:
+        # Weights are there one layer at a time.
+        alone = replace(options, remat="layer", lazy=False, microbatches=1)
+        whole = partial(GenomeLoss, pnet, loss_fn, layout, alone)
     if options.amp == torch.float16:
         scale = _FP16_SCALE if ranks == 1 else _FP16_SCALE_PER_ROW
     strategy = _strategy(pnet, loss_fn, layout, options, split, scale)
     if ranks == 1:
         return Objective(layout.plan, strategy, scale)
-    return RankObjective(layout, strategy, scale, options.check_every, split)
+    if split is None:
+        return RankObjective(layout, strategy, scale, options.check_every)
+    return SplitObjective(layout, strategy, scale, options.check_every, split, whole)
 
 
 def _strategy(

@@ -143,6 +143,15 @@ class GenomeLoss:
             raise ValueError(NO_GRADIENT)
         return loss.reshape(()), aux
 
+    @contextmanager
+    def without_amp(self) -> Iterator[None]:
+        """Compute in the p-net's own precision inside of this."""
+        amp, self._amp = self._amp, None
+        try:
+            yield
+        finally:
+            self._amp = amp
+
     def _autocast(self, weights: Params) -> AbstractContextManager[Any]:
         device = next((w.device.type for w in weights.values()), "cpu")
         return torch.autocast(device, self._amp)

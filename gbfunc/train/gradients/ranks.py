@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gbfunc.parallel import Layout, check_equal, reduce_step, zero_uncounted
 from gbfunc.plan import DTYPES
-from gbfunc.train.gradients.loss import (
-    GenomeLoss,
-    Given,
-    Gradients,
-    LossAndGrads,
-    Objective,
-    Strategy,
-    detached,
-    noise_of,
-)
+from gbfunc.train.gradients.loss import Given, LossAndGrads, Objective, Strategy, detached, noise_of
 from gbfunc.trees import n_rows, tree_map
 from gbfunc.types import Params
-
-if TYPE_CHECKING:
-    from gbfunc.parallel.tensor import TensorParallel
 
 RANK_MIX = 0xBF58476D1CE4E5B9
 """An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of ranks."""
@@ -31,47 +18,15 @@ RANK_MIX = 0xBF58476D1CE4E5B9
 SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), or load the same on all of them)"
 
 
-class SplitLoss(GenomeLoss):
-    """Loss and aux of a p-net whose layers are split over tensor ranks; other arguments are those of `GenomeLoss`."""
-
-    def __init__(
-        self,
-        split: TensorParallel,
-        *args: Any,
-        adapt: Callable[[nn.Module], Collection[str]] = lambda net: (),
-        **options: Any,
-    ) -> None:
-        self._split = split
-        both = {"pieces": split.pieces, "adapt": lambda net: {*split.adapt(net), *adapt(net)}}
-        super().__init__(*args, **both, **options)
-
-    def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
-        """Loss and aux for these weights, each rank's pieces of them; buffers are updated."""
-        return super().on(self._split.place(weights), buffers, batch)
-
-    def _loss_and_aux(self, out: Any) -> tuple[Tensor, Any]:
-        loss, aux = super()._loss_and_aux(out)
-        return self._split.plain(loss), aux
-
-    def rows(self, rows: float) -> float:
-        """Rows whose mean the last loss was: those of this rank's outputs, where these are a part of the rows."""
-        return super().rows(rows) if self._split.local_rows is None else self._split.local_rows
-
-    def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
-        """Gradients of a loss of the p-net; None for tensors that have no part in it."""
-        with self._split.backward():
-            return super().gradients(loss, of)
-
-
 class RankObjective(Objective):
     """The loss of a genome on a global batch, of which each rank has a share."""
 
-    def __init__(
-        self, layout: Layout, strategy: Strategy, scale: float, check_every: int, split: TensorParallel | None
-    ) -> None:
+    takes_parts: bool = False
+    """Whether ranks may have parts of the same rows."""
+
+    def __init__(self, layout: Layout, strategy: Strategy, scale: float, check_every: int) -> None:
         super().__init__(layout.plan, strategy, scale)
-        self._layout, self._check_every, self._split, self._checked = layout, check_every, split, False
-        self._takes_parts = split is not None and split.takes_parts
+        self._layout, self._check_every, self._checked = layout, check_every, False
         # Running statistics; caches, which are not persistent, stay each rank's.
         buffers = layout.plan.buffers
         self._averaged = [b.name for b in buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
@@ -92,10 +47,6 @@ class RankObjective(Objective):
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, rows, counts)
         shift = RANK_MIX * self._layout.mesh.shard + self.strategy.seed_shift
         loss, aux, gradients, counted = self._found(given, trained, (seed + shift) % 2**63)
-        if self._split is not None:
-            self._split.compare(loss)
-            # Tensor ranks have the same rows, but where the last layer's outputs are a part of them.
-            counted /= self._split.ranks if self._split.local_rows is None else 1
         gradients = gradients if counts else zero_uncounted(self._layout, gradients)
         before = {k: buffers[k] for k in self._averaged}
         return LossAndGrads(
@@ -104,7 +55,7 @@ class RankObjective(Objective):
 
     def _check(self, trained: Params, batch: Any, seed: int, step: int) -> None:
         self._checked, mesh, split = True, self._layout.mesh, self._layout.split
-        if not self._takes_parts:
+        if not self.takes_parts:
             rows = {"rows of the batch": str(n_rows(batch))}
             check_equal(mesh, rows, "tensor ranks must get the same batch", "tensor")
         same = {k: v for k, v in trained.items() if k not in split}
@@ -117,7 +68,7 @@ class RankObjective(Objective):
         if rows is None:
             return batch, 1, True
         # Where ranks may have parts of the same rows, an empty one is as good as any.
-        if rows or self._takes_parts:
+        if rows or self.takes_parts:
             return batch, rows, True
         # All ranks must build the same graph, with its collectives.
         least = self.strategy.least_rows
