@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gbfunc.plan.symbols import PIECE, Run, RunReader, most_runs_bytes, pack_runs
+from gbfunc.plan.symbols import PIECE, Reader, Run, most_runs_bytes, pack_runs
 
 
 @st.composite
@@ -28,9 +28,9 @@ def counts(every: list[Run]) -> tuple[int, int]:
 @given(st.lists(runs(), min_size=1, max_size=4))
 def test_what_is_packed_is_unpacked(every: list[Run]) -> None:
     data, costs = pack_runs(every)
-    reader = RunReader(data, sum(counts(every)))
+    reader = Reader(data, sum(counts(every)))
     for run in every:
-        np.testing.assert_array_equal(reader.read(len(run.symbols), run.bits, run.centres), run.symbols)
+        np.testing.assert_array_equal(reader.run(len(run.symbols), run.bits, run.centres), run.symbols)
     reader.close()
     bits, plain = sum(float(cost.sum()) for cost in costs), sum(len(run.symbols) * run.bits for run in every)
     pieces = math.ceil(sum(counts(every)) / PIECE)
@@ -59,7 +59,7 @@ def test_streams_that_are_none() -> None:
     run = Run(np.arange(128), 7, np.array([64]))
     data, _ = pack_runs([run])
     for bad in (b"", b"\0", data[:-1], data + b"\0", data + b"\1", data * 9):
-        reader = RunReader(bad, 129)
+        reader = Reader(bad, 129)
         with pytest.raises(ValueError, match="do not end where they should"):
-            reader.read(128, 7, run.centres)
+            reader.run(128, 7, run.centres)
             reader.close()

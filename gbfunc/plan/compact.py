@@ -43,7 +43,7 @@ from gbfunc.plan.slots import DTYPES
 from gbfunc.plan.statistics import counters_of
 from gbfunc.plan.step_stream import pack_steps, unpack_steps
 from gbfunc.plan.steps import EXPECTED_BITS, EXPECTED_PART_BITS, Steps, parts_of
-from gbfunc.plan.symbols import LEAST_BITS, MAX_SYMBOLS, Run, RunReader, most_runs_bytes, pack_runs
+from gbfunc.plan.symbols import LEAST_BITS, MAX_SYMBOLS, Reader, Run, most_runs_bytes, pack_runs
 from gbfunc.types import Params, TensorMap
 
 MAGIC = b"GB5"
@@ -271,14 +271,14 @@ class Compact(NamedTuple):
         blocks, numbers = sum(counts), sum(x.numel() for x in coded)
         if not _fits_runs(coded):
             raise ValueError(f"it has {numbers:,} codes in runs, which are too many")
-        reader = RunReader(data, 3 + len(coded) + 3 * blocks + numbers)
-        exponents = reader.read(blocks, 8, np.array([EXPONENT])).astype(np.int16)
-        scales = torch.from_numpy(exponents << 7 | reader.read(blocks, 7, _MIDDLE[7])).view(torch.bfloat16)
-        zeros = torch.from_numpy(reader.read(blocks, self.bits, _MIDDLE[self.bits]))
+        reader = Reader(data, 3 + len(coded) + 3 * blocks + numbers)
+        exponents = reader.run(blocks, 8, np.array([EXPONENT])).astype(np.int16)
+        scales = torch.from_numpy(exponents << 7 | reader.run(blocks, 7, _MIDDLE[7])).view(torch.bfloat16)
+        zeros = torch.from_numpy(reader.run(blocks, self.bits, _MIDDLE[self.bits]))
         found = []
         for like, n, scales_N, zeros_N in zip(coded, counts, scales.split(counts), zeros.split(counts), strict=True):
             centres = zeros_N.numpy().repeat(like.numel() // max(1, n))
-            codes = torch.from_numpy(reader.read(like.numel(), self.bits, centres))
+            codes = torch.from_numpy(reader.run(like.numel(), self.bits, centres))
             found.append(Codes(codes.reshape(n, -1) if n else codes.reshape(0, 1), scales_N, zeros_N))
         reader.close()
         return found

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gbfunc.plan.rounding import is_stat
 from gbfunc.plan.symbols import Entry, Reader
 from gbfunc.trees import BUFFERS, DIRECT
 from gbfunc.types import Params, TensorMap
@@ -33,7 +32,7 @@ FARTHEST = 128.0
 def statistics_of(plan: Any) -> list[str]:
     """Leaves of statistics that can be coded, variances first: of norms that have both."""
     names = {f"{BUFFERS}{b.name}" for b in plan.buffers if b.dtype.startswith(("float", "bfloat"))}
-    variances = [k for k in sorted(names) if is_stat(k) and kind_of(k) == VARIANCE and sibling(k, MEAN) in names]
+    variances = [k for k in sorted(names) if kind_of(k) == VARIANCE and sibling(k, MEAN) in names]
     return variances + [sibling(k, MEAN) for k in variances]
 
 
@@ -50,7 +49,7 @@ def kind_of(name: str) -> str:
 
 def sibling(name: str, kind: str) -> str:
     """Another buffer of the same norm."""
-    return name[: len(name) - len(kind_of(name))] + kind
+    return name.removesuffix(kind_of(name)) + kind
 
 
 def codable(plan: Any, leaves: TensorMap) -> bool:
@@ -61,10 +60,9 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
     for name in names:
         if kind_of(name) == VARIANCE:
             mean, variance = leaves[sibling(name, MEAN)].double(), leaves[name].double()
+            near = mean.abs() <= FARTHEST * (variance + LEAST_VARIANCE).sqrt()
             # False for NaN.
-            if not bool(((variance >= 0) & variance.isfinite()).all()):
-                return False
-            if not bool((mean.abs() <= FARTHEST * (variance + LEAST_VARIANCE).sqrt()).all()):
+            if not bool(((variance >= 0) & variance.isfinite() & near).all()):
                 return False
     return True
 
@@ -107,13 +105,10 @@ def read_counters(reader: Reader, names: Iterable[str]) -> Params:
     """Undo `counter_entries`."""
     found, before = {}, 0
     for name in names:
-        size = reader.next(list(range(_SIZE + 2)))
-        words = [reader.next(_WORDS) << low for low in range(0, size, _WORD)]
+        size = reader.next(range(_SIZE + 2))
+        words = [reader.next(range((1 << _WORD) + 1)) << low for low in range(0, size, _WORD)]
         if sum(words).bit_length() != size:
             raise ValueError(f"{name!r} has not the {size} bits that it says")
         before = (before + sum(words)) % (1 << _SIZE)
         found[name] = torch.tensor(before - (before >> (_SIZE - 1) << _SIZE))
     return found
-
-
-_WORDS = list(range((1 << _WORD) + 1))

@@ -207,8 +207,8 @@ def unpack_steps(plan: Any, data: bytes, statistics: bool) -> tuple[Params, Step
 
 
 def _read_header(reader: Reader, count: int, least: int, most: int) -> list[int]:
-    median = reader.next(list(range(most - least + 2))) + least
-    width = reader.next(list(range(WIDEST - NARROWEST + 2))) + NARROWEST
+    median = reader.next(range(most - least + 2)) + least
+    width = reader.next(range(WIDEST - NARROWEST + 2)) + NARROWEST
     reach, limits = geometric(width, LARGEST)
     numbers = [reader.next(limits) - reach + median for _ in range(count)]
     if any(not least <= n <= most for n in numbers):

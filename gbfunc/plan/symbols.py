@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,9 +36,6 @@ LEAST_BITS = 1 / 12
 """Of a symbol: the most frequent one, of spread 1 with its centre at an end, is 4,097 of 4,356."""
 
 _ENDS = "its codes do not end where they should"
-
-_UNIFORM = list(range(17))
-"""Limits of a spread."""
 
 POWERS = (4096, 3922, 3756, 3597, 3444, 3298, 3158, 3025, 2896, 2774, 2656, 2543, 2435, 2332, 2233, 2139)
 """2^12 * 2^(-i / 16)."""
@@ -125,7 +123,7 @@ class Reader:
         if self._x != 1 or self._data:
             raise ValueError(_ENDS)
 
-    def next(self, limits: list[int]) -> int:
+    def next(self, limits: Sequence[int]) -> int:
         """The next symbol, of what is less than each in the sum of all frequencies, and that sum."""
         if not self._in_piece:
             self._open_piece()
@@ -134,6 +132,12 @@ class Reader:
         symbol = bisect_right(limits, rest) - 1
         self._x = quotient * (limits[symbol + 1] - limits[symbol]) + rest - limits[symbol]
         return symbol
+
+    def run(self, count: int, bits: int, centres: Symbols) -> Symbols:
+        """The symbols [count] of a run with these centres, [count] or [1]."""
+        spread = self.next(range(17))
+        places = np.broadcast_to(centres, (count,)).tolist()
+        return np.array([self.next(_limits(bits, centre, spread)) for centre in places], np.uint8)
 
     def _open_piece(self) -> None:
         start, end = 0, len(self._data)
@@ -146,16 +150,6 @@ class Reader:
         if self._x != 1 or not piece or not piece[-1] or len(piece) > _MOST_BYTES * self._in_piece:
             raise ValueError(_ENDS)
         self._x = int.from_bytes(piece, "little")
-
-
-class RunReader(Reader):
-    """Runs from a stream."""
-
-    def read(self, count: int, bits: int, centres: Symbols) -> Symbols:
-        """The symbols [count] of a run with these centres, [count] or [1]."""
-        spread = self.next(_UNIFORM)
-        places = np.broadcast_to(centres, (count,)).tolist()
-        return np.array([self.next(_limits(bits, centre, spread)) for centre in places], np.uint8)
 
 
 ROOTS = (16777216, 14107901, 11863283, 9975792)

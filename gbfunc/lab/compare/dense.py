@@ -27,7 +27,7 @@ from gbfunc.lab.compare.levels import (
     largest_level,
     vector_levels,
 )
-from gbfunc.plan.symbols import Run, RunReader, most_runs_bytes, pack_runs
+from gbfunc.plan.symbols import Reader, Run, most_runs_bytes, pack_runs
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import PNet, n_params
 from gbfunc.types import Params
@@ -114,12 +114,12 @@ def decode_levels(data: bytes, like: Params, bits: int, by_row: bool) -> Params:
     coded = {name: x for name, x in like.items() if name not in plain}
     rows = {name: len(x) if by_row and x.ndim > 1 else 1 for name, x in coded.items()}
     numbers = sum(x.numel() for x in coded.values()) + sum(rows.values())
-    reader = RunReader(state.pop(_CODE).numpy().tobytes(), numbers + 1 + len(coded))
-    steps = torch.from_numpy(reader.read(sum(rows.values()), 8, _STEP)).split(list(rows.values()))
+    reader = Reader(state.pop(_CODE).numpy().tobytes(), numbers + 1 + len(coded))
+    steps = torch.from_numpy(reader.run(sum(rows.values()), 8, _STEP)).split(list(rows.values()))
     for (name, x), steps_R in zip(coded.items(), steps, strict=True):
         n_bits = bits if x.ndim > 1 else VECTOR_BITS
         middle = largest_level(n_bits)
-        levels = reader.read(x.numel(), n_bits, np.array([middle])).astype(np.int16) - middle
+        levels = reader.run(x.numel(), n_bits, np.array([middle])).astype(np.int16) - middle
         state[name] = from_levels(Levels(torch.from_numpy(levels).view(x.shape), steps_R))
     reader.close()
     return {name: state[name] for name in like}
