@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -102,8 +103,17 @@ def test_factors_draw_the_masks_that_dense_weights_draw(name: str, max_tile: Any
 
 # Torch's compiler still uses torch.jit.script when it is loaded.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("lazy", [pytest.param(True, marks=pytest.mark.slow), "auto"])
-def test_compiled_factors_take_batches_of_any_size(lazy: Any) -> None:
+@pytest.mark.parametrize(
+    ("lazy", "backend"),
+    [
+        ("auto", "aot_eager"),
+        pytest.param("auto", "inductor", marks=pytest.mark.slow),
+        pytest.param(True, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_factors_take_batches_of_any_size(lazy: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Graphs are the same; Inductor takes half a minute to make programs of them.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     pnet, plan = planned("conv", 5)
     pnet = pnet.eval()
     compiled = gb.make_train_step(plan, pnet, loss_fn, READ_GRADIENTS, lazy=lazy, compile=True)
