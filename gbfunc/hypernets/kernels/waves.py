@@ -16,6 +16,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -122,25 +123,22 @@ _THREAD_WORK = 2**14
 def _call(direction: str, sides: Sequence[Side], outputs: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
     """Call the compiled program, with the fields of each `Wave` of `waves.cpp`."""
     fields: list[int] = []
-    copies: list[Tensor] = []  # They must live until the call.
+    # Copies must live until the call.
+    arrays = [
+        x if x is None or x.is_contiguous() else x.contiguous()
+        for (codes, weight, phase, sine, cosine, scale, groups, *_), out in zip(sides, outputs, strict=True)
+        for x in (codes, weight, phase, sine, cosine, scale, groups, out.mT)
+    ]
+    pointers = iter([0 if x is None else x.data_ptr() for x in arrays])
     of_gradients = map(Tensor.data_ptr, gradients)
-
-    def pointer(x: Tensor | None) -> int:
-        if x is None:
-            return 0
-        if not x.is_contiguous():
-            copies.append(x := x.contiguous())
-        return x.data_ptr()
-
     for side, out in zip(sides, outputs, strict=True):
-        codes, weight, phase, sine, cosine, scale, groups, cosine_first, period = side
-        tiles, rows, features = out.shape
+        weight, (tiles, rows, features) = side.weight, out.shape
+        width = weight.shape[1]
+        fields += islice(pointers, 8)
+        fields += [0 if x is None else next(of_gradients, 0) for x in side[1:5]]
         # Not `len`, which is Python's for tensors.
-        of_groups, width, _ = weight.shape
-        step = 0 if codes.shape[0] == 1 else rows * width
-        fields += map(pointer, (codes, weight, phase, sine, cosine, scale, groups, out.mT))
-        fields += [0 if x is None else next(of_gradients, 0) for x in (weight, phase, sine, cosine)]
-        fields += (tiles, of_groups, rows, width, features // 2, step, cosine_first, period or max(rows, 1))
+        groups, step = weight.shape[0], 0 if side.codes.shape[0] == 1 else rows * width
+        fields += (tiles, groups, rows, width, features // 2, step, side.cosine_first, side.period or max(rows, 1))
     kind = "f32" if outputs[0].dtype == torch.float32 else "f64"
     threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
     function = getattr(native.library(), f"waves_{direction}_{kind}")
