@@ -76,7 +76,8 @@ class SplitObjective(RankObjective):
         loss, aux, gradients, counted = super()._found(given, trained, seed)
         self._split.compare(loss)
         if self._whole is not None:
-            self._compare_with(self._whole(), given, trained)
+            with self._layout.mesh.traffic.uncounted():
+                self._compare_with(self._whole(), given, trained)
             self._whole = None
         # Tensor ranks have the same rows, but where the last layer's outputs are a part of them.
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
