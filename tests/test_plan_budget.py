@@ -313,10 +313,10 @@ def test_a_large_model_is_planned_without_a_list_of_its_tiles(ratio: float) -> N
         block = ((2048, 2048), (2048, 256), (2048, 256), (2048, 2048), (2048, 5632), (2048, 5632), (5632, 2048))
         layers = [nn.ModuleList(nn.Linear(*sides, bias=False) for sides in block) for _ in range(22)]
         net = nn.ModuleList([nn.Embedding(32_000, 2048), *layers, nn.Linear(2048, 32_000, bias=False)])
-    start = time.perf_counter()
+    start = time.process_time()
     plan = gb.make_plan(net, gb.periodic(share="layers"), compression=ratio, include=[r"^0\."])
     assert plan.ratio_params >= ratio
-    assert time.perf_counter() - start < 20  # 1.3 s alone, minutes when tiles were listed.
+    assert time.process_time() - start < 20  # 1.3 s alone, minutes when tiles were listed.
 
 
 def test_groups_are_numbered_in_the_order_of_their_first_tiles() -> None:

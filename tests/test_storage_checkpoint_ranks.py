@@ -91,8 +91,8 @@ def test_a_rank_that_dies_in_a_save(victim: int, moment: str, tmp_path: Path) ->
     arguments = {"folder": str(tmp_path / "run"), "victim": victim, "moment": moment, "timeout": 20.0 * PATIENCE}
     ended = launch(2, "rank_checkpoints:killed", tmp_path, 100, arguments)
     assert ended[victim][0] == -9 and ended[1 - victim][0] == 0, ended
-    error, seconds = torch.load(tmp_path / f"result-{1 - victim}.pt", weights_only=False)
-    assert f"rank {victim}" in error and seconds < 30 * PATIENCE
+    error = torch.load(tmp_path / f"result-{1 - victim}.pt", weights_only=False)
+    assert f"rank {victim}" in error
     # What was committed is there; what was not has left no trace that misleads.
     step = make(None)
     found = gb.load_checkpoint(tmp_path / "run", step, step.init())
