@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
@@ -73,34 +71,6 @@ def trained(strategy: GenomeStrategy, app: Callable[..., Message], rounds: int =
     with grid_of(app) as grid:
         strategy.train(grid, rounds)
     return strategy.wire.vector(strategy.genome)
-
-
-@given(st.integers(1, 8), st.sampled_from([0.3, 1.0, math.inf]), st.integers(0, 5))
-def test_parts_are_disjoint_and_all(clients: int, alpha: float, seed: int) -> None:
-    labels = np.arange(400) % 7
-    parts = partition(labels, clients, alpha, seed)
-    assert len(parts) == clients and min(map(len, parts)) >= 10
-    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(400))
-    again = partition(labels, clients, alpha, seed)
-    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
-
-
-def test_a_small_concentration_gives_clients_few_classes() -> None:
-    labels = np.arange(5_000) % 10
-    shares = [
-        np.mean([np.bincount(labels[part], minlength=10).max() / len(part) for part in partition(labels, 20, alpha)])
-        for alpha in (0.3, math.inf)
-    ]
-    assert shares[0] > 0.3 > 0.2 > shares[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(([0, 1], 1), "need 10 examples"), (([0] * 50, 0), "clients >= 1"), (([0] * 50, 2, -1.0), "alpha > 0")],
-)
-def test_parts_that_cannot_be_are_refused(arguments: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        partition(*arguments)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
