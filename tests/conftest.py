@@ -1,5 +1,6 @@
 """Settings that every test shares, and the folder of real data."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -25,8 +26,11 @@ settings.register_profile(
 settings.load_profile("gbfunc")
 
 TRANSCENDENTAL = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.log, torch.sqrt, torch.erf)
-LONG = ("tensor_parallel", "distributed", "pages", "planner", "bench_memory", "pipeline", "kernels_triton")
-"""Files of half a minute and few tests, which begin first: what runs alone at the end is short."""
+LONG = (
+    *("tensor_parallel", "distributed", "pages", "planner", "bench_memory", "pipeline", "kernels_triton"),
+    "weight_operations",
+)
+"""Files of half a minute, which begin first: what runs alone at the end is short."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +65,10 @@ def _quick(mark: pytest.Mark, few: bool) -> pytest.Mark:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # At its end pytest collects five times: half a second each where libraries and cases are looked at.
 
 
 @pytest.fixture(autouse=True)
