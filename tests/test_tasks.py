@@ -22,7 +22,7 @@ from gbfunc.tasks import (
 from gbfunc.tasks.base import Recipe, logits_of, one_cycle
 from gbfunc.tasks.data import Augment
 from gbfunc.tasks.mnist import load_mnist, read_idx
-from gbfunc.tasks.pnets import find_pnet, mlp, mlp_sizes
+from gbfunc.tasks.pnets import PNETS, find_pnet, mlp, mlp_sizes
 
 SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
 
@@ -177,6 +177,19 @@ def test_noise_on_mnist_is_the_users_to_set(shared_data: Path) -> None:
     assert [spread_of(some.recipe(n).augment) for n in (613, 1_973)] == pytest.approx([0.1, 0.1], rel=0.02)
 
 
+def test_large_genomes_of_convolutional_nets_see_distorted_digits(shared_data: Path) -> None:
+    tasks = [find_task("mnist", shared_data / "mnist", config) for config in ({}, {"distort": 0}, {"noise": 0.3})]
+    plain, still, noisy = (task.with_pnet(PNETS["lenet5"](task.interface)) for task in tasks)
+    assert spread_of(plain.recipe(2_000).augment) == pytest.approx(0.2, rel=0.02)
+    augment, digits = plain.recipe(4_652).augment, plain.train.x[:50]
+    assert augment is not None and still.recipe(4_652).augment is None
+    changed = augment(digits, torch.Generator().manual_seed(0))
+    # Ink moves, and hardly any is lost.
+    assert float((changed - digits).abs().mean()) > 0.1
+    torch.testing.assert_close(changed.mean((1, 2, 3)), digits.mean((1, 2, 3)), atol=0.15, rtol=0)
+    assert spread_of(noisy.recipe(4_652).augment) == pytest.approx(0.3, rel=0.02)
+
+
 def spread_of(augment: Augment | None) -> float:
     """Deviation of what is added to blank images."""
     assert augment is not None
@@ -185,10 +198,11 @@ def spread_of(augment: Augment | None) -> float:
     return float(augment(images, torch.Generator().manual_seed(0))[:, :, 1:-1, 1:-1].std())
 
 
-@pytest.mark.parametrize("shift", [-1, float("nan"), 1.5, "much"])
-def test_shift_is_a_part(shift: object) -> None:
-    with pytest.raises(ValueError, match="shift of the mnist task must be a number from 0 to 1"):
-        find_task("mnist", None, {"shift": shift})
+@pytest.mark.parametrize("name", ["shift", "distort"])
+@pytest.mark.parametrize("part", [-1, float("nan"), 1.5, "much"])
+def test_shift_and_distort_are_parts(name: str, part: object) -> None:
+    with pytest.raises(ValueError, match=f"{name} of the mnist task must be a number from 0 to 1"):
+        find_task("mnist", None, {name: part})
 
 
 @pytest.mark.parametrize("noise", [-1, float("nan"), float("inf"), "much"])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gbfunc.tasks import Split, endless_batches, epoch_batches, hold_out, steps_per_epoch
-from gbfunc.tasks.data import flip_and_crop, in_turn, noise, shift
+from gbfunc.tasks.data import distort, flip_and_crop, in_turn, noise, shift
 
 
 @settings(deadline=None, max_examples=50)
@@ -82,6 +82,36 @@ def test_passes_follow_each_other() -> None:
 def test_noise_has_its_deviation() -> None:
     x = noise(0.5)(torch.ones(100, 100), torch.Generator().manual_seed(0))
     assert abs(float(x.std()) - 0.5) < 0.02 and abs(float(x.mean()) - 1) < 0.02
+
+
+def test_noise_leaves_images_in_memory_as_they_are() -> None:
+    x = torch.ones(2, 1, 4, 6).to(memory_format=torch.channels_last)
+    assert noise(0.5)(x, torch.Generator().manual_seed(0)).stride() == x.stride() == (24, 1, 6, 1)
+
+
+def test_distort_is_an_affine_map_about_the_middle() -> None:
+    rows, cols = torch.meshgrid(torch.arange(20.0) - 9.5, torch.arange(30.0) - 14.5, indexing="ij")
+    images = torch.stack([rows, cols])[None].repeat(500, 1, 1, 1)
+    changed = distort(0.1, 2.0, 0.0)(images, torch.Generator().manual_seed(0))
+    assert changed.shape == images.shape and changed.is_contiguous(memory_format=torch.channels_last)
+    # Inside, numbers that grow evenly do so after an affine map, and are where it took them from.
+    inner = changed[:, :, 6:-6, 6:-6]
+    down, right = inner.diff(dim=2), inner.diff(dim=3)
+    assert float(down.diff(dim=2).abs().max()) < 1e-4 and float(right.diff(dim=3).abs().max()) < 1e-4
+    # Of sides from -1 to 1: a row in terms of columns is 20 / 30 of the number drawn.
+    slopes = torch.stack([down[:, 0].mean((1, 2)) - 1, right[:, 0].mean((1, 2)) * 30 / 20,
+                          down[:, 1].mean((1, 2)) * 20 / 30, right[:, 1].mean((1, 2)) - 1])  # fmt: skip
+    assert slopes.abs().amax(1).tolist() == pytest.approx([0.1] * 4, abs=0.002)
+    middle = inner.mean((2, 3))
+    assert middle.abs().amax(0).tolist() == pytest.approx([2.0, 2.0], abs=0.04)
+
+
+def test_distort_by_nothing_and_of_blank_images() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(5, 2, 7, 9, generator=generator)
+    torch.testing.assert_close(distort(0.0, 0.0, -0.5)(images, generator), images)
+    blank = torch.full((5, 1, 7, 9), -0.5)
+    torch.testing.assert_close(distort(0.2, 2.0, -0.5)(blank, generator), blank)
 
 
 def test_shift_moves_a_part_of_the_images() -> None:

@@ -10,7 +10,7 @@ import math
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,10 @@ SPLIT_SEED = 0
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _SMALL = 1_000
 """Genomes of up to so many parameters take a high rate and little noise, which larger ones do not."""
+_LARGE = 3_000
+"""Genomes of convolutional networks of more parameters gain from images that are distorted."""
+_PIXELS = 1.5
+"""By how much images that are distorted move, up or down and left or right."""
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -72,7 +76,13 @@ def load_mnist(data_dir: Path) -> tuple[NDArray[Any], ...]:
     return tuple(arrays)
 
 
-def mnist(data_dir: Path | None = None, *, noise: float | None = None, shift: float | None = None) -> Task:
+def mnist(
+    data_dir: Path | None = None,
+    *,
+    noise: float | None = None,
+    shift: float | None = None,
+    distort: float | None = None,
+) -> Task:
     """The MNIST task; 5,000 training images, the same ones always, are held out for validation.
 
     Args:
@@ -80,20 +90,47 @@ def mnist(data_dir: Path | None = None, *, noise: float | None = None, shift: fl
         noise: standard deviation of the normal noise on training images, in that of their pixels; None for what is
             known to be good, by the size of the genome.
         shift: part of the training images (0 to 1) that are moved by up to one pixel each way; None as for `noise`.
+        distort: how far training images are turned, stretched and sheared, as a part of their size (0 to 1); they then
+            are moved by up to 1.5 pixels, too. None as for `noise`.
     """
-    return _task("mnist", data_dir, noise, shift)
+    return _task("mnist", data_dir, _Changes(noise, shift, distort))
 
 
-def fashion_mnist(data_dir: Path | None = None, *, noise: float | None = None, shift: float | None = None) -> Task:
+def fashion_mnist(
+    data_dir: Path | None = None,
+    *,
+    noise: float | None = None,
+    shift: float | None = None,
+    distort: float | None = None,
+) -> Task:
     """The Fashion-MNIST task: as `mnist`, from another folder."""
-    return _task("fashion-mnist", data_dir, noise, shift)
+    return _task("fashion-mnist", data_dir, _Changes(noise, shift, distort))
 
 
-def _task(name: str, data_dir: Path | None, noise: float | None, shift: float | None) -> Task:
-    if noise is not None and not (isinstance(noise, int | float) and 0 <= noise < math.inf):
-        raise ValueError(f"noise of the {name} task must be a number >= 0, got {noise!r}")
-    if shift is not None and not (isinstance(shift, int | float) and 0 <= shift <= 1):
-        raise ValueError(f"shift of the {name} task must be a number from 0 to 1, got {shift!r}")
+class _Changes(NamedTuple):
+    """What is done to training images, as `mnist` says; None for what is known to be good."""
+
+    noise: float | None = None
+    shift: float | None = None
+    distort: float | None = None
+
+    def check(self, task: str) -> None:
+        """Raise `ValueError` for numbers out of range."""
+        for name, x in self._asdict().items():
+            most, expected = (math.inf, "a number >= 0") if name == "noise" else (1, "a number from 0 to 1")
+            if x is not None and not (isinstance(x, int | float) and 0 <= x <= most and x < math.inf):
+                raise ValueError(f"{name} of the {task} task must be {expected}, got {x!r}")
+
+    def augment(self, blank: float) -> data.Augment | None:
+        """One after the other; `blank` is a pixel where nothing is."""
+        changes = [data.distort(self.distort, _PIXELS, blank)] if self.distort else []
+        changes += [data.shift(1, self.shift, blank)] if self.shift else []
+        changes += [data.noise(self.noise)] if self.noise else []
+        return data.in_turn(*changes) if changes else None
+
+
+def _task(name: str, data_dir: Path | None, changes: _Changes) -> Task:
+    changes.check(name)
     if data_dir is None:
         raise ValueError(f"the {name} task needs --data-dir: the folder with its four IDX .gz files")
     images, labels_N, test_images, test_labels_N = load_mnist(data_dir)
@@ -112,26 +149,25 @@ def _task(name: str, data_dir: Path | None, noise: float | None, shift: float | 
         val=split(images[val], labels_N[val]),
         test=split(test_images, test_labels_N),
         pnet=PNETS["mlp"](interface, hidden=(800,), bandwidth=6.0),
-        settings=lambda pnet, genome_params: _recipe(pnet, genome_params, noise, shift, -mean / std),
+        settings=lambda pnet, genome_params: _recipe(pnet, genome_params, changes, -mean / std),
         genome_params=1_973,
         about=scaling(mean, std) | ({"classes": list(FASHION)} if name == "fashion-mnist" else {}),
     )
 
 
-def _recipe(pnet: PNet, genome_params: float, noise: float | None, shift: float | None, blank: float) -> Recipe:
-    """Settings with training images that are moved, then made noisy."""
-    recipe = Recipe(lr=1e-2)
+def _recipe(pnet: PNet, genome_params: float, changes: _Changes, blank: float) -> Recipe:
+    """Settings with training images that are changed: by what is known to be good, where the user says nothing."""
+    recipe, known = Recipe(lr=1e-2), _Changes(0, 0, 0)
     if pnet.name == "mlp":
         # Genomes learn images by heart, too: without noise and shifts the later epochs are worth nothing.
         small = genome_params <= _SMALL
-        noise = (0.25 if small else 0.4) if noise is None else noise
-        shift = 0.3 if shift is None else shift
+        known = _Changes(noise=0.25 if small else 0.4, shift=0.3, distort=0)
         lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
         recipe = Recipe(lr=lr, betas=betas, batch_size=256, epochs=epochs)
     if pnet.name in ("convnet", "lenet5"):
-        noise = 0.2 if noise is None else noise
-        shift = 0.3 if shift is None else shift
-        lr, epochs = (6e-2, 60 if pnet.name == "convnet" else 30) if genome_params <= 3_000 else (3e-2, 45)
+        large = genome_params > _LARGE
+        known = _Changes(noise=0, shift=0, distort=0.1) if large else _Changes(noise=0.2, shift=0.3, distort=0)
+        lr, epochs = (3e-2, 45) if large else (6e-2, 100 if pnet.name == "convnet" else 30)
         recipe = Recipe(lr=lr, batch_size=256, epochs=epochs)
-    changes = ([data.shift(1, shift, blank)] if shift else []) + ([data.noise(noise)] if noise else [])
-    return replace(recipe, augment=data.in_turn(*changes)) if changes else recipe
+    asked = {name: x for name, x in changes._asdict().items() if x is not None}
+    return replace(recipe, augment=known._replace(**asked).augment(blank))
