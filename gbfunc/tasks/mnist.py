@@ -167,7 +167,7 @@ def _recipe(pnet: PNet, genome_params: float, changes: _Changes, blank: float) -
     if pnet.name in ("convnet", "lenet5"):
         large = genome_params > _LARGE
         known = _Changes(noise=0, shift=0, distort=0.1) if large else _Changes(noise=0.2, shift=0.3, distort=0)
-        lr, epochs = (3e-2, 45) if large else (6e-2, 100 if pnet.name == "convnet" else 30)
+        lr, epochs = (3e-2, 60) if large else (6e-2, 100 if pnet.name == "convnet" else 30)
         recipe = Recipe(lr=lr, batch_size=256, epochs=epochs)
     asked = {name: x for name, x in changes._asdict().items() if x is not None}
     return replace(recipe, augment=known._replace(**asked).augment(blank))
