@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import from_dlpack
 
 import gbfunc as gb
 from tests.test_odd_pnets import SGD, Pair, loss_of
@@ -180,6 +181,19 @@ class Viewing(Pair):
         return self.b(x @ self.turned + self.a.bias)
 
 
+class Sharing(Pair):
+    """Has a function of what is made over the memory of a weight."""
+
+    def __init__(self, share: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.double()
+        shared = share(self.a.weight.detach())
+        self.scaled = lambda h: h * torch.as_tensor(shared).sum()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.scaled(self.a(x)))
+
+
 class Partial(Pair):
     """Has a weight as an argument of a function."""
 
@@ -222,6 +236,8 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "a forward around which its part is": over_a_part,
     "a number": lambda: ByFunction(lambda layer, weight: lambda x: x * weight.sum().item()),
     "an array": lambda: ByFunction(lambda layer, weight: lambda x: x * float(weight.detach().numpy().sum())),
+    "an array made before": lambda: Sharing(lambda weight: weight.numpy()[2:]),
+    "a tensor over the same memory": lambda: Sharing(from_dlpack),
     "a proxy": lambda: ByFunction(_by_proxy),
     "a custom function": lambda: ByFunction(function_that_reads(True)),
     "a custom function's backward": lambda: ByFunction(function_that_reads(False)),
@@ -360,6 +376,18 @@ def test_a_checkpoint_after_the_first_call_is_refused(reentrant: bool, script: b
         module(x)
     late.clear()
     step(state, x)
+
+
+def test_an_array_of_the_pnet_in_the_memory_of_a_weight_is_refused() -> None:
+    net: Any = Pair()
+    net.constant, net.listed = net.a.weight.detach().numpy().copy(), [net.a.weight.detach().numpy()]
+    plan = gb.make_plan(net, gb.periodic(2))
+    with pytest.raises(
+        ValueError, match=r"a Pair of the p-net holds an array in the memory of its parameter 'a.weight'"
+    ):
+        gb.make_train_step(plan, net, loss_of, SGD)
+    net.listed = []
+    gb.make_train_step(plan, net, loss_of, SGD)
 
 
 def test_a_loss_function_may_read_the_pnet_that_it_began_from() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -128,11 +129,17 @@ def _copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.
         memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
     own = OwnTensors(pnet)
     for module in pnet.modules():
-        for value in tensors_in(list(vars(module).values())):
+        for value in tensors_in(list(vars(module).values()), arrays=True):
+            name = own.name_of(value)
+            if isinstance(value, np.ndarray) and name is not None and name.startswith("parameter"):
+                raise ValueError(
+                    f"a {type(module).__name__} of the p-net holds an array in the memory of its {name}, where "
+                    "generated weights never are: make it of the parameter when it is read, or of a copy"
+                )
             # Activations that a forward left behind carry a graph, which deepcopy refuses; a view of a weight that was
             # copied could not be distinguished from a constant.
-            if id(value) not in memo and (not value.is_leaf or own.have(value)):
-                memo[id(value)] = value.detach()
+            if id(value) not in memo and (name is not None or isinstance(value, Tensor) and not value.is_leaf):
+                memo[id(value)] = value.detach() if isinstance(value, Tensor) else value
     try:
         net = copy_of(pnet, memo)
     except Exception as error:

@@ -92,7 +92,7 @@ class PureNet:
                 self._parameters |= dict.fromkeys(forms[name].keys_at(name), _ANY)
             else:
                 self._parameters[name] = TensorSpec(tuple(tensor.shape))
-        self._frozen = frozen if frozen is not None and frozen.buffer_names else None
+        self._base, self._frozen = frozen, frozen if frozen is not None and frozen.buffer_names else None
         kept = () if self._frozen is None else self._frozen.buffer_names
         for layer in keep_statistics(self.skeleton, kept):
             layer.__dict__["train"] = lambda mode=True, layer=layer: layer
@@ -144,7 +144,9 @@ class PureNet:
         """
         before = _checkpoints()
         if first:
-            out = self._own.call((weights, buffers, self._frozen_on(weights)), call, *args, **kwargs)
+            # The base has the p-net's memory, though storages of its own.
+            base = None if self._base is None else self._base.on(next(iter(weights.values())).device)
+            out = self._own.call((weights, buffers, base), call, *args, **kwargs)
         else:
             out = call(*args, **kwargs)
         if _checkpoints() > before:

@@ -9,10 +9,12 @@ module's own.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 import torch._C._functorch as functorch
 from torch import Tensor, nn
@@ -29,22 +31,44 @@ class OwnTensors:
 
     def __init__(self, *modules: nn.Module) -> None:
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
+        places: dict[int, int] = {}
         for module in modules:
-            self._names |= getattr(vars(module).get(_MARK), "_names", {})
+            if (marked := vars(module).get(_MARK)) is not None:
+                self._names |= marked._names
+                places |= marked._places
             named = {f"parameter {k!r}": x for k, x in module.named_parameters()}
             named |= {f"buffer {k!r}": x for k, x in module.named_buffers()}
             for name, x in named.items():
                 for storage in _storages(x):
                     # A weak reference keeps the address from being used again.
                     self._names.setdefault(storage._cdata, (StorageWeakRef(storage), name))
+                    places[_address(storage)] = storage._cdata
+        # By the address of their memory, in order.
+        self._places = dict(sorted(places.items()))
+        self._addresses = [*self._places]
 
     def mark(self, skeleton: nn.Module) -> None:
         """Note them in a copy, for copies that are made of it."""
         vars(skeleton)[_MARK] = self
 
-    def have(self, x: Tensor) -> bool:
-        """Whether a tensor is, or is a view of, one of them."""
-        return any(storage._cdata in self._names for storage in _storages(x))
+    def name_of(self, x: Tensor | np.ndarray) -> str | None:
+        """Which of them a tensor or an array is, or is a view of, by its storage or the memory that it is in."""
+        if isinstance(x, np.ndarray):
+            return self._name_at(x.__array_interface__["data"][0]) if x.size else None
+        return next(filter(None, map(self.name_of_storage, _storages(x))), None)
+
+    def name_of_storage(self, storage: torch.UntypedStorage) -> str | None:
+        """Which of them a storage is; those of arrays and of other libraries share their memory alone."""
+        return self._names[storage._cdata][1] if storage._cdata in self._names else self._name_at(_address(storage))
+
+    def _name_at(self, address: int) -> str | None:
+        before = bisect_right(self._addresses, address) - 1
+        if not address or before < 0:
+            return None
+        reference, name = self._names[self._places[self._addresses[before]]]
+        # What was freed may be another's by now.
+        live: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        return name if live is not None and 0 <= address - _address(live) < live.nbytes() else None
 
     def __deepcopy__(self, memo: Any) -> OwnTensors:
         return self
@@ -59,9 +83,7 @@ class OwnTensors:
         Raises:
             ValueError: for any other that an operator reads, now or in the backward of the output.
         """
-        allowed = {storage._cdata for x in tensors_in((*given, args, kwargs)) for storage in _storages(x)}
-        # With the weak references: backward may come when nothing else has them.
-        watch = _Watch({key: named for key, named in self._names.items() if key not in allowed})
+        watch = _Watch(self, {storage._cdata for x in tensors_in((*given, args, kwargs)) for storage in _storages(x)})
         with torch.inference_mode(False), torch.enable_grad():
             first = _number(torch.zeros((), requires_grad=True).view(()).grad_fn)
         with watch:
@@ -71,19 +93,20 @@ class OwnTensors:
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses operators that read storages with a name."""
+    """Refuses operators that read own tensors, but in storages that are allowed."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, names: Mapping[int, tuple[StorageWeakRef, str]]) -> None:
+    def __init__(self, own: OwnTensors, allowed: set[int]) -> None:
         super().__init__()
-        self._names = names
+        # With its weak references: backward may come when nothing else has them.
+        self._own, self._allowed = own, allowed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in tensors_in((args, kwargs)):
             for storage in _storages(x):
-                if storage._cdata in self._names:
-                    _, name = self._names[storage._cdata]
+                name = None if storage._cdata in self._allowed else self._own.name_of_storage(storage)
+                if name is not None:
                     path = name.partition("'")[2].rstrip("'")
                     raise ValueError(f"the p-net's forward reads its {name} {_OTHERWISE}{path}")
         return func(*args, **kwargs or {})
@@ -113,11 +136,11 @@ def _number(node: Any) -> int:
     return node._sequence_nr() % 2**64
 
 
-def tensors_in(value: Any, objects: bool = False, depth: int = 9) -> Iterator[Tensor]:
-    """The tensors in containers, and in the attributes of `objects`; those inside of function transforms, too."""
-    if isinstance(value, Tensor):
+def tensors_in(value: Any, objects: bool = False, arrays: bool = False, depth: int = 9) -> Iterator[Any]:
+    """The tensors, and `arrays`, in containers and attributes of `objects`; tensors in function transforms, too."""
+    if isinstance(value, Tensor) or (arrays and isinstance(value, np.ndarray)):
         yield value
-        while functorch.is_functorch_wrapped_tensor(value):
+        while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
             value = functorch.get_unwrapped(value)
             yield value
     elif depth and not isinstance(value, str | bytes | nn.Module | type):
@@ -125,7 +148,7 @@ def tensors_in(value: Any, objects: bool = False, depth: int = 9) -> Iterator[Te
         if not isinstance(value, Mapping | list | tuple | set | frozenset):
             items = vars(value).values() if objects and hasattr(value, "__dict__") else ()
         for x in items:
-            yield from tensors_in(x, objects, depth - 1)
+            yield from tensors_in(x, objects, arrays, depth - 1)
 
 
 def _storages(x: Tensor) -> list[torch.UntypedStorage]:
@@ -137,6 +160,14 @@ def _storages(x: Tensor) -> list[torch.UntypedStorage]:
         return [x.untyped_storage()]
     except (NotImplementedError, RuntimeError):
         return []
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """Where its memory begins; 0 where there is none to be read."""
+    try:
+        return storage.data_ptr() if storage.nbytes() else 0
+    except RuntimeError:  # Of a fake tensor
+        return 0
 
 
 class _Watched:
