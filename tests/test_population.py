@@ -125,6 +125,8 @@ def test_each_member_has_its_batch(lazy: bool) -> None:
 
 def test_single_precision_to_1e_5() -> None:
     """With momentum: a step of Adam's is near its sign where a gradient is near 0, whatever the rounding made of it."""
+    # So is a unit near 0 on or off: of 40 seeds this befell one.
+    torch.manual_seed(0)
     pnet = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10))
     plan = gb.make_plan(pnet, gb.periodic(8))
     batch = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 10

@@ -178,9 +178,10 @@ class ManyGenomes(nn.Module):
             try:
                 with watch.of(way.net.skeleton), together:
                     self._run(way, len(batch.rows), *part([*range(len(batch.rows))], batch.variants))
-                tolerance = tolerance_of([*stored.values(), *tensors])
                 failed = together.found
-                failed = first_difference(alone, watch, {*paths, ""}, tolerance) if failed is None else failed
+                if failed is None:
+                    tolerance = tolerance_of([*stored.values(), *tensors])
+                    failed = first_difference(alone, watch, {*paths, ""}, tolerance)
             except Exception as error:
                 failed, problem = watch.running[-1] if watch.running else "", error
             if failed is None:

@@ -165,9 +165,10 @@ def _recipe(pnet: PNet, genome_params: float, changes: _Changes, blank: float) -
         lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
         recipe = Recipe(lr=lr, betas=betas, batch_size=256, epochs=epochs)
     if pnet.name in ("convnet", "lenet5"):
-        large = genome_params > _LARGE
-        known = _Changes(noise=0, shift=0, distort=0.1) if large else _Changes(noise=0.2, shift=0.3, distort=0)
-        lr, epochs = (3e-2, 60) if large else (6e-2, 100 if pnet.name == "convnet" else 30)
-        recipe = Recipe(lr=lr, batch_size=256, epochs=epochs)
+        if genome_params > _LARGE:
+            known, recipe = _Changes(0, 0, distort=0.1), Recipe(lr=3e-2, batch_size=256, epochs=60)
+        else:
+            batch_size, epochs = (128, 80) if pnet.name == "convnet" else (256, 30)
+            known, recipe = _Changes(0.2, 0.3, distort=0), Recipe(lr=6e-2, batch_size=batch_size, epochs=epochs)
     asked = {name: x for name, x in changes._asdict().items() if x is not None}
     return replace(recipe, augment=known._replace(**asked).augment(blank))
