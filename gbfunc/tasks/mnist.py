@@ -168,7 +168,7 @@ def _recipe(pnet: PNet, genome_params: float, changes: _Changes, blank: float) -
         if genome_params > _LARGE:
             known, recipe = _Changes(0, 0, distort=0.1), Recipe(lr=3e-2, batch_size=256, epochs=60)
         else:
-            batch_size, epochs = (128, 80) if pnet.name == "convnet" else (256, 30)
+            batch_size, epochs = (64, 60) if pnet.name == "convnet" else (256, 30)
             known, recipe = _Changes(0.2, 0.3, distort=0), Recipe(lr=6e-2, batch_size=batch_size, epochs=epochs)
     asked = {name: x for name, x in changes._asdict().items() if x is not None}
     return replace(recipe, augment=known._replace(**asked).augment(blank))
