@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -171,7 +170,6 @@ class Stack:
         dims = self.ensemble.dims
         spans = _spans([n * dims.rows * dims.cols * evaluation.row.itemsize for n in self._counts])
         parts = evaluation.split([sum(self._counts[span]) for span in spans])
-        # Not `zip(strict=True)`, at which torch.compile of torch 2.5 fails.
         matrices = [m for i, part in enumerate(parts) for m in part.matrices(self._grids[spans[i]])]
         return [Made(m, self.cuts[i]) for i, m in enumerate(matrices)]
 
@@ -198,13 +196,14 @@ def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dt
 
 def _spans(sizes: list[int]) -> list[slice]:
     """Cut a sequence of slots into spans of at least `_RUN_BYTES`, the last one maybe smaller."""
-    ends, total = [0], 0
+    spans: list[slice] = []
+    first = total = 0
     for i, size in enumerate(sizes, 1):
         total += size
         if total >= _RUN_BYTES or i == len(sizes):
-            ends.append(i)
-            total = 0
-    return [slice(a, b) for a, b in pairwise(ends)]
+            spans.append(slice(first, i))
+            first, total = i, 0
+    return spans
 
 
 Form = DenseWeight | WeightForm
@@ -265,13 +264,14 @@ class Generator:
             slots = self._slots(evaluations, counts)
             tensors = {name: on(device) for name, on in self.unchanged.items()}
             for form, places in self.places:
-                tensors |= form.of([slots[stack][slot] for stack, slot in places])
+                tensors.update(form.of([slots[stack][slot] for stack, slot in places]))
             for leaf, target in self._direct.items():
                 tensors[target.name] = target.block(leaves[leaf])
             return {k: tensors[k] for k in self.order}
 
     def _slots(self, evaluations: Sequence[Evaluation], counts: bool) -> list[Sequence[Source]]:
-        return [stack.split(evaluation) for stack, evaluation in zip(self.stacks, evaluations, strict=True)]
+        # Not `zip(strict=True)`, at which torch.compile of torch 2.5 fails.
+        return [stack.split(evaluations[i]) for i, stack in enumerate(self.stacks)]
 
     def prepare(self, leaves: Params) -> None:
         """Build the constants for these leaves, which a compiled call cannot do itself."""

@@ -8,8 +8,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, p and q 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,13 +85,13 @@ class Evaluation(NamedTuple):
             leaves = {k: v[self.groups] if specs[k].scope == "group" else v for k, v in leaves.items()}
         linear = [k for k in leaves if specs[k].role == "linear" and not self.hypernet.stochastic]
         if scale is not None and linear:
-            leaves = leaves | {k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}
+            leaves = {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}
             scale = None
-        return self._replace(leaves=leaves, scale=scale, groups=None)
+        return self._with(leaves=leaves, scale=scale, groups=None)
 
     def _filled(self, *lead: int) -> Params:
         """The leaves with those that have no entries."""
-        return self.leaves | {k: self.row.new_zeros((*lead, *shape)) for k, shape in self.empty.items()}
+        return {**self.leaves, **{k: self.row.new_zeros((*lead, *shape)) for k, shape in self.empty.items()}}
 
     def _apply(self) -> Tensor | Factors:
         def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
@@ -126,7 +125,9 @@ class Evaluation(NamedTuple):
         """So many tiles each, in order."""
         if len(counts) == 1:
             return [self]
-        spans = [slice(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+        ends = [0]
+        for count in counts:
+            ends.append(ends[-1] + count)
 
         # One split node has one backward; slices would each fill a gradient of all tiles.
         def parts(x: Tensor) -> Sequence[Tensor]:
@@ -136,34 +137,43 @@ class Evaluation(NamedTuple):
         shared = shared if self.groups is not None else set()
         leaves = {k: [v] * len(counts) if k in shared else parts(v) for k, v in self.leaves.items()}
         evaluations = [
-            self.of(span)._replace(leaves={k: v[i] for k, v in leaves.items()}) for i, span in enumerate(spans)
+            self.of(slice(ends[i], ends[i + 1]))._with(leaves={k: v[i] for k, v in leaves.items()})
+            for i in range(len(counts))
         ]
         if self.made is None:
             return evaluations
-        return [r._replace(made=Factors(*x)) for r, *x in zip(evaluations, *map(parts, self.made), strict=True)]
+        return [r._with(made=Factors(*x)) for r, *x in zip(evaluations, *map(parts, self.made), strict=True)]
+
+    def _with(self, **changes: Any) -> Evaluation:
+        # Not `_replace`, which Dynamo of torch 2.5 does not trace; nor does it trace unions of dicts.
+        hypernet, dims, kernel, row, col, scale, leaves, noise, empty, groups, made, periods = self
+        own = dict(
+            hypernet=hypernet, dims=dims, kernel=kernel, row=row, col=col, scale=scale, leaves=leaves, noise=noise
+        )
+        return Evaluation(**{**own, "empty": empty, "groups": groups, "made": made, "periods": periods, **changes})
 
     @property
     def n_tiles(self) -> int:
         """Number of tiles; 0 for a type without leaves, whose tiles are all alike."""
-        return len(next(iter(self.leaves.values()), ()) if self.groups is None else self.groups)
+        return len([*self.leaves.values(), ()][0] if self.groups is None else self.groups)
 
     def filled(self, leaves: Params, noise: Params | None) -> Evaluation:
         """The evaluation on other leaves and noise."""
-        return self._replace(leaves=leaves, noise=noise)
+        return self._with(leaves=leaves, noise=noise)
 
     def of(self, tiles: slice | Tensor) -> Evaluation:
         """The codes, scales and noise of some tiles, by span or number, with the leaves as they are."""
         row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
         noise = self.noise and {k: v[tiles] for k, v in self.noise.items()}
         scale, groups = (None if x is None else x[tiles] for x in (self.scale, self.groups))
-        return self._replace(row=row, col=col, scale=scale, noise=noise, groups=groups, made=None)
+        return self._with(row=row, col=col, scale=scale, noise=noise, groups=groups, made=None)
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """The evaluations, with the factors of periodic and bilinear g-nets `made`, by one operator for all of them."""
     periodic = [one.made is None and isinstance(one.hypernet, Waves) for one in evaluations]
     factors = iter(periodic_factors([one for one, yes in zip(evaluations, periodic, strict=True) if yes]))
-    return [one._replace(made=next(factors)) if yes else one for one, yes in zip(evaluations, periodic, strict=True)]
+    return [one._with(made=next(factors)) if yes else one for one, yes in zip(evaluations, periodic, strict=True)]
 
 
 def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:

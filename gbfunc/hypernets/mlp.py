@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -94,7 +93,7 @@ class GNet(Hypernet):
             "col_weight": Leaf((dims.col_width, first), "code", std=std),
             "bias": Leaf((first,), "code"),
         }
-        for i, (n, m) in enumerate(pairwise(self.hidden), start=1):
+        for i, (n, m) in enumerate(zip(self.hidden, self.hidden[1:], strict=False), start=1):
             leaves |= {f"weight_{i}": Leaf((n, m), "code", std=_he(n)), f"bias_{i}": Leaf((m,), "code", std=0.0)}
         return leaves | self._head(self.hidden[-1])
 

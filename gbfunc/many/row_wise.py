@@ -86,6 +86,10 @@ class RowWise:
             return tuple(x[0] for _, x in tree_leaves(template) if isinstance(x, Tensor))
 
         made = iter(self._of_rows(row, {k: everything[k] for k in self.varying}, rows))
+        for at, x in tree_leaves(template, "output") if self.path else ():
+            # Of the whole p-net, whose rows may have one of their own each, the caller says so.
+            if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
+                raise ValueError(f"{self.path!r} has a {type(x).__name__} as {at}, which is that of one row")
         return tree_map(lambda x: next(made) if isinstance(x, Tensor) else x, template)
 
     def _of_rows(self, row: Callable[..., tuple[Tensor, ...]], mine: Params, rows: list[Tensor]) -> tuple[Tensor, ...]:

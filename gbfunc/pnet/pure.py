@@ -188,7 +188,7 @@ class PureNet:
         before = [b._version for b in frozen.values()] if eager else ()
         given = {**weights, **buffers, **frozen}
         # Not by functional_call's tie_weights, which would go through all parameters at every call.
-        given |= {alias: given[name] for alias, name in self._ties.items()}
+        given.update({alias: given[name] for alias, name in self._ties.items()})
         modes, shared = [m.training for m in self._modules], self._shared
         cache, used = shared.cache, shared.used
         shared.cache, shared.used = {}, set()
