@@ -246,7 +246,7 @@ def _with(side: Side, leaves: tuple[Tensor, ...]) -> Side:
     # Not `_replace`, which Dynamo of torch 2.5 does not trace.
     given = iter(leaves)
     filled = [x if x is None else next(given) for x in side[1:5]]
-    return Side(side.codes, *filled, *side[5:])
+    return Side(side.codes, *filled, side.scale, side.groups, side.cosine_first, side.period)
 
 
 ALL = (0, 1, 2)
