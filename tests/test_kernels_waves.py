@@ -245,8 +245,9 @@ def test_derivatives_equal_finite_differences(case: Case, kernel: Kernel) -> Non
 def _with(side: Side, leaves: tuple[Tensor, ...]) -> Side:
     # Not `_replace`, which Dynamo of torch 2.5 does not trace.
     given = iter(leaves)
-    filled = [x if x is None else next(given) for x in side[1:5]]
-    return Side(side.codes, *filled, side.scale, side.groups, side.cosine_first, side.period)
+    weight, phase, sine, cosine = (x if x is None else next(given) for x in side[1:5])
+    assert weight is not None
+    return Side(side.codes, weight, phase, sine, cosine, side.scale, side.groups, side.cosine_first, side.period)
 
 
 ALL = (0, 1, 2)
