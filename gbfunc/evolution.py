@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from gbfunc.extras import import_extra
 from gbfunc.generate import make_generator
 from gbfunc.genome import Noise, check_genome, flatten, init_genome, sample_noise
 from gbfunc.materialize import materialize
 from gbfunc.plan import Plan
 from gbfunc.pnet import RunnableNet
 from gbfunc.tasks.control import find_environment, make_envs, step_envs
-from gbfunc.tasks.pnets.base import import_extra
 from gbfunc.train.gradients.loss import LossFn, loss_and_aux
 from gbfunc.trees import DIRECT, GNET, flat_genome
 from gbfunc.types import Genome, GenomeLike, Params
@@ -37,7 +37,7 @@ from gbfunc.types import Genome, GenomeLike, Params
 with warnings.catch_warnings():
     # Of torch.jit, which EvoTorch uses.
     warnings.simplefilter("ignore", DeprecationWarning)
-    import_extra("evotorch", "evolution needs EvoTorch: pip install 'gbfunc[evolve]'")
+    import_extra("evotorch", "evolution", "gbfunc[evolve]")
     from evotorch import Problem, SolutionBatch
 
 STEPS: Mapping[str, float] = MappingProxyType({"code": 0.1, "linear": 0.1, "direct": 0.1})

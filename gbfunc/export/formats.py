@@ -6,7 +6,6 @@ import io
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.export.program import Inputs, Run, Traced, quiet
+from gbfunc.extras import import_extra
 
 _FOLDED = 16
 """Entries of a constant up to which it may stand in the place of what computes it: sizes and indices, no weights."""
@@ -29,18 +29,6 @@ _IREE_FLAGS = (
     "--iree-vm-bytecode-module-strip-source-map=true",
     "--iree-vm-emit-polyglot-zip=false",
 )
-
-
-def needs(extra: str, *modules: str) -> list[Any]:
-    """Modules of packages that an extra of gbfunc installs.
-
-    Raises:
-        ImportError: without them, naming the extra.
-    """
-    try:
-        return [import_module(module) for module in modules]
-    except ImportError as error:
-        raise ImportError(f"{error}: pip install 'gbfunc[{extra}]'") from error
 
 
 def to_pt2(traced: Traced) -> bytes:
@@ -85,7 +73,8 @@ def run_aoti(data: bytes, folder: Path) -> Run:
 
 def to_onnx(traced: Traced) -> bytes:
     """A model of standard operations; nothing that is computed of the genome is folded into it."""
-    ir, passes, optimizer, _ = needs("onnx", "onnx_ir", "onnx_ir.passes.common", "onnxscript.optimizer", "onnx")
+    packages = ("onnx_ir", "onnx_ir.passes.common", "onnxscript.optimizer", "onnx")
+    ir, passes, optimizer, _ = (import_extra(x, "an ONNX model", "gbfunc[onnx]") for x in packages)
     with quiet():
         # The shapes name dimensions, which the program has lost.
         made = torch.onnx.export(
@@ -128,7 +117,7 @@ def _shorten(graph: Any) -> None:
 
 def run_onnx(data: bytes, folder: Path) -> Run:
     """By onnxruntime."""
-    (runtime,) = needs("onnx", "onnxruntime")
+    runtime = import_extra("onnxruntime", "an ONNX model's run", "gbfunc[onnx]")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
@@ -143,7 +132,8 @@ def run_onnx(data: bytes, folder: Path) -> Run:
 
 def to_iree(traced: Traced) -> bytes:
     """A module for IREE's runtime on any CPU of this machine's kind, compiled of the ONNX model."""
-    tools, importer = needs("iree", "iree.compiler.tools", "iree.compiler.tools.import_onnx.__main__")
+    packages = ("iree.compiler.tools", "iree.compiler.tools.import_onnx.__main__")
+    tools, importer = (import_extra(x, "a module for IREE", "gbfunc[iree]") for x in packages)
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         model, source = Path(folder, "model.onnx"), Path(folder, "model.mlir")
         model.write_bytes(to_onnx(traced))
@@ -157,7 +147,7 @@ def to_iree(traced: Traced) -> bytes:
 
 def run_iree(data: bytes, folder: Path) -> Run:
     """By IREE's runtime."""
-    (runtime,) = needs("iree", "iree.runtime")
+    runtime = import_extra("iree.runtime", "an IREE module's run", "gbfunc[iree]")
     module = runtime.load_vm_flatbuffer(data, driver="local-sync")
     name = next(n for n in module.vm_module.function_names if not n.startswith("__") and not n.endswith("$async"))
 

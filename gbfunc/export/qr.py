@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gbfunc.export.formats import needs
 from gbfunc.export.page import embedded, from_address, in_address
+from gbfunc.extras import import_extra
 from gbfunc.files import replace_file
 
 _MOST = 2_953
@@ -32,7 +32,7 @@ def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
         raise ValueError(f"a QR code is a .png or an .svg, got {place.name!r}")
     if not page or "#" in page or not page.isascii():
         raise ValueError(f"the address of the page must be plain text without a fragment (#...), got {page!r}")
-    (segno,) = needs("qr", "segno")
+    segno = import_extra("segno", "a QR code", "gbfunc[qr]")
     text = f"{page}#{in_address(genome)}"
     if len(text) > _MOST:
         most = (_MOST - len(page) - 1) * 3 // 4
@@ -52,7 +52,7 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
         FileNotFoundError: if there is no such picture.
         ValueError: if it has no code, or one without a genome.
     """
-    zxing, image = needs("qr", "zxingcpp", "PIL.Image")
+    zxing, image = (import_extra(x, "reading a QR code", "gbfunc[qr]") for x in ("zxingcpp", "PIL.Image"))
     if not Path(path).exists():
         raise FileNotFoundError(f"no such picture: {os.fspath(path)!r}")
     try:

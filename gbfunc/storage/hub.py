@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gbfunc.extras import import_extra
 from gbfunc.files import replace_file
 from gbfunc.plan import Plan, Stored
 from gbfunc.plan.file_layout import FORMAT
@@ -21,6 +22,7 @@ from gbfunc.types import Genome, GenomeLike
 
 GENOME_FILE = "genome.safetensors"
 
+_HUB = ("huggingface_hub", "the Hugging Face hub", "huggingface_hub")
 _OPTIONS = ("branch", "private", "token")
 _UPLOAD_OPTIONS = ("allow_patterns", "commit_message", "create_pr", "delete_patterns", "ignore_patterns")
 """Of an upload: ours, and those of `huggingface_hub.HfApi.upload_folder`."""
@@ -67,7 +69,7 @@ def push_pretrained(
     """Upload a genome's folder, as `GenomeModule.push_to_hub` does, and return the commit's address."""
     _check_options("push_to_hub", options, "dtype")
     branch, private, token = (options.pop(name, None) for name in _OPTIONS)
-    api = _hub().HfApi(token=token)
+    api = import_extra(*_HUB).HfApi(token=token)
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         _write(Path(folder), plan, genome, dtype, repo_id)
         name = api.create_repo(repo_id=repo_id, private=private, exist_ok=True).repo_id
@@ -93,22 +95,13 @@ def load_pretrained(
 
 
 def _downloaded(name: str, options: dict[str, Any]) -> str:
-    hub = _hub()
+    hub = import_extra(*_HUB)
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
         return hub.hf_hub_download(name, GENOME_FILE, **options)
     except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
         raise FileNotFoundError(f"{name!r} is neither a folder nor a genome that the hub gives: {error}") from error
-
-
-def _hub() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        words = "the Hugging Face hub needs the package huggingface_hub: pip install huggingface_hub"
-        raise ImportError(words) from error
-    return huggingface_hub
 
 
 def _write(folder: Path, plan: Plan, genome: GenomeLike, dtype: Stored | None, place: str) -> None:

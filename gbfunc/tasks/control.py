@@ -20,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gbfunc.extras import import_extra
 from gbfunc.tasks.base import History, Metric, Recipe, Task
 from gbfunc.tasks.pnets import PNETS, Interface, PNet
-from gbfunc.tasks.pnets.base import import_extra, seeded
+from gbfunc.tasks.pnets.base import seeded
 from gbfunc.tasks.ppo import PolicyValue, Settings, Transitions, gae, policy, ppo_loss
 
 EPISODES, IMAGE_EPISODES = 100, 10
@@ -111,10 +112,10 @@ def make_envs(env_id: str, n: int) -> Any:
     Atari's games (`ALE/...`) are those of ale-py, whose package holds their ROMs: four frames of 84 x 84 in grey,
     rewards as the games give them, and five minutes at most (Mnih et al., 2015).
     """
-    gymnasium = import_extra("gymnasium", "the control task needs gymnasium: pip install 'gbfunc[control]'")
+    gymnasium = import_extra("gymnasium", "the control task", "gbfunc[control]")
     options: dict[str, Any] = {}
     if env_id.startswith(ATARI):
-        gymnasium.register_envs(import_extra("ale_py", "Atari's games need ale-py: pip install 'gbfunc[atari]'"))
+        gymnasium.register_envs(import_extra("ale_py", "a game of Atari's", "gbfunc[atari]"))
         options = {"reward_clipping": False, "max_num_frames_per_episode": _ATARI_FRAMES}
     try:
         envs = gymnasium.make_vec(env_id, num_envs=n, **options)

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gbfunc.extras import import_extra
 from gbfunc.tasks.base import Recipe, Task, scaling
 from gbfunc.tasks.data import Split, hold_out, noise
 from gbfunc.tasks.pnets import PNETS, Interface
-from gbfunc.tasks.pnets.base import import_extra
 
 IMAGE_SHAPE = (1, 8, 8)
 N_TEST, N_VAL = 360, 240
@@ -24,7 +24,7 @@ def digits(data_dir: Path | None = None) -> Task:
         data_dir: not used.
     """
     del data_dir
-    data = import_extra("sklearn.datasets", "the digits task needs scikit-learn: pip install 'gbfunc[cli]'")
+    data = import_extra("sklearn.datasets", "the digits task", "gbfunc[cli]")
     pixels, labels = data.load_digits(return_X_y=True)
     test, val, train = hold_out(labels, (N_TEST, N_VAL), SPLIT_SEED)
     mean, std = pixels[train].mean(), pixels[train].std()

@@ -6,7 +6,6 @@ Any loop can call one: `with tensorboard_log(folder) as on_log: ... on_log(step,
 from __future__ import annotations
 
 import csv
-import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from gbfunc.extras import import_extra
 
 OnLog = Callable[[int, Mapping[str, float]], None]
 """Takes the steps that are done, and numbers by name."""
@@ -38,7 +39,7 @@ def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) ->
 @contextmanager
 def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
     """Scalars for TensorBoard, and the settings as a text, in a folder of this run below `folder/tensorboard`."""
-    _needs("tensorboard")
+    import_extra("tensorboard", "--log tensorboard", "gbfunc[tensorboard]")
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder / "tensorboard" / f"{datetime.now():%Y%m%d-%H%M%S}")) as writer:
@@ -56,7 +57,7 @@ def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType
 @contextmanager
 def wandb_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
     """A run of Weights & Biases, in the project that `WANDB_PROJECT` names or `gbfunc`; its files go into `folder`."""
-    wandb = _needs("wandb")
+    wandb = import_extra("wandb", "--log wandb", "gbfunc[wandb]")
     project = os.environ.get("WANDB_PROJECT", "gbfunc")
     with wandb.init(project=project, dir=str(folder), config=dict(settings)) as run:
         yield lambda step, metrics: run.log(dict(metrics), step=step)
@@ -66,11 +67,3 @@ LOGS: Mapping[str, Callable[[Path, Mapping[str, Any]], AbstractContextManager[On
     {"csv": csv_log, "tensorboard": tensorboard_log, "wandb": wandb_log}
 )
 """Every log by its name; each takes a folder and the settings of the training."""
-
-
-def _needs(package: str) -> Any:
-    """A package of an extra; `ImportError` says which."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ImportError(f"a log for {package} needs it ({error}): pip install 'gbfunc[{package}]'") from error

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gbfunc.extras import import_extra
 from gbfunc.tasks.base import LOSS, Net, Recipe, Task, logits_of, text_metrics, token_loss
 from gbfunc.tasks.data import Windows
 from gbfunc.tasks.pnets import PNETS, Interface
-from gbfunc.tasks.pnets.base import import_extra
 
 TEST_PART, VAL_PART = 0.05, 0.1
 """The last tenth validates and all up to it trains, as is usual for tiny shakespeare; the test is the beginning."""
@@ -158,7 +158,7 @@ def characters(source: str) -> Tokens:
 
 def byte_pairs(source: str, vocabulary: int) -> Tokens:
     """Byte-level byte-pair tokens (Sennrich et al., 2016; Radford et al., 2019), learned from a text."""
-    tokenizers = import_extra("tokenizers", "byte-pair tokens need tokenizers: pip install 'gbfunc[text]'")
+    tokenizers = import_extra("tokenizers", "a vocabulary of byte pairs", "gbfunc[text]")
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())

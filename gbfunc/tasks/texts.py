@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gbfunc.extras import import_extra
 from gbfunc.tasks.base import Net, Recipe, Task, accuracy, linear_decay
 from gbfunc.tasks.data import Batch, hold_out, leave_out, steps_per_epoch
-from gbfunc.tasks.pnets.base import Interface, PNet, import_extra
+from gbfunc.tasks.pnets.base import Interface, PNet
 from gbfunc.tasks.pnets.hugging_face import hugging_face
 from gbfunc.tasks.pnets.pretrained import CONFIG, TOKENIZER, pretrained_folder
 from gbfunc.tasks.text import byte_pairs, read_text
@@ -265,8 +266,10 @@ def _learned_tokens(source: list[str], vocabulary: int, max_tokens: int) -> Toke
 def pretrained_tokens(pretrained: str, max_tokens: int) -> Tokens:
     """The tokens of a pretrained network; raises as `texts`."""
     folder = pretrained_folder(pretrained)
-    missing = "pretrained networks of texts need gbfunc[text,hf]: pip install 'gbfunc[text,hf]'"
-    tokenizers, transformers = (import_extra(name, missing) for name in ("tokenizers", "transformers"))
+    tokenizers, transformers = (
+        import_extra(name, "a pretrained network of texts", "gbfunc[text,hf]")
+        for name in ("tokenizers", "transformers")
+    )
     path = folder / TOKENIZER
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path} (the tokens of the pretrained network)")

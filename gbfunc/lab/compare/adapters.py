@@ -23,10 +23,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from gbfunc.extras import import_extra
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import HEAD, BudgetTooSmall, Problem, Settings, Trained
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.pnets.base import import_extra, seeded
+from gbfunc.tasks.pnets.base import seeded
 from gbfunc.types import Params, TensorMap
 
 _KINDS = {
@@ -194,7 +195,7 @@ class Peft:
 
 
 def _import_peft() -> Any:
-    return import_extra("peft", "adapters to compare with need peft: pip install peft")
+    return import_extra("peft", "comparing with other adapters", "peft")
 
 
 @contextmanager

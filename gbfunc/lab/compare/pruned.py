@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gbfunc.extras import import_extra
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
 from gbfunc.lab.compare.levels import Levels, RoundedNet, fitting_steps, from_levels, largest_level, vector_levels
 from gbfunc.tasks import Net, Task
-from gbfunc.tasks.pnets.base import PNet, import_extra
+from gbfunc.tasks.pnets.base import PNet
 from gbfunc.types import Params
 
 _PRIOR = 2.0
@@ -114,7 +115,7 @@ def _densities(mask_RC: NDArray[np.bool_], density: float) -> Iterator[NDArray[n
 
 
 def _constriction() -> Any:
-    return import_extra("constriction", "coding pruned nets needs constriction: pip install 'gbfunc[cli]'")
+    return import_extra("constriction", "coding pruned nets", "gbfunc[cli]")
 
 
 def _bernoulli() -> Any:

@@ -196,14 +196,6 @@ def is_import_path(name: str) -> bool:
     return _PATH.fullmatch(name) is not None
 
 
-def import_extra(module: str, missing: str) -> Any:
-    """A module of a package that may be missing, of which `ImportError` then says so."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(missing) from error
-
-
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
     """The function `package.module:name`, which returns `returns`; the present folder counts as a place of modules.
 

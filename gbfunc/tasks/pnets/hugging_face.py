@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet, import_extra
+from gbfunc.extras import import_extra
+from gbfunc.tasks.pnets.base import BLOCKS, Interface, PNet
 from gbfunc.tasks.pnets.text_classifier import text_classifier
 
 PREFIX = "hf:"
@@ -20,7 +21,7 @@ def hugging_face(interface: Interface, model_type: str, **config: Any) -> PNet:
     What the task decides is filled in where the configuration does not say it: the vocabulary, the number of classes,
     size and channels of an image, and the length of a text where the model has a table of positions.
     """
-    transformers = import_extra("transformers", "Hugging Face p-nets need transformers: pip install 'gbfunc[hf]'")
+    transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
     if interface.vocabulary:
         return text_classifier(interface, model_type, config)
     if "pretrained" in config:

