@@ -16,4 +16,5 @@ def import_extra(module: str, needed_by: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         install = f"'{package}'" if "[" in package else package
-        raise ImportError(f"{needed_by} needs {module} ({error}): pip install {install}") from error
+        name = module.partition(".")[0]
+        raise ImportError(f"{error}: {needed_by} needs the package {name}: pip install {install}") from error

@@ -174,4 +174,4 @@ for call in (lambda: module.push_to_hub("a/b"), lambda: gb.GenomeModule.from_pre
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.count("pip install huggingface_hub") == 2
+    assert done.stdout.count("needs the package huggingface_hub: pip install huggingface_hub") == 2
