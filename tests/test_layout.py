@@ -14,7 +14,7 @@ PACKAGE = ROOT / "gbfunc"
 
 # Lowest first; a room (a module or a subpackage) imports only from itself and from the rows above its own.
 LEVELS = (
-    {"startup", "types", "costs"},
+    {"startup", "types", "costs", "extras"},
     {"trees", "tiling", "encoding", "files"},
     {"hypernets"},
     {"layers"},
