@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,20 +80,8 @@ class Weights(NamedTuple):
     operations: float = 0.0  # Of generation and its backward
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _remembered(method: Method) -> Method:
-    """A method whose results are kept with the object, by their arguments."""
-
-    @wraps(method)
-    def call(self: Any, *args: Any) -> Any:
-        key = method.__name__, args
-        if key not in self.results:
-            self.results[key] = method(self, *args)
-        return self.results[key]
-
-    return cast(Method, call)
+_REMEMBERED = ("dry", "cells", "made", "weights", "stages", "stage_costs", "genome", "_gathers", "why_not_split")
+"""Methods of a model that many layouts ask for the same."""
 
 
 class Model:
@@ -117,7 +105,9 @@ class Model:
         from gbfunc.parallel.styles import tensor_styles
 
         self.plan, self.pnet, self.batch, self.rows, self.run = plan, pnet, batch, rows, run
-        self.lazy, self.states, self.results = lazy, states, dict[Any, Any]()
+        self.lazy, self.states = lazy, states
+        for name in _REMEMBERED:
+            setattr(self, name, cache(getattr(self, name)))
         self._styles, self._no_styles = styles or {}, ""
         if styles is None:
             try:
@@ -187,7 +177,6 @@ class Model:
 
         return tree_map(some, self.batch)
 
-    @_remembered
     def why_not_split(self, tensor: int) -> str:
         """Why layers cannot be split over so many tensor ranks; empty where they can."""
         try:
@@ -219,7 +208,6 @@ class Model:
         split = min(sharded, key=lambda p: placement_cost(self.plan, 1, shards, p, self.lazy is not False).bytes)
         return [("replicated", 1), (split, shards)]
 
-    @_remembered
     def dry(self, tensor: int, factored: bool) -> DryRun:
         """The p-net as a tensor rank runs it; ValueError where it cannot be split so."""
         parallel = None
@@ -233,12 +221,10 @@ class Model:
             parallel = TensorParallel(self._small, styles, Mesh({"tensor": tensor}), DryWire)
         return DryRun(self.plan, self._small, self._firsts, lazy=self.lazy if factored else False, tensor=parallel)
 
-    @_remembered
     def cells(self, tensor: int, factored: bool, rows: int) -> list[Cell]:
         """Costs of a microbatch of so many rows."""
         return self.dry(tensor, factored)(self.run, self._rows(rows))
 
-    @_remembered
     def made(self, tensor: int, factored: bool, remat: bool, gnets: int) -> list[tuple[frozenset[int], Weights]]:
         """Every generated parameter as a tensor rank keeps it, with the cells that use it."""
         dry, plan, item = self.dry(tensor, factored), self.plan, self.plan.dtype.itemsize
@@ -268,21 +254,18 @@ class Model:
             made.append((self._places[t.name], weights._replace(operations=flops[i] * share / gnets)))
         return made
 
-    @_remembered
     def weights(self, cells: frozenset[int], *how: Any) -> Weights:
         """The parameters that some cells use, taken together; `how` they are kept as for `made`."""
         used = [w for places, w in self.made(*how) if places & cells]
         total = Weights(*map(sum, zip(*used, strict=True))) if used else Weights()
         return total._replace(peak=max((w.transient for w in used), default=0.0))
 
-    @_remembered
     def stages(self, n: int) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]]:
         """First block of each stage and the number of blocks; cells of each stage, the ends' with the outermost."""
         starts = balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
         ends = [0, *starts[1:-1], len(self.blocks) + 1]
         return starts, tuple(frozenset(range(a + (a > 0), b + 1)) for a, b in pairwise(ends))
 
-    @_remembered
     def stage_costs(self, tensor: int, factored: bool, rows: int, stages: int) -> list[Cell]:
         """Costs of every stage for a microbatch."""
         cells = self.cells(tensor, factored, rows)
@@ -316,13 +299,12 @@ class Model:
             parts.append(self._memory(layout, used.bytes + used.peak + formed, used.graph, saved, buffers))
         return Footprint(
             max(parts, key=lambda part: sum(part.values())),
-            self._sent(layout, mine, of_stage, cells, hidden),
+            self._sent(layout, cells, hidden),
             cells,
             [self.weights(of, *how) for of in of_stage],
             hidden,
         )
 
-    @_remembered
     def genome(self, gnets: int) -> tuple[float, float, float]:
         """Numbers of the genome on a rank: of split leaves, of other trained ones, and of frozen ones."""
         split = replicated = 0.0
@@ -355,20 +337,14 @@ class Model:
             "buffers": self.plan.buffer_bytes + flat + buffers,
         }
 
-    def _sent(
-        self,
-        layout: RankLayout,
-        mine: Sequence[Sequence[int]],
-        of_stage: Sequence[frozenset[int]],
-        cells: Sequence[Cell],
-        hidden: float,
-    ) -> dict[str, float]:
+    def _sent(self, layout: RankLayout, cells: Sequence[Cell], hidden: float) -> dict[str, float]:
         """Most bytes that a rank sends in a step, by axis."""
-        sizes, m, item = layout.sizes, layout.microbatches, self.plan.dtype.itemsize
+        sizes, m, item, mine = layout.sizes, layout.microbatches, self.plan.dtype.itemsize, layout.stages
         world, gnets = math.prod(sizes.values()), sizes["gnets"]
         split, replicated, _ = self.genome(gnets)
         ends = [sum((s + d not in own) and 0 <= s + d < len(cells) for s in own for d in (-1, 1)) for own in mine]
         # Gathers of tiles or factors, and of their gradients.
+        _, of_stage = self.stages(len(cells))
         used = {frozenset().union(*(of_stage[s] for s in own)) for own in mine}
         gathers = [sent for cells in used for sent in self._gathers(gnets, layout.placement, cells)]
         times = 2 if layout.remat == "layer" else 1
@@ -384,7 +360,6 @@ class Model:
         }
         return {axis: n for axis, n in sent.items() if n}
 
-    @_remembered
     def _gathers(self, gnets: int, placement: Placement, cells: frozenset[int]) -> list[tuple[int, int]]:
         """Bytes that each rank sends to gather what some cells use, and for their gradients."""
         tensors = self.plan.tensors
