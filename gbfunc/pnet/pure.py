@@ -153,10 +153,6 @@ class PureNet:
             raise ValueError(_CHECKPOINT)
         return out
 
-    def _frozen_on(self, weights: TensorMap) -> TensorMap:
-        """The frozen buffers on the device of the weights."""
-        return {} if self._frozen is None else self._frozen.on(next(iter(weights.values())).device)[1]
-
     @contextmanager
     def turn(self, weights: TensorMap, buffers: TensorMap, code: Any) -> Iterator[bool]:
         """One thread at a time. Gives whether this is the first call of its kind: checked, and watched."""
@@ -184,7 +180,7 @@ class PureNet:
     ) -> Any:
         """The output of a function, or of the skeleton's forward, while these tensors are in the skeleton."""
         eager = not torch.compiler.is_compiling()
-        frozen = self._frozen_on(weights)
+        frozen = {} if self._frozen is None else self._frozen.on(next(iter(weights.values())).device)[1]
         before = [b._version for b in frozen.values()] if eager else ()
         given = {**weights, **buffers, **frozen}
         # Not by functional_call's tie_weights, which would go through all parameters at every call.
