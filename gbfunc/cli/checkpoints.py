@@ -36,27 +36,16 @@ _LATER = {"schedule", "optimizer", "optimizer_config", "task_config"}
 
 @dataclass
 class Kept:
-    """The checkpoints of one training, as its loop asks for them (`gbfunc.tasks.training.Checkpoints`).
+    """The checkpoints of one training, as its loop asks for them (`gbfunc.tasks.training.Checkpoints`)."""
 
-    Attributes:
-        train_step: the step that trains.
-        settings: what must be the same for a training to go on.
-        source: file or folder to go on from; None begins afresh.
-        needed: whether there must be something to go on from.
-        may_change: whether learning rate, length and optimizer may be others than before.
-        writer: where to save; None saves nothing.
-        every: steps from one checkpoint to the next.
-        signals: that came and ask for an end.
-    """
-
-    train_step: TrainStep
-    settings: JSON
-    source: Path | None
-    needed: bool
-    may_change: bool
-    writer: gb.Checkpointer | None
-    every: int
-    signals: list[int] = field(default_factory=list)
+    train_step: TrainStep  # the step that trains
+    settings: JSON  # what must be the same for a training to go on
+    source: Path | None  # file or folder to go on from; None begins afresh
+    needed: bool  # whether there must be something to go on from
+    may_change: bool  # whether learning rate, length and optimizer may be others than before
+    writer: gb.Checkpointer | None  # where to save; None saves nothing
+    every: int  # steps from one checkpoint to the next
+    signals: list[int] = field(default_factory=list)  # that came and ask for an end
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
         """The state to begin with and how far it has come, which is reported on standard error."""

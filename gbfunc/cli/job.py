@@ -28,21 +28,13 @@ _ADAPTER = ("base", "target_modules", "modules_to_save")
 
 
 class Job(NamedTuple):
-    """What a command works on.
+    """What a command works on."""
 
-    Attributes:
-        task: data and p-net, on the device to train on.
-        recipe: settings, with the user's in place.
-        pnet: the p-net with its initial weights.
-        plan: which of its tensors are generated, and how.
-        dense: whether none is: the p-net's weights themselves are trained.
-    """
-
-    task: Task
-    recipe: Recipe
-    pnet: nn.Module
-    plan: gb.Plan
-    dense: bool = False
+    task: Task  # data and p-net, on the device to train on
+    recipe: Recipe  # settings, with the user's in place
+    pnet: nn.Module  # the p-net with its initial weights
+    plan: gb.Plan  # which of its tensors are generated, and how
+    dense: bool = False  # whether none is: the p-net's weights themselves are trained
 
 
 def load_task(options: DataOptions) -> Task:

@@ -30,9 +30,7 @@ _KEYS = ("include", "exclude", "rules", "encodings")
 def read_plan_config(path: Path, hypernet: Callable[[str, str, Mapping[str, Any]], Hypernet]) -> PlanOptions:
     """What a file adds to the `PlanOptions` of a p-net: patterns, rules and codes.
 
-    Args:
-        path: the file.
-        hypernet: makes a g-net from the option, its type and the type's options.
+    `hypernet` makes a g-net from the option, its type and the type's options.
 
     Raises:
         FileNotFoundError: if there is none.

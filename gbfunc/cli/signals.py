@@ -10,11 +10,7 @@ from types import FrameType
 
 
 class Stopped(BaseException):
-    """A signal ends the command; no handler of errors takes it for one.
-
-    Attributes:
-        signum: the signal.
-    """
+    """A signal, `signum`, ends the command; no handler of errors takes it for one."""
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
