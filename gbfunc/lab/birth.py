@@ -38,17 +38,11 @@ def lessons(task: Task, recipe: Recipe) -> Recipe:
 
 
 class Taught(NamedTuple):
-    """What became of a network.
+    """What became of a network."""
 
-    Attributes:
-        rows: `step`, `epoch`, `train_loss` and the metrics of the test data, from birth on.
-        lr: the learning rate, which the validation data chose.
-        net: the network in the end.
-    """
-
-    rows: list[dict[str, float]]
-    lr: float
-    net: nn.Module
+    rows: list[dict[str, float]]  # `step`, `epoch`, `train_loss` and the metrics of the test data, from birth on
+    lr: float  # the learning rate, which the validation data chose
+    net: nn.Module  # the network in the end
 
 
 def teach(

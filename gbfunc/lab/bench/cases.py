@@ -28,29 +28,18 @@ class Genes(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One p-net with its batch, and the variants to measure on it. It can be sent to another process.
+    """One p-net with its batch, and the variants to measure on it. It can be sent to another process."""
 
-    Attributes:
-        name: its name.
-        net: makes the p-net.
-        batch: makes the batch, on the CPU.
-        variants: names of `VARIANTS`; ratios are to "dense" and "naive", where they are among them.
-        periodic: the genome of the variants with periodic g-nets.
-        relu: the genome of those with ReLU g-nets, and of the naive one.
-        adapter: the genome of deltas of the p-net, which is then frozen.
-        kind: "step" measures training steps, "generation" the weights' generation alone, forward and backward.
-        counted: bytes from which a tensor's memory is counted beside the process's peak; 0 counts nothing.
-    """
-
-    name: str
-    net: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, Tensor]]
-    variants: tuple[str, ...]
-    periodic: Genes | None = None
-    relu: Genes | None = None
-    adapter: Genes | None = None
+    name: str  # its name
+    net: Callable[[], nn.Module]  # makes the p-net
+    batch: Callable[[], tuple[Tensor, Tensor]]  # makes the batch, on the CPU
+    variants: tuple[str, ...]  # names of `VARIANTS`; ratios are to "dense" and "naive", where they are among them
+    periodic: Genes | None = None  # the genome of the variants with periodic g-nets
+    relu: Genes | None = None  # the genome of those with ReLU g-nets, and of the naive one
+    adapter: Genes | None = None  # the genome of deltas of the p-net, which is then frozen
+    # "step" measures training steps, "generation" the weights' generation alone, forward and backward.
     kind: Literal["step", "generation"] = "step"
-    counted: int = 0
+    counted: int = 0  # bytes from which a tensor's memory is counted beside the process's peak; 0 counts nothing
 
 
 class Variant(NamedTuple):

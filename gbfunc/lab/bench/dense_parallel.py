@@ -43,12 +43,7 @@ _PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage
 
 
 class Group:
-    """The ranks of a measurement, which meet in a file: what they send on their links is the collectives' alone.
-
-    Attributes:
-        rank: this one.
-        ranks: how many there are.
-    """
+    """The ranks of a measurement, which meet in a file: what they send on their links is the collectives' alone."""
 
     def __init__(self, rank: int, ranks: int, store: Path) -> None:
         self.rank, self.ranks = rank, ranks

@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class LiveBytes(TorchDispatchMode):
     """Follows the memory of the results of all operations while it is active, until that memory is given back.
 
-    Views share their tensor's memory, which counts once; that of older tensors counts from their first view on.
-
-    Args:
-        at_least: bytes from which a tensor's memory counts.
+    A tensor's memory of `at_least` so many bytes counts. Views share it, and it counts once; that of older tensors
+    counts from their first view on.
 
     Attributes:
         peak: most bytes alive after any operation.

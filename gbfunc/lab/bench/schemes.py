@@ -30,19 +30,13 @@ PURPOSES: tuple[str, ...] = ("activations", "weights", "genome")
 
 
 class Scheme(NamedTuple):
-    """A way to spread training over ranks.
+    """A way to spread training over ranks."""
 
-    Attributes:
-        kind: `"genome"` is the library's, the others train the dense p-net or are torchGB's.
-        tensor: neighbouring ranks that share each layer; 0 is all. The batch is split over the others.
-        shards: whether the genome's mesh has a g-net axis in the place of a data axis.
-        options: of `make_train_step`.
-    """
-
+    # `"genome"` is the library's, the others train the dense p-net or are torchGB's.
     kind: Literal["ddp", "fsdp2", "torchgb", "tensor", "tensor_fsdp", "genome"]
-    tensor: int = 1
-    shards: bool = False
-    options: Mapping[str, Any] = {}
+    tensor: int = 1  # neighbouring ranks that share each layer; 0 is all. The batch is split over the others
+    shards: bool = False  # whether the genome's mesh has a g-net axis in the place of a data axis
+    options: Mapping[str, Any] = {}  # of `make_train_step`
 
 
 SCHEMES: Mapping[str, Scheme] = {
@@ -63,16 +57,11 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 class Built(NamedTuple):
-    """A variant, ready to run.
+    """A variant, ready to run."""
 
-    Attributes:
-        step: one step.
-        ratio_params: of its plan, None without one.
-        purposes: bytes by purpose that this rank has sent since the last call, from what was counted meanwhile.
-    """
-
-    step: Step
-    ratio_params: float | None
+    step: Step  # one step
+    ratio_params: float | None  # of its plan, None without one
+    # Bytes by purpose that this rank has sent since the last call, from what was counted meanwhile.
     purposes: Callable[[CollectiveBytes], dict[str, float]]
 
 

@@ -27,19 +27,13 @@ from gbfunc.trees import flat_genome
 
 
 class Setting(NamedTuple):
-    """Where to measure.
+    """Where to measure."""
 
-    Attributes:
-        device: of the p-net and its batch.
-        amp: dtype of the p-net's autocast, for every variant alike; None is float32.
-        threads: of the CPU.
-        lr: learning rate, so small that a net stays as it was drawn: one that has learnt its only batch has denormal
-            gradients, which are slow.
-    """
-
-    device: torch.device
-    amp: torch.dtype | None
-    threads: int
+    device: torch.device  # of the p-net and its batch
+    amp: torch.dtype | None  # dtype of the p-net's autocast, for every variant alike; None is float32
+    threads: int  # of the CPU
+    # Learning rate, so small that a net stays as it was drawn: one that has learnt its only batch has denormal
+    # gradients, which are slow.
     lr: float = 1e-8
 
 

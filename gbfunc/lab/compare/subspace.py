@@ -217,17 +217,11 @@ def _saved(pnet: nn.Module, buffers: Params) -> Params:
 
 @dataclass(frozen=True)
 class RandomSubspace:
-    """The numbers z, with the seed beside them.
+    """The numbers z, with the seed beside them."""
 
-    Attributes:
-        draw: how numbers become tensors.
-        rates: learning rates to choose from.
-        ranks: of the matrices, of which only the factors are drawn; 0 for the matrices themselves.
-    """
-
-    draw: Draw = subspace
-    rates: tuple[float, ...] = (3e-2, 1e-1, 3e-1, 1.0)
-    ranks: tuple[int, ...] = (0,)
+    draw: Draw = subspace  # how numbers become tensors
+    rates: tuple[float, ...] = (3e-2, 1e-1, 3e-1, 1.0)  # learning rates to choose from
+    ranks: tuple[int, ...] = (0,)  # of the matrices, of which only the factors are drawn; 0 for the matrices themselves
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """As many numbers as fit, and learning rates."""
