@@ -37,25 +37,15 @@ _RESETS, _ORDER, _ACTIONS, _CHECKS, _FINAL = range(5)
 
 
 class Environment(NamedTuple):
-    """What a network must know of an environment.
+    """What a network must know of an environment."""
 
-    Attributes:
-        id: its name in gymnasium's registry.
-        inputs: shape of what the network sees: (numbers,), or (channels, rows, columns).
-        n_actions: choices, or numbers of an action.
-        discrete: whether an action is one of so many choices.
-        threshold: mean return at which gymnasium calls it solved; None where it does not say.
-        observed: the numbers of an observation that the network sees; None for all.
-        channels_last: whether the environment's images have their channels last.
-    """
-
-    id: str
-    inputs: tuple[int, ...]
-    n_actions: int
-    discrete: bool
-    threshold: float | None
-    observed: tuple[int, ...] | None = None
-    channels_last: bool = False
+    id: str  # its name in gymnasium's registry
+    inputs: tuple[int, ...]  # shape of what the network sees: (numbers,), or (channels, rows, columns)
+    n_actions: int  # choices, or numbers of an action
+    discrete: bool  # whether an action is one of so many choices
+    threshold: float | None  # mean return at which gymnasium calls it solved; None where it does not say
+    observed: tuple[int, ...] | None = None  # the numbers of an observation that the network sees; None for all
+    channels_last: bool = False  # whether the environment's images have their channels last
 
     @property
     def episodes(self) -> int:
@@ -295,19 +285,12 @@ def rollout_batches(
 
 
 class _Front(NamedTuple):
-    """Where the environments of training stand.
+    """Where the environments of training stand."""
 
-    Attributes:
-        obs: observations [N, O].
-        restarts: whether the next step only restarts [N].
-        starts: whether the observations are the first of their episodes [N].
-        memory: what the network has kept of the steps before, for one with a memory [N, M].
-    """
-
-    obs: Tensor
-    restarts: NDArray[np.bool_]
-    starts: NDArray[np.bool_]
-    memory: Tensor | None
+    obs: Tensor  # observations [N, O]
+    restarts: NDArray[np.bool_]  # whether the next step only restarts [N]
+    starts: NDArray[np.bool_]  # whether the observations are the first of their episodes [N]
+    memory: Tensor | None  # what the network has kept of the steps before, for one with a memory [N, M]
 
 
 def _blank(net: PolicyValue, n: int) -> Tensor | None:

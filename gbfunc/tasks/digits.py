@@ -18,11 +18,7 @@ SPLIT_SEED = 0
 
 
 def digits(data_dir: Path | None = None) -> Task:
-    """The digits task; its data comes with scikit-learn.
-
-    Args:
-        data_dir: not used.
-    """
+    """The digits task; its data comes with scikit-learn, `data_dir` is not used."""
     del data_dir
     data = import_extra("sklearn.datasets", "the digits task", "gbfunc[cli]")
     pixels, labels = data.load_digits(return_X_y=True)

@@ -21,43 +21,24 @@ PolicyValue = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of PPO; the defaults are CleanRL's.
+    """Settings of PPO; the defaults are CleanRL's."""
 
-    Attributes:
-        env_steps: transitions to train on, in all environments together.
-        n_envs: environments side by side, N.
-        horizon: steps of a rollout in each, T.
-        epochs: passes over a rollout.
-        minibatches: parts of a rollout; one gradient step each.
-        gamma: discount.
-        lam: weight of longer returns in the advantage.
-        clip: largest change of the probability ratio, and of the value, that is rewarded.
-        entropy: coefficient of the entropy bonus.
-        value: coefficient of the value loss.
-        clip_norm: largest Euclidean norm of the gradient.
-        reward_scale: what rewards are multiplied with for training; reported returns are the environment's.
-        reward_signs: train on the signs of rewards alone, as is usual for Atari.
-        lr: learning rate of the genome at the start.
-        dense_lr: learning rate of a dense net at the start.
-        eval_every: updates from one evaluation to the next.
-    """
-
-    env_steps: int = 500_000
-    n_envs: int = 4
-    horizon: int = 128
-    epochs: int = 4
-    minibatches: int = 4
-    gamma: float = 0.99
-    lam: float = 0.95
-    clip: float = 0.2
-    entropy: float = 0.01
-    value: float = 0.5
-    clip_norm: float = 0.5
-    reward_scale: float = 1.0
-    reward_signs: bool = False
-    lr: float = 2.5e-3
-    dense_lr: float = 2.5e-4
-    eval_every: int = 4
+    env_steps: int = 500_000  # transitions to train on, in all environments together
+    n_envs: int = 4  # environments side by side, N
+    horizon: int = 128  # steps of a rollout in each, T
+    epochs: int = 4  # passes over a rollout
+    minibatches: int = 4  # parts of a rollout; one gradient step each
+    gamma: float = 0.99  # discount
+    lam: float = 0.95  # weight of longer returns in the advantage
+    clip: float = 0.2  # largest change of the probability ratio, and of the value, that is rewarded
+    entropy: float = 0.01  # coefficient of the entropy bonus
+    value: float = 0.5  # coefficient of the value loss
+    clip_norm: float = 0.5  # largest Euclidean norm of the gradient
+    reward_scale: float = 1.0  # what rewards are multiplied with for training; reported returns are the environment's
+    reward_signs: bool = False  # train on the signs of rewards alone, as is usual for Atari
+    lr: float = 2.5e-3  # learning rate of the genome at the start
+    dense_lr: float = 2.5e-4  # learning rate of a dense net at the start
+    eval_every: int = 4  # updates from one evaluation to the next
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a rollout that its minibatches do not divide."""
@@ -74,28 +55,17 @@ class Transitions(NamedTuple):
     """A minibatch, or a rollout to take minibatches from.
 
     For a network with a memory, B stands for sequences in one environment each, and a second dimension T follows it.
-
-    Attributes:
-        obs: observations [B, O].
-        actions: what was done: int64 [B], or float [B, A].
-        log_probs: of the actions under the policy that acted [B].
-        advantages: [B].
-        returns: targets of the value [B].
-        values: under the network that acted [B].
-        valid: 1 where something was done, 0 where the environment only restarted [B].
-        starts: for a network with a memory, 1 where an episode starts [B, T].
-        memory: for a network with a memory, what it has at the beginning [B, M].
     """
 
-    obs: Tensor
-    actions: Tensor
-    log_probs: Tensor
-    advantages: Tensor
-    returns: Tensor
-    values: Tensor
-    valid: Tensor
-    starts: Tensor | None = None
-    memory: Tensor | None = None
+    obs: Tensor  # observations [B, O]
+    actions: Tensor  # what was done: int64 [B], or float [B, A]
+    log_probs: Tensor  # of the actions under the policy that acted [B]
+    advantages: Tensor  # [B]
+    returns: Tensor  # targets of the value [B]
+    values: Tensor  # under the network that acted [B]
+    valid: Tensor  # 1 where something was done, 0 where the environment only restarted [B]
+    starts: Tensor | None = None  # for a network with a memory, 1 where an episode starts [B, T]
+    memory: Tensor | None = None  # for a network with a memory, what it has at the beginning [B, M]
 
 
 def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:

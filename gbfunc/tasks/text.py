@@ -30,19 +30,12 @@ _MAX_BYTES = 1 << 30
 
 
 class Tokens(NamedTuple):
-    """A vocabulary.
+    """A vocabulary."""
 
-    Attributes:
-        size: tokens.
-        encode: text to tokens [N]; `ValueError` for what it has no tokens for.
-        decode: tokens to text.
-        digest: what another vocabulary of that size has another one of.
-    """
-
-    size: int
-    encode: Callable[[str], Tensor]
-    decode: Callable[[list[int]], str]
-    digest: str
+    size: int  # tokens
+    encode: Callable[[str], Tensor]  # text to tokens [N]; `ValueError` for what it has no tokens for
+    decode: Callable[[list[int]], str]  # tokens to text
+    digest: str  # what another vocabulary of that size has another one of
 
 
 def text(data_dir: Path | None = None, context: int = 64, vocabulary: int | None = None) -> Task:

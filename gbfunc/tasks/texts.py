@@ -68,32 +68,20 @@ class Labelled(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A vocabulary of texts with classes.
+    """A vocabulary of texts with classes."""
 
-    Attributes:
-        size: tokens, the pad included.
-        pad: the token that fills up short texts, which is in none of them.
-        encode: a text to its tokens [L].
-    """
-
-    size: int
-    pad: int
-    encode: Callable[[str], Tensor]
+    size: int  # tokens, the pad included
+    pad: int  # the token that fills up short texts, which is in none of them
+    encode: Callable[[str], Tensor]  # a text to its tokens [L]
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedTexts:
-    """Texts of different lengths with a class each; a batch is as long as its longest text.
+    """Texts of different lengths with a class each; a batch is as long as its longest text."""
 
-    Attributes:
-        x: tokens [N, L], filled up with the pad.
-        y: classes [N], int64.
-        lengths: tokens of each text [N], on the CPU.
-    """
-
-    x: Tensor
-    y: Tensor
-    lengths: Tensor
+    x: Tensor  # tokens [N, L], filled up with the pad
+    y: Tensor  # classes [N], int64
+    lengths: Tensor  # tokens of each text [N], on the CPU
 
     def __len__(self) -> int:
         return len(self.y)

@@ -26,21 +26,14 @@ _SECONDS_BETWEEN_REPORTS, _STEPS_BETWEEN_LOGS = 0.2, 10
 
 
 class Trainer(NamedTuple):
-    """Something that learns.
+    """Something that learns."""
 
-    Attributes:
-        state: where it starts.
-        step: a state and a batch to the next state, the loss and other metrics of the batch.
-        net: the network that a state stands for, as it is in use.
-        train_step: what takes the steps of a genome; None for other things.
-        coder: what chooses steps of quantisation as it learns; None where nothing does.
-    """
-
-    state: Any
+    state: Any  # where it starts
+    # A state and a batch to the next state, the loss and other metrics of the batch.
     step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
-    net: Callable[[Any], Net]
-    train_step: TrainStep | None = None
-    coder: Coder | None = None
+    net: Callable[[Any], Net]  # the network that a state stands for, as it is in use
+    train_step: TrainStep | None = None  # what takes the steps of a genome; None for other things
+    coder: Coder | None = None  # what chooses steps of quantisation as it learns; None where nothing does
 
 
 class Coder:
@@ -79,46 +72,28 @@ class Coder:
 
 
 class Fit(NamedTuple):
-    """What training gave.
+    """What training gave."""
 
-    Attributes:
-        state: the last state.
-        history: a row per validation: `epoch` (passes over the data), `step`, what the task counts, `train_loss` and
-            other `train_` metrics (means since the last row), `val_` metrics, `seconds` since the start.
-        seconds: of training, validation included.
-        steps: done in all.
-        step_seconds: of the steps with their batches, without validation.
-    """
-
-    state: Any
+    state: Any  # the last state
+    # A row per validation: `epoch` (passes over the data), `step`, what the task counts, `train_loss` and other
+    # `train_` metrics (means since the last row), `val_` metrics, `seconds` since the start.
     history: list[dict[str, float]]
-    seconds: float
-    steps: int
-    step_seconds: float
+    seconds: float  # of training, validation included
+    steps: int  # done in all
+    step_seconds: float  # of the steps with their batches, without validation
 
 
 class Position(NamedTuple):
-    """How far a training has come, beside its state.
+    """How far a training has come, beside its state."""
 
-    Attributes:
-        done: steps up to the last row of the history.
-        more: steps since.
-        order: state of the generator of the data's order and noise before the pass over the data in hand.
-        sums: of the metrics of the steps since.
-        history: rows.
-        seconds: of training.
-        step_seconds: of the steps, without validation; None where it is not known.
-        steps: of quantisation, as arguments of `Steps`; None before there are any.
-    """
-
-    done: int
-    more: int
-    order: Tensor
-    sums: dict[str, float]
-    history: list[dict[str, float]]
-    seconds: float
-    step_seconds: float | None = None
-    steps: Any = None
+    done: int  # steps up to the last row of the history
+    more: int  # steps since
+    order: Tensor  # state of the generator of the data's order and noise before the pass over the data in hand
+    sums: dict[str, float]  # of the metrics of the steps since
+    history: list[dict[str, float]]  # rows
+    seconds: float  # of training
+    step_seconds: float | None = None  # of the steps, without validation; None where it is not known
+    steps: Any = None  # of quantisation, as arguments of `Steps`; None before there are any
 
 
 class Checkpoints(Protocol):
