@@ -11,7 +11,8 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.cli.ranks import Spread, pipeline_microbatches
+from gbfunc.cli.options import ExecutionOptions
+from gbfunc.cli.ranks import pipeline_microbatches, split_over
 from gbfunc.parallel import Mesh
 from tests.support.rank_commands import Ended
 from tests.support.ranks import run_ranks
@@ -176,7 +177,7 @@ def test_a_p_net_that_has_no_styles() -> None:
     mesh = Mesh({"tensor": 2}, 0, torch.device("cpu"), 1.0, None, False)
     words = r"--mesh tensor=2 cannot split this p-net: there are styles for GPT, .*got a Linear"
     with pytest.raises(ValueError, match=words):
-        Spread(mesh).arguments(torch.nn.Linear(2, 2), 8)
+        split_over(mesh, ExecutionOptions(), torch.nn.Linear(2, 2), 8)
 
 
 @pytest.mark.parametrize(

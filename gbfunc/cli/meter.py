@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,7 @@ _TABLE_ROWS = 50
 
 
 class Meter:
-    """Measures the steps of one training.
-
-    Args:
-        peak_flops: operations a second that a rank can do, where it is known.
-        profile: folder for a profile of a few steps; None makes none.
-    """
+    """Measures the steps of one training, against the most that a rank can do; a profile of a few goes to a folder."""
 
     def __init__(self, peak_flops: float | None = None, profile: Path | None = None) -> None:
         if peak_flops is not None and not 0 < peak_flops < float("inf"):
@@ -41,13 +36,13 @@ class Meter:
         self._peak_flops, self._profile = peak_flops, profile
         self._sent: Counter[str] = Counter()
         self._steps = 0
-        self._split: dict[str, Any] = {}
+        self._split: Mapping[str, Any] = {}
         self._batch: Any = None
         self._after: Callable[[], None] = lambda: None
 
-    def metered(self, trainer: Trainer, split: dict[str, Any] | None = None) -> Trainer:
+    def metered(self, trainer: Trainer, split: Mapping[str, Any]) -> Trainer:
         """A trainer whose steps are counted, with what they send; `split` says how the p-net is split over ranks."""
-        self._split = split or {}
+        self._split = split
         if trainer.train_step is None:
             return trainer
         traffic = trainer.train_step.mesh.traffic

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import timeit
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.cli.options import ExecutionOptions, PipelineName
-from gbfunc.parallel import Mesh, Placement, gather_objects
+from gbfunc.cli.options import ExecutionOptions
+from gbfunc.parallel import Mesh, gather_objects
 from gbfunc.tasks.pnets import import_factory
 from gbfunc.train.local import nesterov
 
@@ -103,51 +102,24 @@ def in_turn(mesh: Mesh, prepare: Callable[[], T]) -> T:
     return made[0]
 
 
-class Spread(NamedTuple):
-    """How a training is spread over ranks, as the user has it.
-
-    Attributes:
-        mesh: the ranks.
-        placement: of the genome.
-        pipeline: schedule of a pipeline; None is 1F1B where there is one.
-        microbatches: parts of each batch; None is 1, or with a pipeline as many as go well with it.
-        parallel: `package.module:function` that gives a p-net's styles of tensor parallelism; None for known ones.
-        options: others of `make_train_step`.
-    """
-
-    mesh: Mesh
-    placement: Placement | Literal["auto"] = "auto"
-    pipeline: PipelineName | None = None
-    microbatches: int | None = None
-    parallel: str | None = None
-    options: Mapping[str, Any] = MappingProxyType({})
-
-    @classmethod
-    def asked(cls, mesh: Mesh, options: ExecutionOptions) -> Spread:
-        """As the command's options have it."""
-        amp = None if options.amp is None else getattr(torch, options.amp)
-        more = {"amp": amp, "compile": options.compile, "remat": options.remat, **local_steps(options)}
-        return cls(mesh, options.placement, options.pipeline, options.microbatches, options.parallel, more)
-
-    def arguments(self, pnet: nn.Module, batch_size: int) -> dict[str, Any]:
-        """What `genome_trainer` takes."""
-        mesh, given = self.mesh, self.microbatches
-        stages, pieces = mesh.sizes["pipeline"], mesh.sizes["tensor"]
-        if self.pipeline is not None and stages == 1:
-            raise ValueError(f"--pipeline {self.pipeline} needs a pipeline axis, such as --mesh pipeline=2")
-        if given is not None and given < 1:
-            raise ValueError(f"--microbatches must be at least 1, got {given}")
-        split: dict[str, Any] = {"mesh": mesh, "placement": self.placement, **self.options}
-        if self.parallel is not None and pieces == 1:
-            raise ValueError(f"--parallel {self.parallel} needs a tensor axis, such as --mesh tensor=2")
-        if pieces > 1:
-            split["parallel"] = _styles(pnet, pieces) if self.parallel is None else styles_of(self.parallel, pnet)
-        if stages == 1:
-            return split | {"microbatches": given or 1}
-        return split | {
-            "pipeline": self.pipeline or "1f1b",
-            "microbatches": pipeline_microbatches(batch_size, mesh.shards, stages, given),
-        }
+def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_size: int) -> dict[str, Any]:
+    """How a training is spread over ranks, as `genome_trainer` takes it."""
+    stages, pieces = mesh.sizes["pipeline"], mesh.sizes["tensor"]
+    amp = None if options.amp is None else getattr(torch, options.amp)
+    split: dict[str, Any] = {"mesh": mesh, "placement": options.placement, "amp": amp, "compile": options.compile}
+    split |= {"remat": options.remat, **local_steps(options)}
+    if options.pipeline is not None and stages == 1:
+        raise ValueError(f"--pipeline {options.pipeline} needs a pipeline axis, such as --mesh pipeline=2")
+    if options.microbatches is not None and options.microbatches < 1:
+        raise ValueError(f"--microbatches must be at least 1, got {options.microbatches}")
+    if options.parallel is not None and pieces == 1:
+        raise ValueError(f"--parallel {options.parallel} needs a tensor axis, such as --mesh tensor=2")
+    if pieces > 1:
+        split["parallel"] = _styles(pnet, pieces) if options.parallel is None else styles_of(options.parallel, pnet)
+    if stages == 1:
+        return split | {"microbatches": options.microbatches or 1}
+    microbatches = pipeline_microbatches(batch_size, mesh.shards, stages, options.microbatches)
+    return split | {"pipeline": options.pipeline or "1f1b", "microbatches": microbatches}
 
 
 def local_steps(options: ExecutionOptions) -> dict[str, Any]:

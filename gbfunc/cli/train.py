@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from gbfunc.cli.options import (
 )
 from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, print_reasons, reporter, write_run
 from gbfunc.cli.provenance import provenance
-from gbfunc.cli.ranks import Spread, amp_slowdown, amp_warning, find_device, in_turn, open_mesh
+from gbfunc.cli.ranks import amp_slowdown, amp_warning, find_device, in_turn, open_mesh, split_over
 from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
 from gbfunc.lab.birth import RATES
 from gbfunc.plan import AUTO
@@ -63,7 +64,8 @@ def run(options: Train) -> None:
         if mesh.rank == 0:
             print_reasons(job.recipe, codes)
         with results_folder(output.out if mesh.rank == 0 else None) as folder:
-            result, _, metrics = train_genome(job, here, folder, Spread.asked(mesh, options.execution), meter)
+            split = split_over(mesh, options.execution, job.pnet, job.recipe.batch_size)
+            result, _, metrics = train_genome(job, here, folder, split, meter)
             if output.out is not None and mesh.rank == 0:
                 write_run(folder, metrics, {str(metrics["network"]): result.history}, job.task)
             if mesh.rank == 0:
@@ -137,7 +139,7 @@ def train_genome(
     job: Job,
     options: RunOptions,
     folder: Path,
-    spread: Spread | None = None,
+    split: Mapping[str, Any] = MappingProxyType({}),
     meter: Meter | None = None,
 ) -> tuple[Fit, nn.Module, dict[str, object]]:
     """Train a job's genome, save it, read the file back and measure the network that it holds: all three.
@@ -148,7 +150,6 @@ def train_genome(
     _check_dtype(output, options.genome, task.resumable)
     label, meter = "dense" if job.dense else "genome", meter or Meter()
     settings = settings_of(options, resolved(job, options))
-    split = {} if spread is None else spread.arguments(job.pnet, recipe.batch_size)
     steps, best_path, metadata = total_steps(task, recipe), folder / BEST_FILE, about(task, options.data)
     coded = {"rounding": AUTO, "genome_bytes": options.genome.genome_bytes, "metadata": metadata}
     coded = coded if output.dtype == AUTO else {}
