@@ -296,7 +296,7 @@ def test_without_the_package_the_cure_is_told(task: Task, monkeypatch: pytest.Mo
 def test_the_command_compares_adapters_with_all_weights(
     task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gbfunc.cli.job.load_task", lambda options: task)
+    monkeypatch.setattr("gbfunc.cli.compare.load_task", lambda options: task)
     methods = ["--methods", "bitfit", "bitfit_float16", "full_fine_tuning"]
     options = ["compare", "--bytes", "250", "8000", "--quick", *methods, "--out", str(tmp_path)]
     assert main(options) == 0

@@ -7,20 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import mean, stdev
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from gbfunc.cli.commands import SIZES, Compare
+from gbfunc.cli.job import load_task
 from gbfunc.cli.options import DataOptions
 from gbfunc.cli.output import open_folder, wide_console, write_figure, write_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from gbfunc.lab.compare import Problem, Published, Results
-    from gbfunc.tasks import Metric, Task
+from gbfunc.lab import compare as lab
+from gbfunc.lab.bench.cases import choose
+from gbfunc.lab.bench.report import describe
+from gbfunc.lab.compare import Problem, Published, Results
+from gbfunc.plots import tradeoff_curves
+from gbfunc.tasks import Metric, Task
 
 _BYTES = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
 """Budgets of adapters; the last one is the file of LoRA of rank 1 on all layers of MiniLM, with its classifier."""
@@ -28,10 +29,6 @@ _BYTES = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
 
 def run(options: Compare) -> None:
     """Run what is missing, print one table, write the results."""
-    from gbfunc.lab import compare as lab
-    from gbfunc.lab.bench.cases import choose
-    from gbfunc.lab.bench.report import describe
-
     task, dtype = _task(options), getattr(torch, options.dtype)
     references = lab.REFERENCES if lab.is_pretrained(task) else {}
     chosen = choose({**lab.methods_for(task, dtype), **references}, options.methods, "--methods")
@@ -61,8 +58,6 @@ def run(options: Compare) -> None:
 
 
 def _task(options: Compare) -> Task:
-    from gbfunc.cli.job import load_task
-
     if options.sizes is not None and options.bytes is not None:
         sizes, budgets = (" ".join(map(str, given)) for given in (options.sizes, options.bytes))
         raise ValueError(f"give at most one of --sizes and --bytes, got {sizes} and {budgets}")
@@ -75,8 +70,6 @@ def _task(options: Compare) -> Task:
 
 
 def _problems(options: Compare, task: Task, dtype: torch.dtype) -> list[Problem]:
-    from gbfunc.lab.compare import Problem
-
     problems = []
     for size, budget in _budgets(options, task):
         recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))
@@ -88,14 +81,12 @@ def _problems(options: Compare, task: Task, dtype: torch.dtype) -> list[Problem]
 
 
 def _budgets(options: Compare, task: Task) -> list[tuple[int, int]]:
-    from gbfunc.lab.compare import is_pretrained, reference_bytes, size_within
-
-    pretrained = is_pretrained(task)
+    pretrained = lab.is_pretrained(task)
     given = options.bytes or (_BYTES if pretrained and options.sizes is None else None)
     if given is None:
-        return [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
+        return [(size, lab.reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     # The numbers that a budget could hold are the same whatever is the best genome of the day.
-    return [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(given))]
+    return [(b // 4 if pretrained else lab.size_within(task, b), b) for b in sorted(set(given))]
 
 
 def shown_values(results: Results, metric: Metric) -> list[float]:
@@ -115,8 +106,6 @@ def tradeoff_figure(
     `known` are results of every method at each budget, `levels` those that no budget bounds, each a dashed line;
     `published` ones, of accuracy in %, are hollow.
     """
-    from gbfunc.plots import tradeoff_curves
-
     errors = metric.unit == "%" and metric.higher_is_better
 
     def shown(results: Results) -> list[float]:
