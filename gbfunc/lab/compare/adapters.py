@@ -13,12 +13,14 @@ among them, together with the learning rate, which is one for all that is traine
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -81,31 +83,74 @@ class Ladder(NamedTuple):
     rung: Callable[[int], Settings]  # from 1 on
 
 
-class Adapter(Protocol):
-    """A part of a network that is trained while the rest stays."""
+@dataclass(frozen=True)
+class Peft:
+    """An adapter of the package `peft`."""
 
-    def ladders(self, net: nn.Module) -> list[Ladder]:
-        """The shapes that it has on a base."""
-        ...
+    config: str  # its class of settings: `LoraConfig`, ...
+    ladders: Callable[[nn.Module], list[Ladder]]  # the shapes that it has on a base
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
         """The base with the adapter, changed in place: what requires gradients is what is trained."""
-        ...
+        peft = _import_peft()
+        with _quiet():
+            config = getattr(peft, self.config)(modules_to_save=[HEAD], **settings)
+            return peft.get_peft_model(net, config)
 
     def state(self, net: nn.Module) -> Params:
-        """What a file holds of what `attach` gave."""
-        ...
+        """What a file holds of what `attach` gave: what `peft` saves, but for what the base gives again."""
+        state = _import_peft().get_peft_model_state_dict(net)
+        return {name: t for name, t in state.items() if not name.endswith((".tinylora_A", ".tinylora_B"))}
 
     def fill(self, net: nn.Module, state: TensorMap) -> None:
         """Put it back into what `attach` gave."""
-        ...
+        with _quiet():
+            unexpected = _import_peft().set_peft_model_state_dict(net, dict(state)).unexpected_keys
+        if unexpected:
+            raise ValueError(f"these tensors belong to no such adapter: {', '.join(unexpected)}")
+
+
+def _import_peft() -> Any:
+    return import_extra("peft", "comparing with other adapters", "peft")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that projections come from their seed, which is wanted here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Specified to not (save|load)", category=UserWarning)
+        yield
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the base's parameters themselves, and the classifier, with the methods of `Peft`."""
+
+    ladders: Callable[[nn.Module], list[Ladder]]
+
+    def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
+        """Parameters whose whole name matches the pattern `trained` are trained."""
+        for name, parameter in net.named_parameters():
+            chosen = name.startswith(f"{HEAD}.") or re.fullmatch(settings["trained"], name)
+            parameter.requires_grad_(bool(chosen))
+        return net
+
+    def state(self, net: nn.Module) -> Params:
+        """Those parameters."""
+        return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
+
+    def fill(self, net: nn.Module, state: TensorMap) -> None:
+        """Every other parameter stays."""
+        unexpected = net.load_state_dict(dict(state), strict=False).unexpected_keys
+        if unexpected:
+            raise ValueError(f"the p-net has no parameters {', '.join(unexpected)}")
 
 
 @dataclass(frozen=True)
 class Adapted:
     """The method of an adapter: what is trained, its settings as JSON in the header."""
 
-    adapter: Adapter
+    adapter: Peft | Part
     rates: tuple[float, ...]  # learning rates to choose from
 
     def candidates(self, problem: Problem) -> list[Settings]:
@@ -163,134 +208,57 @@ class Adapted:
         return f"the smallest one takes {least:,} bytes in {dtype}, its classifier included"
 
 
-@dataclass(frozen=True)
-class Peft:
-    """An adapter of the package `peft`."""
-
-    config: str  # its class of settings: `LoraConfig`, ...
-    shapes: Callable[[Linears], list[Ladder]]
-
-    def ladders(self, net: nn.Module) -> list[Ladder]:
-        """As `shapes` has them."""
-        return self.shapes(linears_of(net))
-
-    def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
-        """`peft.get_peft_model`."""
-        peft = _import_peft()
-        with _quiet():
-            config = getattr(peft, self.config)(modules_to_save=[HEAD], **settings)
-            return peft.get_peft_model(net, config)
-
-    def state(self, net: nn.Module) -> Params:
-        """What `peft` saves, but for what it computes from the base again."""
-        state = _import_peft().get_peft_model_state_dict(net)
-        return {name: t for name, t in state.items() if not name.endswith((".tinylora_A", ".tinylora_B"))}
-
-    def fill(self, net: nn.Module, state: TensorMap) -> None:
-        """`peft.set_peft_model_state_dict`."""
-        with _quiet():
-            unexpected = _import_peft().set_peft_model_state_dict(net, dict(state)).unexpected_keys
-        if unexpected:
-            raise ValueError(f"these tensors belong to no such adapter: {', '.join(unexpected)}")
-
-
-def _import_peft() -> Any:
-    return import_extra("peft", "comparing with other adapters", "peft")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings that projections come from their seed, which is wanted here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Specified to not (save|load)", category=UserWarning)
-        yield
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some of the base's parameters themselves, and the classifier."""
-
-    shapes: Callable[[nn.Module], list[Ladder]]
-
-    def ladders(self, net: nn.Module) -> list[Ladder]:
-        """As `shapes` has them."""
-        return self.shapes(net)
-
-    def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
-        """Parameters whose whole name matches the pattern `trained` are trained."""
-        for name, parameter in net.named_parameters():
-            chosen = name.startswith(f"{HEAD}.") or re.fullmatch(settings["trained"], name)
-            parameter.requires_grad_(bool(chosen))
-        return net
-
-    def state(self, net: nn.Module) -> Params:
-        """Those parameters."""
-        return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
-
-    def fill(self, net: nn.Module, state: TensorMap) -> None:
-        """Every other parameter stays."""
-        unexpected = net.load_state_dict(dict(state), strict=False).unexpected_keys
-        if unexpected:
-            raise ValueError(f"the p-net has no parameters {', '.join(unexpected)}")
-
-
 # Shapes
 
 
-def _growing(linears: Linears, roles: tuple[str, ...], size: str, sizes: tuple[int, ...], **fixed: Any) -> list[Ladder]:
-    """Layers of a kind in ever more of the last blocks; then, in all blocks, larger sizes; no ladder if it has none."""
-    kinds = linears.named(*roles)
-    if not kinds:
-        return []
-    blocks = len(linears.blocks)
-
-    def rung(n: int) -> Settings:
-        value = sizes[max(0, n - blocks)]
-        return {size: value, "target_modules": linears.last(min(n, blocks), kinds), **fixed}
-
-    return [Ladder(blocks + len(sizes) - 1, rung)]
-
-
-_RANKS = (1, 2, 4, 8, 16, 32)
 _WHERE: tuple[tuple[str, ...], ...] = (("query",), ("query", "value"), ())
 """Queries, as the smallest; those that papers take; all."""
 
 
-def lora_shapes(linears: Linears) -> list[Ladder]:
-    """Rank 1 in the last blocks, then in all of them higher ranks."""
-    return [ladder for roles in _WHERE for ladder in _growing(linears, roles, "r", _RANKS)]
+def _of_ranks(*ranks: int, **fixed: Any) -> Callable[[nn.Module], list[Ladder]]:
+    """The least rank for layers of a kind in ever more of the last blocks; then, in all blocks, higher ranks."""
+
+    def shapes(net: nn.Module) -> list[Ladder]:
+        linears = linears_of(net)
+        blocks = len(linears.blocks)
+
+        def rung(n: int, kinds: tuple[str, ...]) -> Settings:
+            rank = ranks[max(0, n - blocks)]
+            return {"r": rank, "target_modules": linears.last(min(n, blocks), kinds), **fixed}
+
+        where = filter(None, (linears.named(*roles) for roles in _WHERE))
+        return [Ladder(blocks + len(ranks) - 1, partial(rung, kinds=kinds)) for kinds in where]
+
+    return shapes
 
 
-def vera_shapes(linears: Linears) -> list[Ladder]:
-    """As `lora_shapes`, for VeRA: two trained vectors a layer, around seeded matrices of higher rank."""
-    seed = {"save_projection": False}
-    return [ladder for roles in _WHERE for ladder in _growing(linears, roles, "r", (64, 128, 256, 512, 1024), **seed)]
-
-
-def _as_long_as_fits(linears: Linears, size: str, most: Callable[[tuple[str, ...]], int], **fixed: Any) -> list[Ladder]:
+def _as_long_as_fits(
+    size: str, most: Callable[[Linears, tuple[str, ...]], int], **fixed: Any
+) -> Callable[[nn.Module], list[Ladder]]:
     """A vector of up to `most` numbers for queries and values, and for all layers."""
-    ladders = []
-    for kinds in (linears.named("query", "value"), linears.named()):
-        pattern = linears.last(len(linears.blocks), kinds)
-        ladders.append(Ladder(most(kinds), lambda n, p=pattern: {size: n, "target_modules": p, **fixed}))
-    return [ladder for ladder in ladders if ladder.rungs]
+
+    def shapes(net: nn.Module) -> list[Ladder]:
+        linears, ladders = linears_of(net), []
+        for kinds in (linears.named("query", "value"), linears.named()):
+            pattern = linears.last(len(linears.blocks), kinds)
+            ladders.append(Ladder(most(linears, kinds), lambda n, p=pattern: {size: n, "target_modules": p, **fixed}))
+        return [ladder for ladder in ladders if ladder.rungs]
+
+    return shapes
 
 
-def fourier_shapes(linears: Linears) -> list[Ladder]:
-    """As many frequencies a layer as fit, of queries and values, and of all layers."""
-
-    def most(kinds: tuple[str, ...]) -> int:
-        return min((rows * columns for rows, columns in map(linears.kinds.__getitem__, kinds)), default=0)
-
-    return _as_long_as_fits(linears, "n_frequency", most)
+def _smallest(linears: Linears, kinds: tuple[str, ...]) -> int:
+    """Weights of the smallest of such layers."""
+    return min((math.prod(linears.kinds[kind]) for kind in kinds), default=0)
 
 
 _MOST_TINY = 2_304
 """Longest vector of TinyLoRA: its projections take a number for each of its, of each layer, and of r^2."""
 
 
-def tiny_shapes(linears: Linears) -> list[Ladder]:
+def tiny_shapes(net: nn.Module) -> list[Ladder]:
     """One vector for all layers, no longer than what it is projected to has numbers, at two ranks."""
+    linears = linears_of(net)
     kinds = linears.named()
     layers = len(linears.blocks) * len(kinds)
     fixed = {"target_modules": linears.last(len(linears.blocks), kinds), "weight_tying": 1.0, "save_projection": False}
@@ -301,13 +269,9 @@ def tiny_shapes(linears: Linears) -> list[Ladder]:
     ]
 
 
-def uni_shapes(linears: Linears) -> list[Ladder]:
-    """One vector for the factors of queries and values, and of all layers, of rank 4."""
-    return _as_long_as_fits(linears, "theta_d_length", lambda kinds: 4 * linears.width(kinds), r=4)
-
-
-def ia3_shapes(linears: Linears) -> list[Ladder]:
+def ia3_shapes(net: nn.Module) -> list[Ladder]:
     """Scales of values in the last blocks; of keys, values and hidden units, as the paper has it."""
+    linears = linears_of(net)
     blocks, hidden = len(linears.blocks), linears.named("down")
     ladders = []
     for kinds, forward in ((linears.named("value"), ()), (linears.named("key", "value", "down"), hidden)):
@@ -325,13 +289,8 @@ def bias_shapes(net: nn.Module) -> list[Ladder]:
     """Biases in the last blocks: of queries; of queries and hidden units, which do nearly all (BitFit, 2022); all."""
     linears = linears_of(net)
     blocks = len(linears.blocks)
-    named = [(linears.named("query"), linears.last), (linears.named("query", "up"), linears.last)]
-    ladders = [
-        Ladder(blocks, lambda n, kinds=kinds, last=last: {"trained": last(n, kinds) + r"\.bias"})
-        for kinds, last in named
-        if kinds
-    ]
-    return [*ladders, Ladder(blocks, lambda n: {"trained": linears.last(n, (".*",)) + r"\.bias"})]
+    some = filter(None, (linears.named("query"), linears.named("query", "up"), (".*",)))
+    return [Ladder(blocks, lambda n, kinds=kinds: {"trained": linears.last(n, kinds) + r"\.bias"}) for kinds in some]
 
 
 def _whole(pattern: str) -> Callable[[nn.Module], list[Ladder]]:
@@ -342,11 +301,17 @@ def _whole(pattern: str) -> Callable[[nn.Module], list[Ladder]]:
 ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Adapted(Part(_whole("(?!)")), (1e-2, 3e-2, 1e-1)),
     "bitfit": Adapted(Part(bias_shapes), (3e-3, 1e-2, 3e-2)),
-    "lora": Adapted(Peft("LoraConfig", lora_shapes), (3e-3, 1e-2, 3e-2)),
-    "vera": Adapted(Peft("VeraConfig", vera_shapes), (1e-2, 3e-2, 1e-1)),
-    "fourierft": Adapted(Peft("FourierFTConfig", fourier_shapes), (3e-2, 1e-1, 3e-1)),
+    "lora": Adapted(Peft("LoraConfig", _of_ranks(1, 2, 4, 8, 16, 32)), (3e-3, 1e-2, 3e-2)),
+    # Two trained vectors a layer, around seeded matrices of higher rank.
+    "vera": Adapted(Peft("VeraConfig", _of_ranks(64, 128, 256, 512, 1024, save_projection=False)), (1e-2, 3e-2, 1e-1)),
+    # So many frequencies a layer.
+    "fourierft": Adapted(Peft("FourierFTConfig", _as_long_as_fits("n_frequency", _smallest)), (3e-2, 1e-1, 3e-1)),
     "tinylora": Adapted(Peft("TinyLoraConfig", tiny_shapes), (3e-3, 1e-2, 3e-2)),
-    "unilora": Adapted(Peft("UniLoraConfig", uni_shapes), (3e-3, 1e-2, 3e-2, 1e-1)),
+    # One vector for the factors of all these layers, of rank 4.
+    "unilora": Adapted(
+        Peft("UniLoraConfig", _as_long_as_fits("theta_d_length", lambda x, kinds: 4 * x.width(kinds), r=4)),
+        (3e-3, 1e-2, 3e-2, 1e-1),
+    ),
     "ia3": Adapted(Peft("IA3Config", ia3_shapes), (3e-3, 1e-2, 3e-2)),
 }
 """Every rival by its name."""
