@@ -1,6 +1,6 @@
 """The commands and their options. They are parsed before torch is imported: no module here may import it.
 
-A command `NAME` is a dataclass here, an entry of `COMMANDS`, and `gbfunc.cli.NAME`, whose function `run` takes it.
+A command `name` is a dataclass `Name` here, in `COMMANDS`, and `gbfunc.cli.name`, whose function `run` takes it.
 """
 
 from __future__ import annotations
@@ -304,15 +304,5 @@ class Federated(Command, ConfigOption):
     """Go on from OUT/server.safetensors, with the strategy's state; clients begin with no error to add."""
 
 
-COMMANDS: dict[str, Any] = {
-    "demo": Demo,
-    "plan": Plan,
-    "train": Train,
-    "eval": Eval,
-    "predict": Predict,
-    "sample": Sample,
-    "export": Export,
-    "compare": Compare,
-    "bench": Bench,
-    "federated": Federated,
-}
+_ALL = (Demo, Plan, Train, Eval, Predict, Sample, Export, Compare, Bench, Federated)
+COMMANDS: dict[str, Any] = {command.__name__.lower(): command for command in _ALL}
