@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.extras import import_extra
-from gbfunc.tasks.base import Net, Recipe, Task, accuracy, linear_decay
+from gbfunc.tasks.base import Recipe, Task, accuracy, linear_decay
 from gbfunc.tasks.data import Batch, hold_out, leave_out, steps_per_epoch
 from gbfunc.tasks.pnets.base import Interface, PNet
 from gbfunc.tasks.pnets.hugging_face import hugging_face
@@ -51,20 +51,11 @@ _FULL_RATE = 5_400
 _LEFT_OUT = 0.1
 """Part of the tokens that a fine-tuning does not see (word dropout: Iyyer et al., 2015, 2.2)."""
 
+Labelled = tuple[list[str], list[str]]
+"""Labels, and the text of each."""
+
 _POOL = 16
 """Batches whose texts are sorted by length together."""
-
-
-class Labelled(NamedTuple):
-    """Texts with a label each, line by line.
-
-    Attributes:
-        labels: words.
-        texts: what stands behind them.
-    """
-
-    labels: list[str]
-    texts: list[str]
 
 
 class Tokens(NamedTuple):
@@ -143,19 +134,17 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
             raise ValueError(f"{option} of the task {name} must be an int >= {least}, got {value!r}")
     if pretrained is not None and vocabulary is not None:
         raise ValueError(f"the pretrained network {pretrained} has its vocabulary, got vocabulary {vocabulary}")
-    learned, tested, classes = _read_folder(name, data_dir)
+    (labels, learned), (test_labels, tested), classes = _read_folder(name, data_dir)
     number = {label: i for i, label in enumerate(classes)}
-    labels_N = np.array([number[label] for label in learned.labels])
+    labels_N = np.array([number[label] for label in labels])
     val, train = hold_out(labels_N, (min(N_VAL, int(VAL_PART * len(labels_N))),), SPLIT_SEED)
     if pretrained is None:
-        tokens = _learned_tokens([learned.texts[i] for i in train], vocabulary or _VOCABULARY, max_tokens)
+        tokens = _learned_tokens([learned[i] for i in train], vocabulary or _VOCABULARY, max_tokens)
     else:
         tokens = pretrained_tokens(pretrained, max_tokens)
     interface = Interface((max_tokens,), len(classes), vocabulary=tokens.size, pad=tokens.pad)
-    splits = [
-        _split([learned.texts[i] for i in part], torch.from_numpy(labels_N[part]), tokens) for part in (train, val)
-    ]
-    splits.append(_split(tested.texts, torch.tensor([number[label] for label in tested.labels]), tokens))
+    splits = [_split([learned[i] for i in part], torch.from_numpy(labels_N[part]), tokens) for part in (train, val)]
+    splits.append(_split(tested, torch.tensor([number[label] for label in test_labels]), tokens))
     config = _SMALL if pretrained is None else {"pretrained": pretrained}
     return Task(
         name=name,
@@ -167,26 +156,27 @@ def _task(name: str, data_dir: Path | None, pretrained: str | None, max_tokens: 
         settings=partial(_recipe, len(splits[0]), tokens.pad),
         genome_params=None if pretrained is None else 3_000,
         compression=3.0,
-        evaluate=_metrics,
+        # In small chunks, which are as long as their longest text.
+        evaluate=lambda net, split: {"accuracy": accuracy(net, split, _CHUNK)},
         encode=tokens.encode,
         about={"classes": classes},
     )
 
 
 def _read_folder(name: str, data_dir: Path | None) -> tuple[Labelled, Labelled, list[str]]:
-    """Texts to learn from, texts to test, and the classes in order."""
+    """What to learn from, what to test, and the classes in order."""
     if data_dir is None:
         raise ValueError(f"the task {name} needs its data: --data-dir names the folder with train.txt and test.txt")
     if not data_dir.is_dir():
         raise FileNotFoundError(f"no such folder: {data_dir} (it must hold train.txt and test.txt)")
     train, test = data_dir / "train.txt", data_dir / "test.txt"
     learned, tested = read_labelled(train), read_labelled(test)
-    classes = sorted(set(learned.labels))
+    classes = sorted(set(learned[0]))
     if len(classes) < 2:
         raise ValueError(f"{train} must hold texts of two classes or more, got {classes[0]!r} alone")
-    if len(learned.labels) < _LEAST:
-        raise ValueError(f"{train} must hold {_LEAST} texts or more, got {len(learned.labels)}")
-    for i, label in enumerate(tested.labels, 1):
+    if len(learned[0]) < _LEAST:
+        raise ValueError(f"{train} must hold {_LEAST} texts or more, got {len(learned[0])}")
+    for i, label in enumerate(tested[0], 1):
         if label not in classes:
             names = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
             raise ValueError(f"{test}, line {i}: no label {label!r} in train.txt, which has {names}")
@@ -210,28 +200,20 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
     return replace(_FINE_TUNING, epochs=epochs, lr=lr, augment=leave_out(_LEFT_OUT, pad), reasons=reasons)
 
 
-def _metrics(net: Net, split: PaddedTexts) -> dict[str, float]:
-    """`accuracy`; in small chunks, which are as long as their longest text."""
-    return {"accuracy": accuracy(net, split, _CHUNK)}
-
-
 def read_labelled(path: Path) -> Labelled:
     """Read a file of texts, `label<space>text` a line."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file of labelled texts: {path}")
-    labelled = Labelled([], [])
+    labels, texts = [], []
     lines = read_text(path).removesuffix("\n").split("\n")
     for i, line in enumerate(lines, 1):
         label, _, words = line.rstrip("\r").partition(" ")
         if not label.strip() or not words.strip():
-            raise ValueError(f"{path}, line {i}: expected a label, a space and a text, got {_shown(line)}")
-        labelled.labels.append(label)
-        labelled.texts.append(words.strip())
-    return labelled
-
-
-def _shown(line: str) -> str:
-    return repr(line if len(line) <= 40 else line[:40] + "...")
+            shown = line if len(line) <= 40 else f"{line[:40]}..."
+            raise ValueError(f"{path}, line {i}: expected a label, a space and a text, got {shown!r}")
+        labels.append(label)
+        texts.append(words.strip())
+    return labels, texts
 
 
 def _split(source: list[str], y_N: Tensor, tokens: Tokens) -> PaddedTexts:
@@ -272,8 +254,4 @@ def pretrained_tokens(pretrained: str, max_tokens: int) -> Tokens:
     pad = next((v for n in ("pad_token_id", "eos_token_id") if isinstance(v := getattr(config, n, None), int)), None)
     if pad is None:
         raise ValueError(f"{folder / CONFIG} names no pad_token_id, which fills up short texts")
-    return Tokens(tokenizer.get_vocab_size(), pad, partial(_encode, tokenizer))
-
-
-def _encode(tokenizer: Any, words: str) -> Tensor:
-    return torch.tensor(tokenizer.encode(words).ids)
+    return Tokens(tokenizer.get_vocab_size(), pad, lambda words: torch.tensor(tokenizer.encode(words).ids))
