@@ -287,7 +287,8 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
                 title = f"{label}: rows of {name}"
                 _show(axes, _fields(weight, image_shape), title, "pixel column", "pixel row", square=True)
             elif weight.ndim == 4:
-                kernels = _kernels(weight)
+                side = math.isqrt(_MAX_FIELDS)
+                kernels = _mosaic(weight[:side, :side])
                 _show(axes, kernels, f"{label}: kernels of {name}", "input channel", "output channel", square=True)
             else:
                 _show_sorted(axes, weight, f"{label}: {name}", sort_columns=name != read)
@@ -300,12 +301,6 @@ def _fields(weight_RC: NDArray[np.float32], image_shape: tuple[int, int]) -> NDA
         raise ValueError(f"rows of {weight_RC.shape[1]} weights are no images of {image_shape}")
     side = math.isqrt(min(_MAX_FIELDS, len(weight_RC)))
     return _mosaic(weight_RC[: side * side].reshape(side, side, *image_shape))
-
-
-def _kernels(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The first kernels of a convolution [out, in, height, width]."""
-    side = math.isqrt(_MAX_FIELDS)
-    return _mosaic(weight[:side, :side])
 
 
 def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -45,14 +45,11 @@ def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: in
         return [np.sort(part) for part in np.array_split(draw.permutation(len(labels_N)), clients)]
     classes = [np.flatnonzero(labels_N == label) for label in np.unique(labels_N)]
     for _ in range(_DRAWS):
-        pieces = [np.split(draw.permutation(c), _cuts(draw, len(c), clients, alpha)) for c in classes]
+        pieces = []
+        for members in classes:
+            order, shares = draw.permutation(members), draw.dirichlet([alpha] * clients)
+            pieces.append(np.split(order, (np.cumsum(shares)[:-1] * len(members)).astype(np.int64)))
         parts = [np.sort(np.concatenate(of_client)) for of_client in zip(*pieces, strict=True)]
         if min(map(len, parts)) >= LEAST:
             return parts
     raise ValueError(f"no split of {len(labels_N)} examples gives each of {clients} clients {LEAST} at alpha {alpha:g}")
-
-
-def _cuts(draw: np.random.RandomState, n: int, clients: int, alpha: float) -> NDArray[np.int64]:
-    """Where to cut n examples into Dirichlet parts."""
-    shares = draw.dirichlet([alpha] * clients)
-    return (np.cumsum(shares)[:-1] * n).astype(np.int64)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gbfunc.extras import import_extra
 from gbfunc.tasks.base import History, Metric, Recipe, Task
-from gbfunc.tasks.pnets import PNETS, Interface, PNet
+from gbfunc.tasks.pnets import PNETS, Interface
 from gbfunc.tasks.pnets.base import seeded
 from gbfunc.tasks.ppo import PolicyValue, Settings, Transitions, gae, policy, ppo_loss
 
@@ -215,6 +215,12 @@ def control_task(env: Environment, settings: Settings) -> Task:
         schedule=lambda recipe, lr, steps: lambda step: lr * (1 - step // per_rollout * per_rollout / steps),
     )
 
+    if len(env.inputs) == 3:
+        pnet = PNETS["conv_actor_critic"](interface)
+    else:
+        # Left and right are alike in CartPole.
+        pnet = PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1")
+
     def counts(steps: int) -> dict[str, float]:
         return {"env_steps": -(-steps // per_rollout) * size}
 
@@ -231,7 +237,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
         train=Rollouts(env, settings),
         val=Episodes(env, stream(0, _CHECKS), env.episodes),
         test=Episodes(env, stream(0, _FINAL), env.episodes),
-        pnet=_pnet(env, interface),
+        pnet=pnet,
         settings=lambda pnet, genome_params: recipe,
         compression=10.0,
         loss=lambda net, batch: ppo_loss(net, batch, settings, env.discrete),
@@ -242,14 +248,6 @@ def control_task(env: Environment, settings: Settings) -> Task:
         counts=counts,
         facts=facts,
     )
-
-
-def _pnet(env: Environment, interface: Interface) -> PNet:
-    """The p-net, unless another is named."""
-    if len(env.inputs) == 3:
-        return PNETS["conv_actor_critic"](interface)
-    # Left and right are alike in CartPole.
-    return PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1")
 
 
 def rollout_batches(

@@ -69,7 +69,7 @@ class LeNet5(nn.Sequential):
     """
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
-        first, hidden = _lenet5_widths(width)
+        first, hidden = max(1, width * 2 // 5), 10 * width
         super().__init__(
             nn.Conv2d(inputs[0], first, 5),
             nn.MaxPool2d(2),
@@ -100,11 +100,6 @@ class ConvNet(nn.Sequential):
             nn.Flatten(),
             nn.Linear(width * math.prod(_lenet5_map(inputs)), classes),
         )
-
-
-def _lenet5_widths(width: int) -> tuple[int, int]:
-    """Channels of the first convolution, and units of the hidden layer."""
-    return max(1, width * 2 // 5), 10 * width
 
 
 def _lenet5_map(inputs: Sequence[int]) -> tuple[int, int]:
