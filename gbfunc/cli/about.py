@@ -33,11 +33,19 @@ def about(task: Task, options: DataOptions) -> JSON:
     return said | {"interface": interface, **task.about}
 
 
+def said_by(path: Path) -> Mapping[str, Any]:
+    """What a genome's file says; nothing where that is no object."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no such genome file: {path}")
+    said = gb.load_metadata(path)
+    return said if isinstance(said, Mapping) else {}
+
+
 def described(path: Path, options: Options) -> Options:
     """The options, with what a genome's file says where the user says nothing."""
-    said = gb.load_metadata(path)
+    said = said_by(path)
     # Of another task than the user's, it says nothing.
-    said = said if isinstance(said, Mapping) and options.task in ("", said.get("task")) else {}
+    said = said if options.task in ("", said.get("task")) else {}
     held = {f.name for f in fields(options)}
     taken: JSON = {}
     for name, usual in _OPTIONS.items():

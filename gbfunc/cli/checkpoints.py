@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import sys
@@ -14,9 +15,9 @@ import torch
 
 import gbfunc as gb
 from gbfunc.cli.job import read_json
+from gbfunc.cli.networks import teacher_file
 from gbfunc.cli.options import AUTO, CheckpointOptions, RunOptions, TeacherOptions
 from gbfunc.cli.signals import Stopped, listening
-from gbfunc.cli.teacher import digest, teacher_file
 from gbfunc.parallel import sum_ranks
 from gbfunc.tasks import Recipe, Task
 from gbfunc.tasks.training import Position, total_steps
@@ -177,7 +178,7 @@ def _settings(options: RunOptions, task: Task, recipe: Recipe) -> JSON:
         known |= {"amp": amp}
     teacher = getattr(options, "teacher", TeacherOptions())
     if teacher.teacher is not None:
-        known |= {"teacher": digest(teacher_file(teacher.teacher))}
+        known |= {"teacher": hashlib.sha256(teacher_file(teacher.teacher).read_bytes()).hexdigest()[:16]}
         known |= {"teacher_weight": teacher.teacher_weight, "temperature": teacher.temperature}
     return json.loads(json.dumps(plain | known))
 

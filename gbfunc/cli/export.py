@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import gbfunc as gb
+from gbfunc.cli.about import said_by
 from gbfunc.cli.commands import Export
 from gbfunc.cli.job import load_task
 from gbfunc.cli.networks import read_genome
@@ -32,7 +33,7 @@ def run(options: Export) -> None:
         return _to_browser(options)
     if options.out.suffix in (".png", ".svg"):
         raise ValueError(f"{options.out} would be a QR code, which opens a page: say its address as --qr PAGE")
-    said = _said(options) if options.data_dir is None else {}
+    said = said_by(options.genome) if options.data_dir is None else {}
     load = (lambda data: task_of(data, said)) if "interface" in said else load_task
     plan, task, net = read_genome(options.genome, options, load=load)
     x = example(task.interface)
@@ -46,20 +47,13 @@ def run(options: Export) -> None:
     print(f"{options.out}: {made.bytes:,} bytes, the genome has {options.genome.stat().st_size:,}{error}")
 
 
-def _said(options: Export) -> Mapping[str, Any]:
-    """What the genome's file says of its task; {} where it says nothing, or there is none."""
-    said = gb.load_metadata(options.genome) if options.genome.is_file() else None
-    return said if isinstance(said, Mapping) else {}
-
-
 def _to_browser(options: Export) -> None:
     """Write a page, or a QR code of one."""
     if (options.weights or options.to) is not None:
         raise ValueError("--weights and --to are for programs: a page and a QR code hold the genome")
-    if not options.genome.is_file():
-        raise FileNotFoundError(f"no such genome file: {options.genome}")
+    said = said_by(options.genome)
     page.check(gb.load(options.genome)[0])
-    data, said = options.genome.read_bytes(), _said(options)
+    data = options.genome.read_bytes()
     if options.qr is not None:
         with open_folder(options.out.parent):
             write_qr(options.out, data, options.qr)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +18,10 @@ from gbfunc.cli.about import about
 from gbfunc.cli.commands import Federated
 from gbfunc.cli.config import settings_of
 from gbfunc.cli.job import Job, find_optimizer, make_job, read_json
-from gbfunc.cli.networks import genome_metrics, read_genome
-from gbfunc.cli.output import open_folder, print_metrics, reporter, write_history, write_metrics
+from gbfunc.cli.networks import GENOME_FILE, genome_metrics, read_genome
+from gbfunc.cli.output import print_metrics, reporter, write_history, write_metrics
 from gbfunc.cli.provenance import provenance
-from gbfunc.cli.teacher import GENOME_FILE
+from gbfunc.cli.train import results_folder
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.data import Split
 from gbfunc.tasks.texts import PaddedTexts
@@ -45,7 +44,7 @@ def run(options: Federated) -> None:
     if not isinstance(job.task.train, _LABELLED):
         raise ValueError(f"federated is for tasks of examples with a class each, got --task {options.data.task}")
     rows: list[dict[str, float]] = []
-    with _folder(options.out) as folder:
+    with results_folder(options.out) as folder:
         strategy, grid = _federation(job, options)
         with _quiet(), grid, reporter("federated", options.rounds) as report:
 
@@ -116,7 +115,9 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
         augment=recipe.augment,
         seed=seed,
     )
-    lr = options.lr or _usual_lr(job)
+    convolutions = any(t.kind in ("conv", "conv_transpose") for t in job.plan.generated)
+    # Genomes of LeNet-5 learn nothing at the rate of an MLP.
+    lr = options.lr or (0.1 if options.dense else 1e-2 if convolutions else 2e-2)
     schedule = SCHEDULES[options.schedule](recipe, lr, options.rounds)
     strategy = fed.GenomeStrategy(
         _strategy(options),
@@ -129,13 +130,6 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
         seed=seed,
     )
     return strategy, fed.LocalGrid(app, [{"partition-id": i} for i in range(options.clients)])
-
-
-def _usual_lr(job: Job) -> float:
-    """The highest rate of clients; genomes of LeNet-5 learn nothing at that of an MLP."""
-    if job.dense:
-        return 0.1
-    return 1e-2 if any(t.kind in ("conv", "conv_transpose") for t in job.plan.generated) else 2e-2
 
 
 def _strategy(options: Federated) -> Any:
@@ -168,13 +162,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-@contextmanager
-def _folder(out: Path | None) -> Iterator[Path]:
-    """The folder for results; one that is removed afterwards where `out` is None."""
-    with open_folder(out) if out is not None else TemporaryDirectory(prefix="gbfunc-") as folder:
-        yield Path(folder)
 
 
 def _metrics(

@@ -11,14 +11,16 @@ from safetensors.torch import load_model
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.cli.about import described
+from gbfunc.cli.about import described, said_by
 from gbfunc.cli.job import Job, load_task, read_json
 from gbfunc.cli.options import DataOptions, TeacherOptions
-from gbfunc.cli.teacher import is_genome, teacher_file
+from gbfunc.storage.genome_file import is_genome
 from gbfunc.tasks import Task
 from gbfunc.tasks.base import History
 from gbfunc.tasks.pnets import PNet, brief, find_pnet
 from gbfunc.tasks.teaching import taught
+
+GENOME_FILE, BEST_FILE, WEIGHTS_FILE = "genome.safetensors", "best.safetensors", "model.safetensors"
 
 
 def read_genome(
@@ -42,8 +44,8 @@ def read_genome(
 
 def _check_words(path: Path, task: Task) -> None:
     """Raise `ValueError` where numbers of classes or characters mean others in the data than in a genome's file."""
-    said = gb.load_metadata(path)
-    for key in ("classes", "alphabet") if isinstance(said, Mapping) else ():
+    said = said_by(path)
+    for key in ("classes", "alphabet"):
         held, here = said.get(key), task.about.get(key)
         if held is not None and here is not None and held != here:
             names = f"{key} {held}, the data {here}" if key == "classes" else f"another text's {key} than the data's"
@@ -116,10 +118,25 @@ def with_teacher(job: Job, options: TeacherOptions, device: str) -> Job:
     return job._replace(task=taught(job.task, teacher, options.teacher_weight, options.temperature))
 
 
+def teacher_file(path: Path) -> Path:
+    """The file that `--teacher` names, itself or as the folder it is in."""
+    files = [path / name for name in (GENOME_FILE, WEIGHTS_FILE)] if path.is_dir() else [path]
+    for file in files:
+        if file.is_file():
+            return file
+    if path.is_dir():
+        raise FileNotFoundError(f"--teacher: {path} holds neither {GENOME_FILE} nor {WEIGHTS_FILE}")
+    raise FileNotFoundError(f"--teacher: no such file or folder: {path}")
+
+
 def read_teacher(path: Path, task: Task) -> nn.Module:
     """The trained network of a genome file, of a file with the weights of the task's p-net, or of a folder with one."""
     path = teacher_file(path)
-    if is_genome(path):
+    try:
+        generated = is_genome(path)
+    except SafetensorError as error:
+        raise ValueError(f"--teacher: {path} is no safetensors file: {error}") from error
+    if generated:
         plan, genome = gb.load(path)
         return _network(path, plan, genome, _fitted(task, plan, path, {}).build(0))
     net = task.build(0)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-import gbfunc as gb
+from gbfunc.cli.about import said_by
 from gbfunc.cli.commands import Predict
 from gbfunc.cli.job import load_task
 from gbfunc.cli.networks import read_genome
@@ -36,21 +37,19 @@ def run(options: Predict) -> None:
     """Print name, class and probability of every input."""
     if not options.inputs or options.top < 1:
         raise ValueError(f"predict needs files, and --top of at least 1, got {len(options.inputs)} and {options.top}")
-    if not options.genome.is_file():
-        raise FileNotFoundError(f"no such genome file: {options.genome}")
-    said = gb.load_metadata(options.genome)
-    said = said if isinstance(said, Mapping) else {}
+    said = said_by(options.genome)
     # A tokenizer that was learned is in the task's data alone.
     load = load_task if options.data_dir is not None else lambda data: task_of(data, said)
     _, task, net = read_genome(options.genome, options, load=load)
     names = said.get("classes") or [str(i) for i in range(task.interface.outputs)]
     if not isinstance(names, list) or len(names) != task.interface.outputs:
         raise ValueError(f"{options.genome} names classes {names!r}, its network has {task.interface.outputs}")
-    for path in options.inputs:
-        for name, probabilities_K in predicted(net, read_inputs(path, task, said)):
-            best = probabilities_K.topk(min(options.top, len(names)))
-            ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            print("\t".join([name, *(f"{names[k]}\t{value:.4f}" for k, value in ranked)]), flush=True)
+    for name, x in chain.from_iterable(read_inputs(path, task, said) for path in options.inputs):
+        with torch.no_grad():
+            probabilities_K = logits_of(net(x[None]))[0].softmax(0)
+        best = probabilities_K.topk(min(options.top, len(names)))
+        ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        print("\t".join([name, *(f"{names[k]}\t{value:.4f}" for k, value in ranked)]), flush=True)
 
 
 def task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
@@ -71,13 +70,6 @@ def task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
         encode = pretrained_tokens(options.pretrained, interface.inputs[0]).encode
     pnet = find_pnet(options.pnet or "mlp", interface, config)
     return Task(options.task, interface, None, None, None, pnet, encode=encode)
-
-
-def predicted(net: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
-    """The name of every input, and the probability of each class [K]."""
-    with torch.no_grad():
-        for name, x in inputs:
-            yield name, logits_of(net(x[None]))[0].softmax(0)
 
 
 def read_inputs(path: Path, task: Task, said: Mapping[str, Any]) -> Inputs:

@@ -23,7 +23,7 @@ from gbfunc.cli.commands import Train
 from gbfunc.cli.config import settings_of, values_of, write_config
 from gbfunc.cli.job import Job, asked_recipe, check_seed, dtype_of, hypernet_of, make_job, resolved
 from gbfunc.cli.meter import Meter
-from gbfunc.cli.networks import genome_metrics, measure, read_genome, with_teacher
+from gbfunc.cli.networks import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, with_teacher
 from gbfunc.cli.options import (
     CheckpointOptions,
     ExecutionOptions,
@@ -35,7 +35,6 @@ from gbfunc.cli.options import (
 from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, print_reasons, reporter, write_run
 from gbfunc.cli.provenance import provenance
 from gbfunc.cli.ranks import amp_slowdown, amp_warning, find_device, in_turn, open_mesh, split_over
-from gbfunc.cli.teacher import BEST_FILE, GENOME_FILE
 from gbfunc.lab.birth import RATES
 from gbfunc.plan import AUTO
 from gbfunc.tasks.logs import OnLog
