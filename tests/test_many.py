@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -203,6 +206,29 @@ def test_it_is_always_in_eval_mode_and_leaves_the_pnet_alone() -> None:
     net = gb.materialize_many(plan, genomes, pnet.train())
     assert_close(net.train()(INDEX, x), net(INDEX, x))
     assert pnet.training and all(torch.equal(before[k], v) for k, v in pnet.state_dict().items())
+    net.eval().float().requires_grad_(False)
+    assert pnet.training and all(x.dtype == torch.float64 and x.requires_grad for x in pnet.parameters())
+    assert not net.state_dict() and not [*net.parameters()]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_work_on(again: Callable[[Any], Any]) -> None:
+    pnet, plan, genomes = adapters(gb.periodic(1), ["0"])
+    net, x = gb.materialize_many(plan, genomes, pnet), vectors(5, 8)
+    expected = net(INDEX, x)
+    assert torch.equal(again(net)(INDEX, x), expected)
+
+
+@LOOPS
+@pytest.mark.parametrize("name", ["mlp", "recurrent"])
+def test_threads_call_it_at_once(name: str) -> None:
+    pnet, plan, genomes, x = case(name)
+    expected = one_by_one(plan, genomes, pnet, INDEX, x)
+    net = gb.materialize_many(plan, genomes, pnet)
+    with ThreadPoolExecutor(6) as pool:
+        made = [*pool.map(lambda n: tensors(net(INDEX[:n], x[:n])), [5, 1, 4, 5, 1, 3])]
+    for out in made:
+        assert_close(out, [part[: len(y)] for part, y in zip(expected, out, strict=True)])
 
 
 def test_inputs_for_all_rows() -> None:

@@ -12,6 +12,7 @@ Suffixes: N genomes, B rows of the batch.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gbfunc.base import BaseTensors
 from gbfunc.generate import Generator, make_generator, to_serve
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
 from gbfunc.many.proof import RowsTogether, Watch, first_difference, proof_batch, tolerance_of, varied
 from gbfunc.many.row_wise import PLAIN, RowWise, prepare
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet
+from gbfunc.pnet import PureNet, skeleton_of
 from gbfunc.trees import flat_genome, tree_leaves, tree_map
 from gbfunc.types import GenomeLike, Params
 
@@ -41,6 +43,18 @@ class _Way(NamedTuple):
     @property
     def looped(self) -> list[str]:
         return [module.path for module in self.modules if module.looped]
+
+
+class _Frame(NamedTuple):
+    """What a module is built of beside its tensors; the p-net is without its weights."""
+
+    plan: Plan
+    pnet: nn.Module
+    base: BaseTensors | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Frame:
+        # Nothing writes to it.
+        return self
 
 
 class ManyGenomes(nn.Module):
@@ -59,12 +73,12 @@ class ManyGenomes(nn.Module):
     def __init__(self, plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module) -> None:
         super().__init__()
         check_genomes(plan, genomes, pnet)
-        self._plan, self._pnet, self.n_genomes, self._base = plan, pnet, len(genomes), plan.base_tensors(pnet)
+        self._frame, self.n_genomes = _Frame(plan, skeleton_of(pnet), plan.base_tensors(pnet)), len(genomes)
         generator = self._generator()
         with torch.no_grad():
             served = [to_serve(plan, generator, generator(flat_genome(genome))) for genome in genomes]
         # Names of the parameters that are factors.
-        self._forms = served[0][1].keys()
+        self._forms = set(served[0][1])
         given = [weights | inputs for weights, _, inputs in served]
         tensors = {k: [x[k] for x in given] for k in given[0]}
         buffers = {b.name: [g.buffers[b.name].detach() for g in genomes] for b in plan.buffers}
@@ -76,14 +90,28 @@ class ManyGenomes(nn.Module):
         self._varying = {name for key in self._rows for name in self._names(key)}
         self.row_wise = _outermost(_owner(name) for name in self._varying)
         self.looped: list[str] = []
+        self._reported = set[str]()
+        self._build()
+
+    def _build(self) -> None:
+        """Make what is not kept in a copy or a pickle."""
+        # Calls from threads take turns.
+        self._lock = threading.RLock()
         # By modules that run row by row, and the one that is proven for each kind of calls.
         self._built: dict[tuple[str, ...], _Way] = {}
         self._proven: dict[Any, _Way] = {}
-        self._alone, self._reported = self._way([]).net, set[str]()
+        self._alone = self._way([]).net
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: x for k, x in self.__dict__.items() if k not in ("_lock", "_built", "_proven", "_alone")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._build()
 
     def _names(self, key: str) -> list[str]:
         """All names of a tensor of a tie."""
-        for tensor in self._plan.tensors:
+        for tensor in self._frame.plan.tensors:
             if key == tensor.name or key.startswith(f"{tensor.name}_form."):
                 return [name + key.removeprefix(tensor.name) for name in (tensor.name, *tensor.aliases)]
         return [key]
@@ -94,16 +122,16 @@ class ManyGenomes(nn.Module):
         for path in paths:
             varying = {_local(name, path) for name in self._varying if _inside(name, path)}
             forms = {_local(k, path): v for k, v in self._fresh_forms().items() if _inside(k, path)}
-            modules.append(RowWise(self._pnet, path, forms, varying))
+            modules.append(RowWise(self._frame.pnet, path, forms, varying))
 
         def adapt(skeleton: nn.Module) -> list[str]:
             prepare(skeleton)
             return [name for module in modules for name in module.install(skeleton)]
 
-        return _Way(PureNet(self._pnet, self._fresh_forms(), adapt, self._base), modules)
+        return _Way(PureNet(self._frame.pnet, self._fresh_forms(), adapt, self._frame.base), modules)
 
     def _generator(self) -> Generator:
-        return make_generator(self._plan, pnet=self._pnet, lazy=True, base=self._base)
+        return make_generator(self._frame.plan, pnet=self._frame.pnet, lazy=True, base=self._frame.base)
 
     def _fresh_forms(self) -> dict[str, WeightForm]:
         """Forms belong to one function each."""
@@ -126,17 +154,18 @@ class ManyGenomes(nn.Module):
         split = self._check(index, inputs)
         keys = [*self._keys["weights"], *self._keys["buffers"]]
         stored = {key: self.get_buffer(f"tensor_{i}") for i, key in enumerate(keys)}
-        if len(index) == 1:
-            return _checked(self._one(self._taken(stored, index[0]), args, kwargs), 1)
         devices = {x.device.type for x in stored.values()}
         kind = (*map(torch.is_autocast_enabled, devices), *map(_kind, inputs, split))
-        way = self._proven.get(kind)
-        if way is None:
-            with torch.no_grad():
-                way = self._proven[kind] = self._prove(stored, [x for _, x in inputs], split, (args, kwargs))
-        self.row_wise = [module.path for module in way.modules]
-        out = self._run(way, len(index), self._taken(stored, index), args, kwargs)
-        self.looped = way.looped
+        with self._lock:
+            if len(index) == 1:
+                return _checked(self._one(self._taken(stored, index[0]), args, kwargs), 1)
+            way = self._proven.get(kind)
+            if way is None:
+                with torch.no_grad():
+                    way = self._proven[kind] = self._prove(stored, [x for _, x in inputs], split, (args, kwargs))
+            self.row_wise = [module.path for module in way.modules]
+            out = self._run(way, len(index), self._taken(stored, index), args, kwargs)
+            self.looped = way.looped
         _checked(out, len(index), one="" in self.row_wise)
         if set(self.looped) - self._reported:
             self._reported.update(self.looped)
@@ -199,12 +228,10 @@ class ManyGenomes(nn.Module):
             paths = _outermost([*paths, _outward(failed, wider | {""})])
 
     def _run(self, way: _Way, n_rows: int, given: Params, args: Any, kwargs: Any) -> Any:
-        # Calls from threads take turns.
-        with way.net.lock:
-            for module in way.modules:
-                module.n_rows = n_rows
-            weights, buffers = ({key: given[key] for key in self._keys[kind]} for kind in ("weights", "buffers"))
-            return way.net(weights, buffers, *args, **kwargs)
+        for module in way.modules:
+            module.n_rows = n_rows
+        weights, buffers = ({key: given[key] for key in self._keys[kind]} for kind in ("weights", "buffers"))
+        return way.net(weights, buffers, *args, **kwargs)
 
     def _one(self, given: Params, args: Any, kwargs: Any, buffers_stay: bool = False) -> Any:
         """The p-net's outputs with one genome; ValueError if buffers should stay as they are and do not."""
