@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +25,14 @@ from gbfunc.base import BaseTensors
 from gbfunc.generate import Generator, make_generator, to_serve
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
-from gbfunc.many.proof import RowsTogether, Watch, first_difference, proof_batch, tolerance_of, varied
+from gbfunc.many.proof import Pairs, Questions, RowsTogether, Watch, first_difference, proof_batch, tolerance_of, varied
 from gbfunc.many.row_wise import PLAIN, RowWise, prepare
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet, skeleton_of
 from gbfunc.trees import flat_genome, tree_leaves, tree_map
 from gbfunc.types import GenomeLike, Params
 
-_RANDOM = "a row gives another result each time (random numbers in eval mode?)"
+_RANDOM = "a row gives another result each time (random numbers in eval mode, or tensors kept from call to call?)"
 
 
 class _Way(NamedTuple):
@@ -43,6 +44,20 @@ class _Way(NamedTuple):
     @property
     def looped(self) -> list[str]:
         return [module.path for module in self.modules if module.looped]
+
+
+class _Proof(NamedTuple):
+    """What is proven of a kind of calls.
+
+    Attributes:
+        way: a way that gives the outputs that rows give alone.
+        questions: what it asks, as `Questions.of_rows`; empty where it asks nothing of the rows.
+        known: answers of rows and batch with which it does.
+    """
+
+    way: _Way
+    questions: list[bool]
+    known: Pairs
 
 
 class _Frame(NamedTuple):
@@ -99,7 +114,7 @@ class ManyGenomes(nn.Module):
         self._lock = threading.RLock()
         # By modules that run row by row, and the one that is proven for each kind of calls.
         self._built: dict[tuple[str, ...], _Way] = {}
-        self._proven: dict[Any, _Way] = {}
+        self._proven: dict[Any, _Proof] = {}
         self._alone = self._way([]).net
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,13 +174,22 @@ class ManyGenomes(nn.Module):
         with self._lock:
             if len(index) == 1:
                 return _checked(self._one(self._taken(stored, index[0]), args, kwargs), 1)
-            way = self._proven.get(kind)
-            if way is None:
-                with torch.no_grad():
-                    way = self._proven[kind] = self._prove(stored, [x for _, x in inputs], split, (args, kwargs))
-            self.row_wise = [module.path for module in way.modules]
-            out = self._run(way, len(index), self._taken(stored, index), args, kwargs)
-            self.looped = way.looped
+            call = stored, [x for _, x in inputs], split, (args, kwargs)
+            if kind not in self._proven:
+                self._proven[kind] = self._prove(*call, {})
+            given = self._taken(stored, index)
+            out, new = self._answered(self._proven[kind], len(index), given, args, kwargs)
+            if new:
+                before, proof = self._proven[kind], self._prove(*call, new)
+                if proof.questions and not new.keys() <= proof.known.keys():
+                    # Answers hang on the tensors of genomes, which a proof changes.
+                    proof = _Proof(self._loop(), [], {})
+                elif proof.way is before.way:
+                    proof = proof._replace(known=before.known | proof.known)
+                self._proven[kind] = proof
+                out, _ = self._answered(proof, len(index), given, args, kwargs)
+            way = self._proven[kind].way
+            self.row_wise, self.looped = [module.path for module in way.modules], way.looped
         _checked(out, len(index), one="" in self.row_wise)
         if set(self.looped) - self._reported:
             self._reported.update(self.looped)
@@ -175,11 +199,29 @@ class ManyGenomes(nn.Module):
             )
         return out
 
-    def _prove(self, stored: Params, inputs: list[Any], split: list[bool], call: Any) -> _Way:
-        """A way that gives the outputs that rows give alone: the first one, from that with the fewest modules on."""
+    def _answered(self, proof: _Proof, n_rows: int, given: Params, args: Any, kwargs: Any) -> tuple[Any, Pairs]:
+        """The outputs, and answers of rows and batch to the way's questions that are not proven."""
+        asked = Questions(n_rows, proof.way.modules, proof.questions)
+        with asked if proof.questions else nullcontext():
+            out = self._run(proof.way, n_rows, given, args, kwargs)
+        return out, {k: b for k, b in asked.pairs(range(n_rows)).items() if k not in proof.known}
+
+    def _loop(self) -> _Way:
+        """The p-net on one row after the other."""
+        way = self._way([""])
+        way.modules[0].looped = True
+        return way
+
+    @torch.no_grad()
+    def _prove(self, stored: Params, inputs: list[Any], split: list[bool], call: Any, new: Pairs) -> _Proof:
+        """A way that gives the outputs that rows give alone: the first one, from that with the fewest modules on.
+
+        Those of `new` answers are among the rows.
+        """
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         n_rows = next(len(x) for x, of in zip(inputs, split, strict=True) if of)
-        batch = proof_batch(n_rows, {size for x in (*tensors, *stored.values()) for size in x.shape})
+        sizes = {size for x in (*tensors, *stored.values()) for size in x.shape}
+        batch = proof_batch(n_rows, sizes, new.values())
         own, alone = stored | {key: varied(stored[key]) for key in self._rows}, list[Watch]()
 
         def part(positions: list[int], which: Any) -> Any:
@@ -203,7 +245,7 @@ class ManyGenomes(nn.Module):
         while True:
             way = self._built.get(tuple(paths)) or self._way(paths)
             watch, problem = Watch(batch), None
-            together = RowsTogether(len(batch.rows), watch.running, paths)
+            together = RowsTogether(len(batch.rows), way.modules, watch.running)
             try:
                 with watch.of(way.net.skeleton), together:
                     self._run(way, len(batch.rows), *part([*range(len(batch.rows))], batch.variants))
@@ -216,7 +258,8 @@ class ManyGenomes(nn.Module):
             if failed is None:
                 # Another kind of calls may do without loops.
                 self._built |= {} if way.looped else {tuple(paths): way}
-                return way
+                asks = together.of_rows if any(together.of_rows) else []
+                return _Proof(way, asks, together.pairs(batch.checked))
             if paths == [""]:
                 (pnet,) = way.modules
                 if pnet.looped or problem is not None:
@@ -319,8 +362,9 @@ def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module)
     The first call of each kind (structure, dtypes and shapes of the inputs, but for the number of rows) proves it: some
     rows alone against a batch. Where they differ, modules further out run under `vmap`, in the end the p-net itself,
     and what `vmap` cannot run goes row after row, with a warning. `row_wise` and `looped` name these modules. Operators
-    that take rows together count as a difference whatever the values; a branch that the first batch did not take is not
-    proven.
+    that take rows together count as a difference whatever the values. What the p-net asks of all rows (`any`, `all`: is
+    anything padded?) is noted in later calls too, and a batch whose rows answer as none did before is proven again. Not
+    seen are numbers that leave torch (`tolist`, `numpy`).
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
     `src_key_padding_mask`, where they may give zeros, outputs are those of the layers' own forward.

@@ -4,25 +4,37 @@ It is made on the first call of a kind, with tensors made of the genomes' own by
 more than rounding. Some rows come twice, on other tensors and in reverse order, so that what is sorted moves, and a
 dimension that has as many entries as the batch by chance has not. Outputs of all modules are compared, and the first
 one that differs is where the p-net does something else with rows than to keep them. So is the first operator that
-takes rows together (a maximum over the batch, say), even if nothing comes of it with the values of this call.
+takes rows together (a maximum over the batch, say), even if nothing comes of it with the values of this call. Truths
+that are asked of all rows (is anything padded?) may be of other rows in each call, and are watched in all of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gbfunc.many.row_wise import PLAIN
+from gbfunc.many.row_wise import PLAIN, RowWise
+from gbfunc.pnet.reads import tensors_in
 from gbfunc.trees import tree_leaves
 
 VARIANTS = 3
 """Sets of tensors of a proof."""
+
+_ALONG = frozenset(
+    "sort argsort topk cumsum cumprod cummax cummin logcumsumexp _softmax _log_softmax roll flip".split()
+)
+"""Operators that take what lies along a dimension together, and keep it."""
+
+Pairs = dict[tuple[tuple[bool, ...], tuple[bool, ...]], int]
+"""What a row alone answers and what its batch answers to the questions of a call: the first row of each such pair."""
 
 
 class ProofBatch(NamedTuple):
@@ -33,12 +45,15 @@ class ProofBatch(NamedTuple):
     checked: list[int]
 
 
-def proof_batch(n_rows: int, sizes: set[int]) -> ProofBatch:
-    """All rows in order, then the first, middle and last again in reverse; a prime number that divides no size."""
+def proof_batch(n_rows: int, sizes: set[int], more: Iterable[int] = ()) -> ProofBatch:
+    """All rows in order, then the first, middle and last again in reverse; a prime number that divides no size.
+
+    Checked are those, and `more`.
+    """
     again = sorted({0, n_rows // 2, n_rows - 1}, reverse=True)
     rows = [*range(n_rows), *again]
     variants = [b % VARIANTS for b in range(n_rows)] + [(b + 1) % VARIANTS for b in again]
-    checked = [*again, *range(n_rows, len(rows))]
+    checked = [*dict.fromkeys((*again, *more, *range(n_rows, len(rows))))]
     while any(size and size % len(rows) == 0 for size in sizes) or any(len(rows) % n == 0 for n in range(2, len(rows))):
         rows, variants = [*rows, 0], [*variants, len(rows) % VARIANTS]
     return ProofBatch(rows, variants, checked)
@@ -52,6 +67,13 @@ def varied(x: Tensor) -> Tensor:
         return x
     by = (1 - torch.rand(x.shape, generator=draw) / 2).to(x)
     return x * by if x.any() else by / 10
+
+
+class _Object(NamedTuple):
+    """An output that is no tree (a data class, a cache): its type, and the tensors in it."""
+
+    kind: type
+    parts: list[Tensor]
 
 
 class Watch:
@@ -81,53 +103,121 @@ class Watch:
         kept = []
         for at, x in tree_leaves(out, "output"):
             # Copies: the net may change its tensors in place.
-            if isinstance(x, Tensor):
-                batch = self._batch
-                x = x[batch.checked] if batch and x.shape[:1] == (len(batch.rows),) else x.clone()
-            kept.append((at, x))
+            if not isinstance(x, (Tensor, *PLAIN)):
+                parts = [*tensors_in(x, objects=True)]
+                # Of the whole p-net under vmap, objects hold what was inside of it.
+                inside = any(map(is_functorch_wrapped_tensor, parts))
+                x = _Object(type(x), [] if inside else [self._copied(part) for part in parts])
+            kept.append((at, self._copied(x) if isinstance(x, Tensor) else x))
         self.outputs[path, self._calls[path]] = kept
         self._calls[path] += 1
 
+    def _copied(self, x: Tensor) -> Tensor:
+        batch = self._batch
+        return x[batch.checked] if batch and x.shape[:1] == (len(batch.rows),) else x.clone()
 
-class RowsTogether(TorchDispatchMode):
-    """Finds the operators outside of the modules at some `paths` that take the rows of a batch together.
+
+class Questions(TorchDispatchMode):
+    """Notes what the p-net asks of all rows outside of some modules: `any` and `all` of what has the rows first.
+
+    Its branches hang on the answers, and a row alone may answer otherwise than its batch. A number of true entries that
+    is compared with the number of all is `all`.
+
+    Attributes:
+        of_rows: whether each question is of the rows, in order; given, it says so of the first ones.
+        answers: bool [n_rows + 1] for each: of the rows alone and of the batch.
+    """
+
+    def __init__(self, n_rows: int, modules: Sequence[RowWise], of_rows: Iterable[bool] = ()) -> None:
+        super().__init__()
+        self.of_rows, self.answers = [*of_rows], list[Tensor]()
+        self._n_rows, self._modules = n_rows, modules
+        # With the tensors themselves, whose numbers would be used again.
+        self._counts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        if not any(module.running for module in self._modules):
+            self._see(func, args, kwargs or {}, out)
+        return out
+
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self._asks(func.overloadpacket.__name__, args, out)
+
+    def _asks(self, name: str, args: Any, out: Any) -> bool:
+        """Note a question of the rows."""
+        if not isinstance(out, Tensor) or out.numel() != 1 or not args or not isinstance(args[0], Tensor):
+            return False
+        x = args[0]
+        if name == "sum" and x.dtype == torch.bool and x.shape[:1] == (self._n_rows,):
+            self._counts[id(out)] = out, x
+            return True
+        if name == "eq" and id(x) in self._counts and isinstance(args[1], int):
+            counted = self._counts[id(x)][1]
+            name, x = ("all" if args[1] == counted.numel() else name), counted
+        if name not in ("any", "all"):
+            return False
+        if len(self.of_rows) <= len(self.answers):
+            self.of_rows.append(x.shape[:1] == (self._n_rows,))
+        batch = out.reshape(1).bool()
+        if not self.of_rows[len(self.answers)] or x.shape[:1] != (self._n_rows,):
+            self.answers.append(batch.expand(self._n_rows + 1))
+            return False
+        flat = x.bool().reshape(self._n_rows, math.prod(x.shape[1:]))
+        self.answers.append(torch.cat([flat.any(1) if name == "any" else flat.all(1), batch]))
+        return True
+
+    def pairs(self, rows: Collection[int]) -> Pairs:
+        """What these rows and the batch have answered."""
+        *each, batch = torch.stack(self.answers, 1).tolist() if self.answers else [[]]
+        return {(tuple(each[b]), tuple(batch)): b for b in reversed([*rows])} if any(self.of_rows) else {}
+
+
+class RowsTogether(Questions):
+    """Finds the operators outside of the modules that run row by row that take the rows of a batch together.
 
     They read tensors that have the batch's rows, in a dimension or folded into one, and give none that has: sums over
-    rows, one row of all, rows by a mask; or they order rows by values. What is left out is a single truth value: code
-    asks such questions (is anything padded?) to spare work, and rows that go other branches differ in their outputs.
+    rows, one row of all, rows by a mask; or they order or add up rows one after the other. What is left out are the
+    questions of code that would spare work.
 
     Attributes:
         found: the path of the innermost module that ran the first one; None where there is none.
     """
 
-    def __init__(self, n_rows: int, running: list[str], paths: Collection[str]) -> None:
-        super().__init__()
+    def __init__(self, n_rows: int, modules: Sequence[RowWise], running: list[str]) -> None:
+        super().__init__(n_rows, modules)
         self.found: str | None = None
-        self._n_rows, self._running, self._paths = n_rows, running, paths
+        self._running = running
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        if self.found is None and not {*self._running} & {*self._paths}:
-            given = [x for _, x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor) and self._have_rows(x)]
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if not self._asks(func.overloadpacket.__name__, args, out) and self.found is None:
+            read = [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             made = [x for _, x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()]
-            if given and self._together(func, args, kwargs or {}, given, made):
+            if self._together(func, args, kwargs, read, made):
                 self.found = self._running[-1] if self._running else ""
-        return out
 
-    def _together(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> bool:
-        name = func.overloadpacket.__name__
-        if name in ("sort", "argsort", "topk"):
-            place = [argument.name for argument in func._schema.arguments].index("dim")
-            dim = args[place] if place < len(args) else kwargs.get("dim", -1)
-            return given[0].shape[dim] % self._n_rows == 0
+    def _together(self, func: Any, args: Any, kwargs: Any, read: list[Tensor], made: list[Tensor]) -> bool:
+        name, given = func.overloadpacket.__name__, [x for x in read if self._have_rows(x)]
+        if any(id(x) in self._counts for x in read):
+            return True
+        if not given:
+            return False
+        if name in _ALONG:
+            arguments = func._schema.arguments
+            place = next(i for i, argument in enumerate(arguments) if argument.name in ("dim", "dims"))
+            dims = args[place] if place < len(args) else kwargs.get(arguments[place].name, -1)
+            dims = [dims] if isinstance(dims, int) else dims or range(given[0].ndim)
+            return any(self._is_rows(given[0].shape[dim]) for dim in dims)
         if torch.Tag.dynamic_output_shape in func.tags:
             # Of places given by numbers the outputs are compared.
             return name != "index" or any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-        truth = len(made) == 1 and made[0].numel() == 1 and made[0].dtype == torch.bool
-        return bool(made) and not (truth or name.startswith("new_") or any(map(self._have_rows, made)))
+        return name == "equal" or (bool(made) and not (name.startswith("new_") or any(map(self._have_rows, made))))
 
     def _have_rows(self, x: Tensor) -> bool:
-        return any(size and size % self._n_rows == 0 for size in x.shape)
+        return any(map(self._is_rows, x.shape))
+
+    def _is_rows(self, size: int) -> bool:
+        return size > 0 and size % self._n_rows == 0
 
 
 def first_difference(alone: list[Watch], batch: Watch, strict: Collection[str], tolerance: float) -> str | None:
@@ -148,16 +238,23 @@ def first_difference(alone: list[Watch], batch: Watch, strict: Collection[str], 
 
 
 def _same(rows: list[Any], x: Any, strict: bool, tolerance: float) -> bool:
+    if isinstance(x, _Object):
+        if not all(isinstance(y, _Object) and y.kind is x.kind for y in rows):
+            return not strict
+        parts = zip(x.parts, *(y.parts for y in rows), strict=False)
+        return all(_same(same, part, False, tolerance) for part, *same in parts)
     if not all(isinstance(y, Tensor) for y in (*rows, x)):
         return not strict or all(type(y) is type(x) and (not isinstance(x, PLAIN) or y == x) for y in rows)
     if any(y.shape[:1] != (1,) for y in rows) or x.shape[:1] != (len(rows),):
         return not strict
-    if any(y.shape[1:] != x.shape[1:] for y in rows):
+    if any(y.shape[1:] != x.shape[1:] or y.dtype != x.dtype for y in rows):
         return False
-    y = torch.cat(rows)
-    if not x.is_floating_point() or not x.numel():
+    x, y = (torch.view_as_real(z) if z.is_complex() else z for z in (x, torch.cat(rows)))
+    if torch.equal(x, y) or not x.is_floating_point():
         return torch.equal(x, y)
-    return torch.allclose(x, y, 0, tolerance * float(y.nan_to_num(0, 0, 0).abs().max()), equal_nan=True)
+    # Entries of a mask, which are the same in both, may be as large as 1e9.
+    largest = float(torch.where(x == y, 0, y).nan_to_num(0, 0, 0).abs().max())
+    return torch.allclose(x, y, 0, tolerance * largest, equal_nan=True)
 
 
 def tolerance_of(tensors: Iterable[Tensor]) -> float:

@@ -35,6 +35,7 @@ class RowWise:
     Attributes:
         n_rows: rows of the batch, set before each call.
         looped: whether rows run one after the other.
+        running: whether a call goes on.
     """
 
     def __init__(self, pnet: nn.Module, path: str, forms: Mapping[str, WeightForm], varying: set[str]) -> None:
@@ -43,7 +44,7 @@ class RowWise:
         # Of tensors that are tied inside of the module the first name stands for all.
         again = {alias for info in infos for alias in info.aliases}
         self.varying = {name for name in varying if name.partition("_form.")[0] not in again}
-        self.path, self.forms, self.n_rows, self.looped = path, forms, 0, False
+        self.path, self.forms, self.n_rows, self.looped, self.running = path, forms, 0, False, False
         self.net = PureNet(module, forms, prepare)
         self.parameters, self.buffers = [info.name for info in infos], [*buffers_of(module)]
 
@@ -85,7 +86,11 @@ class RowWise:
             template = self.net({k: here[k] for k in weights}, {k: here[k] for k in buffers}, *a, **k)
             return tuple(x[0] for _, x in tree_leaves(template) if isinstance(x, Tensor))
 
-        made = iter(self._of_rows(row, {k: everything[k] for k in self.varying}, rows))
+        self.running = True
+        try:
+            made = iter(self._of_rows(row, {k: everything[k] for k in self.varying}, rows))
+        finally:
+            self.running = False
         for at, x in tree_leaves(template, "output") if self.path else ():
             # Of the whole p-net, whose rows may have one of their own each, the caller says so.
             if not isinstance(x, (Tensor, *PLAIN)) and not callable(x):
