@@ -234,6 +234,8 @@ def test_refusals() -> None:
         many(step.init(), batch)
     with pytest.raises(ValueError, match="expected 2 members, got 1"):
         many.init([4])
+    with pytest.raises(ValueError, match="expected 2 members, got 0"):
+        many.init([])
     with pytest.raises(ValueError, match="same number of steps"):
         many(many.stack([step.init(), step(step.init(), batch)[0]]), batch)
     with pytest.raises(TypeError, match="made of a train step"):

@@ -55,7 +55,8 @@ class Population:
         Raises:
             ValueError: for another number of seeds than of members, or one out of range.
         """
-        return self.stack([self.train_step.init(seed, device=device) for seed in (seeds or range(self.n))])
+        given = range(self.n) if seeds is None else seeds
+        return self.stack([self.train_step.init(seed, device=device) for seed in given])
 
     def stack(self, states: Sequence[TrainState]) -> TrainState:
         """States of the single step as states of the population.
