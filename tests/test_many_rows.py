@@ -340,10 +340,19 @@ def test_what_is_not_a_function_of_a_row_is_refused() -> None:
             self.n += 1
             return super().forward(input) * self.n
 
-    for layer, message in [(Random, "a row gives another result each time"), (Counting, "changes its buffer 'n'")]:
+    class Keeping(nn.Linear):
+        kept: Tensor | None = None
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.kept = 2 * self.weight if self.kept is None else self.kept
+            return F.linear(input, self.kept)
+
+    another = "a row gives another result each time"
+    for layer, message in [(Random, another), (Keeping, another), (Counting, "changes its buffer 'n'")]:
         pnet, plan, genomes = planned(partial(layer, 8, 4), [])
-        with pytest.raises(ValueError, match=message):
-            gb.materialize_many(plan, genomes, pnet)(INDEX, X)
+        for rows in (len(X), 1):
+            with pytest.raises(ValueError, match=message):
+                gb.materialize_many(plan, genomes, pnet)(INDEX[:rows], X[:rows])
     pnet, plan, genomes = planned(Sorting, [])
     with pytest.raises(
         ValueError, match=r"row 4 alone, with inputs \[\(1, 7\)\], is refused: expected an input with 8"

@@ -172,11 +172,12 @@ class ManyGenomes(nn.Module):
         devices = {x.device.type for x in stored.values()}
         kind = (*map(torch.is_autocast_enabled, devices), *map(_kind, inputs, split))
         with self._lock:
+            call = stored, [x for _, x in inputs], split, (args, kwargs)
+            # One row needs no way, but of the first one is seen whether the p-net keeps tensors of a genome.
+            if kind not in self._proven and (len(index) > 1 or not self._proven):
+                self._proven[kind] = self._prove(*call, {})
             if len(index) == 1:
                 return _checked(self._one(self._taken(stored, index[0]), args, kwargs), 1)
-            call = stored, [x for _, x in inputs], split, (args, kwargs)
-            if kind not in self._proven:
-                self._proven[kind] = self._prove(*call, {})
             given = self._taken(stored, index)
             out, new = self._answered(self._proven[kind], len(index), given, args, kwargs)
             if new:
