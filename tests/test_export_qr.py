@@ -33,7 +33,7 @@ def test_the_code_is_an_svg_too(tmp_path: Path) -> None:
     assert b"<svg" in (tmp_path / "code.svg").read_bytes()
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "code.png"
     with pytest.raises(ValueError, match="up to 2,203 bytes with this address, the genome has 2,204"):
         write_qr(path, noise(2_204), PAGE)
@@ -48,6 +48,10 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         read_qr(path)
     path.write_bytes(b"no picture")
     with pytest.raises(ValueError, match="no picture that can be read"):
+        read_qr(path)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="no picture .* exceeds limit"):
+        patch.setattr(image, "MAX_IMAGE_PIXELS", 1_000)
+        image.new("L", (50, 50), 255).save(path)
         read_qr(path)
     with pytest.raises(FileNotFoundError):
         read_qr(tmp_path / "none.png")
@@ -78,6 +82,11 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, capsys: pytest.Captur
     assert "net.html: " in capsys.readouterr().out
     assert main(["eval", "--genome", page]) == 0
     assert capsys.readouterr().out == expected
+    for place in (code, str(tmp_path / "code.jpg")):
+        image.open(code).convert("L").save(place)
+        assert main(["predict", "--genome", genome, place]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and "is a genome's QR code, not an image to classify" in said.err
     Path(page).write_text("<html>", encoding="utf-8")
     assert main(["eval", "--genome", page]) == 2
     assert "net.html holds no genome: it is no page" in capsys.readouterr().err

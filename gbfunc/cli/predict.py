@@ -22,6 +22,7 @@ from gbfunc.cli.commands import Predict
 from gbfunc.cli.job import load_task
 from gbfunc.cli.networks import read_genome
 from gbfunc.cli.options import DataOptions
+from gbfunc.export.qr import read_qr
 from gbfunc.tasks import Task, logits_of
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.tasks.texts import pretrained_tokens
@@ -132,7 +133,18 @@ def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB").resize((cols, rows)), np.float32)
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} is no image that can be read: {error}") from error
+    if _is_code(path):
+        raise ValueError(f"{path} is a genome's QR code, not an image to classify: as a .png, --genome takes it")
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _is_code(path: Path) -> bool:
+    """Whether an image is a genome's QR code; False without the package that reads them."""
+    try:
+        read_qr(path)
+    except (ImportError, ValueError):
+        return False
+    return True
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:

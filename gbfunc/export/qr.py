@@ -58,7 +58,7 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
     try:
         with image.open(path) as picture:
             codes: list[Any] = zxing.read_barcodes(picture.convert("L"), formats=zxing.BarcodeFormat.QRCode)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, image.DecompressionBombError) as error:
         raise ValueError(f"{os.fspath(path)!r} is no picture that can be read: {error}") from error
     if len(codes) != 1:
         raise ValueError(f"{os.fspath(path)!r} must show one QR code, it shows {len(codes)}")
