@@ -130,6 +130,7 @@ def test_other_commands_take_what_they_share(tmp_path: Path, capsys: pytest.Capt
         ("a.toml", "sizes = [1,\nlr = 2\n", "a.toml cannot be read: line 1, 'sizes = [1,': "),
         ("a.json", "[1]", "a.json must hold options by their names, got [1]"),
         ("a.yaml", "lr: [", "a.yaml cannot be read: "),
+        ("a.toml", b"\x93", "a.toml cannot be read: 'utf-8' codec can't decode byte 0x93"),
         ("a.ini", "lr = 1", "a.ini cannot be read: its name must end in .toml"),
         ("a.toml", "[training]\nlr = -1", "--lr must be a positive number, got -1"),
         ("a.toml", "compile = 'yes'", "a.toml: compile must be true or false, got 'yes'"),
@@ -138,9 +139,9 @@ def test_other_commands_take_what_they_share(tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_files_that_cannot_be(
-    name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, text: str | bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main(["train", "--config", str(tmp_path / name)]) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1

@@ -73,8 +73,8 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     """What the file of an option holds; raises as `config_words`."""
     if not path.is_file():
         raise FileNotFoundError(f"{option}: no such file: {path}")
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
             found: Any = _read_toml(text)
         elif path.suffix in (".yaml", ".yml"):
