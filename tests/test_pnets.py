@@ -172,7 +172,7 @@ def test_gpt_looks_only_back() -> None:
         ("allconv", IMAGE, {"norm": 1}, "norm of allconv must be true or false, got 1"),
         ("allconv", IMAGE, {"dropout": -1}, "dropout of allconv"),
         ("mlp", IMAGE, {"hidden": 3}, "options of the p-net mlp do not fit"),
-        ("mlp", IMAGE, {"hidden": [0]}, "sizes must start with 3072 inputs and end with 10 classes, got 3072 0 10"),
+        ("mlp", IMAGE, {"hidden": [0]}, "and end with 10 classes, positive ints all, got 3072 0 10"),
         ("mlp", IMAGE, {"sizes": [3072, 11]}, "got 3072 11"),
         ("mlp", IMAGE, {"sizes": []}, "got none"),
         ("os:sep", IMAGE, {}, "must be a function that returns an nn.Module, got str"),

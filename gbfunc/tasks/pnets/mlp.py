@@ -75,7 +75,8 @@ def check_sizes(sizes: tuple[int, ...], ends: tuple[int, int], expected: str, le
     """Raise `ValueError` unless at least so many sizes are positive ints that start and end with `ends`."""
     fits = all(type(n) is int and n >= 1 for n in sizes) and len(sizes) >= least
     if not fits or (sizes[0], sizes[-1]) != ends:
-        raise ValueError(f"sizes must {expected.format(*ends)}, got {' '.join(map(str, sizes)) or 'none'}")
+        got = " ".join(map(str, sizes)) or "none"
+        raise ValueError(f"sizes must {expected.format(*ends)}, positive ints all, got {got}")
 
 
 def mlp_sizes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
