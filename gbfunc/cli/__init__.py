@@ -1,12 +1,14 @@
 """The command line: `gbfunc demo`, `plan`, `train`, `eval`, `predict`, `sample`, `export`, `compare`, and more.
 
 What the user could mend (options that do not fit, files that are missing or damaged, packages that are not installed)
-is raised in every module of this room as `ValueError`, `OSError` or `ImportError`, and reported in one line by `main`.
+is raised in every module of this room as `ValueError`, `OSError` or `ImportError`, and reported in one line by `main`,
+as is a network that does not fit into memory.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -46,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         print(f"gbfunc: {stopped}", file=sys.stderr)
         return 128 + stopped.signum
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError) as error:
+        # torch has an error of its own for a GPU's memory alone.
+        if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):
+            raise
         # One line, whatever the message holds.
         print(f"gbfunc: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
