@@ -161,6 +161,9 @@ def test_what_is_no_ready_module_is_refused() -> None:
     refused(mlp, "must be an nn.Module, got function", TypeError)
     refused(nn.LazyLinear(3), "'(1.)?weight' is lazy and has no shape yet: run the p-net once")
     refused(nn.LazyBatchNorm1d(affine=False), "buffer '(1.)?running_mean' is lazy and has no shape yet")
+    shared = nn.Linear(3, 2)
+    shared.register_buffer("kept", shared.weight)
+    refused(shared, r"buffer '(1.)?kept' is the parameter '(1.)?weight' itself: read self\.(1.)?weight, or register")
 
 
 def test_a_module_that_cannot_be_copied_is_refused() -> None:

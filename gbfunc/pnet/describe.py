@@ -46,7 +46,8 @@ def check_pnet(pnet: nn.Module) -> None:
 
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
-        ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, naming what to do instead.
+        ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, or a buffer that is a parameter,
+            naming what to do instead.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
@@ -55,10 +56,14 @@ def check_pnet(pnet: nn.Module) -> None:
             if base.__name__ in _WRAPPERS:
                 where = f" at {name!r}" if name else ""
                 raise ValueError(f"the p-net is wrapped in {base.__name__}{where}: {_WRAPPERS[base.__name__]}")
+    parameters = {tensor: name for name, tensor in pnet.named_parameters()}
     for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ValueError(f"{what} {name!r} is lazy and has no shape yet: run the p-net once on a batch first")
+        if isinstance(tensor, nn.Parameter) and (parameter := parameters.get(tensor)) not in (None, name):
+            cure = f"read self.{parameter}, or register a copy (.detach().clone())"
+            raise ValueError(f"buffer {name!r} is the parameter {parameter!r} itself: {cure}")
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
