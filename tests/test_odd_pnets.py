@@ -92,6 +92,46 @@ def test_sparse_gradients_of_direct_parameters_are_as_good_as_dense_ones() -> No
     torch.testing.assert_close(*answers)
 
 
+class Equilibrium(torch.autograd.Function):
+    """Runs a layer in forward and, as deep equilibrium models and adjoints of ODEs do, again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.layer, ctx.parameters = layer, parameters
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            out = ctx.layer(x)
+        return None, *torch.autograd.grad(out, [x, *ctx.parameters], gradients[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"lazy": True}, {"lazy": False}, {"remat": "layer"}], ids=str)
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(lambda: nn.Linear(6, 6), (4, 6)), (lambda: nn.Conv1d(2, 2, 1), (4, 2, 3))],
+    ids=["linear", "conv"],
+)
+def test_a_layer_that_runs_in_backward_is_refused(
+    make: Callable[[], Any], shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    class Solved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = make()
+
+        def forward(self, x: Tensor) -> Any:
+            return Equilibrium.apply(self.layer, x, *self.layer.parameters())
+
+    pnet = Solved()
+    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2)), pnet, loss_of, SGD, **options)
+    with pytest.raises((RuntimeError, ValueError), match=r"'layer.weight' .*after (its|the p-net's) call"):
+        step(step.init(), torch.ones(shape))
+
+
 def test_views_of_a_part_are_one() -> None:
     pnet = Pair()
     plan = gb.make_plan(pnet, gb.periodic(2))

@@ -110,7 +110,8 @@ class FactoredWeight(WeightForm):
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
         # Torch's own convolutions of images have them so on a CPU, those of volumes do not.
         last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
-        left, right, (nr, nc, r, k) = self.left, self.right, self.left.shape
+        left, right = self.given["left"], self.given["right"]
+        nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
             # Groups of other sizes take up to three times as long.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
@@ -137,7 +138,7 @@ class FactoredWeight(WeightForm):
 
     def thin_embedding(self, index: Tensor, padding_idx: int | None) -> Tensor | None:
         """Rows of the left factors times the right factors; None where the dense weight is used."""
-        nr, nc, r, k = self.left.shape
+        nr, nc, r, k = self.given["left"].shape
         # Rows of several tiles need each token's right factors: past the weight's size, form it.
         if not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
             return None
@@ -183,7 +184,7 @@ class DeltaWeight(FactoredWeight):
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """`x @ W[rows].T + bias`."""
-        left, right = self.left, self.right
+        left, right = self.given["left"], self.given["right"]
         # Autocast brings all three to its dtype.
         same = left.dtype == self.base.dtype and (x.dtype == left.dtype or torch.is_autocast_enabled(x.device.type))
         if same and x.ndim > 1 and rows.stop is None and self.tiles == (1, 1) and self._thin(math.prod(x.shape[:-1])):
@@ -213,7 +214,7 @@ class DeltaWeight(FactoredWeight):
 
     def _wide(self, x: Tensor) -> Tensor:
         """The input in the dtype of the factors; under autocast the products choose theirs."""
-        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.left.dtype)
+        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.given["left"].dtype)
 
 
 def _sum(y: Tensor, delta: Tensor) -> Tensor:

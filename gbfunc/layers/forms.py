@@ -31,6 +31,12 @@ Needs = Literal["matrix", "factors", "leaves"]
 """What a form takes of the g-nets: matrices, factors of tiles, or their leaves, to evaluate them itself."""
 
 
+AFTER_CALL = (
+    "after the p-net's call, as by a custom backward or a hook on gradients, when it is there no more: compute with "
+    "tensors that the forward saved (ctx.save_for_backward)"
+)
+
+
 def _refuse_hook(name: str, *args: Any) -> Any:
     raise RuntimeError(
         f"a hook on the weight {name!r} would not see that its layer used it in this call before it was read: read "
@@ -182,13 +188,15 @@ class WeightForm(nn.Module):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The inputs by name: tensors during a call of the p-net, None outside of one."""
+        """The inputs by name; RuntimeError outside of a call of the p-net, where there are none."""
+        if self._parameters[self.inputs[0]] is None:
+            raise RuntimeError(f"the weight {self.name!r} is used {AFTER_CALL}")
         return self._parameters
 
     @property
     def active(self) -> bool:
         """Whether there is a weight: a call of the p-net is going on, and has given the inputs."""
-        return self.call.cache is not None and self.given[self.inputs[0]] is not None
+        return self.call.cache is not None and self._parameters[self.inputs[0]] is not None
 
     @property
     def formed(self) -> Tensor | None:

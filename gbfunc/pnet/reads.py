@@ -22,7 +22,10 @@ from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-_OTHERWISE = "other than through the module (a closure, a global name, a weak reference, a copy): write self."
+_OTHERWISE = (
+    "other than through the module, or after its call (a closure, a global name, a weak reference, a copy, a custom "
+    "backward): write self."
+)
 _MARK = "_gb_own_tensors"
 
 
