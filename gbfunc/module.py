@@ -22,7 +22,7 @@ from gbfunc.base import BaseTensors
 from gbfunc.generate import make_generator
 from gbfunc.genome import Noise, check_genome, check_plan, init_genome, sample_noise, unflat_genome
 from gbfunc.plan import Plan
-from gbfunc.pnet import RunnableNet, copy_of, keep_statistics, skeleton_of
+from gbfunc.pnet import RunnableNet, copy_of, keep_statistics, skeleton_of, without_sparse
 from gbfunc.storage.hub import load_pretrained, push_pretrained, save_pretrained
 from gbfunc.trees import DIRECT, GNET, tree_leaves
 from gbfunc.types import Genome, GenomeLike, Lazy, Params
@@ -286,6 +286,7 @@ class GenomeModule(nn.Module):
         plan, pnet, base, lazy = self._frame
         self._generator = make_generator(plan, pnet=pnet, lazy=lazy, base=base)
         self._net = RunnableNet(pnet, self._generator.forms, frozen=base)
+        without_sparse(self._net.skeleton, {name for t in plan.generated for name in (t.name, *t.aliases)})
         self._prepare()
         if type(self).forward is GenomeModule.forward:
             signed: Any = _with_signature(type(self), pnet)

@@ -92,6 +92,23 @@ def test_sparse_gradients_of_direct_parameters_are_as_good_as_dense_ones() -> No
     torch.testing.assert_close(*answers)
 
 
+@pytest.mark.parametrize("options", [{"lazy": True}, {"lazy": False}, {"microbatches": 2}, {"remat": "layer"}], ids=str)
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_generated_weights_of_sparse_embeddings_get_dense_gradients(layer: Any, options: dict[str, Any]) -> None:
+    answers, x = [], torch.tensor([[1, 3], [3, 0]])
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        pnet = nn.Sequential(layer(9, 4, sparse=sparse), nn.Linear(4, 3))
+        plan = gb.make_plan(pnet, gb.periodic(2), include=["0"])
+        step = gb.make_train_step(plan, pnet, loss_of, SGD, **options)
+        state = step.init()
+        module = gb.GenomeModule(plan, pnet, state)
+        module(x).square().mean().backward()
+        grads = [p.grad for p in module.gnets.parameters()]
+        answers.append([step(state, x)[0].gnets, grads])
+    torch.testing.assert_close(*answers)
+
+
 class Equilibrium(torch.autograd.Function):
     """Runs a layer in forward and, as deep equilibrium models and adjoints of ODEs do, again in backward."""
 

@@ -10,6 +10,7 @@ from gbfunc.pnet.describe import (
     parameter_infos,
     skeleton_of,
     with_weights,
+    without_sparse,
 )
 from gbfunc.pnet.grown import GrownNet, RunnableNet
 from gbfunc.pnet.pure import PureNet, StopForward
@@ -30,4 +31,5 @@ __all__ = [
     "skeleton_of",
     "watch_first_call",
     "with_weights",
+    "without_sparse",
 ]

@@ -118,6 +118,13 @@ def keep_statistics(net: nn.Module, frozen: Collection[str]) -> list[nn.Module]:
     return [net.get_submodule(layer).eval() for layer, _, attribute in names if attribute in _STATISTICS]
 
 
+def without_sparse(net: nn.Module, names: Collection[str]) -> None:
+    """Let the embeddings of these weights give dense gradients: no other can go through what generates a weight."""
+    for name, layer in net.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and f"{name}.weight".lstrip(".") in names:
+            layer.sparse = False
+
+
 def skeleton_of(pnet: nn.Module) -> nn.Module:
     """A copy of the module with every tensor on the meta device; `ValueError` for one that cannot be copied."""
     skeleton = _copy_with(pnet, lambda name, tensor: torch.empty_like(tensor, device="meta"))

@@ -17,7 +17,7 @@ from gbfunc.generate import make_generator
 from gbfunc.genome import Noise, sample_noise
 from gbfunc.parallel import Layout
 from gbfunc.plan import Plan
-from gbfunc.pnet import GrownNet, RunnableNet
+from gbfunc.pnet import GrownNet, RunnableNet, without_sparse
 from gbfunc.tiling import Piece
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import DIRECT, tree_map
@@ -124,6 +124,7 @@ class GenomeLoss:
             base=base,
         )
         self.net = RunnableNet(pnet, self.generator.forms, adapt, base)
+        without_sparse(self.net.skeleton, {name for t in layout.plan.generated for name in (t.name, *t.aliases)})
         self.net.submodule_call_error = submodule_call_error
 
     def weights(self, given: Given) -> Params:
