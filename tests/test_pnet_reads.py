@@ -378,6 +378,41 @@ def test_a_checkpoint_after_the_first_call_is_refused(reentrant: bool, script: b
     step(state, x)
 
 
+class ReadsLate(Pair):
+    """Reads a weight otherwise than through itself from the 5th step on, by a function that all copies share."""
+
+    def __init__(self, steps: list[int], detached: bool) -> None:
+        super().__init__()
+        weight = self.a.weight
+        odd = weight.detach() if detached else weight
+        self.read = lambda net: net.a.weight if len(steps) < 5 else odd
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(F.linear(x, self.read(self)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("mode", [*MODES, "generate", "compile", "population"])
+def test_what_is_read_in_an_odd_way_after_the_first_call_is_refused(mode: str, detached: bool) -> None:
+    if mode == "compile" and detached:
+        pytest.skip("what a compiled step reads without a gradient later on is not seen")
+    steps, x = list[int](), torch.ones(4, 6)
+    pnet = ReadsLate(steps, detached)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    options = (MODES | {"generate": {"remat": "generate"}, "compile": {"compile": True}, "population": {}})[mode]
+    step: Any = gb.make_train_step(plan, pnet, loss_of, gb.torch_optimizer(torch.optim.SGD, lr=0.0), **options)
+    step = gb.population(step, 2) if mode == "population" else step
+    state = step.init()
+    # Of the 8th call at the latest, where no gradient tells.
+    with pytest.raises(ValueError, match=r"self\..* 'a.weight'|self\.a\.weight"):
+        for number in range(1, 9):
+            steps.append(number)
+            state, _ = step(state, x)
+    assert len(steps) == 5 or detached
+
+
 def test_an_array_of_the_pnet_in_the_memory_of_a_weight_is_refused() -> None:
     net: Any = Pair()
     net.constant, net.listed = net.a.weight.detach().numpy().copy(), [net.a.weight.detach().numpy()]

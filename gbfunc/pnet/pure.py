@@ -1,13 +1,14 @@
 """A p-net as a pure function of its tensors: the only `functional_call` of a p-net.
 
 The function works on a skeleton: a copy of the module whose tensors have no storage. So the user's module is never
-touched, and the first call of each kind refuses a forward that reads weights other than those given (`reads`).
+touched, and calls 1, 2, 4, ... of each kind refuse a forward that reads weights other than those given (`reads`).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -108,8 +109,8 @@ class PureNet:
         self._place = cache(partial(_find_place, self.skeleton))
         self.lock = threading.RLock()
         self._own = OwnTensors(pnet, self.skeleton)
-        # Kinds of calls that were made: training mode, whether there are gradients, and code that was run.
-        self._watched: set[Any] = set()
+        # Calls of each kind: training mode, whether there are gradients, and code that was run.
+        self._calls = Counter[Any]()
 
     @property
     def dense_reads(self) -> dict[str, int]:
@@ -155,20 +156,22 @@ class PureNet:
 
     @contextmanager
     def turn(self, weights: TensorMap, buffers: TensorMap, code: Any) -> Iterator[bool]:
-        """One thread at a time. Gives whether this is the first call of its kind: checked, and watched."""
+        """One thread at a time. Gives whether this call is checked and watched: calls 1, 2, 4, 8, ... of each kind."""
         with self.lock:
             if self.broken:
                 raise RuntimeError(self.broken)
             kind = self.skeleton.training, torch.is_grad_enabled(), code
-            first = kind not in self._watched
+            call = self._calls[kind] + 1
+            # A forward may take another way later.
+            first = call & (call - 1) == 0
             if first:
                 self.check(weights, buffers)
             try:
                 yield first
             except StopForward:
-                self._watched.add(kind)
+                self._calls[kind] = call
                 raise
-            self._watched.add(kind)
+            self._calls[kind] = call
 
     def swap(
         self,

@@ -1,9 +1,9 @@
 """What a call of a p-net reads: the weights that it is given, and never those of the module that it was made of.
 
 A forward may reach its weights by other ways than `self`: a closure, a global name, a weak reference, a view kept as an
-attribute. What is reached so is not generated. During the first call of each kind a dispatch mode sees the tensors of
+attribute. What is reached so is not generated. In calls 1, 2, 4, ... of each kind a dispatch mode sees the tensors of
 every operator, whoever calls it, in forward and in the backward of that call, and refuses those in storages of the
-module's own.
+module's own. (What a gradient tells is refused at any step: `gbfunc.train.gradients.loss`.)
 """
 
 from __future__ import annotations

@@ -44,8 +44,14 @@ class Batched:
 
         rows = None if self._same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
         dims = (0, 0, None if noise is None else 0, 0, rows)
-        with seeded(seeds[0], like.device):
+        with seeded(seeds[0], like.device), torch.enable_grad():
             # Not a gradient around vmap: inside of it no tensor would be seen to require one.
             many = vmap(one, dims, randomness="different")
             gradients, (loss_n, aux, buffers) = many(frozen, trained, noise, buffers, None if self._same else batch)
-        return loss_n, aux, {k: g / self._scale for k, g in gradients.items()}, buffers
+            if loss_n.requires_grad:
+                self._loss.gradients(loss_n.sum(), [])
+            else:
+                self._loss.check_own([])
+        found = loss_n, aux, {k: g / self._scale for k, g in gradients.items()}, buffers
+        # The graph of what the loss reads of other modules.
+        return tree_map(torch.detach, found)

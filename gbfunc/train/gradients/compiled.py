@@ -40,7 +40,7 @@ class CompiledGraph(OneGraph):
         """Take one gradient as it is: compiled code would not refuse what changes the p-net, or reads other tensors."""
         with seeded(0, wanted[0].device), self.loss.net.kept_open():
             loss, _ = self.loss(given._replace(buffers={k: b.clone() for k, b in given.buffers.items()}))
-            torch.autograd.grad(loss, wanted, allow_unused=True)
+            self.loss.gradients(loss, wanted)
         self.loss.net.compiled = True
 
     def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:

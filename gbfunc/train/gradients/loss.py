@@ -34,6 +34,11 @@ NO_GRADIENT = (
     "(use_reentrant=True), which cuts the graph"
 )
 
+_OWN_READ = (
+    "the loss depends on parameters of the p-net itself, which are not generated, and did not at the first step: a "
+    "forward must read self.NAME, a loss function NAME.detach(), for NAME "
+)
+
 _DEFAULT_GENERATORS = threading.RLock()
 """Held while a step seeds torch's default generators, which all threads share."""
 
@@ -126,6 +131,8 @@ class GenomeLoss:
         self.net = RunnableNet(pnet, self.generator.forms, adapt, base)
         without_sparse(self.net.skeleton, {name for t in layout.plan.generated for name in (t.name, *t.aliases)})
         self.net.submodule_call_error = submodule_call_error
+        # Those of the p-net's own that a gradient shows to be read.
+        self._own, self._known = dict(pnet.named_parameters()), False
 
     def weights(self, given: Given) -> Params:
         """The weights, in their forms."""
@@ -166,10 +173,26 @@ class GenomeLoss:
         return rows or 1
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
-        """Gradients of a loss of the p-net; None for tensors that have no part in it."""
+        """Gradients of a loss of the p-net; None for tensors that have no part in it.
+
+        ValueError for a loss that depends on parameters of the p-net's own that the first one did not depend on. The
+        loss function may read those, as the first call shows (`gbfunc.pnet.reads`); a forward may not.
+        """
+        own = {k: x for k, x in self._own.items() if x.requires_grad}
+        inputs = [*of, *own.values()]
         # Backward under a caller's autocast would compute the products of generation in half precision.
         with outside_autocast(loss):
-            return torch.autograd.grad(loss, of, allow_unused=True)
+            found = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
+        self.check_own([k for k, g in zip(own, found[len(of) :], strict=True) if g is not None])
+        return found[: len(of)]
+
+    def check_own(self, read: Collection[str]) -> None:
+        """Refuse a loss that depends on these parameters of the p-net's own, if it is not the first one."""
+        if read and self._known:
+            raise ValueError(f"{_OWN_READ}{' or '.join(map(repr, read))}")
+        if not self._known:
+            self._own = {k: x for k, x in self._own.items() if k not in read}
+        self._known = True
 
 
 class OneGraph:
