@@ -38,13 +38,13 @@ def by_one(name: str) -> Any:
     return CASES[name](None)
 
 
-def assert_equal(found: Any, expected: Any, tolerance: float) -> None:
+def assert_equal(found: Any, expected: Any, tolerance: float, equal_nan: bool = False) -> None:
     assert not isinstance(found, str), found
     for key in ("reports", "state"):
         spec, leaves = optree.tree_structure(expected[key]), optree.tree_leaves(expected[key])
         assert optree.tree_structure(found[key]) == spec
         for a, b in zip(optree.tree_leaves(found[key]), leaves, strict=True):
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=equal_nan)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -76,6 +77,12 @@ class Absent(Tensor):
     def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
         return self.tolist()
 
+    def __dlpack__(self, *unused: Any, **options: Any) -> Any:  # noqa: D105
+        return self.tolist()
+
+    def __format__(self, spec: str) -> str:  # noqa: D105
+        return self.tolist() if spec else repr(self)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D102
         return operate(func, args, kwargs or {}, set())
@@ -115,8 +122,12 @@ def operate(func: Any, args: Any, kwargs: Mapping[str, Any], more: set[Source]) 
         out = func(*low, **named)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" in str(error).lower():
-            raise refuse(sources, f"{func} needs the values of an absent tensor") from error
+            why = f"{func} needs the values of an absent tensor (keep to tensors: no .item(), no if)"
+            raise refuse(sources, why) from error
         raise
+    if torch.Tag.inplace_view in func.tags:
+        with no_dispatch():  # Shape and strides of the absent tensor itself.
+            func(*args, **kwargs)
 
     def lift(x: Any) -> Any:
         if not isinstance(x, Tensor):

@@ -51,7 +51,7 @@ class Chain(NamedTuple):
     flops: tuple[float, ...]
     # Shape and dtype of what each block gets, for one microbatch
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    # After which block (-1: before the first) each parameter and buffer is used, by name
+    # After which block (-1: before the first) each parameter is used, by name
     places: Mapping[str, frozenset[int]]
     calls: tuple[UnitCall, ...] = ()  # Of the units, in the order of a forward
     end: frozenset[Source] = frozenset()  # What the loss is made of
@@ -182,21 +182,20 @@ def replace_units(skeleton: nn.Module, blocks: Sequence[str], make: Callable[[st
 def _places(
     skeleton: nn.Module, blocks: Sequence[str], reads: Sequence[tuple[int, frozenset[Source]]]
 ) -> dict[str, frozenset[int]]:
-    """After which block each parameter and buffer is used: in its own block, if any, and wherever it was read."""
+    """After which block each parameter is used: in its own block, if any, and wherever it was read."""
     found: dict[str, set[int]] = {}
     for cell, needs in reads:
         for source in needs:
             if source.kind == "parameter":
                 found.setdefault(source.name, set()).add(cell)
     index, depth = {name: i for i, name in enumerate(blocks)}, blocks[0].count(".") + 1
-    for members in (skeleton.named_parameters, skeleton.named_buffers):
-        names = [name for name, _ in members(remove_duplicate=False)]
-        own = [index.get(".".join(name.split(".")[:depth])) for name in names]
-        for i, (name, block) in enumerate(zip(names, own, strict=True)):
-            if block is not None:
-                found.setdefault(name, set()).add(block)
-            elif name not in found:  # Read by nobody: with what the p-net has beside it.
-                found[name] = {-1 if any(n is not None for n in own[i:]) else len(blocks) - 1}
+    names = [name for name, _ in skeleton.named_parameters(remove_duplicate=False)]
+    own = [index.get(".".join(name.split(".")[:depth])) for name in names]
+    for i, (name, block) in enumerate(zip(names, own, strict=True)):
+        if block is not None:
+            found.setdefault(name, set()).add(block)
+        elif name not in found:  # Read by nobody: with what the p-net has beside it.
+            found[name] = {-1 if any(n is not None for n in own[i:]) else len(blocks) - 1}
     return {name: frozenset(cells) for name, cells in found.items()}
 
 

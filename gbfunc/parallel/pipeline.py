@@ -20,7 +20,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import reduce
+from numbers import Number
 from typing import Any
 
 import torch
@@ -57,7 +59,7 @@ def _known(x: Any) -> Any:
     """What a stage that does not run a unit takes for known of a leaf of its output: a plain value, or a shape."""
     if isinstance(x, Output | Tensor):
         return (*x.shape,), x.dtype
-    return x if isinstance(x, bool | int | float | complex | str | bytes) else None
+    return x if isinstance(x, Number | str | bytes | Enum | torch.dtype | torch.device) else None
 
 
 class _Stage(nn.Module):
@@ -79,12 +81,24 @@ class _Stage(nn.Module):
         try:
             loss = pipeline.call(number).reshape(1)
         except _StageEnd:
-            return pipeline.parcels[self.index + 1].pack(pipeline.values)
+            return pipeline.joined(pipeline.parcels[self.index + 1].pack(pipeline.values), sent)
         if self.index < pipeline.stages - 1:
             raise ValueError("in a pipeline the loss function must call the p-net once, as it did in the trace")
         if isinstance(loss, Absent):
             raise refuse(loss.sources, "the loss needs what its rank does not have")
-        return loss
+        return pipeline.joined(loss, sent)
+
+
+class _Joined(torch.autograd.Function):
+    """A copy of a stage's output, whose graph comes to the input too, and brings no gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, sent: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
 
 
 class _Parcel:
@@ -129,7 +143,7 @@ class _Parcel:
                 data = x.detach().reshape(-1).contiguous().view(torch.uint8)
                 x = F.pad(data, (0, n * self.dtype.itemsize - len(data))).view(self.dtype)
             parts.append(x if self.single else x.reshape(-1).to(self.dtype))
-        sent = parts[0] if self.single else torch.cat(parts)
+        sent = parts[0].contiguous() if self.single else torch.cat(parts)
         # Torch's zero-bubble schedule detaches what is sent in place, which a view refuses.
         sent = sent.clone() if sent._is_view() else sent
         # A stage without trained tensors sends what nothing comes back to; torch's schedules ask for its gradient.
@@ -142,6 +156,7 @@ class _Parcel:
         found = {}
         for (source, shape, dtype), x in zip(self.values, sent.split(self.sizes), strict=True):
             if _differentiable(dtype):
+                x = x.real if x.is_complex() and not dtype.is_complex else x
                 found[source] = x.reshape(shape).to(dtype)
             else:
                 data = x.detach().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
@@ -164,7 +179,8 @@ class Pipeline:
         splits: names of the blocks that begin a stage; None spreads them by operations.
 
     Attributes:
-        names, buffers: parameters that this rank needs, and buffers that it updates.
+        names: parameters that this rank needs.
+        mine: its stages.
         rank, ranks: this one along the axis, and how many there are.
         parcels: what each stage gets of the ones before it.
         stage, position: the stage that runs now, and how many units this call has come to.
@@ -211,9 +227,10 @@ class Pipeline:
                 begins = [self._blocks.index(name) for name in self._splits or ()]
                 even = balanced_stages(chain.flops, self.stages)
                 self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
-                self.names = self._needed(self._pnet.named_parameters)
-                self.buffers = self._needed(self._pnet.named_buffers)
+                self.names = self._needed()
             self.parcels = [_Parcel(self._crossing(stage)) for stage in range(self.stages)]
+            if not all(parcel.values for parcel in self.parcels[1:]):
+                raise ValueError("in a pipeline each stage must need a tensor of the ones before it: take fewer ranks")
             self._built[key] = chain, self.parcels, self._make_schedule()
         self.chain, self.parcels, self._schedule = self._built[key]
 
@@ -224,21 +241,29 @@ class Pipeline:
         """What is made before a stage and needed in it, or after; raises for what is needed and cannot be sent."""
         calls, drawn = self.chain.calls, dict[Source, int]()
         reads = [*((self._stage_of(c.cell), c.needs) for c in calls), (self.stages - 1, self.chain.end)]
+        for name, leaves in ((c.name, c.leaves) for c in calls if self._stage_of(c.cell) < self.stages - 1):
+            for x in leaves:
+                if x is not None and not isinstance(x, Argument) and _known(x) is None:
+                    raise ValueError(
+                        f"in a pipeline {name!r} must return tensors, which are sent, or plain values, got a "
+                        f"{type(x).__name__}: other stages do not have it"
+                    )
         needed: set[Source] = set()
         for reader, needs in reads:
             for source in needs:
                 if source.kind == "output" and reader >= stage > self._stage_of(calls[source.call].cell):
                     needed.add(source)
                 elif source.kind == "inside" and self._stage_of(calls[source.call].cell) != reader:
-                    raise refuse([source], "a tensor reaches another stage by other ways than a module's output")
+                    raise refuse([source], "another stage needs a tensor that no module returns: return it")
                 elif source.kind == "random" and drawn.setdefault(source, reader) != reader:
                     raise refuse([source], "random numbers that several stages use must be drawn by one module")
         return [x for c in calls for x in c.leaves if isinstance(x, Output) and x.source in needed]
 
-    def _needed(self, members: Callable[..., Any]) -> frozenset[str]:
-        """Parameters or buffers of this rank's stages, tied ones by their first name."""
+    def _needed(self) -> frozenset[str]:
+        """Parameters of this rank's stages, tied ones by their first name."""
         names: dict[int, str] = {}
-        named = [(names.setdefault(id(x), name), name) for name, x in members(remove_duplicate=False)]
+        parameters = self._pnet.named_parameters(remove_duplicate=False)
+        named = [(names.setdefault(id(x), name), name) for name, x in parameters]
         stages = {name: {*map(self._stage_of, self.chain.places[name])} for _, name in named}
         return frozenset(first for first, name in named if stages[name] & {*self.mine})
 
@@ -284,12 +309,14 @@ class Pipeline:
                 raise _StageEnd
             if stage < self.stage:
                 return self._skip(calls[0], args, kwargs)
+            given = pytree.tree_leaves((args, kwargs))
+            versions = [x._version if isinstance(x, Tensor) else 0 for x in given]
             self._inside = True
             try:
                 out = forward(*args, **kwargs)
             finally:
                 self._inside = False
-            self._keep(calls[0], pytree.tree_leaves((args, kwargs)), out)
+            self._keep(calls[0], given, versions, out)
             return out
 
         return staged
@@ -309,7 +336,7 @@ class Pipeline:
                 leaves.append(leaf)
         return pytree.tree_unflatten(leaves, call.spec)
 
-    def _keep(self, call: UnitCall, given: list[Any], out: Any) -> None:
+    def _keep(self, call: UnitCall, given: list[Any], versions: list[int], out: Any) -> None:
         """Keep what later stages need of an output, and check what they know of it from the trace."""
         leaves, spec = pytree.tree_flatten(out)
         if spec != call.spec:
@@ -319,6 +346,9 @@ class Pipeline:
             if isinstance(x, Absent) and not isinstance(leaf, Argument):
                 raise refuse(x.sources, f"{call.name!r} needs what its rank does not have")
             known = _known(given[leaf.index] if isinstance(leaf, Argument) else leaf)
+            if isinstance(leaf, Argument) and isinstance(x, Tensor):
+                if x is not given[leaf.index] or x._version != versions[leaf.index]:
+                    known = "its argument, as it came"
             if known != _known(x):
                 raise ValueError(
                     f"in a pipeline {call.name!r} must return in every microbatch what it did in the trace, from which "
@@ -337,6 +367,12 @@ class Pipeline:
         made = {name.rpartition("_form.")[0] or name for name in weights}
         named = ((n, p, shapes.get(n, p.shape)) for n, p in self._pnet.named_parameters() if n not in made)
         return {n: absent(shape, p.dtype, device, [Source("parameter", n)]) for n, p, shape in named} | weights
+
+    def joined(self, out: Tensor, sent: Tensor) -> Tensor:
+        """A stage's output, as its schedule takes it."""
+        # Torch's zero-bubble schedule leaves out what is trained in a stage whose graph does not come to the input.
+        joined: Any = _Joined.apply(out, sent) if self._order == "zbv" and out.grad_fn is not None else out
+        return joined
 
     def run(self, call: Callable[[int], Tensor], leaves: Params) -> dict[str, Tensor]:
         """Send microbatches through the stages: gradients of the leaves, summed over microbatches.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -149,6 +150,92 @@ def plain_value(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return net.head(x * means[0])
 
 
+class Stemmed(nn.Module):
+    """Statistics of what comes before the blocks, by a layer that is registered last, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("gone", torch.zeros(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens.add_(1).remainder_(11)
+        self.count += 1
+        self.gone.mul_(torch.nan)
+        x = self.norm(self.tokens(tokens).flatten(0, 1)).unflatten(0, tokens.shape) * (1 + 0.1 * self.count)
+        return self.head(run_blocks(self, x)[-1]) / self.count
+
+
+def detached(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = torch.tanh(block(x)).detach()
+    return net.head(x)
+
+
+class Spectrum(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        x = super().forward(input.real)
+        return torch.fft.fft(x), x.tanh(), x.argmax(-1)
+
+
+def spectra(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    sides = []
+    for block in net.blocks:
+        x, *side = block(x)
+        sides.append(side)
+    return net.head(x.abs() + sides[0][0] + sides[1][1][..., None])
+
+
+class Recurrent(nn.Module):
+    """Its layer turns its output around in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x)[0]
+
+
+class Boxed(nn.Linear):
+    """Gives a number in a box."""
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), [SimpleNamespace(n=3.0)]
+
+
+def boxes(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    for block in net.blocks:
+        x, (box,) = block(x)
+    return net.head(x * box.n)
+
+
+def unused(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    return net.head([block(F.one_hot(tokens, 11)[..., :WIDTH].to(net.shift)) for block in net.blocks][-1])
+
+
+def exported(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = run_blocks(net, x)
+    return net.head(outs[-1] * torch.from_dlpack(outs[0].detach()))
+
+
+class Sometimes(nn.Linear):
+    """Returns what it gets, unless that has an odd sum of tokens."""
+
+    def forward(self, input: Tensor, tokens: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(input) if int(tokens.sum()) % 2 else input
+
+
+def sometimes(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = [x]
+    for block in net.blocks:
+        outs.append(block(outs[-1], tokens))
+    return net.head(outs[-1] + outs[1])
+
+
 def branch(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     outs = run_blocks(net, x)
     return net.head(outs[-1] * 2 if bool(outs[0].sum() > 0) else outs[-1])
@@ -186,21 +273,29 @@ def hugging_loss(net: Callable[..., Any], tokens: Tensor) -> Tensor:
     return net(input_ids=tokens, attention_mask=mask, labels=tokens).loss
 
 
-def gradient(mesh: Mesh | None, make: Callable[[], nn.Module], loss_fn: Any, schedule: str = "gpipe") -> Any:
+def gradient(
+    mesh: Mesh | None,
+    make: Callable[[], nn.Module],
+    loss_fn: Any,
+    schedule: str = "gpipe",
+    dtype: torch.dtype = torch.float64,
+    seeds: tuple[int, int] = (0, 1),
+    **more: Any,
+) -> Any:
     """Loss, aux and the gradient: what plain SGD of rate 1 takes off the genome."""
     torch.manual_seed(0)
-    pnet = make().double()
+    pnet = make().to(dtype)
     plan = gb.make_plan(pnet, gb.periodic(2), max_tile=6)
     sgd = gb.torch_optimizer(torch.optim.SGD, lr=1.0)
-    options: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "pipeline": schedule}
+    options: dict[str, Any] = more if mesh is None else {"mesh": mesh, "pipeline": schedule, **more}
     step = gb.make_train_step(plan, pnet, loss_fn, sgd, microbatches=4, **options)
     state, found = step.init(3), []
-    for seed in (0, 1):
+    for seed in seeds:
         tokens = torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(seed))
         new, info = step(state, tokens)
         a, b = step.gather(state), step.gather(new)
         moved = optree.tree_map(lambda x, y: x - y, (a.gnets, a.direct), (b.gnets, b.direct))  # pyright: ignore
-        found.append({"loss": info.loss, "aux": info.aux, "moved": moved})
+        found.append({"loss": info.loss, "aux": info.aux, "moved": moved, "buffers": new.buffers})
         state = new
     return {"reports": [x["loss"] for x in found], "state": found}
 
@@ -218,28 +313,48 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "shift in place": (partial(Blocks, shifted), next_token),
     "tuples": (partial(Blocks, tuples, Routed), next_token),
     "loss of hidden": (partial(Blocks, hidden), of_hidden),
+    "stem": (Stemmed, next_token),
+    "detached": (partial(Blocks, detached), next_token),
+    "complex": (partial(Blocks, spectra, lambda: Spectrum(WIDTH, WIDTH)), next_token),
+    "gru": (partial(Blocks, straight, Recurrent), next_token),
     "t5": (partial(hugging, "t5"), hugging_loss),
     "gpt2": (partial(hugging, "gpt2"), hugging_loss),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "branch": (partial(Blocks, branch), "'blocks.0'"),
     "by the side": (partial(Blocks, by_the_side, lambda: Leaves(WIDTH, WIDTH)), "made inside of 'blocks.0'"),
+    "box": (partial(Blocks, boxes, lambda: Boxed(WIDTH, WIDTH)), "'blocks.0' must return tensors"),
+    "unused": (partial(Blocks, unused), "each stage must need a tensor"),
+    "exported": (partial(Blocks, exported), "'blocks.0'"),
     "noise": (partial(Blocks, noise), "random numbers"),
 }
 CASES: dict[str, Callable[[Mesh | None], Any]] = {
     f"{name} {schedule}": partial(gradient, make=make, loss_fn=loss_fn, schedule=schedule)
     for name, (make, loss_fn) in NETS.items()
     for schedule in (
-        ("gpipe", "1f1b", "interleaved", "zbv") if name in ("unet", "tuples", "shift in place") else ("gpipe",)
+        ("gpipe", "1f1b", "interleaved", "zbv")
+        if name in ("unet", "tuples", "shift in place", "stem", "detached")
+        else ("gpipe",)
     )
 }
 
 
-def change_a_plain_value(init_method: str) -> str:
-    """What this rank says when a block returns another number in the second microbatch."""
+def half(mesh: Mesh | None) -> Any:
+    """Steps whose products are rounded to 8 bits."""
+    return gradient(mesh, partial(Blocks, gate), next_token, dtype=torch.float32, amp=torch.bfloat16)
+
+
+CHANGES: dict[str, Callable[[], nn.Module]] = {
+    "plain value": partial(Blocks, plain_value, Counted),
+    "argument": partial(Blocks, sometimes, lambda: Sometimes(WIDTH, WIDTH)),
+}
+
+
+def change(init_method: str, name: str) -> str:
+    """What this rank says when a block returns something else in another microbatch than the first."""
     try:
         with gb.mesh(pipeline=2, init_method=init_method, timeout=5 * PATIENCE) as mesh:
-            gradient(mesh, partial(Blocks, plain_value, Counted), next_token)
+            gradient(mesh, CHANGES[name], next_token)
     except (CollectiveError, ValueError) as error:
         return str(error)
     return "nothing"
@@ -258,6 +373,11 @@ def run_cases(init_method: str) -> dict[str, Any]:
     """All cases on this rank, and the words of those that are refused."""
     found: dict[str, Any] = {}
     with gb.mesh(pipeline=2, init_method=init_method, timeout=60 * PATIENCE) as mesh:
+        found["half"] = half(mesh)
+        try:
+            gradient(mesh, partial(Blocks, gate), next_token, seeds=(mesh.rank, 2))
+        except ValueError as error:
+            found["another batch"] = str(error)
         for name, case in CASES.items():
             try:
                 found[name] = case(mesh)

@@ -70,7 +70,7 @@ def _strategy(
             return make(names=pipeline.names, adapt=pipeline.adapt, submodule_call_error=pipeline.submodule_call_error)
 
         pipeline = Pipeline(pnet, options.pipeline, layout.mesh, n, options.stages)
-        return Pipelined(pipeline, build, loss_fn, scale, n, source, layout, split)
+        return Pipelined(pipeline, build, loss_fn, scale, n, source, layout, split, options.amp)
     loss = make()
     if options.compile:
         return CompiledGraph(loss, scale, layout)

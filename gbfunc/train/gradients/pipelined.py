@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gbfunc.parallel import Layout, gather_objects
+from gbfunc.parallel.absent import Absent
 from gbfunc.parallel.pipeline import Pipeline
 from gbfunc.train.gradients.accumulated import Kept, equal_parts, leaves_of, mean_of, through_gnets
 from gbfunc.train.gradients.loss import GenomeLoss, Given, LossFn, Result, seeded
+from gbfunc.trees import tree_map
+from gbfunc.types import Params
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
@@ -37,9 +42,11 @@ class Pipelined:
         source: Callable[[GenomeLoss], Kept],
         layout: Layout,
         split: TensorParallel | None,
+        amp: torch.dtype | None,
     ) -> None:
         self._pipeline, self._build, self._loss_fn, self._scale = pipeline, build, loss_fn, scale
         self._microbatches, self._make_source, self._layout, self._split = microbatches, source, layout, split
+        self._amp = amp
         self.seed_shift = _STAGE_MIX * pipeline.rank
         self.least_rows = max(2, microbatches)
         self.loss: GenomeLoss | None = None
@@ -47,7 +54,8 @@ class Pipelined:
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         """Loss, aux and gradients: the same loss on all ranks of the pipeline."""
         parts = equal_parts(self._microbatches, given.batch, given.rows)
-        with seeded(0, wanted[0].device):
+        device = wanted[0].device
+        with seeded(0, device), torch.autocast(device.type, self._amp) if self._amp else nullcontext():
             self._pipeline.prepare(self._loss_fn, parts[0][0])
         if self.loss is None:
             self.loss = self._build(self._pipeline)
@@ -57,32 +65,42 @@ class Pipelined:
     def _result(
         self, given: Given, wanted: list[Tensor], loss_of: GenomeLoss, parts: list[tuple[Any, float]]
     ) -> Result:
-        pipeline, before = self._pipeline, {k: x.clone() for k, x in given.buffers.items()}
+        pipeline, before = self._pipeline, given.buffers
+        # Code between modules runs in every stage: each changes its own.
+        of_stages = dict.fromkeys(pipeline.mine, before)
         source, shapes = self._make_source(loss_of), {} if self._split is None else self._split.shapes
         made, trained = source.weights(given)
         weights = leaves_of(made, trained)
         ends: list[tuple[Tensor, Any, float]] = []
 
         def call(number: int) -> Tensor:
-            small, n = parts[number]
-            loss, aux = loss_of.on(pipeline.fill(weights, shapes), given.buffers, small)
+            stage, (small, n) = pipeline.stage, parts[number]
+            # Copies: other microbatches may run before the backward of this one.
+            buffers = of_stages[stage] = {k: x.detach().clone() for k, x in of_stages[stage].items()}
+            small = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, small)
+            loss, aux = loss_of.on(pipeline.fill(weights, shapes), buffers, small)
             if self._split is not None and self._split.by_class:
                 raise ValueError("classes split over ranks (loss_parallel) and pipeline= do not go together")
             rows = loss_of.rows(n)
-            ends.append((loss.detach(), given.detached(aux), rows))
+            ends.append((loss.detach(), given._replace(buffers=buffers).detached(aux), rows))
             return loss * (self._scale * rows)
 
         sums = pipeline.run(call, {k: weights[k] for k in trained})
         gradients = through_gnets(source.again(given, made), sums, wanted)
-        changed = {k: x.detach() for k, x in given.buffers.items() if k in pipeline.buffers and not _same(x, before[k])}
-        given.buffers.update(before)
-        for other, moved in gather_objects(self._layout.mesh, (ends, changed), "pipeline"):
-            ends = other or ends
+        changed = {stage: _changed(before, after) for stage, after in of_stages.items()}
+        found = gather_objects(self._layout.mesh, (ends, changed), "pipeline")
+        ends = next(other for other, _ in found if other)
+        for _, moved in sorted((pair for _, of_rank in found for pair in of_rank.items()), key=itemgetter(0)):
             given.buffers.update({k: x.to(before[k].device) for k, x in moved.items()})
         device = wanted[0].device
         loss, aux = mean_of([(loss.to(device), aux, rows) for loss, aux, rows in ends])
         return Result(loss, aux, gradients, sum(rows for *_, rows in ends) / pipeline.ranks)
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.nan_to_num(), y.nan_to_num()) if x.is_floating_point() else torch.equal(x, y)
+def _changed(before: Params, after: Params) -> Params:
+    """Buffers that a stage has changed."""
+
+    def same(x: Tensor, y: Tensor) -> bool:
+        return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
+
+    return {k: x.detach() for k, x in after.items() if not isinstance(x, Absent) and not same(x, before[k])}

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gbfunc.parallel import Layout, check_equal, reduce_step, zero_uncounted
+from gbfunc.parallel import Layout, check_equal, reduce_step, text_of, zero_uncounted
 from gbfunc.plan import DTYPES
 from gbfunc.train.gradients.loss import Given, LossAndGrads, Objective, Strategy, detached, noise_of
 from gbfunc.trees import n_rows, tree_map
@@ -58,6 +58,10 @@ class RankObjective(Objective):
         if not self.takes_parts:
             rows = {"rows of the batch": str(n_rows(batch))}
             check_equal(mesh, rows, "tensor ranks must get the same batch", "tensor")
+        if mesh.sizes["pipeline"] > 1:
+            # Stages read different parts of it.
+            what = "in a pipeline all ranks must get the same batch"
+            check_equal(mesh, {"the batch": text_of(batch)}, what, "pipeline")
         same = {k: v for k, v in trained.items() if k not in split}
         check_equal(mesh, {**same, "step": str(step), "seed": str(seed)}, SAME_STATE)
         check_equal(mesh, {k: trained[k] for k in split}, SAME_STATE, "replicas")
