@@ -248,7 +248,6 @@ def test_mnist_from_the_command_line(shared_data: Path, tmp_path: Path, capsys: 
         (["plan", "--seed", str(2**63)], "--seed must be"),
         (["plan", "--compression", "1e-320"], "1e-320"),
         (["train", "--device", "abacus"], "--device 'abacus' cannot be used"),
-        (["train", "--device", "meta"], "--device 'meta' cannot be used"),
         (["plan", "--sizes", "64", str(10**14), "10"], "can't allocate memory: you tried to allocate"),
         (["train", "--genome-params", "500", "--compression", "40"], "at most one"),
         (["plan", "--genome-params", "3"], "3"),

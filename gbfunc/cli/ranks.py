@@ -52,7 +52,7 @@ def find_device(name: str) -> torch.device:
     """The device called `name`; `ValueError` if there is none, or if it cannot be used here."""
     try:
         device = torch.device(name)
-        torch.empty(1, device=device).item()
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device

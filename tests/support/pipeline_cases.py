@@ -153,6 +153,9 @@ def plain_value(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
 class Stemmed(nn.Module):
     """Statistics of what comes before the blocks, by a layer that is registered last, and a count of calls."""
 
+    count: Tensor
+    gone: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11)
