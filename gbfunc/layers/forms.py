@@ -188,9 +188,10 @@ class WeightForm(nn.Module):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The inputs by name; RuntimeError outside of a call of the p-net, where there are none."""
+        """The inputs by name; AttributeError outside of a call of the p-net, where there are none."""
         if self._parameters[self.inputs[0]] is None:
-            raise RuntimeError(f"the weight {self.name!r} is used {AFTER_CALL}")
+            # Of this type, `layer.weight` is the skeleton's placeholder there.
+            raise AttributeError(f"the weight {self.name!r} is used {AFTER_CALL}")
         return self._parameters
 
     @property
