@@ -163,6 +163,11 @@ def test_ranks_of_a_pipeline_get_the_same_batch() -> None:
         assert "must get the same batch: different from rank 0 are rank 1 in the batch" in result["another batch"]
 
 
+def test_code_on_a_part_of_the_features_is_refused_in_a_pipeline_too() -> None:
+    for words in run_ranks(4, "pipeline_cases:softmax_over_a_part", timeout=90):
+        assert "code between layers gets a rank's part of the features" in words, words
+
+
 def test_rows_of_a_pipeline_are_divided_by_its_microbatches_or_none() -> None:
     pnet = language_model("gpt", 4).double()
     plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=10)

@@ -12,6 +12,7 @@ import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import gbfunc as gb
 from gbfunc.parallel import CollectiveError, Mesh
@@ -359,6 +360,28 @@ def change(init_method: str, name: str) -> str:
         with gb.mesh(pipeline=2, init_method=init_method, timeout=5 * PATIENCE) as mesh:
             gradient(mesh, CHANGES[name], next_token)
     except (CollectiveError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+class Sharpened(nn.Module):
+    """Its softmax over features is another function of a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+def softmax_over_a_part(init_method: str) -> str:
+    """What this rank says of it, with stages and tensor ranks."""
+    styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    try:
+        with gb.mesh(pipeline=2, tensor=2, init_method=init_method, timeout=30 * PATIENCE) as mesh:
+            gradient(mesh, partial(Blocks, straight, Sharpened), next_token, parallel=styles)
+    except ValueError as error:
         return str(error)
     return "nothing"
 

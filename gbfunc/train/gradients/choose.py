@@ -30,17 +30,19 @@ _FP16_SCALE_PER_ROW = 2.0**4
 
 def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
     """The loss of a plan's genomes with its gradient, by what the options and the mesh ask for."""
-    ranks, split, whole, scale = layout.mesh.world, None, None, 1.0
+    ranks, split, whole, parts, scale = layout.mesh.world, None, None, None, 1.0
     if options.parallel is not None:
         # Torch's DTensor takes half a second to import.
         from gbfunc.parallel.tensor import TensorParallel, resolve
 
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
-    if split is not None and not split.takes_parts and layout.mesh.sizes["pipeline"] == 1:
+    if split is not None and not split.takes_parts:
         # Weights are there one layer at a time.
         alone = replace(options, remat="layer", lazy=False, microbatches=1)
         whole = partial(GenomeLoss, pnet, loss_fn, layout, alone)
+        if layout.mesh.sizes["pipeline"] > 1:
+            parts = partial(SplitLoss, split, pnet, loss_fn, layout, alone)
     if options.amp == torch.float16:
         scale = _FP16_SCALE if ranks == 1 else _FP16_SCALE_PER_ROW
     strategy = _strategy(pnet, loss_fn, layout, options, split, scale)
@@ -48,7 +50,7 @@ def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: St
         return Objective(layout.plan, strategy, scale)
     if split is None:
         return RankObjective(layout, strategy, scale, options.check_every)
-    return SplitObjective(layout, strategy, scale, options.check_every, split, whole)
+    return SplitObjective(layout, strategy, scale, options.check_every, split, whole, parts)
 
 
 def _strategy(

@@ -56,7 +56,8 @@ class SplitObjective(RankObjective):
     """The loss of a genome on a global batch, where layers are split over tensor ranks.
 
     `whole` makes the loss of the whole p-net on this rank, which the first step is compared with; None where it cannot
-    be: the first layer takes a part of the rows, or stages of a pipeline have parts of the p-net.
+    be: the first layer takes a part of the rows. `parts` makes the loss of its pieces, where the strategy has none of
+    all blocks: in a pipeline.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class SplitObjective(RankObjective):
         check_every: int,
         split: TensorParallel,
         whole: Callable[[], GenomeLoss] | None,
+        parts: Callable[[], GenomeLoss] | None,
     ) -> None:
         super().__init__(layout, strategy, scale, check_every)
-        self._split, self._whole, self.takes_parts = split, whole, split.takes_parts
+        self._split, self._whole, self._parts, self.takes_parts = split, whole, parts, split.takes_parts
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
         """Loss, aux, gradients of the sum of the rows' losses, and rows."""
@@ -88,7 +90,7 @@ class SplitObjective(RankObjective):
         Code between layers gets a rank's part of the features, as in torch: a softmax over split ones is another
         function. Nothing is compared where the gradient is random, or the loss of each rank's part of the rows.
         """
-        loss, wanted = self.strategy.loss, [*trained.values()]
+        loss, wanted = self.strategy.loss if self._parts is None else self._parts(), [*trained.values()]
         assert loss is not None
         few = tree_map(lambda x: x[:2] if isinstance(x, Tensor) and x.ndim else x, given.batch)
 
