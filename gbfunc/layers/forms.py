@@ -188,10 +188,9 @@ class WeightForm(nn.Module):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The inputs by name; AttributeError outside of a call of the p-net, where there are none."""
+        """The inputs by name; RuntimeError outside of a call of the p-net, where there are none."""
         if self._parameters[self.inputs[0]] is None:
-            # Of this type, `layer.weight` is the skeleton's placeholder there.
-            raise AttributeError(f"the weight {self.name!r} is used {AFTER_CALL}")
+            raise RuntimeError(f"the weight {self.name!r} is used {AFTER_CALL}")
         return self._parameters
 
     @property
@@ -227,6 +226,9 @@ class WeightForm(nn.Module):
 
     def read(self) -> Tensor:
         """The dense weight, read outside of the layer's forward."""
+        if self._parameters[self.inputs[0]] is None:
+            # With this error, `layer.weight` is the skeleton's placeholder outside of a call.
+            raise AttributeError(self.name)
         if not torch.compiler.is_compiling():
             # A number that a graph changes is one that it is compiled anew for, at every call.
             self.reads += 1
