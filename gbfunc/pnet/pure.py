@@ -162,8 +162,8 @@ class PureNet:
                 raise RuntimeError(self.broken)
             kind = self.skeleton.training, torch.is_grad_enabled(), code
             call = self._calls[kind] + 1
-            # A forward may take another way later.
-            first = call & (call - 1) == 0
+            # A forward may take another way later; graphs of exports should not hold what watching does.
+            first = call & (call - 1) == 0 and (call == 1 or not torch.compiler.is_compiling())
             if first:
                 self.check(weights, buffers)
             try:
