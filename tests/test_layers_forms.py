@@ -125,7 +125,7 @@ def test_made_is_the_loop_over_weights(rows: int, cols: int, cut: tuple[int, int
     left, right = make_factors(grid, 2, 1)
     for transposed in (False, True):
         form = FactoredWeight("w", (cols, rows) if transposed else (rows, cols), grid, 2, transposed, auto=False)
-        form.given.update({"left": left, "right": right})
+        vars(form)["_parameters"].update({"left": left, "right": right})
         weight = form.dense()
         r, c = grid.tile_rows, grid.tile_cols
         for i in range(rows):
@@ -336,7 +336,7 @@ def test_the_layer_uses_the_very_tensor_that_was_read(kind: str) -> None:
     formed = on_form(kind, Hooked().double(), {"fc.weight": (1, 1)})
     plain = on_form(kind, nn.ModuleDict({"fc": nn.Linear(4, 6)}).double(), {"fc.weight": (1, 1)})
     form, leaf = plain.forms["fc.weight"], plain.leaves["fc.weight.left"]
-    form.given.update({"left": leaf, "right": plain.leaves["fc.weight.right"]})
+    vars(form)["_parameters"].update({"left": leaf, "right": plain.leaves["fc.weight.right"]})
     (expected,) = torch.autograd.grad(form.linear(vectors(3, 4), None).sum(), leaf)
     (actual,) = torch.autograd.grad(formed(vectors(3, 4)).sum(), formed.leaves["fc.weight.left"])
     assert_close(actual, 2 * expected)

@@ -28,7 +28,7 @@ def given(form: RecomputedWeight, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Leaves of a form, set."""
     leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in tensors)
     for name, leaf in zip(form.inputs, leaves, strict=True):
-        form.given[name] = leaf
+        vars(form)["_parameters"][name] = leaf
     return leaves
 
 
@@ -58,7 +58,7 @@ def test_nothing_is_made_in_backward_that_nothing_asks_for() -> None:
     """Without a gradient of the weight or of the input, only the bias has one."""
     made: Counter[str] = Counter()
     form = doubled(made)
-    form.given["half"] = vectors(6, 4)
+    vars(form)["_parameters"]["half"] = vectors(6, 4)
     bias = torch.zeros(6, dtype=torch.float64, requires_grad=True)
     y = form.linear(vectors(3, 4), bias)
     assert_close(torch.autograd.grad(y.sum(), bias)[0], torch.full_like(bias, 3))

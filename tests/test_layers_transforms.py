@@ -153,7 +153,7 @@ def test_groups_of_a_thin_convolution_are_multiples_of_16(
     left = torch.randn(nr, nc, 4, k, dtype=torch.float64)
     right = torch.randn(nr, nc, 3 * 9, k, dtype=torch.float64)
     form = FactoredWeight("w", (4 * nr, 3 * nc, 3, 3), TileGrid(4 * nr, 27 * nc, 4, 27), k, False, auto=False)
-    form.given.update(left=left, right=right)
+    vars(form)["_parameters"].update(left=left, right=right)
     x = torch.randn(2, 3 * nc, 5, 5, dtype=torch.float64)
     options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
     y = form.thin_conv(torch.conv2d, x, None, options)
