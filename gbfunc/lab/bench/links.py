@@ -37,10 +37,9 @@ class Port(NamedTuple):
     ends: tuple[tuple[str, str], ...] = ()  # of its cable to the switch, as (namespace, interface); not on the loopback
 
     def limit(self, mbit: float | None) -> None:
-        """Limit the rank's cable to so many 10^6 bit/s each way, Ethernet headers counted; None lifts the limit."""
+        """Limit the cable to 10^6 bit/s each way (`man tc-tbf`), Ethernet headers counted; None lifts the limit."""
         for name, interface in self.ends:
             queue = "pfifo"
-            # See `man tc-tbf`.
             if mbit is not None:
                 burst = max(_LEAST_BURST, int(mbit * 1e6 / 8 * _BURST_SECONDS))
                 queue = f"tbf rate {mbit}mbit burst {burst} latency {_QUEUE}"
