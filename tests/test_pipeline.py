@@ -145,6 +145,14 @@ def test_what_cannot_be_sent_is_refused_by_name(name: str) -> None:
         assert "in a pipeline" in result[name] and pipeline_cases.REFUSED[name][1] in result[name], result[name]
 
 
+@pytest.mark.parametrize("name", pipeline_cases.UNPROVEN)
+def test_what_the_trace_does_not_see_is_found_by_the_first_step(name: str) -> None:
+    """Which compares its gradient with that of the whole p-net, whose random numbers are drawn alike."""
+    words = "nothing" if name == "dropout alone" else "needs of an earlier one what that does not return"
+    for result in by_two_ranks():
+        assert words in result[name], result[name]
+
+
 @pytest.mark.parametrize("name", pipeline_cases.CHANGES)
 def test_what_a_block_returns_otherwise_than_in_the_trace_is_refused(name: str) -> None:
     """Later stages know it from the trace alone."""

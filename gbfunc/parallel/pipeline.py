@@ -8,7 +8,8 @@ and of which parameters each unit and the loss are made, through every operator 
 are sent from stage to stage, integers and masks too. There, units of earlier stages give what was sent, or else an
 absent tensor, which has no values and names its module if they are asked for. Operators between units run in every
 stage. At the first unit of the next stage the call ends. So which ranks take inputs and which take targets needs no
-configuration, and what cannot be sent is refused by name.
+configuration, and what cannot be sent is refused by name. What no trace shows, a Python attribute that a block sets and
+a later one reads, the first step finds (`gbfunc.train.gradients.proof`).
 
 Schedules: `torch.distributed.pipelining` (GPipe: Huang et al., 2019; 1F1B and interleaved: Narayanan et al., 2021;
 ZBV: Qi et al., 2024). Blocks are spread so that the largest stage has the fewest operations, counted by torch on the
@@ -217,7 +218,8 @@ class Pipeline:
     def prepare(self, run: Callable[[Any, Any], Any], microbatch: Any) -> None:
         """Settle stages and shapes for microbatches of this form: `run(net, microbatch)` is the loss function."""
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
-        key = tuple((tuple(x.shape), x.dtype) for x in tensors)
+        autocast = torch.is_autocast_enabled(self._mesh.device.type)
+        key = autocast, *((tuple(x.shape), x.dtype) for x in tensors)
         if key not in self._built:
             device = tensors[0].device if tensors else self._mesh.device
             # The trace may change the batch.

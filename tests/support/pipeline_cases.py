@@ -256,6 +256,35 @@ def by_the_side(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return net.head(outs[-1] + net.blocks[0].__dict__["seen"] * 2)
 
 
+class Attributes(nn.Linear):
+    """Leaves a number in Python."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.gain, self.dropout = 1.0, nn.Dropout(dropout)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.gain = 2.0
+        return self.dropout(super().forward(input))
+
+
+def by_attribute(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = run_blocks(net, x)
+    return net.head(outs[-1] * net.blocks[0].gain)
+
+
+class Cuts(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).detach()
+
+
+def by_gradient(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    outs = [x]
+    for block in net.blocks:
+        outs.append(block(outs[-1]))
+    return net.head(outs[-1] + outs[1] * (2 if outs[1].requires_grad else 3))
+
+
 def noise(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     drawn = torch.rand(x.shape, dtype=x.dtype)
     return net.head(run_blocks(net, x + drawn)[-1] + drawn)
@@ -331,6 +360,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "unused": (partial(Blocks, unused), "each stage must need a tensor"),
     "exported": (partial(Blocks, exported), "'blocks.0'"),
     "noise": (partial(Blocks, noise), "random numbers"),
+}
+UNPROVEN: dict[str, Callable[[], nn.Module]] = {
+    "an attribute": partial(Blocks, by_attribute, partial(Attributes, 0.0)),
+    "an attribute, beside dropout": partial(Blocks, by_attribute, partial(Attributes, 0.5)),
+    "whether a gradient is wanted": partial(Blocks, by_gradient, lambda: Cuts(WIDTH, WIDTH)),
+    "dropout alone": partial(Blocks, straight, partial(Attributes, 0.5)),
 }
 CASES: dict[str, Callable[[Mesh | None], Any]] = {
     f"{name} {schedule}": partial(gradient, make=make, loss_fn=loss_fn, schedule=schedule)
@@ -411,7 +446,7 @@ def run_cases(init_method: str) -> dict[str, Any]:
                 raise RuntimeError(f"case {name} on rank {mesh.rank}") from None
             except Exception:
                 found[name] = traceback.format_exc()
-        for name, (make, _) in REFUSED.items():
+        for name, make in {**UNPROVEN, **{name: make for name, (make, _) in REFUSED.items()}}.items():
             try:
                 gradient(mesh, make, next_token)
                 found[name] = "nothing"

@@ -13,8 +13,9 @@ from gbfunc.parallel import Layout
 from gbfunc.train.gradients.accumulated import Accumulated, Kept, Regenerated, equal_parts, parts_of_share
 from gbfunc.train.gradients.compiled import CompiledGraph
 from gbfunc.train.gradients.loss import GenomeLoss, LossFn, Objective, OneGraph, Strategy
+from gbfunc.train.gradients.proof import Proof
 from gbfunc.train.gradients.ranks import RankObjective
-from gbfunc.train.gradients.split import SplitLoss, SplitObjective
+from gbfunc.train.gradients.split import SplitLoss, SplitObjective, split_proof
 from gbfunc.train.options import StepOptions
 
 if TYPE_CHECKING:
@@ -30,27 +31,21 @@ _FP16_SCALE_PER_ROW = 2.0**4
 
 def make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: StepOptions) -> Objective:
     """The loss of a plan's genomes with its gradient, by what the options and the mesh ask for."""
-    ranks, split, whole, parts, scale = layout.mesh.world, None, None, None, 1.0
+    ranks, split, scale = layout.mesh.world, None, 1.0
     if options.parallel is not None:
         # Torch's DTensor takes half a second to import.
         from gbfunc.parallel.tensor import TensorParallel, resolve
 
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
-    if split is not None and not split.takes_parts:
-        # Weights are there one layer at a time.
-        alone = replace(options, remat="layer", lazy=False, microbatches=1)
-        whole = partial(GenomeLoss, pnet, loss_fn, layout, alone)
-        if layout.mesh.sizes["pipeline"] > 1:
-            parts = partial(SplitLoss, split, pnet, loss_fn, layout, alone)
     if options.amp == torch.float16:
         scale = _FP16_SCALE if ranks == 1 else _FP16_SCALE_PER_ROW
-    strategy = _strategy(pnet, loss_fn, layout, options, split, scale)
+    strategy, proof = _strategy(pnet, loss_fn, layout, options, split, scale)
     if ranks == 1:
         return Objective(layout.plan, strategy, scale)
     if split is None:
-        return RankObjective(layout, strategy, scale, options.check_every)
-    return SplitObjective(layout, strategy, scale, options.check_every, split, whole, parts)
+        return RankObjective(layout, strategy, scale, options.check_every, proof)
+    return SplitObjective(split, layout, strategy, scale, options.check_every, proof)
 
 
 def _strategy(
@@ -60,7 +55,11 @@ def _strategy(
     options: StepOptions,
     split: TensorParallel | None,
     scale: float,
-) -> Strategy:
+) -> tuple[Strategy, Proof | None]:
+    """The strategy, and what its first step is compared with, where ranks have parts of the p-net."""
+    # Weights are there one layer at a time.
+    whole = partial(GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1))
+    takes_parts = split is not None and split.takes_parts
     source, n = Regenerated if options.remat == "generate" else Kept, options.microbatches
     make = partial(GenomeLoss if split is None else partial(SplitLoss, split), pnet, loss_fn, layout, options)
     if options.pipeline is not None and layout.mesh.sizes["pipeline"] > 1:
@@ -72,12 +71,13 @@ def _strategy(
             return make(names=pipeline.names, adapt=pipeline.adapt, submodule_call_error=pipeline.submodule_call_error)
 
         pipeline = Pipeline(pnet, options.pipeline, layout.mesh, n, options.stages)
-        return Pipelined(pipeline, build, loss_fn, scale, n, source, layout, split, options.amp)
+        strategy = Pipelined(pipeline, build, loss_fn, scale, n, source, layout, split, options.amp)
+        return strategy, None if takes_parts else strategy.proof(whole)
     loss = make()
+    proof = None if split is None or takes_parts else split_proof(whole, loss)
     if options.compile:
-        return CompiledGraph(loss, scale, layout)
+        return CompiledGraph(loss, scale, layout), proof
     if n == 1 and source is Kept:
-        return OneGraph(loss, scale)
-    takes_parts = split is not None and split.takes_parts
+        return OneGraph(loss, scale), proof
     parts = partial(equal_parts, n) if layout.mesh.world == 1 else partial(parts_of_share, n, takes_parts)
-    return Accumulated(loss, scale, parts, source(loss))
+    return Accumulated(loss, scale, parts, source(loss)), proof

@@ -12,14 +12,22 @@ from torch import Tensor
 
 from gbfunc.parallel import Layout, gather_objects
 from gbfunc.parallel.absent import Absent
+from gbfunc.parallel.mesh import AxisName
 from gbfunc.parallel.pipeline import Pipeline
 from gbfunc.train.gradients.accumulated import Kept, equal_parts, leaves_of, mean_of, through_gnets
-from gbfunc.train.gradients.loss import GenomeLoss, Given, LossFn, Result, seeded
+from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, Result, seeded
+from gbfunc.train.gradients.proof import Proof
+from gbfunc.train.gradients.split import SPLIT_CAUSE
 from gbfunc.trees import tree_map
 from gbfunc.types import Params
 
 if TYPE_CHECKING:
     from gbfunc.parallel.tensor import TensorParallel
+
+_CAUSE = (
+    "a module needs of an earlier one what that does not return (an attribute set in its forward, a change in place "
+    "through a view): return it, and take it as an argument"
+)
 
 _STAGE_MIX = 0x94D049BB133111EB
 """An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of a pipeline's stages."""
@@ -54,17 +62,46 @@ class Pipelined:
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         """Loss, aux and gradients: the same loss on all ranks of the pipeline."""
         parts = equal_parts(self._microbatches, given.batch, given.rows)
-        device = wanted[0].device
-        with seeded(0, device), torch.autocast(device.type, self._amp) if self._amp else nullcontext():
-            self._pipeline.prepare(self._loss_fn, parts[0][0])
+        loss = self._prepared(parts[0][0], wanted[0].device, self._amp)
+        with loss.net.kept_open():
+            return self._result(given, wanted, loss, parts)
+
+    def proof(self, whole: Callable[[], GenomeLoss]) -> Proof:
+        """The gradient of a microbatch over the stages, against that of the whole p-net on one rank.
+
+        A trace sees what modules return, and no more: not what one sets in Python, nor how another reads its input.
+        """
+        n = self._microbatches
+
+        def part(given: Given, wanted: list[Tensor]) -> Gradients:
+            loss = self._prepared(given.batch, wanted[0].device, None)
+            with loss.net.kept_open(), loss.without_amp():
+                found = self._result(given, wanted, loss, [(given.batch, 1 / n)] * n, alike=True).gradients
+            return tuple(None if g is None else g / self._scale for g in found)
+
+        def few(batch: Any) -> Any:
+            return equal_parts(n, batch, 1)[0][0]
+
+        axes: tuple[AxisName, ...] = ("pipeline",) if self._split is None else ("pipeline", "tensor")
+        return Proof(whole, part, few, axes, _CAUSE if self._split is None else f"{_CAUSE}; or {SPLIT_CAUSE}")
+
+    def _prepared(self, microbatch: Any, device: torch.device, amp: torch.dtype | None) -> GenomeLoss:
+        """The loss, when stages know this form of microbatches."""
+        with seeded(0, device), torch.autocast(device.type, amp) if amp else nullcontext():
+            self._pipeline.prepare(self._loss_fn, microbatch)
         if self.loss is None:
             self.loss = self._build(self._pipeline)
-        with self.loss.net.kept_open():
-            return self._result(given, wanted, self.loss, parts)
+        return self.loss
 
     def _result(
-        self, given: Given, wanted: list[Tensor], loss_of: GenomeLoss, parts: list[tuple[Any, float]]
+        self,
+        given: Given,
+        wanted: list[Tensor],
+        loss_of: GenomeLoss,
+        parts: list[tuple[Any, float]],
+        alike: bool = False,
     ) -> Result:
+        """Loss, aux and gradients of microbatches; `alike` ones all find the buffers that the first does."""
         pipeline, before = self._pipeline, given.buffers
         # Code between modules runs in every stage: each changes its own.
         of_stages = dict.fromkeys(pipeline.mine, before)
@@ -76,7 +113,8 @@ class Pipelined:
         def call(number: int) -> Tensor:
             stage, (small, n) = pipeline.stage, parts[number]
             # Copies: other microbatches may run before the backward of this one.
-            buffers = of_stages[stage] = {k: x.detach().clone() for k, x in of_stages[stage].items()}
+            held = before if alike else of_stages[stage]
+            buffers = of_stages[stage] = {k: x.detach().clone() for k, x in held.items()}
             small = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, small)
             loss, aux = loss_of.on(pipeline.fill(weights, shapes), buffers, small)
             if self._split is not None and self._split.by_class:

@@ -9,6 +9,7 @@ from torch import Tensor
 from gbfunc.parallel import Layout, check_equal, reduce_step, text_of, zero_uncounted
 from gbfunc.plan import DTYPES
 from gbfunc.train.gradients.loss import Given, LossAndGrads, Objective, Strategy, detached, noise_of
+from gbfunc.train.gradients.proof import Proof
 from gbfunc.trees import n_rows, tree_map
 from gbfunc.types import Params
 
@@ -24,9 +25,10 @@ class RankObjective(Objective):
     takes_parts: bool = False
     """Whether ranks may have parts of the same rows."""
 
-    def __init__(self, layout: Layout, strategy: Strategy, scale: float, check_every: int) -> None:
+    def __init__(self, layout: Layout, strategy: Strategy, scale: float, check_every: int, proof: Proof | None) -> None:
         super().__init__(layout.plan, strategy, scale)
-        self._layout, self._check_every, self._checked = layout, check_every, False
+        self._layout, self._check_every, self._checked, self._proof = layout, check_every, False, proof
+        self._proven = False
         # Running statistics; caches, which are not persistent, stay each rank's.
         buffers = layout.plan.buffers
         self._averaged = [b.name for b in buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
@@ -52,6 +54,20 @@ class RankObjective(Objective):
         return LossAndGrads(
             *reduce_step(self._layout, counted if rows else 0, loss, aux, gradients, detached(given.buffers), before)
         )
+
+    def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
+        """Loss, aux, gradients of the sum of the rows' losses, and rows."""
+        found = super()._found(given, trained, seed)
+        if not self._proven:
+            with self._layout.mesh.traffic.uncounted():
+                self._prove(found[0], given, trained)
+            self._proven = True
+        return found
+
+    def _prove(self, loss: Tensor, given: Given, trained: Params) -> None:
+        """Check what the first step has found; all ranks call."""
+        if self._proof is not None:
+            self._proof.compare(self._layout, given, trained)
 
     def _check(self, trained: Params, batch: Any, seed: int, step: int) -> None:
         self._checked, mesh, split = True, self._layout.mesh, self._layout.split
