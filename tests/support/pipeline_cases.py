@@ -246,26 +246,20 @@ def branch(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Leaves(nn.Linear):
+    """Leaves a number and a tensor in Python."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.gain, self.dropout = 1.0, nn.Dropout(dropout)
+
     def forward(self, input: Tensor) -> Tensor:
-        self.__dict__["seen"] = super().forward(input)
-        return self.__dict__["seen"] * 1
+        self.gain, self.__dict__["seen"] = 2.0, super().forward(input)
+        return self.dropout(self.__dict__["seen"] * 1)
 
 
 def by_the_side(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     outs = run_blocks(net, x)
     return net.head(outs[-1] + net.blocks[0].__dict__["seen"] * 2)
-
-
-class Attributes(nn.Linear):
-    """Leaves a number in Python."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.gain, self.dropout = 1.0, nn.Dropout(dropout)
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.gain = 2.0
-        return self.dropout(super().forward(input))
 
 
 def by_attribute(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
@@ -355,17 +349,17 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "branch": (partial(Blocks, branch), "'blocks.0'"),
-    "by the side": (partial(Blocks, by_the_side, lambda: Leaves(WIDTH, WIDTH)), "made inside of 'blocks.0'"),
+    "by the side": (partial(Blocks, by_the_side, Leaves), "made inside of 'blocks.0'"),
     "box": (partial(Blocks, boxes, lambda: Boxed(WIDTH, WIDTH)), "'blocks.0' must return tensors"),
     "unused": (partial(Blocks, unused), "each stage must need a tensor"),
     "exported": (partial(Blocks, exported), "'blocks.0'"),
     "noise": (partial(Blocks, noise), "random numbers"),
 }
 UNPROVEN: dict[str, Callable[[], nn.Module]] = {
-    "an attribute": partial(Blocks, by_attribute, partial(Attributes, 0.0)),
-    "an attribute, beside dropout": partial(Blocks, by_attribute, partial(Attributes, 0.5)),
+    "an attribute": partial(Blocks, by_attribute, Leaves),
+    "an attribute, beside dropout": partial(Blocks, by_attribute, partial(Leaves, 0.5)),
     "whether a gradient is wanted": partial(Blocks, by_gradient, lambda: Cuts(WIDTH, WIDTH)),
-    "dropout alone": partial(Blocks, straight, partial(Attributes, 0.5)),
+    "dropout alone": partial(Blocks, straight, partial(Leaves, 0.5)),
 }
 CASES: dict[str, Callable[[Mesh | None], Any]] = {
     f"{name} {schedule}": partial(gradient, make=make, loss_fn=loss_fn, schedule=schedule)
