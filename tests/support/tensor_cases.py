@@ -401,10 +401,14 @@ def other_arguments_of_a_style(mesh: Mesh) -> Any:
     return one_step(mesh, Toy().double(), {"in_proj": ColwiseParallel(output_layouts=out)}, (draw(6, 10), draw(6, 5)))
 
 
-@refused("code between layers gets a rank's part of the features")
-def a_softmax_over_a_part(mesh: Mesh) -> Any:
-    pnet = nn.Sequential(nn.Linear(10, 8), nn.Softmax(-1), nn.Linear(8, 5)).double()
-    return one_step(mesh, pnet, {"0": ColwiseParallel(), "2": RowwiseParallel()}, (draw(6, 10), draw(6, 5)))
+def a_softmax_over_a_part(mesh: Mesh, *more: nn.Module) -> Any:
+    pnet = nn.Sequential(nn.Linear(10, 8), nn.Softmax(-1), *more, nn.Linear(8, 5)).double()
+    styles = {"0": ColwiseParallel(), f"{len(pnet) - 1}": RowwiseParallel()}
+    return one_step(mesh, pnet, styles, (draw(6, 10), draw(6, 5)))
+
+
+REFUSED["code between layers gets a rank's part of the features"] = a_softmax_over_a_part
+REFUSED["on one rank: code between layers"] = lambda mesh: a_softmax_over_a_part(mesh, nn.Dropout(0.5))
 
 
 @refused("split over ranks and made in pieces")

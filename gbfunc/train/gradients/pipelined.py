@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gbfunc.parallel import Layout, gather_objects
 from gbfunc.parallel.absent import Absent
-from gbfunc.parallel.mesh import AxisName
 from gbfunc.parallel.pipeline import Pipeline
 from gbfunc.train.gradients.accumulated import Kept, equal_parts, leaves_of, mean_of, through_gnets
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, Result, seeded
@@ -82,8 +81,9 @@ class Pipelined:
         def few(batch: Any) -> Any:
             return equal_parts(n, batch, 1)[0][0]
 
-        axes: tuple[AxisName, ...] = ("pipeline",) if self._split is None else ("pipeline", "tensor")
-        return Proof(whole, part, few, axes, _CAUSE if self._split is None else f"{_CAUSE}; or {SPLIT_CAUSE}")
+        if self._split is None:
+            return Proof(whole, part, lambda: self.loss, few, ("pipeline",), _CAUSE)
+        return Proof(whole, part, lambda: self.loss, few, ("pipeline", "tensor"), f"{_CAUSE}; or {SPLIT_CAUSE}")
 
     def _prepared(self, microbatch: Any, device: torch.device, amp: torch.dtype | None) -> GenomeLoss:
         """The loss, when stages know this form of microbatches."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbfunc.parallel import Layout, gather_objects, sum_ranks
@@ -26,6 +26,7 @@ class Proof(NamedTuple):
     Attributes:
         whole: makes the loss of the whole p-net on this rank.
         part: this rank's part of the gradient, as steps find it.
+        loss: what steps find it of.
         few: takes the rows from a batch.
         axes: of the mesh, along which the parts are summed.
         cause: of a difference, and its cure.
@@ -33,42 +34,65 @@ class Proof(NamedTuple):
 
     whole: Callable[[], GenomeLoss]
     part: Part
+    loss: Callable[[], GenomeLoss | None]
     few: Callable[[Any], Any]
     axes: tuple[AxisName, ...]
     cause: str
 
     def compare(self, layout: Layout, given: Given, trained: Params) -> None:
-        """Compare the gradients; all ranks call. One that is random is not compared.
+        """Compare the gradients; all ranks call. One that is random is compared in `eval` mode, or else not at all.
 
         Raises:
             ValueError: on every rank, if they differ by more than rounding does.
         """
-        mesh, loss, wanted = layout.mesh, self.whole(), [*trained.values()]
+        mesh, whole, wanted = layout.mesh, self.whole(), [*trained.values()]
         given = given._replace(batch=self.few(given.batch), rows=1)
-
-        def whole(given: Given, wanted: list[Tensor]) -> Gradients:
-            with loss.without_amp():
-                return OneGraph(loss, 1.0)(given, wanted).gradients
+        dtypes = (layout.plan.dtype, *(DTYPES[t.dtype] for t in layout.plan.tensors))
+        rounding = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point) ** 0.4
 
         def apart(x: Tensor, y: Tensor) -> float:
             """Of all ranks the most; a quotient of zeros, or of what is not finite, says nothing."""
             norm = float(torch.linalg.vector_norm(x - y) / torch.linalg.vector_norm(y))
             return max((z for z in gather_objects(mesh, norm) if not math.isnan(z)), default=0.0)
 
-        # Features that are split draw other numbers.
-        with nullcontext() if "tensor" in self.axes else _SameDraws():
-            found, alone = _flat(self.part, given, wanted, 0), _flat(whole, given, wanted, 0)
-            for axis in self.axes:
-                found = sum_ranks(mesh, found, axis)
-            dtypes = (layout.plan.dtype, *(DTYPES[t.dtype] for t in layout.plan.tensors))
-            rounding = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point) ** 0.4
-            worst = apart(found, alone)
-            if worst <= rounding or apart(_flat(whole, given, wanted, 1), alone):
-                return
-        raise ValueError(
-            f"over {' and '.join(self.axes)} ranks the gradient is {worst:.2g} of its norm away from that of the p-net "
-            f"on one rank: {self.cause}"
-        )
+        # Of features that are split other numbers are drawn than of whole ones: there, none are.
+        evaluating = _evaluating(*(loss.net.skeleton for loss in (whole, self.loss()) if loss is not None))
+        for mode in (nullcontext(), evaluating) if "tensor" in self.axes else (_SameDraws(),):
+            with mode:
+                found, alone = _flat(self.part, given, wanted, 0), _flat(plainly(whole), given, wanted, 0)
+                for axis in self.axes:
+                    found = sum_ranks(mesh, found, axis)
+                if (worst := apart(found, alone)) <= rounding:
+                    return
+                random = apart(_flat(plainly(whole), given, wanted, 1), alone)
+            if not random:
+                raise ValueError(
+                    f"over {' and '.join(self.axes)} ranks the gradient is {worst:.2g} of its norm away from that of "
+                    f"the p-net on one rank: {self.cause}"
+                )
+
+
+def plainly(loss: GenomeLoss) -> Part:
+    """The gradient by one graph, in the p-net's own precision."""
+
+    def gradients(given: Given, wanted: list[Tensor]) -> Gradients:
+        with loss.without_amp():
+            return OneGraph(loss, 1.0)(given, wanted).gradients
+
+    return gradients
+
+
+@contextmanager
+def _evaluating(*nets: nn.Module) -> Iterator[None]:
+    """Layers behave as in evaluation inside of this."""
+    training = [module for net in nets for module in net.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _flat(part: Part, given: Given, wanted: list[Tensor], seed: int) -> Tensor:

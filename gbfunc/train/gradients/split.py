@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from gbfunc.parallel import gather_objects
-from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph
-from gbfunc.train.gradients.proof import Proof
+from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients
+from gbfunc.train.gradients.proof import Proof, plainly
 from gbfunc.train.gradients.ranks import RankObjective
 from gbfunc.trees import tree_map
 from gbfunc.types import Params
@@ -62,14 +62,10 @@ def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss) -> Proof:
     Code between layers gets a rank's part of the features, as in torch: a softmax over split ones is another function.
     """
 
-    def part(given: Given, wanted: list[Tensor]) -> Gradients:
-        with loss.without_amp():
-            return OneGraph(loss, 1.0)(given, wanted).gradients
-
     def few(batch: Any) -> Any:
         return tree_map(lambda x: x[:2] if isinstance(x, Tensor) and x.ndim else x, batch)
 
-    return Proof(whole, part, few, ("tensor",), SPLIT_CAUSE)
+    return Proof(whole, plainly(loss), lambda: loss, few, ("tensor",), SPLIT_CAUSE)
 
 
 class SplitObjective(RankObjective):
