@@ -247,9 +247,9 @@ for label, units in {"table": gb.table(cells), "formula": formula, "bits": None}
 # ## What a file needs
 #
 # A file never makes anybody's code run. A genome whose g-nets come from a factory is read back by whoever passes that
-# factory; a class of one's own can be trained and materialized from anywhere, and is read back from a file once it
-# has its entry in `gbfunc.hypernets.HYPERNETS`. A layer that should be selected by default, or seen as other matrices
-# than [first, all others], is one file and one entry in `gbfunc.layers.KINDS`.
+# factory; a class of one's own is saved and read back once `gb.register` knows it, which is a class decorator too. A
+# layer that should be selected by default, or seen as other matrices than [first, all others], is one file and one
+# entry in `gbfunc.layers.KINDS`.
 
 # %%
 plan = plans["siren (a module)"]
@@ -262,4 +262,7 @@ with tempfile.TemporaryDirectory() as folder:
         gb.load(path)
     except ValueError as error:
         print(str(error).replace(str(path), path.name))
+    gb.register(BumpWave)
+    gb.save(path, plans["bump x wave (a class)"], gb.init_genome(plans["bump x wave (a class)"], pnet))
+    print(gb.load(path)[0].tensors[0].slots[0].hypernet)
 assert torch.equal(gb.generate(plan, again)["0.filters"], gb.generate(plan, genome)["0.filters"])
