@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ Part = Callable[[Given, list[Tensor]], Gradients]
 
 
 class Proof(NamedTuple):
-    """What the first step's gradient is compared with, on a few of its rows.
+    """What the first step's gradient, and what it makes of buffers, are compared with, on a few of its rows.
 
     Attributes:
         whole: makes the loss of the whole p-net on this rank.
@@ -40,7 +40,7 @@ class Proof(NamedTuple):
     cause: str
 
     def compare(self, layout: Layout, given: Given, trained: Params) -> None:
-        """Compare the gradients; all ranks call. One that is random is compared in `eval` mode, or else not at all.
+        """Compare them; all ranks call. What is random is compared in `eval` mode, or else not at all.
 
         Raises:
             ValueError: on every rank, if they differ by more than rounding does.
@@ -51,24 +51,26 @@ class Proof(NamedTuple):
         rounding = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point) ** 0.4
 
         def apart(x: Tensor, y: Tensor) -> float:
-            """Of all ranks the most; a quotient of zeros, or of what is not finite, says nothing."""
-            norm = float(torch.linalg.vector_norm(x - y) / torch.linalg.vector_norm(y))
-            return max((z for z in gather_objects(mesh, norm) if not math.isnan(z)), default=0.0)
+            """`|x - y| / |y|`, of all ranks the most; where y is not finite, nothing is known."""
+            by, size = (float(torch.linalg.vector_norm(z)) for z in (x - y, y))
+            norm = by / size if size and math.isfinite(by) else math.inf if by else 0.0
+            return max(gather_objects(mesh, norm if math.isfinite(size) else 0.0))
 
         # Of features that are split other numbers are drawn than of whole ones: there, none are.
         evaluating = _evaluating(*(loss.net.skeleton for loss in (whole, self.loss()) if loss is not None))
         for mode in (nullcontext(), evaluating) if "tensor" in self.axes else (_SameDraws(),):
             with mode:
-                found, alone = _flat(self.part, given, wanted, 0), _flat(plainly(whole), given, wanted, 0)
+                found, alone = _found(self.part, given, wanted, 0), _found(plainly(whole), given, wanted, 0)
                 for axis in self.axes:
-                    found = sum_ranks(mesh, found, axis)
-                if (worst := apart(found, alone)) <= rounding:
+                    sum_ranks(mesh, found[0], axis)
+                worst = [*map(apart, found, alone)]
+                if max(worst) <= rounding:
                     return
-                random = apart(_flat(plainly(whole), given, wanted, 1), alone)
+                random = any(map(apart, _found(plainly(whole), given, wanted, 1), alone))
             if not random:
                 raise ValueError(
-                    f"over {' and '.join(self.axes)} ranks the gradient is {worst:.2g} of its norm away from that of "
-                    f"the p-net on one rank: {self.cause}"
+                    f"over {' and '.join(self.axes)} ranks the gradient is {worst[0]:.2g} of its norm, and the change "
+                    f"of buffers {worst[1]:.2g} of its, away from those of the p-net on one rank: {self.cause}"
                 )
 
 
@@ -95,13 +97,19 @@ def _evaluating(*nets: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _flat(part: Part, given: Given, wanted: list[Tensor], seed: int) -> Tensor:
-    given = given._replace(buffers={k: v.clone() for k, v in given.buffers.items()})
+def _found(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
+    """The gradient and the change of buffers, flat."""
+    before, given = given.buffers, given._replace(buffers={k: v.clone() for k, v in given.buffers.items()})
     with seeded(seed, wanted[0].device), torch.enable_grad():
-        found = part(given, wanted)
-    dense = (torch.zeros_like(x) if g is None else g.to_dense() for x, g in zip(wanted, found, strict=True))
-    parts = (torch.view_as_real(g) if g.is_complex() else g for g in dense)
-    return torch.cat([g.reshape(-1).double() for g in parts])
+        gradients = part(given, wanted)
+    dense = (torch.zeros_like(x) if g is None else g.to_dense() for x, g in zip(wanted, gradients, strict=True))
+    changes = (given.buffers[k].detach() - x for k, x in before.items() if x.is_floating_point())
+    return _flat(dense, wanted[0]), _flat((x.nan_to_num(0.0, 0.0, 0.0) for x in changes), wanted[0])
+
+
+def _flat(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
+    parts = (torch.view_as_real(x) if x.is_complex() else x for x in tensors)
+    return torch.cat([like.new_zeros(0, dtype=torch.float64), *(x.reshape(-1).double() for x in parts)])
 
 
 class _SameDraws(TorchDispatchMode):
