@@ -29,10 +29,10 @@ def run(options: Plan) -> None:
         raise ValueError(f"--ranks must be at least 1, got {options.ranks}")
     stored = dtype_of(options.data, options.genome, options.output.dtype)
     job = make_job(options.data, options.genome, stored=stored)
-    print(job.plan.report(stored, metadata=about(job.task, options.data)))
+    reports = [job.plan.report(stored, metadata=about(job.task, options.data))]
     if options.ranks is not None:
-        print()
-        print(layouts(options, job, device).report())
+        reports.append(layouts(options, job, device).report())
+    print("\n\n".join(reports))
 
 
 def read_device(options: Plan) -> DeviceSpec:
