@@ -258,8 +258,8 @@ def test_a_base_is_exported_with_its_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("net.tflite", {}, "one of onnx, pt2, aoti, iree, safetensors, got the suffix '.tflite'"),
-        ("net.html", {}, "got the suffix '.html'; a page .* is written by gbfunc export"),
+        ("net.tflite", {}, "got the suffix '.tflite'"),
+        ("net.html", {}, r"iree \(.vmfb\), .* got the suffix '.html'; gbfunc export writes pages \(.html\)"),
         ("net.onnx", {"to": "onxx"}, "got to='onxx'"),
         ("net.pt2", {"weights": "Genome"}, "weights must be 'genome' or 'dense', got 'Genome'"),
         ("net.safetensors", {"weights": "genome"}, "gb.save for the genome"),

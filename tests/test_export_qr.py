@@ -97,6 +97,8 @@ def test_commands_take_a_code_for_a_genome(tmp_path: Path, capsys: pytest.Captur
     [
         (["--out", "code.png"], "say its address as --qr PAGE"),
         (["--out", "net.html", "--weights", "dense"], "--weights and --to are for programs"),
+        (["--out", "net.html", "--pnet", "gpt"], "a page has the pnet of the genome's file, mlp: drop --pnet gpt"),
+        (["--out", "code.png", "--qr", PAGE, "--task", "mnist"], "the task of the genome's file, digits: drop"),
         (["--out", "code.txt", "--qr", PAGE], "a QR code is a .png or an .svg"),
         (["--out", "net.html", "--genome", "none.safetensors"], "no such genome file: none.safetensors"),
     ],

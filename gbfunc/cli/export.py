@@ -52,6 +52,9 @@ def _to_browser(options: Export) -> None:
     if (options.weights or options.to) is not None:
         raise ValueError("--weights and --to are for programs: a page and a QR code hold the genome")
     said = said_by(options.genome)
+    for name in ("task", "pnet"):
+        if (given := getattr(options, name) or said.get(name)) != (held := said.get(name)):
+            raise ValueError(f"a page has the {name} of the genome's file, {held}: drop --{name} {given}")
     page.check(gb.load(options.genome)[0])
     data = options.genome.read_bytes()
     if options.qr is not None:

@@ -109,10 +109,10 @@ def _kind(path: Path, to: str | None) -> str:
     if to is None and path.suffix in suffixes:
         return suffixes[path.suffix]
     if to not in (*FORMATS, SAFETENSORS):
-        known = ", ".join((*FORMATS, SAFETENSORS))
+        known = ", ".join([*(f"{name} ({suffix})" for suffix, name in suffixes.items()), "aoti"])
         got = f"to={to!r}" if to is not None else f"the suffix {path.suffix!r}"
-        page = "; a page (.html) is written by gbfunc export" * (path.suffix == ".html")
-        raise ValueError(f"the format must be one of {known}, got {got}{page}")
+        more = "gbfunc export writes pages (.html) and QR codes (.png, .svg), too"
+        raise ValueError(f"the format must be one of {known}, got {got}; {more}")
     return to
 
 
