@@ -4,7 +4,8 @@ OpenMP's threads spin at the end of every operation, which makes the steps of a 
 long where another program has a core. How they wait is read once, when torch's library is loaded; scripts set
 `OMP_WAIT_POLICY=passive` in their environment, or call `torch.set_num_threads(1)`.
 
-Ctrl-C during the imports ends the process with one line and exit status 130, until `gbfunc.cli.main` takes over.
+Ctrl-C and SIGTERM during the imports end the process with one line and exit status 130 or 143, until `gbfunc.cli.main`
+takes over.
 
 Arguments are parsed here already: help, and what is wrong with them, need not wait seconds for torch.
 """
@@ -41,23 +42,24 @@ def wait_passively(environ: MutableMapping[str, str], argv: Sequence[str]) -> No
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    os.write(2, b"gbfunc: interrupted\n")
-    os._exit(130)
+    os.write(2, b"gbfunc: interrupted\n" if signum == signal.SIGINT else b"gbfunc: stopped by SIGTERM\n")
+    os._exit(128 + signum)
 
 
-def _replace_handler(old: Any, new: Any) -> None:
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is old:
-        signal.signal(signal.SIGINT, new)
+def _replace_handler(signum: int, old: Any, new: Any) -> None:
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signum) == old:
+        signal.signal(signum, new)
 
 
 def interrupts_end() -> None:
-    """Let Ctrl-C end the process with one line, unless something else handles it."""
-    _replace_handler(signal.default_int_handler, _end)
+    """Let Ctrl-C and SIGTERM end the process with one line, unless something else handles them."""
+    _replace_handler(signal.SIGINT, signal.default_int_handler, _end)
+    _replace_handler(signal.SIGTERM, signal.SIG_DFL, _end)
 
 
 def interrupts_raise() -> None:
     """Undo `interrupts_end`: Ctrl-C raises `KeyboardInterrupt` again."""
-    _replace_handler(_end, signal.default_int_handler)
+    _replace_handler(signal.SIGINT, _end, signal.default_int_handler)
 
 
 def parse_arguments(argv: Sequence[str]) -> Any:

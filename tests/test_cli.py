@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -393,6 +394,19 @@ def test_the_parser_refuses_in_one_line(argv: list[str], message: str, capsys: p
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1
     assert told.err.startswith("gbfunc: error: ") and message in told.err
+
+
+@pytest.mark.parametrize(
+    ("command", "called"), [("plan", "make_job"), ("eval", "read_genome"), ("bench", "find_device")]
+)
+def test_sigterm_ends_a_command_with_a_line(
+    command: str, called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(f"gbfunc.cli.{command}.{called}", lambda *args, **kwargs: signal.raise_signal(signal.SIGTERM))
+    assert main([command, *["--genome", "genome"] * (command == "eval")]) == 143
+    assert capsys.readouterr() == ("", "gbfunc: stopped by SIGTERM\n")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

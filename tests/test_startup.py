@@ -1,4 +1,4 @@
-"""What happens before torch is imported, and Ctrl-C while it is."""
+"""What happens before torch is imported, and Ctrl-C and SIGTERM while it is."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_help_and_wrong_options_need_no_torch(argv: list[str], code: int, expect
     assert done.returncode == code and expected in done.stdout + done.stderr
 
 
-def test_ctrl_c_during_the_imports_ends_with_a_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("signum", "words"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM")])
+def test_signals_during_the_imports_end_with_a_line(signum: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(SLOW_TORCH)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[1])])
     process = subprocess.Popen(
@@ -96,6 +97,6 @@ def test_ctrl_c_during_the_imports_ends_with_a_line(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None and process.stdout.readline() == "importing\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130 and errors == "gbfunc: interrupted\n"
+    assert process.returncode == 128 + signum and errors == f"gbfunc: {words}\n"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from gbfunc import startup
-from gbfunc.cli.signals import Stopped
+from gbfunc.cli.signals import Stopped, sigterm_raises
 from gbfunc.startup import interrupts_raise
 
 __all__ = ["main"]
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         interrupts_raise()
         command = startup.COMMAND if argv is None else None
-        (command or parse(sys.argv[1:] if argv is None else argv)).run()
+        with sigterm_raises():
+            (command or parse(sys.argv[1:] if argv is None else argv)).run()
     except KeyboardInterrupt:
         print("gbfunc: interrupted", file=sys.stderr)
         return 130

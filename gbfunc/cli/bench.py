@@ -18,7 +18,6 @@ from rich.table import Table
 from gbfunc.cli.commands import Bench
 from gbfunc.cli.output import open_folder, wide_console, write_figure, write_metrics
 from gbfunc.cli.ranks import find_device
-from gbfunc.cli.signals import sigterm_raises
 from gbfunc.lab.bench import cases
 from gbfunc.lab.bench.report import Row, describe, growth_curves, log_slope, measure_ceilings, over_runs, run_bench
 from gbfunc.lab.bench.variants import Setting, why_not
@@ -31,14 +30,11 @@ def run(options: Bench) -> None:
     """Run the cases, print one table, write the results."""
     if options.repeat < 1 or (options.repeat > 1 and (options.calibrate or options.distributed)):
         raise ValueError(f"--repeat must be at least 1, and 1 with --calibrate and --distributed, got {options.repeat}")
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {options.threads}")
     if options.calibrate:
         print_device(find_device(options.device), options.threads)
         return
-    with sigterm_raises():
-        _run_cases(options)
-
-
-def _run_cases(options: Bench) -> None:
     if options.distributed:
         with open_folder(options.out) as folder:
             run_wire("quick" if options.quick else "full", options.cases, options.ranks, options.links, folder)
@@ -46,8 +42,6 @@ def _run_cases(options: Bench) -> None:
     device = find_device(options.device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {options.device}")
-    if options.threads is not None and options.threads < 1:
-        raise ValueError(f"--threads must be at least 1, got {options.threads}")
     on_cuda = device.type == "cuda"
     setting = Setting(device, torch.bfloat16 if on_cuda else None, options.threads or torch.get_num_threads())
     benches = cases.choose(cases.BENCHES["quick" if options.quick else "cuda" if on_cuda else "full"], options.cases)

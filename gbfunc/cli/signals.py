@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during a training: it ends after a checkpoint."""
+"""SIGTERM ends a command with a line; during a training that keeps checkpoints Ctrl-C and SIGTERM end it after one."""
 
 from __future__ import annotations
 
