@@ -168,17 +168,25 @@ def test_a_refused_command_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "a" / "b"
-    refused = ["train", *SMALL, "--optimizer-config", '{"nope": 1}', "--checkpoint-every", "1", "--out", str(out)]
-    assert main(refused) == 2 and not list(tmp_path.iterdir())
+    for options in (
+        ["--optimizer-config", '{"nope": 1}', "--checkpoint-every", "1"],
+        ["--log-every", "0", "--checkpoint-every", "1", "--log", "csv"],
+        ["--batch-size", "5000", "--log", "csv"],
+    ):
+        assert main(["train", *SMALL, *options, "--out", str(out)]) == 2 and not list(tmp_path.iterdir())
     monkeypatch.setitem(sys.modules, "constriction", None)
     assert main(["compare", "--quick", "--sizes", "200", "--methods", "pruned", "--out", str(out)]) == 2
     assert "pip install 'gbfunc[cli]'" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_a_refused_export_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *SMALL, "--steps", "1", "--out", str(tmp_path / "run")]) == 0
     genome = ["--genome", str(tmp_path / "run" / "genome.safetensors")]
-    assert main(["export", *genome, "--out", str(tmp_path / "a" / "b" / "net.unknown")]) == 2
+    for out, words in (
+        (tmp_path / "a" / "b" / "net.unknown", "got the suffix '.unknown'; gbfunc export writes pages (.html)"),
+        (tmp_path / "run" / "metrics.json" / "net.onnx", "metrics.json is a file, expected a folder"),
+    ):
+        assert main(["export", *genome, "--out", str(out)]) == 2 and words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -249,6 +257,9 @@ def test_mnist_from_the_command_line(shared_data: Path, tmp_path: Path, capsys: 
         (["plan", "--seed", str(2**63)], "--seed must be"),
         (["plan", "--compression", "1e-320"], "1e-320"),
         (["train", "--device", "abacus"], "--device 'abacus' cannot be used"),
+        (["train", "--device", "meta"], "--device 'meta' cannot be used"),
+        (["train", "--device", "hpu"], "--device 'hpu' cannot be used"),
+        (["bench", "--calibrate", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["plan", "--sizes", "64", str(10**14), "10"], "can't allocate memory: you tried to allocate"),
         (["train", "--genome-params", "500", "--compression", "40"], "at most one"),
         (["plan", "--genome-params", "3"], "3"),
@@ -272,13 +283,15 @@ def test_cuda_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--device 'cuda' cannot be used" in capsys.readouterr().err
 
 
-def test_out_that_is_a_file_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["train", "demo", "compare", "bench", "federated"])
+@pytest.mark.parametrize("below", ["", "a/b"])
+def test_out_that_is_a_file_is_refused_before_training(
+    command: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("mine")
-    assert main(["train", "--out", str(tmp_path / "file")]) == 2
+    assert main([command, "--out", str(tmp_path / "file" / below)]) == 2
     told = capsys.readouterr().err
-    assert "is a file, expected a folder" in told and told.count("\n") == 1
-    assert main(["train", "--out", str(tmp_path / "file" / "below")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert f"{tmp_path / 'file'} is a file, expected a folder" in told and told.count("\n") == 1
 
 
 def test_a_genome_is_not_exported_onto_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,6 @@ def run(options: Compare) -> None:
     methods = {name: method for name, method in chosen.items() if name not in references}
     problems = _problems(options, task, dtype)
     free = [lab.reference_problem(problems[0])] if references else []
-    results = lab.read_results(options.out / "compare.json")
     about = describe(torch.device("cpu"), torch.get_num_threads())
     seeds, most = (1, 2) if options.quick else (options.seeds, None)
 
@@ -44,6 +43,7 @@ def run(options: Compare) -> None:
         print(line, file=sys.stderr, flush=True)
 
     with open_folder(options.out) as folder, open_folder(folder / "nets") as nets:
+        results = lab.read_results(folder / "compare.json")
         for parts in ((methods, problems), (references, free)):
             for newer in lab.run_missing(*parts, seeds, results, nets, report, most):
                 results = newer

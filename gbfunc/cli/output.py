@@ -31,7 +31,7 @@ _WIDTH = 150
 
 @contextmanager
 def open_folder(path: Path, option: str = "--out") -> Iterator[Path]:
-    """The folder that an option names; folders made for it are removed at the end where they hold no file.
+    """The folder that an option names; folders made for it are removed at the end where they hold no file, but a lock.
 
     A path that cannot be one is refused (`OSError`) before hours of training.
     """
@@ -39,11 +39,16 @@ def open_folder(path: Path, option: str = "--out") -> Iterator[Path]:
     try:
         try:
             path.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise NotADirectoryError(f"{option} {path} is a file, expected a folder") from None
+        except (FileExistsError, NotADirectoryError):
+            file = next(one for one in (path, *path.parents) if one.exists())
+            raise NotADirectoryError(f"{option} {path}: {file} is a file, expected a folder") from None
         yield path
     finally:
         inside = sorted(new[0].rglob("*"), reverse=True) if new else []
+        locks = [one for one in inside if one.name == ".lock"]
+        if all(one.is_dir() or one in locks for one in inside):
+            for lock in locks:
+                lock.unlink(missing_ok=True)
         for folder in [one for one in inside if one.is_dir()] + new:
             with suppress(OSError):
                 folder.rmdir()
@@ -202,21 +207,24 @@ class Best:
 @contextmanager
 def open_logs(
     names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
-) -> Iterator[OnLog | None]:
-    """One hook for all logs of some names, which gets the learning rate too; None without a name."""
-    if not names:
-        yield None
-        return
-    if folder is None:
+) -> Iterator[tuple[Callable[[], None], OnLog | None]]:
+    """What begins all logs of some names, and one hook for them, which gets the learning rate too; None without a name.
+
+    Before they begin they write nothing.
+    """
+    if names and folder is None:
         raise ValueError(f"--log {' '.join(names)} needs --out, the folder that it writes to")
+    logs: list[OnLog] = []
     with ExitStack() as stack:
-        logs = [stack.enter_context(LOGS[name](folder, settings)) for name in dict.fromkeys(names)]
+
+        def begin() -> None:
+            logs.extend(stack.enter_context(LOGS[name](folder or Path(), settings)) for name in dict.fromkeys(names))
 
         def log(step: int, metrics: Mapping[str, float]) -> None:
             for one in logs:
                 one(step, {**metrics, "lr": rate(step - 1)} if "train_loss" in metrics else metrics)
 
-        yield log
+        yield begin, log if names else None
 
 
 @contextmanager

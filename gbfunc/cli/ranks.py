@@ -52,9 +52,10 @@ def find_device(name: str) -> torch.device:
     """The device called `name`; `ValueError` if there is none, or if it cannot be used here."""
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        torch.zeros((), device=device).item()  # which a device without data, such as meta, refuses
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise ValueError(f"--device {name!r} cannot be used: {reason}") from error
     return device
 
 

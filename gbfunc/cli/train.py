@@ -155,8 +155,6 @@ def train_genome(
     trainer = meter.metered(genome_trainer(job.plan, job.pnet, task, recipe, seed, **split, **coded), split)
     step, coder = trainer.train_step, trainer.coder
     assert step is not None
-    # Not before a step is taken: what is refused leaves the folder of another training as it was.
-    trainer = trainer._replace(step=_then(trainer.step, lambda: write_config(folder / "config.toml", settings)))
 
     def write(genome: gb.TrainState, path: Path) -> None:
         gb.save(path, job.plan, genome, output.dtype if coder is None else coder.final(genome), metadata)
@@ -172,7 +170,10 @@ def train_genome(
         return {"on_log": on_log, "log_every": output.log_every, **keep}
 
     logs = output.log if step.mesh.rank == 0 else ()
-    with open_logs(logs, output.out, settings, recipe.schedule(recipe, recipe.lr, steps)) as on_log:
+    with open_logs(logs, output.out, settings, recipe.schedule(recipe, recipe.lr, steps)) as (begin_logs, on_log):
+        # Not before a step is taken: what is refused leaves the folder of another training as it was.
+        begin = _then(_then(trainer.step, begin_logs), lambda: write_config(folder / "config.toml", settings))
+        trainer = trainer._replace(step=begin)
         best = Best(best_path, task.metric, write)
         with checkpoints(options, task, recipe, step) as kept, meter.profiling(step.mesh, steps):
             result = run_fit(trainer, job, seed, label, checkpoints=kept, **hooks(on_log, best, step))

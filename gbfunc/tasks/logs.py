@@ -23,17 +23,15 @@ OnLog = Callable[[int, Mapping[str, float]], None]
 @contextmanager
 def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
     """A row `step, metric, value` for each number, in `folder/log.csv`, behind those that it holds."""
-    path = folder / "log.csv"
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if not file.tell():
-            writer.writerow(["step", "metric", "value"])
 
-        def log(step: int, metrics: Mapping[str, float]) -> None:
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        with (folder / "log.csv").open("a", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if not file.tell():
+                writer.writerow(["step", "metric", "value"])
             writer.writerows([step, name, value] for name, value in metrics.items())
-            file.flush()
 
-        yield log
+    yield log
 
 
 @contextmanager
