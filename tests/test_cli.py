@@ -185,6 +185,7 @@ def test_a_refused_export_leaves_no_folder(tmp_path: Path, capsys: pytest.Captur
     for out, words in (
         (tmp_path / "a" / "b" / "net.unknown", "got the suffix '.unknown'; gbfunc export writes pages (.html)"),
         (tmp_path / "run" / "metrics.json" / "net.onnx", "metrics.json is a file, expected a folder"),
+        (tmp_path / "run", "run is a folder, expected a file"),
     ):
         assert main(["export", *genome, "--out", str(out)]) == 2 and words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -190,6 +190,21 @@ def test_metadata_that_does_not_do(name: str, genome: str, tmp_path: Path, capsy
     assert words in told(capsys, "predict", "--genome", tmp_path / "g", tmp_path / "x.npy", code=2)[-1]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--task", "mnist"], "the genome's file is of the task digits, got --task mnist: pass --data-dir too"),
+        (["--pnet-config", "[1]"], "--pnet-config must be a JSON object"),
+        (["--pnet", "gpt"], "the p-net gpt reads text"),
+    ],
+)
+def test_options_against_the_file(
+    options: list[str], words: str, genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((8, 8)))
+    assert words in told(capsys, "predict", "--genome", genome, *options, tmp_path / "x.npy", code=2)[-1]
+
+
 def test_predict_without_anything(genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "predict needs files" in told(capsys, "predict", "--genome", genome, code=2)[-1]
     assert "no such file of inputs" in told(capsys, "predict", "--genome", genome, tmp_path / "x.png", code=2)[-1]

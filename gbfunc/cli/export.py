@@ -29,6 +29,8 @@ def run(options: Export) -> None:
     """Write the file; tell its size and how exact it is."""
     if options.out.exists() and options.genome.exists() and options.out.samefile(options.genome):
         raise ValueError(f"--out {options.out} is the genome's own file, which would be lost: choose another name")
+    if options.out.is_dir():
+        raise IsADirectoryError(f"--out {options.out} is a folder, expected a file")
     if options.qr is not None or options.out.suffix == ".html":
         return _to_browser(options)
     if options.out.suffix in (".png", ".svg"):

@@ -5,7 +5,6 @@ Suffixes: N inputs, C channels, h rows and w columns of an image, K classes, L t
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from gbfunc.cli.about import said_by
 from gbfunc.cli.commands import Predict
-from gbfunc.cli.job import load_task
+from gbfunc.cli.job import load_task, read_json
 from gbfunc.cli.networks import read_genome
 from gbfunc.cli.options import DataOptions
 from gbfunc.export.qr import read_qr
@@ -62,7 +61,9 @@ def task_of(options: DataOptions, said: Mapping[str, Any]) -> Task:
             raise TypeError(f"expected positive numbers, got {said['interface']!r}")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the genome's file does not say what its inputs are ({error!r}): pass --data-dir") from error
-    config: JSON = json.loads(options.pnet_config)
+    if options.task != (held := said.get("task", options.task)):
+        raise ValueError(f"the genome's file is of the task {held}, got --task {options.task}: pass --data-dir too")
+    config: JSON = read_json("--pnet-config", options.pnet_config)
     encode = None
     if interface.vocabulary:
         if options.pretrained is None:
