@@ -99,6 +99,16 @@ def test_pipelines_that_cannot_be_are_refused_with_a_reason() -> None:
     assert dict(found.refused)["data 1 x pipeline 6 x tensor 1, gpipe"] == "6 stages of 4 blocks"
     odd = gb.plan_parallel(plan, pnet, batch[:15], ranks=2, loss_fn=next_token, microbatches=5)
     assert {p.layout.schedule for p in odd.fits} == {None, "gpipe", "1f1b", "zbv"}
+    uneven = gb.plan_parallel(plan, pnet, batch[:15], ranks=4, loss_fn=next_token, microbatches=4)
+    reason = dict(uneven.refused)["data 2 x pipeline 2 x tensor 1, gpipe"]
+    assert reason == "no number of microbatches from 2 on divides 7.5 rows"
+
+
+def test_one_rank_takes_equal_microbatches() -> None:
+    pnet, plan, batch = make_case()
+    tried = (gb.plan_parallel(plan, pnet, batch[:15], ranks=1, loss_fn=next_token, microbatches=n) for n in (None, 2))
+    (found,), none = (p.fits for p in tried)
+    assert found.layout.microbatches == 1 and not none
 
 
 def test_a_linear_stack_needs_no_styles_and_no_loss() -> None:

@@ -216,12 +216,12 @@ def _layouts(
                 refused.append((name, f"the batch has {model.rows} rows"))
                 continue
             for schedule in SCHEDULES if pipeline > 1 else (None,):
-                numbers = _numbers(-(-model.rows // shards), pipeline, schedule, microbatches)
+                numbers = _numbers(rows, ranks == 1, pipeline, schedule, microbatches)
                 reason = "" if numbers else f"no number of microbatches from {pipeline} on divides {rows:.4g} rows"
                 if schedule:
                     reason = model.why_not_staged(pipeline * SCHEDULES[schedule][1], schedule) or reason
                 if reason:
-                    refused.append((f"{name}, {schedule}", reason))
+                    refused.append((f"{name}, {schedule}" if schedule else name, reason))
                     continue
                 for placement, gnets in model.placements(shards):
                     for remat in ("none", "layer") if model.can_remat(placement) else ("none",):
@@ -232,10 +232,11 @@ def _layouts(
                             yield [RankLayout(sizes, placement, schedule, m, remat) for m in some]
 
 
-def _numbers(rows: int, pipeline: int, schedule: str | None, asked: int | None) -> list[int]:
-    """Numbers of microbatches to try: powers of two times the stages."""
+def _numbers(rows: float, alone: bool, pipeline: int, schedule: str | None, asked: int | None) -> list[int]:
+    """Numbers of microbatches to try: powers of two times the stages; ranks without a pipeline may have uneven ones."""
     if schedule is None:
-        return [m for m in ([asked] if asked else [2**i for i in range(8)]) if m <= rows]
+        tried = [asked] if asked else [2**i for i in range(8)]
+        return [m for m in tried if m <= rows and not (alone and rows % m)]
     tried = [asked] if asked else [pipeline * 2**i for i in range(4)]
     # Interleaved ones go in equal rounds.
     rounds = schedule == "interleaved"
