@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,24 @@ from gbfunc.lab.bench.report import Row, describe, growth_curves, log_slope, mea
 from gbfunc.lab.bench.variants import Setting, why_not
 
 _ROUNDS = 7
+_TAKEN = {
+    None: ("quick", "cases", "repeat", "device", "threads", "out"),
+    "distributed": ("quick", "cases", "out", "ranks", "links"),
+    "calibrate": ("device", "threads"),
+}
+"""Options of what is measured: of cases side by side, or instead."""
+
 _GROWTH = {"growth_weights": ("weights", "weights"), "growth_features": ("features", "features H")}
 
 
 def run(options: Bench) -> None:
     """Run the cases, print one table, write the results."""
-    if options.repeat < 1 or (options.repeat > 1 and (options.calibrate or options.distributed)):
-        raise ValueError(f"--repeat must be at least 1, and 1 with --calibrate and --distributed, got {options.repeat}")
+    kind = "calibrate" if options.calibrate else "distributed" if options.distributed else None
+    given = [f.name for f in fields(Bench) if getattr(options, f.name) != f.default]
+    if odd := [name for name in given if name not in (kind, *_TAKEN[kind])]:
+        raise ValueError(f"bench{f' --{kind}' if kind else ''} takes {', '.join(_TAKEN[kind])}: drop --{odd[0]}")
+    if options.repeat < 1:
+        raise ValueError(f"--repeat must be at least 1, got {options.repeat}")
     if options.threads is not None and options.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {options.threads}")
     if options.calibrate:
