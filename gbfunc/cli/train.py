@@ -25,6 +25,7 @@ from gbfunc.cli.job import Job, asked_recipe, check_seed, dtype_of, hypernet_of,
 from gbfunc.cli.meter import Meter
 from gbfunc.cli.networks import BEST_FILE, GENOME_FILE, genome_metrics, measure, read_genome, with_teacher
 from gbfunc.cli.options import (
+    BirthOptions,
     CheckpointOptions,
     ExecutionOptions,
     GenomeOptions,
@@ -48,8 +49,8 @@ def run(options: Train) -> None:
     output, born = options.output, options.birth.from_birth
     if born is not None:
         return _learn(options, born)
-    if options.birth.other is not None:
-        raise ValueError("--other is what the network of a genome learns: say --from-birth too")
+    if options.birth != BirthOptions():
+        raise ValueError("--other and --other-data-dir are what a genome's network learns: say --from-birth too")
     with open_mesh(options.execution, options.training.device) as mesh:
         here = replace(options, training=replace(options.training, device=str(mesh.device)))
         amp = options.execution.amp
