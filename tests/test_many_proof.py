@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,11 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
     "first": lambda x: (x < 8)[0].all(),
     "flag": lambda x: (x[:, 0] < 8)[0],
     "equal": lambda x: torch.equal(x, x.clamp(max=8)),
+    "list": lambda x: max(x[:, 0].tolist()) > 8,
+    "counted list": lambda x: (x > 8).sum().tolist(),
+    "array": lambda x: x.numpy().max() > 8,
+    "as array": lambda x: np.max(np.asarray(x)) > 8,
+    "exchanged array": lambda x: np.from_dlpack(x).max() > 8,
 }
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbfunc.many.row_wise import PLAIN, RowWise
@@ -32,6 +33,9 @@ _ALONG = frozenset(
     "sort argsort topk cumsum cumprod cummax cummin logcumsumexp _softmax _log_softmax roll flip".split()
 )
 """Operators that take what lies along a dimension together, and keep it."""
+
+_LEAVING = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr])
+"""Functions that take numbers out of torch, where no operator is seen."""
 
 Pairs = dict[tuple[tuple[bool, ...], tuple[bool, ...]], int]
 """What a row alone answers and what its batch answers to the questions of a call: the first row of each such pair."""
@@ -177,8 +181,8 @@ class RowsTogether(Questions):
     """Finds the operators outside of the modules that run row by row that take the rows of a batch together.
 
     They read tensors that have the batch's rows, in a dimension or folded into one, and give none that has: sums over
-    rows, one row of all, rows by a mask; or they order or add up rows one after the other. What is left out are the
-    questions of code that would spare work.
+    rows, one row of all, rows by a mask; or they order or add up rows one after the other. So do functions that take
+    the numbers of all rows out of torch. What is left out are the questions of code that would spare work.
 
     Attributes:
         found: the path of the innermost module that ran the first one; None where there is none.
@@ -187,14 +191,31 @@ class RowsTogether(Questions):
     def __init__(self, n_rows: int, modules: Sequence[RowWise], running: list[str]) -> None:
         super().__init__(n_rows, modules)
         self.found: str | None = None
-        self._running = running
+        self._running, self._leaving = running, _Leaving(self)
+
+    def __enter__(self) -> Any:
+        self._leaving.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._leaving.__exit__(*error)
 
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if not self._asks(func.overloadpacket.__name__, args, out) and self.found is None:
             read = [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             made = [x for _, x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()]
             if self._together(func, args, kwargs, read, made):
-                self.found = self._running[-1] if self._running else ""
+                self._find()
+
+    def see_leave(self, x: Tensor) -> None:
+        """Numbers of all rows leave torch: no operator says what they are for."""
+        outside = not any(module.running for module in self._modules)
+        if outside and self.found is None and (id(x) in self._counts or self._have_rows(x)):
+            self._find()
+
+    def _find(self) -> None:
+        self.found = self._running[-1] if self._running else ""
 
     def _together(self, func: Any, args: Any, kwargs: Any, read: list[Tensor], made: list[Tensor]) -> bool:
         name, given = func.overloadpacket.__name__, [x for x in read if self._have_rows(x)]
@@ -218,6 +239,19 @@ class RowsTogether(Questions):
 
     def _is_rows(self, size: int) -> bool:
         return size > 0 and size % self._n_rows == 0
+
+
+class _Leaving(TorchFunctionMode):
+    """Shows a `RowsTogether` the tensors whose numbers leave torch."""
+
+    def __init__(self, together: RowsTogether) -> None:
+        super().__init__()
+        self._together = together
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LEAVING:
+            self._together.see_leave(args[0])
+        return func(*args, **kwargs or {})
 
 
 def first_difference(alone: list[Watch], batch: Watch, strict: Collection[str], tolerance: float) -> str | None:
