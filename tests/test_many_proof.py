@@ -136,3 +136,16 @@ def test_autocast() -> None:
         out, rows = net(INDEX, x), one_by_one(plan, genomes, pnet, INDEX, x)[0]
     assert out.dtype == torch.bfloat16
     assert_close(out, rows, 2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:run one row after the other", "ignore::DeprecationWarning")
+def test_compiled_calls_ask_too() -> None:
+    pnet, plan, genomes = planned(partial(Asking, QUESTIONS["any"]), [])
+    net = gb.materialize_many(plan, genomes, pnet)
+    compiled: Any = torch.compile(lambda x: net(INDEX, x) + 1, backend="eager")
+    wild = X.clamp(-3, 3)
+    wild[1] = 9
+    for x in (X.clamp(-3, 3), wild):
+        rows = one_by_one(plan, genomes, pnet, INDEX, x)[0]
+        assert_close(compiled(x), rows + 1, 1e-10)
+        assert_close(torch.compile(net, backend="eager")(INDEX, x), rows, 1e-10)

@@ -165,6 +165,13 @@ class ManyGenomes(nn.Module):
             ValueError: if it is not [B], names a genome that there is not, no input has B rows, some output has not,
                 the p-net refuses a row alone, changes its buffers, or gives another result at each call.
         """
+        if torch.compiler.is_dynamo_compiling():
+            # A graph would not be proven again where rows answer otherwise.
+            call: Any = torch.compiler.disable(self._call)
+            return call(index, *args, **kwargs)
+        return self._call(index, *args, **kwargs)
+
+    def _call(self, index: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = tree_leaves((args, kwargs), "inputs")
         split = self._check(index, inputs)
         keys = [*self._keys["weights"], *self._keys["buffers"]]
@@ -196,7 +203,7 @@ class ManyGenomes(nn.Module):
             self._reported.update(self.looped)
             names = ", ".join(repr(path) if path else "the p-net" for path in self.looped)
             warnings.warn(
-                f"run one row after the other, which vmap cannot or gives other outputs: {names}", stacklevel=2
+                f"run one row after the other, which vmap cannot or gives other outputs: {names}", stacklevel=3
             )
         return out
 
