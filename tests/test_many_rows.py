@@ -377,3 +377,19 @@ def test_a_mixture_of_rows_without_any_difference_between_genomes() -> None:
     net = gb.materialize_many(plan, same, pnet)
     assert net.row_wise == []
     assert_close(tensors(net(INDEX, X)), one_by_one(plan, same, pnet, INDEX, X), 1e-10)
+
+
+@pytest.mark.parametrize("path", ["", "0"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_hooks_of_modules_are_called_once_for_each_row(path: str) -> None:
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        net.get_submodule(path).register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
+        net.get_submodule(path).register_forward_hook(lambda layer, args, out: out.mul(2))
+        return nn.utils.weight_norm(net[1]) and net
+
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        pnet, plan, genomes = planned(make, [])
+    net = gb.materialize_many(plan, genomes, pnet)
+    assert_close(net(INDEX, X), one_by_one(plan, genomes, pnet, INDEX, X)[0], 1e-10)
+    assert net.row_wise == ["0", "1"]

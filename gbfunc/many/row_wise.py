@@ -52,6 +52,10 @@ class RowWise:
         """Take the place of the module's forward; names of the parameters that then have a dimension of rows."""
         module = skeleton.get_submodule(self.path)
         object.__setattr__(module, "forward", partial(self.forward, module))
+        # Its hooks are called for each row; around the rows they would be called again, on tensors of all rows.
+        for name in vars(nn.Module()):
+            if name.endswith("_hooks"):
+                vars(module)[name].clear()
         return [f"{self.path}.{name}" if self.path else name for name in self.parameters]
 
     def _tensors(self, module: nn.Module) -> tuple[Params, Params]:
