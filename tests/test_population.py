@@ -224,6 +224,20 @@ def test_an_average_by_count_is_refused() -> None:
         gb.population(step, 2)
 
 
+def test_what_vmap_cannot_run_is_refused_in_one_line() -> None:
+    def loss(net: Any, x: Tensor) -> Tensor:
+        return net(x).square().mean() * (2 if net.weight.sum() > 0 else 1)
+
+    pnet = nn.Linear(6, 3)
+    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(features=1)), pnet, loss, adam())
+    for same in (True, False):
+        many, x = gb.population(step, 2, same_batch=same), torch.ones(4, 6)
+        with pytest.raises(ValueError, match=r"^the p-net or the loss function works with one genome, but not in .*"):
+            many(many.init(), x if same else torch.stack([x, x]))
+        with pytest.raises(RuntimeError, match="^mat1 and mat2 shapes"):
+            many(many.init(), x[:, :5] if same else torch.ones(2, 4, 5))
+
+
 def test_refusals() -> None:
     step, batch = mlp_step()
     many = gb.population(step, 2)

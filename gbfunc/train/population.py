@@ -32,6 +32,11 @@ from gbfunc.types import Params
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
 """Optimizers that mix the numbers of a leaf, or whose step is not proportional to the learning rate."""
 
+_VMAP = (
+    "the p-net or the loss function works with one genome, but not in torch.func's vmap and grad, as in a population "
+    "(train the members one after the other, by the train step)"
+)
+
 
 class Population:
     """`population(states, batch) -> (states, info)`, a step of n genomes at once. Made by `gb.population`.
@@ -87,7 +92,8 @@ class Population:
             FloatingPointError: for a member's loss or gradient that is not finite, with `on_nonfinite="raise"`.
             TypeError: if the state is none.
             ValueError: for states that do not fit the population or that have taken different numbers of steps, a
-                batch with a packed sequence, or a loss that is no scalar or does not depend on what is trained.
+                batch with a packed sequence, a p-net or loss that `torch.func` cannot transform, or a loss that is no
+                scalar or does not depend on what is trained.
         """
         refuse_packed(batch)
         state, step = states, self.train_step
@@ -101,7 +107,13 @@ class Population:
         objective = step._objective
         assert objective.strategy.loss is not None
         batched = Batched(step.plan, objective.strategy.loss, objective.scale, self._same_batch)
-        loss_n, aux, gradients, buffers = batched(frozen, flat, buffers, batch, seeds)
+        try:
+            loss_n, aux, gradients, buffers = batched(frozen, flat, buffers, batch, seeds)
+        except Exception as error:
+            # What the step of one genome refuses is no matter of many.
+            own = batch if self._same_batch else tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch)
+            step(self.member(states, 0), own)
+            raise ValueError(f"{_VMAP}: {error}") from error
         norms = [torch.linalg.vector_norm(g.reshape(self.n, -1), dim=1) for g in gradients.values()]
         norm_n = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         info = StepInfo(loss_n, norm_n, torch.isfinite(loss_n) & torch.isfinite(norm_n), aux)
