@@ -22,7 +22,7 @@ from torch.utils import checkpoint as checkpointing
 from gbfunc.layers.forms import Call, WeightForm
 from gbfunc.layers.install import install
 from gbfunc.pnet.describe import buffers_of, check_pnet, keep_statistics, parameter_infos, skeleton_of
-from gbfunc.pnet.reads import OwnTensors
+from gbfunc.pnet.reads import LeftTensors, OwnTensors
 from gbfunc.trees import TensorSpec, compare_trees
 from gbfunc.types import Params, TensorMap
 
@@ -108,7 +108,7 @@ class PureNet:
         self._body, self._modules = _Body(self.skeleton), list(self.skeleton.modules())
         self._place = cache(partial(_find_place, self.skeleton))
         self.lock = threading.RLock()
-        self._own = OwnTensors(pnet, self.skeleton)
+        self._own, self._left = OwnTensors(pnet, self.skeleton), LeftTensors(self.skeleton)
         # Calls of each kind: training mode, whether there are gradients, and code that was run.
         self._calls = Counter[Any]()
 
@@ -147,7 +147,11 @@ class PureNet:
         if first:
             # The base has the p-net's memory, though storages of its own.
             base = None if self._base is None else self._base.on(next(iter(weights.values())).device)
-            out = self._own.call((weights, buffers, base), call, *args, **kwargs)
+            # Without gradients a state may be kept, as in any module.
+            left = self._left if torch.is_grad_enabled() else None
+            if left is not None:
+                left.begin(weights, (args, kwargs))
+            out = self._own.call((weights, buffers, base), left, call, *args, **kwargs)
         else:
             out = call(*args, **kwargs)
         if _checkpoints() > before:
@@ -172,6 +176,9 @@ class PureNet:
                 self._calls[kind] = call
                 raise
             self._calls[kind] = call
+            # Not inside of another call, whose tensors are there yet.
+            if first and self._shared.cache is None:
+                self._left.end()
 
     def swap(
         self,

@@ -3,7 +3,8 @@
 A forward may reach its weights by other ways than `self`: a closure, a global name, a weak reference, a view kept as an
 attribute. What is reached so is not generated. In calls 1, 2, 4, ... of each kind a dispatch mode sees the tensors of
 every operator, whoever calls it, in forward and in the backward of that call, and refuses those in storages of the
-module's own. (What a gradient tells is refused at any step: `gbfunc.train.gradients.loss`.)
+module's own. (What a gradient tells is refused at any step: `gbfunc.train.gradients.loss`.) With gradients it refuses
+as well what an earlier call computed and left in an attribute: weights of then, or a state that is none of the step's.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 _OTHERWISE = (
     "other than through the module, or after its call (a closure, a global name, a weak reference, a copy, a custom "
     "backward): write self."
+)
+_LEFT = (
+    "which an earlier call computed and left there, and a step is a function of its state alone: compute it in each "
+    "call, or register it as a buffer, which the state carries"
 )
 _MARK = "_gb_own_tensors"
 
@@ -80,13 +85,17 @@ class OwnTensors:
         # Another process has no such storages.
         return OwnTensors, ()
 
-    def call(self, given: Iterable[Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, given: Iterable[Any], left: LeftTensors | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """`function(*args, **kwargs)`, which may read of these tensors only what is `given` or an argument.
+
+        Nor may it read what is `left` of earlier calls, where these are watched.
 
         Raises:
             ValueError: for any other that an operator reads, now or in the backward of the output.
         """
-        watch = _Watch(self, {storage._cdata for x in tensors_in((*given, args, kwargs)) for storage in _storages(x)})
+        watch = _Watch(self, left, {s._cdata for x in tensors_in((*given, args, kwargs)) for s in _storages(x)})
         with torch.inference_mode(False), torch.enable_grad():
             first = _number(torch.zeros((), requires_grad=True).view(()).grad_fn)
         with watch:
@@ -95,27 +104,78 @@ class OwnTensors:
         return out
 
 
+class LeftTensors:
+    """Tensors that calls of a p-net compute and leave in attributes of its modules, by their storages.
+
+    Computed is what operators make of weights and inputs, and what they change; not constants, which may be kept.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._modules = dict(net.named_modules())
+        # Weak references keep the addresses from being used again.
+        self._made: dict[int, StorageWeakRef] = {}
+        self._constant: dict[int, StorageWeakRef] = {}
+        self._left: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    def begin(self, weights: Any, inputs: Any) -> None:
+        """Take note of what a call is given."""
+        for x in tensors_in((weights, inputs)):
+            self._made |= {s._cdata: StorageWeakRef(s) for s in _storages(x)}
+
+    def see(self, func: Any, read: Iterable[torch.UntypedStorage], out: Any) -> None:
+        """Take note of what an operator makes."""
+        name = func.__name__
+        computed = any(s._cdata in self._made for s in read) and not name.startswith("new_") and "_like" not in name
+        for x in tensors_in(out):
+            for s in _storages(x):
+                changed = func._schema.is_mutable and s._cdata not in self._constant
+                place = self._made if computed or changed else self._constant
+                place.setdefault(s._cdata, StorageWeakRef(s))
+
+    def end(self) -> None:
+        """Find what is left at the end of a call."""
+        for path, module in self._modules.items():
+            for key, value in vars(module).items():
+                for s in (s for x in tensors_in(value) for s in _storages(x) if s._cdata in self._made):
+                    self._left[s._cdata] = StorageWeakRef(s), f"{path}.{key}".lstrip(".")
+        self._made, self._constant = {}, {}
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        """Where an earlier call left this one; None where none did."""
+        return self._left[storage._cdata][1] if storage._cdata in self._left else None
+
+
 class _Watch(TorchDispatchMode):
-    """Refuses operators that read own tensors, but in storages that are allowed."""
+    """Refuses operators that read own tensors, or such as are left of earlier calls, but in storages allowed."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, own: OwnTensors, allowed: set[int]) -> None:
+    def __init__(self, own: OwnTensors, left: LeftTensors | None, allowed: set[int]) -> None:
         super().__init__()
         # With its weak references: backward may come when nothing else has them.
-        self._own, self._allowed = own, allowed
+        self._own, self._left, self._allowed = own, left, allowed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tensors_in((args, kwargs)):
-            for storage in _storages(x):
-                name = None if storage._cdata in self._allowed else self._own.name_of_storage(storage)
-                if name is not None:
-                    path = name.partition("'")[2].rstrip("'")
-                    raise ValueError(f"the p-net's forward reads its {name} {_OTHERWISE}{path}")
-        return func(*args, **kwargs or {})
+        read = [storage for x in tensors_in((args, kwargs)) for storage in _storages(x)]
+        for storage in read:
+            if storage._cdata in self._allowed:
+                continue
+            name = self._own.name_of_storage(storage)
+            if name is not None:
+                path = name.partition("'")[2].rstrip("'")
+                raise ValueError(f"the p-net's forward reads its {name} {_OTHERWISE}{path}")
+            name = None if self._left is None else self._left.name_of(storage)
+            if name is not None:
+                raise ValueError(f"the p-net's forward reads its {name!r}, {_LEFT}")
+        out = func(*args, **kwargs or {})
+        if self._left is not None:
+            self._left.see(func, read, out)
+        return out
 
     def backward(self, out: Any, first: int) -> None:
         """Watch the backward of every node from this number on that a value leads to."""
+        # It reads what the call itself has left.
+        self._left = None
         nodes, seen = [x.grad_fn for x in tensors_in(out, objects=True)], set[Node]()
         while nodes:
             node = nodes.pop()
@@ -187,7 +247,7 @@ class _Watched:
         attributes.pop("forward", None)
         attributes |= {} if self._before is None else {"forward": self._before}
         try:
-            return self._own.call((), net.forward, *args, **kwargs)
+            return self._own.call((), None, net.forward, *args, **kwargs)
         except ValueError:
             attributes["forward"] = self
             raise
