@@ -166,6 +166,32 @@ def test_what_is_no_ready_module_is_refused() -> None:
     refused(shared, r"buffer '(1.)?kept' is the parameter '(1.)?weight' itself: read self\.(1.)?weight, or register")
 
 
+def test_parameters_in_the_memory_of_others_are_refused() -> None:
+    pair: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    views: list[Any] = [
+        nn.Parameter(pair[0].weight.t()),
+        nn.Parameter(pair[0].weight),
+        nn.Parameter(pair[0].weight[1:]),
+    ]
+    for pair[1].weight in views:
+        refused(pair, r"'(1.)?0.weight' and '(1.)?1.weight' are two tensors in the same memory.* self\.(1.)?0.weight")
+    pair[1] = nn.Identity()
+    pair.register_buffer("column", pair[0].weight.detach()[:, 0])
+    refused(pair, r"'(1.)?0.weight' and '(1.)?column' are two tensors in the same memory")
+
+
+def test_parameters_may_have_their_places_in_one_storage() -> None:
+    net: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    flat = torch.randn(24)
+    nn.utils.vector_to_parameters(flat, net.parameters())
+    columns = torch.randn(3, 6)
+    net[0].weight, net[1].weight = nn.Parameter(columns[:, ::2]), nn.Parameter(columns[:, 1::2])
+    net.register_buffer("a", flat[:4])
+    net.register_buffer("b", flat[2:6])
+    net[0].bias, net[1].bias = nn.Parameter(flat[9:12]), nn.Parameter(flat[21:])
+    check_pnet(net)
+
+
 def test_a_module_that_cannot_be_copied_is_refused() -> None:
     pnet = mlp()
     vars(pnet)["lock"] = threading.Lock()

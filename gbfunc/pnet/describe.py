@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
-from gbfunc.pnet.reads import OwnTensors, tensors_in
+from gbfunc.pnet.reads import OwnTensors, storages_of, tensors_in
 from gbfunc.types import TensorMap
 
 _WRAPPERS = {
@@ -46,8 +47,8 @@ def check_pnet(pnet: nn.Module) -> None:
 
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
-        ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, or a buffer that is a parameter,
-            naming what to do instead.
+        ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, a buffer that is a parameter, or
+            a parameter in the memory of another tensor, naming what to do instead.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
@@ -64,6 +65,40 @@ def check_pnet(pnet: nn.Module) -> None:
         if isinstance(tensor, nn.Parameter) and (parameter := parameters.get(tensor)) not in (None, name):
             cure = f"read self.{parameter}, or register a copy (.detach().clone())"
             raise ValueError(f"buffer {name!r} is the parameter {parameter!r} itself: {cure}")
+    _check_memory(pnet)
+
+
+def _check_memory(pnet: nn.Module) -> None:
+    """Refuse a parameter in the memory of another tensor: torch's training changes both, a genome makes two of them."""
+    places: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
+        for storage in storages_of(tensor) if tensor.layout == torch.strided else ():
+            places.setdefault(storage._cdata, []).append((name, tensor))
+    for (a, x), (b, y) in (pair for named in places.values() for pair in combinations(named, 2)):
+        if (isinstance(x, nn.Parameter) or isinstance(y, nn.Parameter)) and _overlap(x, y):
+            raise ValueError(
+                f"{a!r} and {b!r} are two tensors in the same memory, which training ties and a genome would not: use "
+                f"one Parameter in both places (F.linear(x, self.{a}.t()) for its transpose), or a copy (.clone())"
+            )
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors in one storage have entries in the same place."""
+    if x.dtype != y.dtype or not x.numel() or not y.numel():
+        return bool(x.numel() and y.numel())
+    (first, end), (other_first, other_end) = map(_extent, (x, y))
+    if end <= other_first or other_end <= first:
+        return False
+    places = torch.arange(max(end, other_end), device="cpu")
+    taken = (places.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (x, y))
+    return bool(torch.isin(*taken).any())
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """The first place of a tensor in its storage, and that after the last."""
+    steps = ((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    first = int(x.storage_offset())
+    return first, first + int(sum(steps)) + 1
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:

@@ -47,7 +47,7 @@ class OwnTensors:
             named = {f"parameter {k!r}": x for k, x in module.named_parameters()}
             named |= {f"buffer {k!r}": x for k, x in module.named_buffers()}
             for name, x in named.items():
-                for storage in _storages(x):
+                for storage in storages_of(x):
                     # A weak reference keeps the address from being used again.
                     self._names.setdefault(storage._cdata, (StorageWeakRef(storage), name))
                     places[_address(storage)] = storage._cdata
@@ -63,7 +63,7 @@ class OwnTensors:
         """Which of them a tensor or an array is, or is a view of, by its storage or the memory that it is in."""
         if isinstance(x, np.ndarray):
             return self._name_at(x.__array_interface__["data"][0]) if x.size else None
-        return next(filter(None, map(self.name_of_storage, _storages(x))), None)
+        return next(filter(None, map(self.name_of_storage, storages_of(x))), None)
 
     def name_of_storage(self, storage: torch.UntypedStorage) -> str | None:
         """Which of them a storage is; those of arrays and of other libraries share their memory alone."""
@@ -95,7 +95,7 @@ class OwnTensors:
         Raises:
             ValueError: for any other that an operator reads, now or in the backward of the output.
         """
-        watch = _Watch(self, left, {s._cdata for x in tensors_in((*given, args, kwargs)) for s in _storages(x)})
+        watch = _Watch(self, left, {s._cdata for x in tensors_in((*given, args, kwargs)) for s in storages_of(x)})
         with torch.inference_mode(False), torch.enable_grad():
             first = _number(torch.zeros((), requires_grad=True).view(()).grad_fn)
         with watch:
@@ -120,14 +120,14 @@ class LeftTensors:
     def begin(self, weights: Any, inputs: Any) -> None:
         """Take note of what a call is given."""
         for x in tensors_in((weights, inputs)):
-            self._made |= {s._cdata: StorageWeakRef(s) for s in _storages(x)}
+            self._made |= {s._cdata: StorageWeakRef(s) for s in storages_of(x)}
 
     def see(self, func: Any, read: Iterable[torch.UntypedStorage], out: Any) -> None:
         """Take note of what an operator makes."""
         name = func.__name__
         computed = any(s._cdata in self._made for s in read) and not name.startswith("new_") and "_like" not in name
         for x in tensors_in(out):
-            for s in _storages(x):
+            for s in storages_of(x):
                 changed = func._schema.is_mutable and s._cdata not in self._constant
                 place = self._made if computed or changed else self._constant
                 place.setdefault(s._cdata, StorageWeakRef(s))
@@ -136,7 +136,7 @@ class LeftTensors:
         """Find what is left at the end of a call."""
         for path, module in self._modules.items():
             for key, value in vars(module).items():
-                for s in (s for x in tensors_in(value) for s in _storages(x) if s._cdata in self._made):
+                for s in (s for x in tensors_in(value) for s in storages_of(x) if s._cdata in self._made):
                     self._left[s._cdata] = StorageWeakRef(s), f"{path}.{key}".lstrip(".")
         self._made, self._constant = {}, {}
 
@@ -156,7 +156,7 @@ class _Watch(TorchDispatchMode):
         self._own, self._left, self._allowed = own, left, allowed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = [storage for x in tensors_in((args, kwargs)) for storage in _storages(x)]
+        read = [storage for x in tensors_in((args, kwargs)) for storage in storages_of(x)]
         for storage in read:
             if storage._cdata in self._allowed:
                 continue
@@ -214,7 +214,7 @@ def tensors_in(value: Any, objects: bool = False, arrays: bool = False, depth: i
             yield from tensors_in(x, objects, arrays, depth - 1)
 
 
-def _storages(x: Tensor) -> list[torch.UntypedStorage]:
+def storages_of(x: Tensor) -> list[torch.UntypedStorage]:
     """The storages of a tensor: those of its parts if it is sparse, none inside of function transforms."""
     if x.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         parts = ("_indices", "_values") if x.layout == torch.sparse_coo else ("values",)
