@@ -156,9 +156,10 @@ def test_a_finished_training_is_replaced_only_if_asked(tmp_path: Path, capsys: p
     train = ["train", *SMALL, "--steps", "1", "--out", str(tmp_path)]
     assert main(train) == 0
     genome = (tmp_path / "genome.safetensors").read_bytes()
-    assert main([*train, "--seed", "1"]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.endswith("holds a finished training: --overwrite replaces it, or choose another --out")
+    for resume in ([], ["--resume", "auto"]):
+        assert main([*train, "--seed", "1", *resume]) == 2
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert told.endswith("holds a finished training: --overwrite replaces it, or choose another --out")
     assert (tmp_path / "genome.safetensors").read_bytes() == genome
     assert main([*train, "--seed", "1", "--overwrite"]) == 0
     assert (tmp_path / "genome.safetensors").read_bytes() != genome

@@ -18,7 +18,7 @@ from torch import nn
 import gbfunc as gb
 from gbfunc.cli.about import about
 from gbfunc.cli.birth import TAUGHT_FILE, learn_from_birth
-from gbfunc.cli.checkpoints import checkpoints
+from gbfunc.cli.checkpoints import FOLDER, checkpoints
 from gbfunc.cli.commands import Train
 from gbfunc.cli.config import settings_of, values_of, write_config
 from gbfunc.cli.job import Job, asked_recipe, check_seed, dtype_of, hypernet_of, make_job, resolved
@@ -94,7 +94,9 @@ def job_of(options: Train) -> Job:
 def _check_overwrites(output: CheckpointOptions) -> None:
     """Raise `ValueError` where the results of a finished training would be lost."""
     out = output.out
-    if out is None or output.resume is not None or output.overwrite or not (out / "metrics.json").exists():
+    if out is None or output.overwrite or not (out / "metrics.json").exists():
+        return
+    if output.resume is not None and any((out / FOLDER).glob("step-*")):
         return
     if (out / GENOME_FILE).exists() or (out / TAUGHT_FILE).exists():
         raise ValueError(f"{out} holds a finished training: --overwrite replaces it, or choose another --out")
