@@ -262,10 +262,7 @@ def test_mnist_from_the_command_line(shared_data: Path, tmp_path: Path, capsys: 
         (["train", "--device", "meta"], "--device 'meta' cannot be used"),
         (["train", "--device", "hpu"], "--device 'hpu' cannot be used"),
         (["bench", "--calibrate", "--threads", "0"], "--threads must be at least 1, got 0"),
-        (
-            ["train", "--other-data-dir", "folder"],
-            "--other-data-dir are what a genome's network learns: say --from-birth",
-        ),
+        (["train", "--other-data-dir", "folder"], "are what a genome's network learns: say --from-birth"),
         (["plan", "--sizes", "64", str(10**14), "10"], "can't allocate memory: you tried to allocate"),
         (["train", "--genome-params", "500", "--compression", "40"], "at most one"),
         (["plan", "--genome-params", "3"], "3"),

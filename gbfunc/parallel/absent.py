@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 
 class Source(NamedTuple):
@@ -157,6 +158,7 @@ class Provenance(TorchDispatchMode):
     """While a p-net is traced, every operator notes of what its result is made.
 
     Attributes:
+        flops: operations so far, by torch's counts.
         inside: the call of the module that runs now; None between modules.
         read: sources of what its operators have read.
         changed: sources that operators write into; one that they write into a tensor made of it alone counts too.
@@ -164,6 +166,7 @@ class Provenance(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.flops = 0
         self.inside: Source | None = None
         self.read: set[Source] = set()
         self.changed: set[Source] = set()
@@ -181,6 +184,13 @@ class Provenance(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D102
         kwargs = kwargs or {}
+        out = self._operate(func, args, kwargs)
+        # Not torch's own mode, whose hooks end gradients that a forward takes.
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += flops(*args, **kwargs, out_val=out)
+        return out
+
+    def _operate(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         more = set() if self.inside is None else {self.inside}
         if any(isinstance(x, Absent) for x in leaves):

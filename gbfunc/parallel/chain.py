@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from gbfunc.parallel.absent import Absent, Provenance, Source, absent, hide
 from gbfunc.pnet import RunnableNet, StopForward
@@ -108,7 +107,7 @@ def trace_chain(
     """
     net, inputs, marks, begun = RunnableNet(pnet), [], [], list[nn.Module]()
     net.submodule_call_error = SUBMODULE_CALL_ERROR
-    skeleton, order, calls, counter, mode = net.skeleton, [], [], FlopCounterMode(display=False), Provenance()
+    skeleton, order, calls, mode = net.skeleton, [], [], Provenance()
 
     def unit(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +120,7 @@ def trace_chain(
                 if not isinstance(x, Tensor):
                     raise ValueError(f"a block's first argument must be activations, got a {type(x).__name__}")
                 order.append(blocks.index(name))
-                marks.append(counter.get_total_flops())
+                marks.append(mode.flops)
                 inputs.append((tuple(x.shape), x.dtype))
             inside, flat = Source("inside", name, len(calls)), pytree.tree_leaves((args, kwargs))
             with mode.unit(inside):
@@ -154,16 +153,23 @@ def trace_chain(
     place, last = device or torch.device("meta"), frozenset[Source]()
     weights = {k: absent(p.shape, p.dtype, place, [Source("parameter", k)]) for k, p in skeleton.named_parameters()}
     buffers: Params = {k: absent(b.shape, b.dtype, place, []) for k, b in skeleton.named_buffers()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), mode, counter:
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), mode:
         try:
             out: Any = net.run(weights, buffers, run)
             last = frozenset().union(*(x.sources for x in pytree.tree_leaves(out) if isinstance(x, Absent)))
         except StopForward:
             pass
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            cure = (
+                "a forward takes gradients by torch.func.grad, not by torch.autograd.grad, which a trace has none for"
+            )
+            raise ValueError(f"in a pipeline {cure}") from error
     if order != list(range(len(blocks))):
         raise ValueError(f"the blocks {list(blocks)} must run once each in their order, they ran as {order}")
     marks[0] = 0
-    flops = [b - a for a, b in zip(marks, [*marks[1:], counter.get_total_flops()], strict=True)]
+    flops = [b - a for a, b in zip(marks, [*marks[1:], mode.flops], strict=True)]
     places = _places(skeleton, blocks, [*((c.cell, c.needs) for c in calls), (len(blocks) - 1, last)])
     return Chain(
         tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last, frozenset(mode.changed)

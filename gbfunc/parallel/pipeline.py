@@ -102,6 +102,18 @@ class _Joined(torch.autograd.Function):
         return grads[0], None
 
 
+class _Received(torch.autograd.Function):
+    """What was sent; its gradient, which is sent back, is contiguous, as torch's zero-bubble schedule needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor) -> Tensor:
+        return sent.view_as(sent)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].contiguous()
+
+
 class _Parcel:
     """What a stage gets of the ones before it, as one tensor [n], which has the gradients of all.
 
@@ -153,7 +165,8 @@ class _Parcel:
     def unpack(self, sent: Tensor) -> dict[Source, Tensor]:
         """The values again, some of them views."""
         if self.single:
-            return {self.values[0].source: sent}
+            received: Any = _Received.apply(sent)
+            return {self.values[0].source: received}
         found = {}
         for (source, shape, dtype), x in zip(self.values, sent.split(self.sizes), strict=True):
             if _differentiable(dtype):
@@ -393,6 +406,9 @@ class Pipeline:
             with self._mesh.faults.named("a pipelined step"):
                 schedule.step(numbers, target=numbers)
         except RuntimeError as error:
+            if self._order == "zbv" and "the graph a second time" in str(error):
+                words = "torch's zero-bubble schedule cannot divide the backward of this p-net (a recurrent layer?)"
+                raise ValueError(f"{words}: take another pipeline= than 'zbv'") from error
             # Torch's words are about itself; what failed inside is the cause.
             if error.__cause__ is None or isinstance(error, ConnectionError):
                 raise

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,8 +68,15 @@ class Proof(NamedTuple):
                 worst = [*map(apart, found, alone)]
                 if max(worst) <= rounding:
                     return
-                random = any(map(apart, _found(plainly(whole), given, wanted, 1), alone))
-            if not random:
+                again, other = (_found(plainly(whole), given, wanted, seed) for seed in (0, 1))
+                varies, drawn = (max(map(apart, x, alone)) > rounding for x in (again, other))
+            if varies:
+                raise ValueError(
+                    f"over {' and '.join(self.axes)} ranks the p-net's forward must be a function of its weights, "
+                    "buffers, inputs and random numbers: called again, it gives another gradient (a counter in Python? "
+                    "make it a buffer)"
+                )
+            if not drawn:
                 raise ValueError(
                     f"over {' and '.join(self.axes)} ranks the gradient is {worst[0]:.2g} of its norm, and the change "
                     f"of buffers {worst[1]:.2g} of its, away from those of the p-net on one rank: {self.cause}"
@@ -100,11 +109,24 @@ def _evaluating(*nets: nn.Module) -> Iterator[None]:
 def _found(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
     """The gradient and the change of buffers, flat."""
     before, given = given.buffers, given._replace(buffers={k: v.clone() for k, v in given.buffers.items()})
-    with seeded(seed, wanted[0].device), torch.enable_grad():
+    with seeded(seed, wanted[0].device), _seeded_elsewhere(seed), torch.enable_grad():
         gradients = part(given, wanted)
     dense = (torch.zeros_like(x) if g is None else g.to_dense() for x, g in zip(wanted, gradients, strict=True))
     changes = (given.buffers[k].detach() - x for k, x in before.items() if x.is_floating_point())
     return _flat(dense, wanted[0]), _flat((x.nan_to_num(0.0, 0.0, 0.0) for x in changes), wanted[0])
+
+
+@contextmanager
+def _seeded_elsewhere(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's random numbers, and put them back after."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _flat(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
