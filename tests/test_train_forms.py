@@ -128,6 +128,36 @@ def test_compiled_factors_take_batches_of_any_size(lazy: Any, backend: str, monk
         torch.testing.assert_close(found.direct, wanted.direct, rtol=1e-9, atol=1e-9)
 
 
+class Adapting(nn.Module):
+    """Takes a step down the gradient of its own output before it answers (Finn et al., 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        (gradient,) = torch.autograd.grad(self.layer(x).sin().sum(), [weight], create_graph=True)
+        return x @ (weight - gradient).T
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+def test_compiled_code_with_another_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    pnet, batch = Adapting().double(), numbers(5, 6)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    step = gb.make_train_step(plan, pnet, loss_fn, SGD, lazy=True, compile=True)
+    torch._dynamo.reset()
+    # Torch 2.13 leaves the second derivative out; others know it, or refuse it themselves.
+    expected = gb.make_train_step(plan, pnet, loss_fn, SGD)(step.init(), batch)[0].gnets
+    try:
+        found = step(step.init(), batch)[0].gnets
+    except (RuntimeError, ValueError) as error:
+        assert "double backward" in str(error) or "of its norm away from that of the code as it is" in str(error)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 # --- the loss function sees real data, once --------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gbfunc.parallel import Layout
 from gbfunc.train.gradients.loss import GenomeLoss, Given, OneGraph, Result, seeded
+from gbfunc.train.gradients.proof import as_vector, largest_distance, rounding_of
 
 
 class CompiledGraph(OneGraph):
@@ -21,31 +22,48 @@ class CompiledGraph(OneGraph):
     The layout's collectives, which have no Python inside of a graph, are counted and named here.
     """
 
-    def __init__(self, loss: GenomeLoss, scale: float, layout: Layout) -> None:
+    def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, amp: torch.dtype | None) -> None:
         super().__init__(loss, scale)
+        self._tolerance = rounding_of(layout.plan, amp)
         # Torch 2.5 has no filters.
         options: Any = {"guard_filter_fn": _guarded} if hasattr(torch.compiler, "keep_tensor_guards_unsafe") else None
         self._compiled, self._layout = torch.compile(_own_code(loss.__call__), options=options), layout
         self._counted = self._with_collectives if layout.sharded else lambda wanted: nullcontext()
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
-        """Loss, aux and gradients; CollectiveError if a rank is missing."""
-        self.loss.generator.prepare(given.leaves)
-        if not self.loss.net.compiled:
-            self._run_twice(given, wanted)
-        with self._counted(wanted):
-            return self._result(given, wanted, *self._compiled(given))
+        """Loss, aux and gradients.
 
-    def _run_twice(self, given: Given, wanted: list[Tensor]) -> None:
-        """Take the gradient as it is: compiled code would not refuse what changes the p-net, or reads other tensors.
-
-        What the first call leaves shows in the second.
+        Raises:
+            CollectiveError: if a rank is missing.
+            ValueError: as eager code, and at the first step if the compiled code has another gradient.
         """
-        for _ in range(2):
-            with seeded(0, wanted[0].device), self.loss.net.kept_open():
-                loss, _ = self.loss(given._replace(buffers={k: b.clone() for k, b in given.buffers.items()}))
-                self.loss.gradients(loss, wanted)
+        self.loss.generator.prepare(given.leaves)
+        eager = None if self.loss.net.compiled else self._run_twice(given, wanted)
+        with self._counted(wanted):
+            result = self._result(given, wanted, *self._compiled(given))
+        if eager is not None:
+            apart = largest_distance(self._layout.mesh, as_vector(result.gradients, wanted), eager)
+            if apart > self._tolerance:
+                self.loss.net.compiled = False
+                raise ValueError(
+                    f"compiled by torch.compile, the gradient is {apart:.2g} of its norm away from that of the code as "
+                    "it is (torch.autograd.grad inside of a forward is known to be wrong there): pass compile=False"
+                )
+        return result
+
+    def _run_twice(self, given: Given, wanted: list[Tensor]) -> Tensor:
+        """The gradient as it is; not a number if it is random.
+
+        Compiled code would not refuse what changes the p-net, or reads other tensors. What the first call leaves shows
+        in the second.
+        """
+        found: list[Tensor] = []
+        for seed in range(2):
+            fresh = given._replace(buffers={k: b.clone() for k, b in given.buffers.items()})
+            with seeded(seed, wanted[0].device), self.loss.net.kept_open():
+                found.append(as_vector(self._result(fresh, wanted, *self.loss(fresh)).gradients, wanted))
         self.loss.net.compiled = True
+        return found[0] if torch.equal(*found) else torch.full_like(found[0], torch.nan)
 
     def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         mesh = self._layout.mesh

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbfunc.parallel import Layout, gather_objects, sum_ranks
-from gbfunc.parallel.mesh import AxisName
-from gbfunc.plan import DTYPES
+from gbfunc.parallel.mesh import AxisName, Mesh
+from gbfunc.plan import DTYPES, Plan
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, seeded
 from gbfunc.types import Params
 
@@ -49,15 +50,7 @@ class Proof(NamedTuple):
         """
         mesh, whole, wanted = layout.mesh, self.whole(), [*trained.values()]
         given = given._replace(batch=self.few(given.batch), rows=1)
-        dtypes = (layout.plan.dtype, *(DTYPES[t.dtype] for t in layout.plan.tensors))
-        rounding = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point) ** 0.4
-
-        def apart(x: Tensor, y: Tensor) -> float:
-            """`|x - y| / |y|`, of all ranks the most; where y is not finite, nothing is known."""
-            by, size = (float(torch.linalg.vector_norm(z)) for z in (x - y, y))
-            norm = by / size if size and math.isfinite(by) else math.inf if by else 0.0
-            return max(gather_objects(mesh, norm if math.isfinite(size) else 0.0))
-
+        rounding, apart = rounding_of(layout.plan), partial(largest_distance, mesh)
         # Of features that are split other numbers are drawn than of whole ones: there, none are.
         evaluating = _evaluating(*(loss.net.skeleton for loss in (whole, self.loss()) if loss is not None))
         for mode in (nullcontext(), evaluating) if "tensor" in self.axes else (_SameDraws(),):
@@ -81,6 +74,28 @@ class Proof(NamedTuple):
                     f"over {' and '.join(self.axes)} ranks the gradient is {worst[0]:.2g} of its norm, and the change "
                     f"of buffers {worst[1]:.2g} of its, away from those of the p-net on one rank: {self.cause}"
                 )
+
+
+def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    """Gradients as one vector, float64; zeros for None."""
+    dense = (torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(found, like, strict=True))
+    parts = (torch.view_as_real(x) if x.is_complex() else x for x in dense)
+    return torch.cat(
+        [torch.zeros(0, device=like[0].device if like else "cpu"), *(x.reshape(-1) for x in parts)]
+    ).double()
+
+
+def rounding_of(plan: Plan, amp: torch.dtype | None = None) -> float:
+    """How far gradients of a p-net may be apart by rounding, relative to their norm."""
+    dtypes = {plan.dtype, *(DTYPES[t.dtype] for t in plan.tensors)} | ({amp} if amp else set())
+    return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point or dtype.is_complex) ** 0.4
+
+
+def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
+    """`|found - expected| / |expected|`, of all ranks the most; where `expected` is not finite, nothing is known."""
+    by, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
+    apart = by / size if size and math.isfinite(by) else math.inf if by else 0.0
+    return max(gather_objects(mesh, apart if math.isfinite(size) else 0.0))
 
 
 def plainly(loss: GenomeLoss) -> Part:
@@ -111,9 +126,8 @@ def _found(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[T
     before, given = given.buffers, given._replace(buffers={k: v.clone() for k, v in given.buffers.items()})
     with seeded(seed, wanted[0].device), _seeded_elsewhere(seed), torch.enable_grad():
         gradients = part(given, wanted)
-    dense = (torch.zeros_like(x) if g is None else g.to_dense() for x, g in zip(wanted, gradients, strict=True))
-    changes = (given.buffers[k].detach() - x for k, x in before.items() if x.is_floating_point())
-    return _flat(dense, wanted[0]), _flat((x.nan_to_num(0.0, 0.0, 0.0) for x in changes), wanted[0])
+    changes = [given.buffers[k].detach() - x for k, x in before.items() if x.is_floating_point()]
+    return as_vector(gradients, wanted), as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)
 
 
 @contextmanager
@@ -127,11 +141,6 @@ def _seeded_elsewhere(seed: int) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-
-
-def _flat(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
-    parts = (torch.view_as_real(x) if x.is_complex() else x for x in tensors)
-    return torch.cat([like.new_zeros(0, dtype=torch.float64), *(x.reshape(-1).double() for x in parts)])
 
 
 class _SameDraws(TorchDispatchMode):
