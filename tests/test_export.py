@@ -148,6 +148,28 @@ def test_convolutions_and_buffers(tmp_path: Path) -> None:
     assert made.max_error is not None and made.max_error <= 2e-6
 
 
+def test_buffers_that_a_forward_changes_begin_with_those_of_the_genome(tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            return self.layer(x) * self.calls
+
+    pnet, path, x = Counting(), tmp_path / "net.pt2", torch.ones(2, 6)
+    plan = gb.make_plan(pnet, gb.periodic(1))
+    genome = gb.init_genome(plan, pnet)
+    gb.export(path, plan, genome, pnet, x, "dense")
+    net, program = gb.materialize(plan, genome, pnet), torch.export.load(path).module()
+    for _ in range(2):
+        torch.testing.assert_close(program(x), net(x))
+
+
 def test_ties_several_inputs_and_outputs(tmp_path: Path) -> None:
     plan, genome, pnet = grown(Tagger(), max_tile=10, include=["table"])
     path = tmp_path / "net.pt2"

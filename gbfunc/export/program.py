@@ -183,7 +183,9 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     shapes: Any = given.shapes(dynamic_shapes == AUTO) if batched else dynamic_shapes
     try:
         with torch.no_grad(), quiet():
-            outputs = net(*given.args, **given.kwargs)
+            # On buffers of its own: the file has those of the genome, whatever a forward changes.
+            buffers = {k: b.clone() for k, b in net.named_buffers()}
+            outputs = torch.func.functional_call(net, buffers, given.args, given.kwargs)
             program = torch.export.export(net, given.args, given.kwargs, dynamic_shapes=shapes)
     except Exception as error:  # whatever a forward raises, and several private errors of torch's
         hint = "; dynamic_shapes=None keeps the example's shapes" if dynamic_shapes is not None else ""
