@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -183,9 +183,8 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     shapes: Any = given.shapes(dynamic_shapes == AUTO) if batched else dynamic_shapes
     try:
         with torch.no_grad(), quiet():
-            # On buffers of its own: the file has those of the genome, whatever a forward changes.
-            buffers = {k: b.clone() for k, b in net.named_buffers()}
-            outputs = torch.func.functional_call(net, buffers, given.args, given.kwargs)
+            with _same_buffers(net):
+                outputs = net(*given.args, **given.kwargs)
             program = torch.export.export(net, given.args, given.kwargs, dynamic_shapes=shapes)
     except Exception as error:  # whatever a forward raises, and several private errors of torch's
         hint = "; dynamic_shapes=None keeps the example's shapes" if dynamic_shapes is not None else ""
@@ -199,6 +198,18 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     taken = {node.name for node in program.graph.nodes if node.op == "placeholder"}
     names = [f"{name}_out" if name in taken else name for name in _names(outputs)]
     return Traced(program, shapes, names, bool(lengths))
+
+
+@contextmanager
+def _same_buffers(net: nn.Module) -> Iterator[None]:
+    """Put buffers back as they were: a file has those of the genome, whatever a forward changes."""
+    before = [(name, b, b.clone()) for name, b in net.named_buffers(remove_duplicate=False)]
+    yield
+    for name, buffer, value in before:
+        path, _, attribute = name.rpartition(".")
+        # What is expanded cannot be written to, but by no forward either.
+        same = torch.equal(buffer, value)
+        setattr(net.get_submodule(path), attribute, buffer if same else buffer.copy_(value))
 
 
 def _names(outputs: Any) -> list[str]:
