@@ -21,6 +21,7 @@ from gbfunc.tasks.control import (
     SETTINGS,
     Environment,
     Episodes,
+    Rollouts,
     control_settings,
     control_task,
     evaluate,
@@ -153,6 +154,13 @@ def test_minibatches_must_divide_a_rollout(cartpole: Environment) -> None:
         train(cartpole, 0, replace(TINY, minibatches=3))
 
 
+def test_it_stays_on_the_cpu(cartpole: Environment) -> None:
+    rollouts = Rollouts(cartpole, TINY)
+    assert rollouts.to("cpu") is rollouts
+    with pytest.raises(ValueError, match="runs on the CPU, where its environments are; got --device meta"):
+        rollouts.to("meta")
+
+
 def test_settings() -> None:
     assert control_settings("CartPole-v1") is SETTINGS["CartPole-v1"]
     assert control_settings("Acrobot-v1").n_envs == 4
@@ -219,7 +227,7 @@ def test_dense_and_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["train", "--task", "control", "--lr", "0"], "--lr must be a positive number"),
         (["train", "--task", "control", "--seed", "-1"], "--seed must be at least 0"),
         (["train", "--task", "control", "--compression", "5000"], "cannot be reached"),
-        (["train", "--task", "control", "--device", "meta"], "runs on the CPU"),
+        (["train", "--task", "control", "--device", "meta"], "--device 'meta' cannot be used"),
         (["train", "--env-steps", "9"], "--env-steps is for the control task, got --task digits"),
         (["sample", "--task", "control", "--genome", "nowhere"], "no such genome file: nowhere"),
         (["eval", "--task", "control", "--genome", "nowhere"], "no such genome file: nowhere"),
