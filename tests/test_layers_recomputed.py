@@ -54,6 +54,16 @@ def test_made_once_forward_and_once_backward(use: str) -> None:
     assert made["w"] == 2
 
 
+def test_outputs_may_be_changed_in_place() -> None:
+    """As by `nn.ReLU(inplace=True)`: the product of a batch of many dimensions is a view."""
+    form = doubled(Counter())
+    (half,) = given(form, vectors(6, 4))
+    y = form.linear(vectors(2, 3, 4), None).relu_()
+    expected = torch.nn.functional.linear(vectors(2, 3, 4), 2 * half).relu()
+    assert_close(y, expected)
+    assert_close(*(torch.autograd.grad(x.sum(), half)[0] for x in (y, expected)))
+
+
 def test_nothing_is_made_in_backward_that_nothing_asks_for() -> None:
     """Without a gradient of the weight or of the input, only the bias has one."""
     made: Counter[str] = Counter()

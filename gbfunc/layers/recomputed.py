@@ -133,7 +133,13 @@ class _Recompute(InputsOnly):
 
 
 class _RecomputeForward(_Recompute):
-    """`_Recompute` with forward-mode derivatives, which torch.compile does not trace."""
+    """`_Recompute` for eager code: with forward-mode derivatives, and what in-place layers behind it may change."""
+
+    @staticmethod
+    def forward(use: _Use, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = _Recompute.forward(use, *tensors)
+        # Views that custom functions return cannot be changed in place: a product of many dimensions is one.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
