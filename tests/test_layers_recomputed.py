@@ -61,7 +61,8 @@ def test_outputs_may_be_changed_in_place() -> None:
     y = form.linear(vectors(2, 3, 4), None).relu_()
     expected = torch.nn.functional.linear(vectors(2, 3, 4), 2 * half).relu()
     assert_close(y, expected)
-    assert_close(*(torch.autograd.grad(x.sum(), half)[0] for x in (y, expected)))
+    found, wanted = (torch.autograd.grad(x.sum(), half)[0] for x in (y, expected))
+    assert_close(found, wanted)
 
 
 def test_nothing_is_made_in_backward_that_nothing_asks_for() -> None:
