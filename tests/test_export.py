@@ -22,6 +22,7 @@ from gbfunc.tasks.pnets.gpt import GPT
 from gbfunc.types import Genome
 from tests.support.strategies import bounded_end, linear_end
 from tests.support.versions import needs_whole_graphs
+from tests.test_base import Counting
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -149,19 +150,11 @@ def test_convolutions_and_buffers(tmp_path: Path) -> None:
 
 
 def test_buffers_that_a_forward_changes_begin_with_those_of_the_genome(tmp_path: Path) -> None:
-    class Counting(nn.Module):
-        calls: Tensor
+    class Multiplied(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.calls
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Any:
-            self.calls += 1
-            return self.layer(x) * self.calls
-
-    pnet, path, x = Counting(), tmp_path / "net.pt2", torch.ones(2, 6)
+    pnet, path, x = Multiplied(), tmp_path / "net.pt2", torch.ones(2, 6)
     plan = gb.make_plan(pnet, gb.periodic(1))
     genome = gb.init_genome(plan, pnet)
     gb.export(path, plan, genome, pnet, x, "dense")

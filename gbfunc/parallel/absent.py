@@ -144,6 +144,15 @@ def _is_mask(x: Tensor | None) -> bool:
     return x is not None and x.dtype in (torch.bool, torch.uint8) and not isinstance(x, Absent) and not x.is_meta
 
 
+def flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Multiplications and additions of an operator, as torch counts them.
+
+    Torch's own mode tracks modules by hooks, which end the gradients that a forward takes.
+    """
+    count: Any = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else count(*args, **kwargs, out_val=out)
+
+
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operator changes in place."""
     found: list[Tensor] = []
@@ -185,9 +194,7 @@ class Provenance(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D102
         kwargs = kwargs or {}
         out = self._operate(func, args, kwargs)
-        # Not torch's own mode, whose hooks end gradients that a forward takes.
-        if (flops := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += flops(*args, **kwargs, out_val=out)
+        self.flops += flops_of(func, args, kwargs, out)
         return out
 
     def _operate(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

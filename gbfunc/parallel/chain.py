@@ -162,10 +162,8 @@ def trace_chain(
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
-            cure = (
-                "a forward takes gradients by torch.func.grad, not by torch.autograd.grad, which a trace has none for"
-            )
-            raise ValueError(f"in a pipeline {cure}") from error
+            words = "in a pipeline a forward takes gradients by torch.func.grad, not torch.autograd.grad"
+            raise ValueError(f"{words}, which has no graph in a trace") from error
     if order != list(range(len(blocks))):
         raise ValueError(f"the blocks {list(blocks)} must run once each in their order, they ran as {order}")
     marks[0] = 0

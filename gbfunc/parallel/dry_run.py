@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from gbfunc.layers.factored import FactoredWeight
+from gbfunc.parallel.absent import flops_of
 from gbfunc.parallel.activations import MOVES, Activation, Move, Wire
 from gbfunc.parallel.collectives import Sizes, sent_bytes
 from gbfunc.plan import DTYPES, Plan, TensorPlan
@@ -192,9 +192,7 @@ class DryRun(TorchDispatchMode):
         cell, kwargs = self._cells[self._at], kwargs or {}
         out = func(*args, **kwargs)
         cell.operators += 1
-        flops = flop_registry.get(func._overloadpacket)
-        if flops is not None:
-            cell.flops += flops(*args, **kwargs, out_val=out)
+        cell.flops += flops_of(func, args, kwargs, out)
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         made = [x for x in (out if isinstance(out, list | tuple) else (out,)) if isinstance(x, Tensor)]
         places = {x.untyped_storage()._cdata for x in given}
