@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -124,13 +124,14 @@ class LeftTensors:
 
     def see(self, func: Any, read: Iterable[torch.UntypedStorage], out: Any) -> None:
         """Take note of what an operator makes."""
-        name = func.__name__
-        computed = any(s._cdata in self._made for s in read) and not name.startswith("new_") and "_like" not in name
+        changes, fills = _kind_of(func)
+        computed = not fills and any(s._cdata in self._made for s in read)
         for x in tensors_in(out):
             for s in storages_of(x):
-                changed = func._schema.is_mutable and s._cdata not in self._constant
+                changed = changes and s._cdata not in self._constant
                 place = self._made if computed or changed else self._constant
-                place.setdefault(s._cdata, StorageWeakRef(s))
+                if s._cdata not in place:
+                    place[s._cdata] = StorageWeakRef(s)
 
     def end(self) -> None:
         """Find what is left at the end of a call."""
@@ -145,6 +146,15 @@ class LeftTensors:
         return self._left[storage._cdata][1] if storage._cdata in self._left else None
 
 
+@functools.cache
+def _kind_of(func: Any) -> tuple[bool, bool]:
+    """Whether an operator changes tensors, and whether it fills new ones with what is not computed of others."""
+    name = func.__name__
+    # Those of higher order have no schema.
+    changes = hasattr(func, "_schema") and func._schema.is_mutable
+    return changes, name.startswith("new_") or "_like" in name
+
+
 class _Watch(TorchDispatchMode):
     """Refuses operators that read own tensors, or such as are left of earlier calls, but in storages allowed."""
 
@@ -156,7 +166,7 @@ class _Watch(TorchDispatchMode):
         self._own, self._left, self._allowed = own, left, allowed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = [storage for x in tensors_in((args, kwargs)) for storage in storages_of(x)]
+        read = [storage for x in tensors_in((*args, kwargs)) for storage in storages_of(x)]
         for storage in read:
             if storage._cdata in self._allowed:
                 continue
@@ -199,25 +209,52 @@ def _number(node: Any) -> int:
     return node._sequence_nr() % 2**64
 
 
-def tensors_in(value: Any, objects: bool = False, arrays: bool = False, depth: int = 9) -> Iterator[Any]:
+def tensors_in(value: Any, objects: bool = False, arrays: bool = False) -> list[Any]:
     """The tensors, and `arrays`, in containers and attributes of `objects`; tensors in function transforms, too."""
-    if isinstance(value, Tensor) or (arrays and isinstance(value, np.ndarray)):
-        yield value
-        while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
+    found: list[Any] = []
+    _add_tensors(found, value, objects, arrays, _DEPTH)
+    return found
+
+
+_PLAIN = frozenset(
+    {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
+_DEPTH = 9
+
+
+def _add_tensors(found: list[Any], value: Any, objects: bool, arrays: bool, depth: int) -> None:
+    # For every operand of every operator: what is most frequent comes first.
+    if type(value) in _PLAIN:
+        return
+    if isinstance(value, Tensor):
+        found.append(value)
+        while functorch.is_functorch_wrapped_tensor(value):
             value = functorch.get_unwrapped(value)
-            yield value
-    elif depth and not isinstance(value, str | bytes | nn.Module | type):
-        items = value.values() if isinstance(value, Mapping) else value
-        if not isinstance(value, Mapping | list | tuple | set | frozenset):
-            items = vars(value).values() if objects and hasattr(value, "__dict__") else ()
-        for x in items:
-            yield from tensors_in(x, objects, arrays, depth - 1)
+            found.append(value)
+        return
+    if arrays and isinstance(value, np.ndarray):
+        found.append(value)
+    if not depth or isinstance(value, (nn.Module, type, str, bytes)):
+        return
+    if isinstance(value, (tuple, list, set, frozenset)):
+        items: Iterable[Any] = value
+    elif isinstance(value, Mapping):
+        items = value.values()
+    else:
+        items = vars(value).values() if objects and hasattr(value, "__dict__") else ()
+    for x in items:
+        _add_tensors(found, x, objects, arrays, depth - 1)
+
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc), ("values",)),
+}
 
 
 def storages_of(x: Tensor) -> list[torch.UntypedStorage]:
     """The storages of a tensor: those of its parts if it is sparse, none inside of function transforms."""
-    if x.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        parts = ("_indices", "_values") if x.layout == torch.sparse_coo else ("values",)
+    if parts := _SPARSE_PARTS.get(x.layout):
         return [getattr(x, part)().untyped_storage() for part in parts]
     try:
         return [x.untyped_storage()]

@@ -43,17 +43,19 @@ class Proof(NamedTuple):
     cause: str
 
     def compare(self, layout: Layout, given: Given, trained: Params) -> None:
-        """Compare them; all ranks call. What is random is compared in `eval` mode, or else not at all.
+        """Compare them; all ranks call. What is random is compared with equal draws, or in `eval` mode.
 
         Raises:
             ValueError: on every rank, if they differ by more than rounding does.
         """
         mesh, whole, wanted = layout.mesh, self.whole(), [*trained.values()]
+        # The net of steps has been watched.
+        whole.net.compiled = True
         given = given._replace(batch=self.few(given.batch), rows=1)
         rounding, apart = rounding_of(layout.plan), partial(largest_distance, mesh)
         # Of features that are split other numbers are drawn than of whole ones: there, none are.
-        evaluating = _evaluating(*(loss.net.skeleton for loss in (whole, self.loss()) if loss is not None))
-        for mode in (nullcontext(), evaluating) if "tensor" in self.axes else (_SameDraws(),):
+        nets = (loss.net.skeleton for loss in (whole, self.loss()) if loss is not None)
+        for mode in nullcontext(), _evaluating(*nets) if "tensor" in self.axes else _SameDraws():
             with mode:
                 found, alone = _found(self.part, given, wanted, 0), _found(plainly(whole), given, wanted, 0)
                 for axis in self.axes:
