@@ -24,6 +24,8 @@ from gbfunc.lab.bench.variants import Setting, Step, build
 from gbfunc.tasks.pnets.mlp import mlp
 
 _STEPS = 3
+_GOODBYE = 10.0
+"""Seconds in which a process that has measured may put away what its libraries share with others, as semaphores."""
 # malloc.h of glibc
 _M_MMAP_THRESHOLD = -3
 _MAPPED_BYTES = 2**17
@@ -52,6 +54,7 @@ def measure_memory(case: Case, variant: str, setting: Setting) -> Memory | None:
         writer.close()
         try:
             measured = reader.recv()
+            process.join(_GOODBYE)
         except EOFError:
             return None
         finally:
