@@ -2,6 +2,7 @@
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
 
 # Read when torch is loaded, here and in the processes that tests start: workers of pytest-xdist and ranks share the
@@ -75,6 +76,12 @@ def pytest_collection_finish() -> None:
 def subnormal_numbers() -> None:
     # What torch 2.5 compiles makes the process flush them to zero, and hypothesis wants them.
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture
+def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile` makes graphs and their guards, and no programs of them, which takes half a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.fixture(scope="session")

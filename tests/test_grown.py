@@ -159,7 +159,7 @@ def test_noise_and_narrow_types_reach_parts_as_the_whole() -> None:
         assert_same(step_answer(plan, pnet, parts, x, **options), step_answer(plan, pnet, whole, x, **options))
 
 
-def test_compiled_parts_are_those_of_the_plain_step() -> None:
+def test_compiled_parts_are_those_of_the_plain_step(graphs_alone: None) -> None:
     def loss(net: Any, x: Tensor) -> Tensor:
         # In this order: a later update of the statistics would reach what eval mode keeps for backward, in plain torch.
         out = net(x)
@@ -187,7 +187,9 @@ def test_compiled_parts_are_those_of_the_plain_step() -> None:
 GAIN = 1.0
 
 
-def test_a_compiled_step_sees_what_changes_around_its_loss_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_step_sees_what_changes_around_its_loss_function(
+    graphs_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = {"of the loss": 1.0}
 
     def loss(net: Any, x: Tensor) -> Tensor:

@@ -395,7 +395,9 @@ class ReadsLate(Pair):
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("mode", [*MODES, "generate", "compile", "population"])
-def test_what_is_read_in_an_odd_way_after_the_first_call_is_refused(mode: str, detached: bool) -> None:
+def test_what_is_read_in_an_odd_way_after_the_first_call_is_refused(
+    mode: str, detached: bool, graphs_alone: None
+) -> None:
     if mode == "compile" and detached:
         pytest.skip("what a compiled step reads without a gradient later on is not seen")
     steps, x = list[int](), torch.ones(4, 6)

@@ -142,8 +142,7 @@ class Adapting(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
-def test_compiled_code_with_another_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+def test_compiled_code_with_another_gradient_is_refused(graphs_alone: None) -> None:
     pnet, batch = Adapting().double(), numbers(5, 6)
     plan = gb.make_plan(pnet, gb.periodic(2))
     step = gb.make_train_step(plan, pnet, loss_fn, SGD, lazy=True, compile=True)
@@ -235,7 +234,7 @@ def test_reads_of_weights_that_are_not_dense_are_counted(mode: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_a_compiled_step_that_reads_a_weight_is_compiled_once() -> None:
+def test_a_compiled_step_that_reads_a_weight_is_compiled_once(graphs_alone: None) -> None:
     pnet = Penalised().double()
     plan = gb.make_plan(pnet, gb.low_rank(1))
     step = gb.make_train_step(plan, pnet, loss_fn, SGD, lazy=True, compile=True)
