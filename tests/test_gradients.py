@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.train.gradients.compiled import _own_code
+from gbfunc.train.gradients.loss import Given
+from gbfunc.train.gradients.proof import Proof, plainly
+from gbfunc.trees import flat_genome
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import BUFFERS_ONLY, SGD, ZOO, loss_fn, step_of
 
@@ -40,6 +43,37 @@ def test_random_numbers_come_from_seed_and_step_alone(name: str, options: dict[s
     torch.manual_seed(99)
     assert losses(1) == first
     assert len({*first, *losses(2)}) == 8
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_a_proof_of_what_is_random_in_eval_mode_too_says_that_it_is_none(shift: float) -> None:
+    """On one rank, whose part of the gradient is drawn with other numbers, or is another function."""
+    pnet, batch = (Noisy(4, 4) if not shift else nn.Linear(4, 4)), (torch.randn(3, 4), torch.randn(3, 4))
+    step = gb.make_train_step(
+        gb.make_plan(pnet, gb.periodic(2)), pnet, lambda net, b: F.mse_loss(net(b[0]), b[1]), STILL
+    )
+    loss, state = step._objective.strategy.loss, step.init()
+    assert loss is not None
+    leaves = {k: x.requires_grad_() for k, x in flat_genome(state).items()}
+    given = Given(leaves, None, {}, batch, 3, True)
+
+    def part(given: Given, wanted: list[Tensor]) -> Any:
+        torch.manual_seed(1 + torch.initial_seed())
+        given = given._replace(batch=(given.batch[0], given.batch[1] + shift))
+        return plainly(loss)(given, wanted)
+
+    proof = Proof(lambda: loss, part, lambda: loss, lambda batch: batch, ("tensor",), "the part")
+    if shift:
+        with pytest.raises(ValueError, match="away from those of the p-net on one rank: the part"):
+            proof.compare(step._layout, given, leaves)
+    else:
+        with pytest.warns(UserWarning, match="over tensor ranks was not compared"):
+            proof.compare(step._layout, given, leaves)
 
 
 def test_noise_and_dropout_are_not_the_same_numbers() -> None:

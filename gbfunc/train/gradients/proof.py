@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -76,6 +77,11 @@ class Proof(NamedTuple):
                     f"over {' and '.join(self.axes)} ranks the gradient is {worst[0]:.2g} of its norm, and the change "
                     f"of buffers {worst[1]:.2g} of its, away from those of the p-net on one rank: {self.cause}"
                 )
+        warnings.warn(
+            f"the first step over {' and '.join(self.axes)} ranks was not compared with one on one rank: what the "
+            "p-net's forward computes is random in eval mode, too",
+            stacklevel=2,
+        )
 
 
 def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
