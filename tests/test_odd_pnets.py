@@ -186,6 +186,44 @@ def test_a_hook_that_comes_too_late_is_refused(hook: str, options: dict[str, Any
     assert len(seen) == (hook == "register_hook")
 
 
+class Scaling(Pair):
+    """Scales a gradient by what a hook finds: in the module, or in the layer that it was made with."""
+
+    def __init__(self, where: str, own: bool) -> None:
+        super().__init__()
+        self.where, self.made_with = where, {"a": self.a.weight} if own else {}
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        weight = self.made_with.get("a", self.a.weight)
+
+        def scaled(gradients: Any, *others: Any) -> Any:
+            if isinstance(gradients, Tensor):
+                return gradients * weight.sum()
+            return tuple(g if g is None else g * weight.sum() for g in gradients)
+
+        if self.where == "tensor":
+            h.register_hook(hook=scaled)
+        else:
+            node: Any = h.grad_fn
+            node.register_hook(scaled)
+        return self.b(h)
+
+
+@pytest.mark.parametrize("where", ["tensor", "node"])
+def test_a_hook_of_a_gradient_reads_generated_weights_or_is_refused(where: str) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    pnet = Scaling(where, own=False).double()
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    step = gb.make_train_step(plan, pnet, loss_of, SGD)
+    state = step.init()
+    found = gb.make_train_step(plan, pnet, loss_of, SGD, remat="generate")(state, x)[1].grad_norm
+    torch.testing.assert_close(step(state, x)[1].grad_norm, found)
+    pnet = Scaling(where, own=True).double()
+    with pytest.raises(ValueError, match="reads its parameter 'a.weight' other than through the module"):
+        gb.make_train_step(plan, pnet, loss_of, SGD)(state, x)
+
+
 def test_aux_is_what_it_was_when_it_was_returned() -> None:
     pnet = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     plan = gb.make_plan(pnet, gb.periodic(1))

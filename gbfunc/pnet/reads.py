@@ -2,9 +2,10 @@
 
 A forward may reach its weights by other ways than `self`: a closure, a global name, a weak reference, a view kept as an
 attribute. What is reached so is not generated. In calls 1, 2, 4, ... of each kind a dispatch mode sees the tensors of
-every operator, whoever calls it, in forward and in the backward of that call, and refuses those in storages of the
-module's own. (What a gradient tells is refused at any step: `gbfunc.train.gradients.loss`.) With gradients it refuses
-as well what an earlier call computed and left in an attribute: weights of then, or a state that is none of the step's.
+every operator, whoever calls it, in forward, in hooks of gradients, and in the backward of that call but for torch's
+own operators, which read what they did before, and refuses those in storages of the module's own. (What a gradient
+tells is refused at any step: `gbfunc.train.gradients.loss`.) With gradients it refuses as well what an earlier call
+computed and left in an attribute: weights of then, or a state that is none of the step's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch._C._functorch as functorch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 _OTHERWISE = (
@@ -98,9 +100,9 @@ class OwnTensors:
         watch = _Watch(self, left, {s._cdata for x in tensors_in((*given, args, kwargs)) for s in storages_of(x)})
         with torch.inference_mode(False), torch.enable_grad():
             first = _number(torch.zeros((), requires_grad=True).view(()).grad_fn)
-        with watch:
+        with watch, (hooks := _Hooks(watch)):
             out = function(*args, **kwargs)
-        watch.backward(out, first)
+        watch.backward(out, first, hooks.used)
         return out
 
 
@@ -182,8 +184,8 @@ class _Watch(TorchDispatchMode):
             self._left.see(func, read, out)
         return out
 
-    def backward(self, out: Any, first: int) -> None:
-        """Watch the backward of every node from this number on that a value leads to."""
+    def backward(self, out: Any, first: int, hooked: bool) -> None:
+        """Watch the backward of the nodes from this number on that a value leads to; stock ones if they are hooked."""
         # It reads what the call itself has left.
         self._left = None
         nodes, seen = [x.grad_fn for x in tensors_in(out, objects=True)], set[Node]()
@@ -192,9 +194,10 @@ class _Watch(TorchDispatchMode):
             if node is None or node in seen or not first < _number(node) < 2**63:
                 continue
             seen.add(node)
-            # Modes that a node's hooks set are those of this node alone, should it raise as well.
-            node.register_prehook(self._enter)
-            node.register_hook(self._leave)
+            if hooked or not _is_stock_node(node):
+                # Modes that a node's hooks set are those of this node alone, should it raise as well.
+                node.register_prehook(self._enter)
+                node.register_hook(self._leave)
             nodes += [previous for previous, _ in node.next_functions]
 
     def _enter(self, gradients: Any) -> None:
@@ -204,9 +207,45 @@ class _Watch(TorchDispatchMode):
         _pop_mode()
 
 
+class _Hooks(TorchFunctionMode):
+    """Watches hooks of gradients, too, and knows whether a call has made any, or may have."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch, self.used = watch, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _HOOKS:
+            self.used = True
+            if func == Tensor.register_hook:
+                hook = args[1] if len(args) > 1 else kwargs["hook"]
+                args, kwargs = (args[0], functools.partial(self._watched, hook)), {}
+        return func(*args, **kwargs)
+
+    def _watched(self, hook: Callable[[Tensor], Any], gradient: Tensor) -> Any:
+        _push_mode(self._watch)
+        try:
+            return hook(gradient)
+        finally:
+            _pop_mode()
+
+
+_HOOKS = frozenset({Tensor.register_hook, vars(torch._C.TensorBase)["grad_fn"].__get__})
+
+
 def _number(node: Any) -> int:
     """Nodes of a thread are numbered as they are made; those of leaves have a number beyond 2**63."""
     return node._sequence_nr() % 2**64
+
+
+def _is_stock_node(node: Any) -> bool:
+    """Whether a node is of an operator of torch's, whose backward reads what its forward read or made.
+
+    Those of Python have a base class, those of scripts and of other C++ one type together.
+    """
+    kind = type(node)
+    return kind.__base__ is object and kind.__name__ != "CppFunction"
 
 
 def tensors_in(value: Any, objects: bool = False, arrays: bool = False) -> list[Any]:
