@@ -13,6 +13,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
+from gbfunc.generate import make_generator
+from gbfunc.trees import flat_genome
 
 SGD = gb.torch_optimizer(torch.optim.SGD, lr=1.0)
 
@@ -219,6 +221,10 @@ def test_a_hook_of_a_gradient_reads_generated_weights_or_is_refused(where: str) 
     state = step.init()
     found = gb.make_train_step(plan, pnet, loss_of, SGD, remat="generate")(state, x)[1].grad_norm
     torch.testing.assert_close(step(state, x)[1].grad_norm, found)
+    leaves = {k: v.requires_grad_() for k, v in flat_genome(state).items()}
+    loss = functional_call(pnet, make_generator(plan)(leaves), (x,)).square().mean()
+    gradients = torch.autograd.grad(loss, [*leaves.values()])
+    torch.testing.assert_close(torch.stack([g.norm() for g in gradients]).norm(), found)
     pnet = Scaling(where, own=True).double()
     with pytest.raises(ValueError, match="reads its parameter 'a.weight' other than through the module"):
         gb.make_train_step(plan, pnet, loss_of, SGD)(state, x)

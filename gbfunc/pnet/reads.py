@@ -273,6 +273,7 @@ def _add_tensors(found: list[Any], value: Any, objects: bool, arrays: bool, dept
         return
     if arrays and isinstance(value, np.ndarray):
         found.append(value)
+        return
     if not depth or isinstance(value, (nn.Module, type, str, bytes)):
         return
     if isinstance(value, (tuple, list, set, frozenset)):

@@ -24,7 +24,7 @@ from gbfunc.lab.bench.variants import Setting, Step, build
 from gbfunc.tasks.pnets.mlp import mlp
 
 _STEPS = 3
-_GOODBYE = 10.0
+_JOIN_TIMEOUT = 10.0
 """Seconds in which a process that has measured may put away what its libraries share with others, as semaphores."""
 # malloc.h of glibc
 _M_MMAP_THRESHOLD = -3
@@ -54,7 +54,7 @@ def measure_memory(case: Case, variant: str, setting: Setting) -> Memory | None:
         writer.close()
         try:
             measured = reader.recv()
-            process.join(_GOODBYE)
+            process.join(_JOIN_TIMEOUT)
         except EOFError:
             return None
         finally:
