@@ -347,8 +347,17 @@ def test_what_is_not_a_function_of_a_row_is_refused() -> None:
             self.kept = 2 * self.weight if self.kept is None else self.kept
             return F.linear(input, self.kept)
 
+    class Seldom(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + (torch.rand(()) < 1e-9)
+
+    class Drawn(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.empty_like(super().forward(input)).normal_()
+
     another = "a row gives another result each time"
-    for layer, message in [(Random, another), (Keeping, another), (Counting, "changes its buffer 'n'")]:
+    cases = [(Random, another), (Seldom, another), (Drawn, another), (Keeping, another)]
+    for layer, message in [*cases, (Counting, "changes its buffer 'n'")]:
         pnet, plan, genomes = planned(partial(layer, 8, 4), [])
         for rows in (len(X), 1):
             with pytest.raises(ValueError, match=message):
@@ -358,6 +367,20 @@ def test_what_is_not_a_function_of_a_row_is_refused() -> None:
         ValueError, match=r"row 4 alone, with inputs \[\(1, 7\)\], is refused: expected an input with 8"
     ):
         gb.materialize_many(plan, genomes, pnet)(INDEX, X[:, :7])
+
+
+def test_random_numbers_that_nothing_reads_are_let_be() -> None:
+    class Drawing(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            drop = torch.rand(())
+            if self.training and drop < 0.5:
+                return input[:, :4]
+            heads = super().forward(input).view(len(input), 1, 2, 2)
+            return F.scaled_dot_product_attention(heads, heads, heads).flatten(1)
+
+    pnet, plan, genomes = planned(partial(Drawing, 8, 4), [])
+    net, nets = gb.materialize_many(plan, genomes, pnet), [gb.materialize(plan, g, pnet) for g in genomes]
+    assert_close(net(INDEX, X), torch.cat([nets[i](X[b : b + 1]) for b, i in enumerate(INDEX.tolist())]), 1e-10)
 
 
 def test_genomes_that_are_nearly_equal() -> None:

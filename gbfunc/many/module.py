@@ -25,7 +25,17 @@ from gbfunc.base import BaseTensors
 from gbfunc.generate import Generator, make_generator, to_serve
 from gbfunc.layers.forms import WeightForm
 from gbfunc.many.merge import check_genomes
-from gbfunc.many.proof import Pairs, Questions, RowsTogether, Watch, first_difference, proof_batch, tolerance_of, varied
+from gbfunc.many.proof import (
+    Draws,
+    Pairs,
+    Questions,
+    RowsTogether,
+    Watch,
+    first_difference,
+    proof_batch,
+    tolerance_of,
+    varied,
+)
 from gbfunc.many.row_wise import PLAIN, RowWise, prepare
 from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet, skeleton_of
@@ -241,11 +251,13 @@ class ManyGenomes(nn.Module):
             alone.append(Watch())
             given, args, kwargs = part([i], batch.variants[i])
             try:
-                with alone[-1].of(self._alone.skeleton):
+                with alone[-1].of(self._alone.skeleton), Draws() as draws:
                     out = self._one(given, args, kwargs, buffers_stay=True)
             except Exception as error:
                 shapes = [tuple(x.shape) for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
                 raise ValueError(f"row {batch.rows[i]} alone, with inputs {shapes}, is refused: {error}") from error
+            if draws.used_in(out):
+                raise ValueError(_RANDOM)
             _checked(out, 1)
         called = {path for path, _ in alone[0].outputs}
         paths = [_owner(name) for name in self._varying] if "" in self.row_wise else self.row_wise

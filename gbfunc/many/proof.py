@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbfunc.many.row_wise import PLAIN, RowWise
-from gbfunc.pnet.reads import tensors_in
+from gbfunc.pnet.reads import storages_of, tensors_in
 from gbfunc.trees import tree_leaves
 
 VARIANTS = 3
@@ -119,6 +119,37 @@ class Watch:
     def _copied(self, x: Tensor) -> Tensor:
         batch = self._batch
         return x[batch.checked] if batch and x.shape[:1] == (len(batch.rows),) else x.clone()
+
+
+class Draws(TorchDispatchMode):
+    """Sees whether a p-net uses random numbers: an operator reads what another one drew, or they are its output.
+
+    What is drawn and left unread changes nothing (Wav2Vec2 draws for a layer drop that only training looks at).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn, self._used = dict[int, torch.UntypedStorage](), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._used = self.used_in((args, kwargs))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        states = _random_states()
+        out = func(*args, **kwargs)
+        # Attention has the tag without a dropout too.
+        if kwargs.get("generator") is not None or not all(map(torch.equal, states, _random_states())):
+            self._drawn |= {s._cdata: s for x in tensors_in(out) for s in storages_of(x)}
+        return out
+
+    def used_in(self, out: Any) -> bool:
+        """Whether random numbers were used up to here, with what is in this."""
+        return self._used or any(s._cdata in self._drawn for x in tensors_in(out) for s in storages_of(x))
+
+
+def _random_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
 
 class Questions(TorchDispatchMode):
