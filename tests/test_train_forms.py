@@ -152,9 +152,40 @@ def test_compiled_code_with_another_gradient_is_refused(graphs_alone: None) -> N
     try:
         found = step(step.init(), batch)[0].gnets
     except (RuntimeError, ValueError) as error:
-        assert "double backward" in str(error) or "of its norm away from that of the code as it is" in str(error)
+        assert "double backward" in str(error) or "away from that of the code as it is" in str(error)
     else:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("joint", [False, True])
+def test_compiled_code_that_loses_a_change_of_a_buffer_is_refused(joint: bool, graphs_alone: None) -> None:
+    class Counting(nn.Sequential):
+        n: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n += 1
+            return super().forward(x)
+
+    pnet = Counting(nn.Linear(6, 5), nn.Dropout(0.0), nn.Linear(5, 3)).double()
+
+    def loss(net: Any, batch: Tensor) -> Any:
+        return loss_fn(net, batch), "text" if joint else object()
+
+    # Torch 2.13 loses what is done in place to a number in float64 where loss and gradient are two graphs.
+    pnet.register_buffer("n", torch.zeros((), dtype=torch.float64))
+    plan, batch = gb.make_plan(pnet, gb.periodic(2)), numbers(5, 6)
+    step, plain = (gb.make_train_step(plan, pnet, loss, SGD, compile=compile) for compile in (True, False))
+    state, expected = step.init(), plain.init()
+    torch._dynamo.reset()
+    try:
+        for _ in range(3):
+            state, expected = step(state, batch)[0], plain(expected, batch)[0]
+    except ValueError as error:
+        assert not joint and "the change of buffers 1 of its own" in str(error)
+    else:
+        torch.testing.assert_close(state.buffers, expected.buffers)
+        torch.testing.assert_close(state.gnets, expected.gnets, rtol=1e-9, atol=1e-9)
 
 
 # --- the loss function sees real data, once --------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def _strategy(
     loss = make()
     proof = None if split is None or takes_parts else split_proof(whole, loss)
     if options.compile:
-        return CompiledGraph(loss, scale, layout, options.amp), proof
+        return CompiledGraph(loss, scale, layout, options.amp, joint=split is None), proof
     if n == 1 and source is Kept:
         return OneGraph(loss, scale), proof
     parts = partial(equal_parts, n) if layout.mesh.world == 1 else partial(parts_of_share, n, takes_parts)

@@ -12,23 +12,27 @@ import torch
 from torch import Tensor
 
 from gbfunc.parallel import Layout
-from gbfunc.train.gradients.loss import GenomeLoss, Given, OneGraph, Result, seeded
-from gbfunc.train.gradients.proof import as_vector, largest_distance, rounding_of
+from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, Result
+from gbfunc.train.gradients.proof import as_vector, changes_of, gradient_and_changes, largest_distance, rounding_of
+
+Graph = Callable[[Given, list[Tensor]], Result]
 
 
 class CompiledGraph(OneGraph):
     """The loss as one graph, compiled by `torch.compile`.
 
-    The layout's collectives, which have no Python inside of a graph, are counted and named here.
+    Loss and gradient are one graph, by `torch.func`, where the compiler can make that; else a graph each, by autograd,
+    whose calls take some 0.3 ms more. The layout's collectives, which have no Python inside of a graph, are counted and
+    named here.
     """
 
-    def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, amp: torch.dtype | None) -> None:
+    def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, amp: torch.dtype | None, *, joint: bool) -> None:
         super().__init__(loss, scale)
         self._tolerance = rounding_of(layout.plan, amp)
-        # Torch 2.5 has no filters.
-        options: Any = {"guard_filter_fn": _guarded} if hasattr(torch.compiler, "keep_tensor_guards_unsafe") else None
-        self._compiled, self._layout = torch.compile(_own_code(loss.__call__), options=options), layout
+        self._apart, self._joint = _compiled(loss.__call__), _compiled(loss.with_gradients, fullgraph=True)
+        self._graphs: list[Graph] = [self._as_one, self._as_two] if joint else [self._as_two]
         self._counted = self._with_collectives if layout.sharded else lambda wanted: nullcontext()
+        self._layout = layout
 
     def __call__(self, given: Given, wanted: list[Tensor]) -> Result:
         """Loss, aux and gradients.
@@ -39,31 +43,76 @@ class CompiledGraph(OneGraph):
         """
         self.loss.generator.prepare(given.leaves)
         eager = None if self.loss.net.compiled else self._run_twice(given, wanted)
+        apart = 0.0, 0.0
         with self._counted(wanted):
-            result = self._result(given, wanted, *self._compiled(given))
-        if eager is not None:
-            apart = largest_distance(self._layout.mesh, as_vector(result.gradients, wanted), eager)
-            if apart > self._tolerance:
-                self.loss.net.compiled = False
-                raise ValueError(
-                    f"compiled by torch.compile, the gradient is {apart:.2g} of its norm away from that of the code as "
-                    "it is (torch.autograd.grad inside of a forward is known to be wrong there): pass compile=False"
-                )
-        return result
+            for i, graph in enumerate(self._graphs):
+                fresh = given if eager is None else given.with_own_buffers()
+                try:
+                    result = graph(fresh, wanted)
+                except torch._dynamo.exc.TorchDynamoException:  # pyright: ignore[reportAttributeAccessIssue]
+                    if graph is self._graphs[-1]:
+                        raise
+                    # What takes its place is new.
+                    eager = self._run_twice(given, wanted) if eager is None else eager
+                    continue
+                apart = self._distances(given, fresh, as_vector(result.gradients, wanted), eager)
+                if max(apart) <= self._tolerance:
+                    given.buffers.update(fresh.buffers)
+                    self._graphs = self._graphs[i:] if i else self._graphs
+                    return result
+        self.loss.net.compiled = False
+        raise ValueError(
+            f"compiled by torch.compile, the gradient is {apart[0]:.2g} of its norm, and the change of buffers "
+            f"{apart[1]:.2g} of its own, away from that of the code as it is (torch.autograd.grad inside of a forward "
+            "is known to be wrong there): pass compile=False"
+        )
 
-    def _run_twice(self, given: Given, wanted: list[Tensor]) -> Tensor:
-        """The gradient as it is; not a number if it is random.
+    def _distances(
+        self, given: Given, after: Given, gradient: Tensor, eager: tuple[Tensor, Tensor] | None
+    ) -> tuple[float, float]:
+        """How far the gradient and the change of buffers are from those of eager code, where these were found."""
+        if eager is None:
+            return 0.0, 0.0
+        found = changes_of(given.buffers, after.buffers)
+        mesh = self._layout.mesh
+        return largest_distance(mesh, gradient, eager[0]), largest_distance(mesh, found, eager[1])
+
+    def _as_two(self, given: Given, wanted: list[Tensor]) -> Result:
+        return self._result(given, wanted, *self._apart(given))
+
+    def _as_one(self, given: Given, wanted: list[Tensor]) -> Result:
+        trained = {k: x for k, x in given.leaves.items() if x.requires_grad}
+        leaves = {k: x.detach() for k, x in given.leaves.items()}
+        rows = self.loss.rows(given.rows)
+        # A tensor, since another number would be compiled anew.
+        factor = None if self._scale * rows == 1 else torch.tensor(self._scale * rows)
+        loss, aux, buffers, found = self._joint(given._replace(leaves=leaves), [*trained], factor)
+        given.buffers.update(buffers)
+        if loss.requires_grad:
+            # By parameters of the p-net's own.
+            self.loss.gradients(loss, [])
+        by_leaf = dict(zip(map(id, trained.values()), found, strict=True))
+        if by_leaf.keys() == set(map(id, wanted)):
+            found = [by_leaf[id(x)] for x in wanted]
+        else:
+            # Leaves are made of those that are trained.
+            found = torch.autograd.grad([*trained.values()], wanted, found, allow_unused=True)
+        return Result(loss.detach(), given.detached(aux), tuple(found), rows)
+
+    def _run_twice(self, given: Given, wanted: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The gradient and the change of buffers as they are; not numbers if they are random.
 
         Compiled code would not refuse what changes the p-net, or reads other tensors. What the first call leaves shows
         in the second.
         """
-        found: list[Tensor] = []
-        for seed in range(2):
-            fresh = given._replace(buffers={k: b.clone() for k, b in given.buffers.items()})
-            with seeded(seed, wanted[0].device), self.loss.net.kept_open():
-                found.append(as_vector(self._result(fresh, wanted, *self.loss(fresh)).gradients, wanted))
+
+        def gradients(given: Given, wanted: list[Tensor]) -> Gradients:
+            with self.loss.net.kept_open():
+                return self._result(given, wanted, *self.loss(given)).gradients
+
+        (gradient, changes), again = (gradient_and_changes(gradients, given, wanted, seed) for seed in range(2))
         self.loss.net.compiled = True
-        return found[0] if torch.equal(*found) else torch.full_like(found[0], torch.nan)
+        return _where_equal(gradient, again[0]), _where_equal(changes, again[1])
 
     def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
         mesh = self._layout.mesh
@@ -73,10 +122,14 @@ class CompiledGraph(OneGraph):
         return mesh.faults.named("a compiled step")
 
 
+def _where_equal(x: Tensor, y: Tensor) -> Tensor:
+    return x if torch.equal(x, y) else torch.full_like(x, torch.nan)
+
+
 _FIXED = (
     "self.generator",
     # With what follows the name: other packages' names begin so.
-    *("__import_gbfunc_dot_", "__import_torch_dot_", "__builtins_dict_"),
+    *("__import_gbfunc_dot_", "__import_torch_dot_", "__import__('torch')", "__builtins_dict_", "type(given)"),
 )
 
 
@@ -90,6 +143,14 @@ def _guarded(guards: Sequence[Any]) -> list[bool]:
 
 
 _CODES = count()
+
+
+def _compiled(method: Any, **options: Any) -> Callable[..., Any]:
+    """A method, compiled."""
+    # Torch 2.5 has no filters.
+    if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
+        options["options"] = {"guard_filter_fn": _guarded}
+    return torch.compile(_own_code(method), **options)
 
 
 def _own_code(method: Any) -> Callable[..., Any]:

@@ -58,13 +58,16 @@ class Proof(NamedTuple):
         nets = (loss.net.skeleton for loss in (whole, self.loss()) if loss is not None)
         for mode in nullcontext(), _evaluating(*nets) if "tensor" in self.axes else _SameDraws():
             with mode:
-                found, alone = _found(self.part, given, wanted, 0), _found(plainly(whole), given, wanted, 0)
+                found, alone = (
+                    gradient_and_changes(self.part, given, wanted, 0),
+                    gradient_and_changes(plainly(whole), given, wanted, 0),
+                )
                 for axis in self.axes:
                     sum_ranks(mesh, found[0], axis)
                 worst = [*map(apart, found, alone)]
                 if max(worst) <= rounding:
                     return
-                again, other = (_found(plainly(whole), given, wanted, seed) for seed in (0, 1))
+                again, other = (gradient_and_changes(plainly(whole), given, wanted, seed) for seed in (0, 1))
                 varies, drawn = (max(map(apart, x, alone)) > rounding for x in (again, other))
             if varies:
                 raise ValueError(
@@ -129,13 +132,18 @@ def _evaluating(*nets: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _found(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
-    """The gradient and the change of buffers, flat."""
-    before, given = given.buffers, given._replace(buffers={k: v.clone() for k, v in given.buffers.items()})
+def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
+    """The gradient and the change of buffers, flat; the given ones stay as they are."""
+    fresh = given.with_own_buffers()
     with seeded(seed, wanted[0].device), _seeded_elsewhere(seed), torch.enable_grad():
-        gradients = part(given, wanted)
-    changes = [given.buffers[k].detach() - x for k, x in before.items() if x.is_floating_point()]
-    return as_vector(gradients, wanted), as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)
+        gradients = part(fresh, wanted)
+    return as_vector(gradients, wanted), changes_of(given.buffers, fresh.buffers)
+
+
+def changes_of(before: Params, after: Params) -> Tensor:
+    """The change of buffers, flat; what is not a number counts as zero."""
+    changes = [after[k].detach() - x for k, x in before.items() if x.is_floating_point()]
+    return as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)
 
 
 @contextmanager
