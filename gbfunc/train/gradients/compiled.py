@@ -43,7 +43,7 @@ class CompiledGraph(OneGraph):
         """
         self.loss.generator.prepare(given.leaves)
         eager = None if self.loss.net.compiled else self._run_twice(given, wanted)
-        apart = 0.0, 0.0
+        apart = [0.0, 0.0]
         with self._counted(wanted):
             for i, graph in enumerate(self._graphs):
                 fresh = given if eager is None else given.with_own_buffers()
@@ -55,10 +55,13 @@ class CompiledGraph(OneGraph):
                     # What takes its place is new.
                     eager = self._run_twice(given, wanted) if eager is None else eager
                     continue
-                apart = self._distances(given, fresh, as_vector(result.gradients, wanted), eager)
+                if eager is None:
+                    return result
+                found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
+                apart = [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True)]
                 if max(apart) <= self._tolerance:
                     given.buffers.update(fresh.buffers)
-                    self._graphs = self._graphs[i:] if i else self._graphs
+                    self._graphs = self._graphs[i:]
                     return result
         self.loss.net.compiled = False
         raise ValueError(
@@ -66,16 +69,6 @@ class CompiledGraph(OneGraph):
             f"{apart[1]:.2g} of its own, away from that of the code as it is (torch.autograd.grad inside of a forward "
             "is known to be wrong there): pass compile=False"
         )
-
-    def _distances(
-        self, given: Given, after: Given, gradient: Tensor, eager: tuple[Tensor, Tensor] | None
-    ) -> tuple[float, float]:
-        """How far the gradient and the change of buffers are from those of eager code, where these were found."""
-        if eager is None:
-            return 0.0, 0.0
-        found = changes_of(given.buffers, after.buffers)
-        mesh = self._layout.mesh
-        return largest_distance(mesh, gradient, eager[0]), largest_distance(mesh, found, eager[1])
 
     def _as_two(self, given: Given, wanted: list[Tensor]) -> Result:
         return self._result(given, wanted, *self._apart(given))
