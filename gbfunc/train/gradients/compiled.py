@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gbfunc.parallel import Layout
+from gbfunc.parallel import CollectiveError, Layout
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, Result
 from gbfunc.train.gradients.proof import as_vector, changes_of, gradient_and_changes, largest_distance, rounding_of
 
@@ -49,8 +49,8 @@ class CompiledGraph(OneGraph):
                 fresh = given if eager is None else given.with_own_buffers()
                 try:
                     result = graph(fresh, wanted)
-                except torch._dynamo.exc.TorchDynamoException:  # pyright: ignore[reportAttributeAccessIssue]
-                    if graph is self._graphs[-1]:
+                except Exception as error:
+                    if graph is self._graphs[-1] or not _may_be_the_compilers(error, first=eager is not None):
                         raise
                     # What takes its place is new.
                     eager = self._run_twice(given, wanted) if eager is None else eager
@@ -79,7 +79,9 @@ class CompiledGraph(OneGraph):
         rows = self.loss.rows(given.rows)
         # A tensor, since another number would be compiled anew.
         factor = None if self._scale * rows == 1 else torch.tensor(self._scale * rows)
-        loss, aux, buffers, found = self._joint(given._replace(leaves=leaves), [*trained], factor)
+        # What fails to be traced inside of torch.func would leave hooks so.
+        with torch.autograd.graph.disable_saved_tensors_hooks("torch.func has none"):
+            loss, aux, buffers, found = self._joint(given._replace(leaves=leaves), [*trained], factor)
         given.buffers.update(buffers)
         if loss.requires_grad:
             # By parameters of the p-net's own.
@@ -113,6 +115,12 @@ class CompiledGraph(OneGraph):
         mesh.traffic.add("gather", out)
         mesh.traffic.add("reduce_scatter", back)
         return mesh.faults.named("a compiled step")
+
+
+def _may_be_the_compilers(error: Exception, first: bool) -> bool:
+    """Whether code that is compiled otherwise may do: later on, if nothing has run."""
+    tracing: Any = torch._dynamo.exc  # pyright: ignore[reportAttributeAccessIssue]
+    return not isinstance(error, CollectiveError) and (first or isinstance(error, tracing.TorchDynamoException))
 
 
 def _where_equal(x: Tensor, y: Tensor) -> Tensor:
