@@ -39,11 +39,11 @@ class CompiledGraph(OneGraph):
 
         Raises:
             CollectiveError: if a rank is missing.
-            ValueError: as eager code, and at the first step if the compiled code has another gradient.
+            ValueError: as eager code, and at the first step if compiled code has another gradient or change of buffers.
         """
         self.loss.generator.prepare(given.leaves)
         eager = None if self.loss.net.compiled else self._run_twice(given, wanted)
-        apart = [0.0, 0.0]
+        apart: dict[str, float] = {}
         with self._counted(wanted):
             for i, graph in enumerate(self._graphs):
                 fresh = given if eager is None else given.with_own_buffers()
@@ -58,16 +58,17 @@ class CompiledGraph(OneGraph):
                 if eager is None:
                     return result
                 found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
-                apart = [largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True)]
-                if max(apart) <= self._tolerance:
+                distances = (largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True))
+                apart = dict(zip(("gradient", "change of buffers"), distances, strict=True))
+                if max(apart.values()) <= self._tolerance:
                     given.buffers.update(fresh.buffers)
                     self._graphs = self._graphs[i:]
                     return result
         self.loss.net.compiled = False
+        what = max(apart, key=lambda name: apart[name])
         raise ValueError(
-            f"compiled by torch.compile, the gradient is {apart[0]:.2g} of its norm, and the change of buffers "
-            f"{apart[1]:.2g} of its own, away from that of the code as it is (torch.autograd.grad inside of a forward "
-            "is known to be wrong there): pass compile=False"
+            f"compiled by torch.compile, the {what} is {apart[what]:.2g} of its norm away from that of the code as "
+            "it is (torch.autograd.grad inside of a forward is known to be wrong there): pass compile=False"
         )
 
     def _as_two(self, given: Given, wanted: list[Tensor]) -> Result:
