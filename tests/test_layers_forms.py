@@ -130,7 +130,8 @@ def test_made_is_the_loop_over_weights(rows: int, cols: int, cut: tuple[int, int
         r, c = grid.tile_rows, grid.tile_cols
         for i in range(rows):
             for j in range(cols):
-                expected = left[i // r, j // c, i % r] @ right[i // r, j // c, j % c]
+                tile = i // r * grid.n_cols + j // c
+                expected = left[tile, i % r] @ right[tile, j % c]
                 assert_close(weight[j, i] if transposed else weight[i, j], expected)
 
 

@@ -150,8 +150,8 @@ def test_groups_of_a_thin_convolution_are_multiples_of_16(
     (nr, nc), seen = tiles, []
     plain = torch.conv2d
     monkeypatch.setattr(torch, "conv2d", lambda x, w, *a, **o: seen.append(w.shape) or plain(x, w, *a, **o))
-    left = torch.randn(nr, nc, 4, k, dtype=torch.float64)
-    right = torch.randn(nr, nc, 3 * 9, k, dtype=torch.float64)
+    left = torch.randn(nr * nc, 4, k, dtype=torch.float64)
+    right = torch.randn(nr * nc, 3 * 9, k, dtype=torch.float64)
     form = FactoredWeight("w", (4 * nr, 3 * nc, 3, 3), TileGrid(4 * nr, 27 * nc, 4, 27), k, False, auto=False)
     vars(form)["_parameters"].update(left=left, right=right)
     x = torch.randn(2, 3 * nc, 5, 5, dtype=torch.float64)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf, Sized
-from gbfunc.types import Factors, Params, TileDims
+from gbfunc.tiling import TileGrid
+from gbfunc.types import Factors, Kernel, Params, TileDims
 
 _MAX = torch.finfo(torch.float32).max
 
@@ -47,6 +48,10 @@ class Constant(Hypernet):
     def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:
         """The constant tile [r, c]."""
         return row_rp.new_full((row_rp.shape[-2], col_cq.shape[-2]), self.value)
+
+    def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor:
+        """The constant matrix [R, C]."""
+        return row_Urp.new_full((grid.rows, grid.cols), self.value)
 
 
 @dataclass(frozen=True)

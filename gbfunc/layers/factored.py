@@ -21,7 +21,7 @@ from gbfunc.types import Params
 
 
 class FactoredWeight(WeightForm):
-    """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [nr, nc, r, k] and right [nr, nc, c, k].
+    """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [T, r, k] and right [T, c, k], T = nr nc.
 
     The layer stores it in `shape`, `transposed` as in Hugging Face's `Conv1D`. With `auto` the factors are used for
     inputs of fewer than `thin_rows` rows, and else the dense weight.
@@ -47,8 +47,12 @@ class FactoredWeight(WeightForm):
     def of(self, sources: Sequence[Source]) -> Params:
         """The factors of every tile; the matrices of several sources are below each other."""
         factors = [source.factors() for source in sources]
-        left, right = factors[0] if len(factors) == 1 else map(torch.cat, zip(*factors, strict=True))
-        return dict(zip(self.keys, (x.view(*self.tiles, *x.shape[1:]) for x in (left, right)), strict=False))
+        both = factors[0] if len(factors) == 1 else map(torch.cat, zip(*factors, strict=True))
+        return dict(zip(self.keys, both, strict=False))
+
+    def by_tile(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The factors by row and column of tiles: [nr, nc, r, k] and [nr, nc, c, k]."""
+        return inputs["left"].unflatten(0, self.tiles), inputs["right"].unflatten(0, self.tiles)
 
     def make(self) -> Tensor:
         """Multiply the factors out."""
@@ -57,7 +61,7 @@ class FactoredWeight(WeightForm):
             # One matrix product is faster than a batch of one.
             matrix = _single(left) @ _single(right).mT
         else:
-            matrix = join_tiles((left @ right.mT).flatten(0, 1), self.grid)
+            matrix = join_tiles(left @ right.mT, self.grid)
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def _thin(self, batch_rows: int, conv: bool = False) -> bool:
@@ -74,7 +78,7 @@ class FactoredWeight(WeightForm):
 
     def thin_linear(self, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor | None:
         """`x @ (L R^T)[rows].T + bias`; None where the dense weight is used."""
-        grid, left, right = self.grid, self.given["left"], self.given["right"]
+        grid = self.grid
         start, stop = rows.start or 0, grid.rows if rows.stop is None else rows.stop
         tiles = slice(start // grid.tile_rows, -(-stop // grid.tile_rows))
         # Rows that begin within a tile and end in another one are cut out of the dense weight.
@@ -83,6 +87,10 @@ class FactoredWeight(WeightForm):
             return None
         if x.shape[-1] != grid.cols:
             raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
+        if self.tiles == (1, 1):
+            left = _single(self.given["left"])
+            return F.linear(x @ _single(self.given["right"]), left if rows.stop is None else left[rows], bias)
+        left, right = self.by_tile(self.given)
         if rows.stop is not None:
             left, right = left[tiles], right[tiles]
             if len(left) == 1:
@@ -110,7 +118,7 @@ class FactoredWeight(WeightForm):
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
         # Torch's own convolutions of images have them so on a CPU, those of volumes do not.
         last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
-        left, right = self.given["left"], self.given["right"]
+        left, right = self.by_tile(self.given)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
             # Groups of other sizes take up to three times as long.
@@ -138,19 +146,20 @@ class FactoredWeight(WeightForm):
 
     def thin_embedding(self, index: Tensor, padding_idx: int | None) -> Tensor | None:
         """Rows of the left factors times the right factors; None where the dense weight is used."""
-        nr, nc, r, k = self.given["left"].shape
+        left, right = self.by_tile(self.given)
+        nr, nc, r, k = left.shape
         # Rows of several tiles need each token's right factors: past the weight's size, form it.
         if not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
             return None
         flat = index.reshape(-1)
-        table = self.left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
+        table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
         # Rows of a weight are as wide as the weight, also under autocast.
         with nullcontext() if index.is_meta else torch.autocast(index.device.type, enabled=False):
             if nr == 1:
-                y_Bjc = (rows_Bjk.transpose(0, 1) @ self.right[0].mT).transpose(0, 1)
+                y_Bjc = (rows_Bjk.transpose(0, 1) @ right[0].mT).transpose(0, 1)
             else:
-                y_Bjc = (rows_Bjk.unsqueeze(2) @ self.right[flat // r].mT).squeeze(2)
+                y_Bjc = (rows_Bjk.unsqueeze(2) @ right[flat // r].mT).squeeze(2)
         y = y_Bjc.reshape(*index.shape, nc * self.grid.tile_cols)[..., : self.grid.cols].contiguous()
         if padding_idx is not None:
             # Gradients of the padding row stop here, in both factors.
@@ -222,14 +231,14 @@ def _sum(y: Tensor, delta: Tensor) -> Tensor:
 
 
 def _single(factor: Tensor) -> Tensor:
-    """The factor of a matrix that is one tile, [1, 1, r, k] -> [r, k]: a view, whose backward is one."""
-    return factor.flatten(0, 2)
+    """The factor of a matrix that is one tile, [1, r, k] -> [r, k]: a view, whose backward is one."""
+    return factor.flatten(0, 1)
 
 
 def _linear(x: Tensor, left: Tensor, right: Tensor, rows: int, bias: Tensor | None) -> Tensor:
     """`x @ W.T + bias` from factors [nr, nc, r, k] and [nr, nc, c, k]: [..., cols] -> [..., rows]."""
     if left.shape[:2] == (1, 1):
-        return F.linear(x @ _single(right), _single(left), bias)
+        return F.linear(x @ right[0, 0], left[0, 0], bias)
     # Contiguous as F.linear's output is: dropout draws its mask in the order of memory.
     y = from_thin(thin_product(x, right, (0, x.shape[-1])), left, ((0, rows),)).contiguous()
     # Under autocast the products are narrow and the bias is not; F.linear returns the narrow dtype.
@@ -240,7 +249,7 @@ def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
     """What columns c..d of the input give to `x R`, for every tile: [..., d - c] -> [..., nr * nc * k]."""
     nr, nc, c, k = right.shape
     if nr == nc == 1:
-        return F.linear(x, _single(right)[cols[0] : cols[1]].t())
+        return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
     thin_Bijk = _thin_tiles(x, right, cols).permute(1, 2, 0, 3)
     first = cols[0] // c
     return F.pad(thin_Bijk, (0, 0, first, nc - first - thin_Bijk.shape[2])).reshape(*x.shape[:-1], nr * nc * k)

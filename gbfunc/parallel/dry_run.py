@@ -104,8 +104,8 @@ class DryWire(Wire):
 def factor_shapes(tensor: TensorPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of a tensor's left and right factors."""
     grid, k = tensor.slots[0].grid, tensor.slots[0].hypernet.factor_width
-    lead = (len(tensor.slots) * grid.n_rows, grid.n_cols)
-    return (*lead, grid.tile_rows, k), (*lead, grid.tile_cols, k)
+    tiles = len(tensor.slots) * grid.n_tiles
+    return (tiles, grid.tile_rows, k), (tiles, grid.tile_cols, k)
 
 
 class DryRun(TorchDispatchMode):

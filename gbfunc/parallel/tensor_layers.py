@@ -64,7 +64,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     cut = cut_piece(form.grid, split.piece)
     tiles: Any = [*(cut.tiles or ())]
     tiles = slice(tiles[0], tiles[-1] + 1) if tiles[-1] - tiles[0] == len(tiles) - 1 else tiles
-    left, right = (scale_gradient(factor, ranks).flatten(0, 1)[tiles] for factor in (form.left, form.right))
+    left, right = (scale_gradient(factor, ranks)[tiles] for factor in (form.left, form.right))
     return F.linear(x, cut.crop(join_tiles(left @ right.mT, cut.grid)), bias)
 
 
@@ -73,7 +73,7 @@ def _thin(layer: Any, batch: int, width: int, sent: bool) -> FactoredWeight | No
     form, split = layer._modules.get("weight_form"), layer.split
     if not isinstance(form, FactoredWeight) or form.formed is not None:
         return None
-    nr, nc, _, k = form.left.shape
+    (nr, nc), k = form.tiles, form.left.shape[-1]
     rows, cols, ranks = form.grid.rows, form.grid.cols, split.wire.axis.size
     balance = OPERATIONS_PER_BYTE.get(form.left.device.type, OPERATIONS_PER_BYTE["cpu"])
     byte = balance * 2 * form.left.element_size() * batch * sent
@@ -100,13 +100,14 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
         return _outgoing(layer, _dense(layer, x, bias), Shard(x.ndim - 1), split.sizes)
     # Pieces of the whole factors get summands of the gradient, what all ranks compute alike gets its part of it.
     alike = isinstance(at, Replicate) and x.requires_grad
-    right = form.right if alike else scale_gradient(form.right, wire.axis.size)
+    left, right = form.by_tile(form.given)
+    right = right if alike else scale_gradient(right, wire.axis.size)
     thin = thin_product(x, right, (0, width))
     if alike:
         thin = wire.move(thin, "whole", "used in part")
     elif isinstance(at, Shard):
         thin = wire.move(thin, "split", "used in part", at.dim, sizes)
-    y = from_thin(thin, scale_gradient(form.left, wire.axis.size), split.piece.rows)
+    y = from_thin(thin, scale_gradient(left, wire.axis.size), split.piece.rows)
     y = y if bias is None else y + bias.to(y.dtype)
     return _outgoing(layer, y, Shard(y.ndim - 1), split.sizes)
 
@@ -124,12 +125,12 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     if form is None:
         part = _dense(layer, x, None)
     else:
-        part = thin_product(x, scale_gradient(form.right, wire.axis.size), cols)
+        part = thin_product(x, scale_gradient(form.by_tile(form.given)[1], wire.axis.size), cols)
     y, at, sizes = _summed(split, part)
     # Where ranks have parts of the rows, what they all use gets summands of its gradient.
     factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
     if form is not None:
-        y = from_thin(y, scale_gradient(form.left, factor), ((0, rows),))
+        y = from_thin(y, scale_gradient(form.by_tile(form.given)[0], factor), ((0, rows),))
     if bias is not None:
         y = y + scale_gradient(bias, factor).to(y.dtype)
     return _outgoing(layer, y, at, sizes)

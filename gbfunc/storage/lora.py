@@ -88,8 +88,7 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
         form = generator.forms.get(tensor.name)
         if not isinstance(form, FactoredWeight):
             raise ValueError(_no_factors(tensor, plan))
-        taken = form.taken(weights)
-        a, b = as_low_rank(taken["left"], taken["right"], form.grid)
+        a, b = as_low_rank(*form.by_tile(form.taken(weights)), form.grid)
         # Tied weights are of several layers, each of which has the matrices.
         for name in (tensor.name, *tensor.aliases):
             layer, _, attribute = name.rpartition(".")

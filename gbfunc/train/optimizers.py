@@ -182,7 +182,8 @@ class _Call(NamedTuple):
         rate = self.group.lr if isinstance(self.group.lr, float) else learning_rate(self.group.lr, step)
         if old and self.adam is not None:
             counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
-            torch._foreach_add_(counts, 1)  # pyright: ignore[reportPrivateImportUsage]
+            # A Python number would become a tensor for each count, as would a tensor that no `alpha` shows to be one.
+            torch._foreach_add_(counts, counts[0].new_ones(()), alpha=1)  # pyright: ignore[reportPrivateImportUsage]
             moments += [[]] * (3 - len(moments))
             self.adam.function(params, grads, *moments, counts, lr=rate, **self.adam.options)
             return old

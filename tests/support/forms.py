@@ -33,17 +33,18 @@ def vectors(*shape: int) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, shape: tuple[int, ...], grid: TileGrid, transposed: bool = False) -> Tensor:
-    """The dense weight: tile (i, j) is `left[i, j] @ right[i, j].T`."""
+    """The dense weight: tile (i, j) is `left[i nc + j] @ right[i nc + j].T`."""
+    left, right = (x.unflatten(0, (grid.n_rows, grid.n_cols)) for x in (left, right))
     tiles = torch.einsum("ijrk,ijck->irjc", left, right)
     matrix = tiles.flatten(2).flatten(0, 1)[: grid.rows, : grid.cols]
     return (matrix.t() if transposed else matrix).reshape(shape)
 
 
 def make_factors(grid: TileGrid, k: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Leaf factors of unit-variance weights: [nr, nc, r, k], [nr, nc, c, k]."""
-    draw, cut = torch.Generator().manual_seed(seed), (grid.n_rows, grid.n_cols)
-    left = torch.randn(*cut, grid.tile_rows, k, generator=draw, dtype=torch.float64) / k**0.5
-    right = torch.randn(*cut, grid.tile_cols, k, generator=draw, dtype=torch.float64) / grid.cols**0.5
+    """Leaf factors of unit-variance weights: [T, r, k], [T, c, k]."""
+    draw = torch.Generator().manual_seed(seed)
+    left = torch.randn(grid.n_tiles, grid.tile_rows, k, generator=draw, dtype=torch.float64) / k**0.5
+    right = torch.randn(grid.n_tiles, grid.tile_cols, k, generator=draw, dtype=torch.float64) / grid.cols**0.5
     return left.to(dtype).requires_grad_(), right.to(dtype).requires_grad_()
 
 

@@ -16,7 +16,6 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -124,20 +123,19 @@ def _call(direction: str, sides: Sequence[Side], outputs: Sequence[Tensor], grad
     """Call the compiled program, with the fields of each `Wave` of `waves.cpp`."""
     fields: list[int] = []
     # Copies must live until the call.
-    arrays = [
-        x if x is None or x.is_contiguous() else x.contiguous()
-        for (codes, weight, phase, sine, cosine, scale, groups, *_), out in zip(sides, outputs, strict=True)
-        for x in (codes, weight, phase, sine, cosine, scale, groups, out.mT)
-    ]
-    pointers = iter([0 if x is None else x.data_ptr() for x in arrays])
+    copies: list[Tensor] = []
     of_gradients = map(Tensor.data_ptr, gradients)
     for side, out in zip(sides, outputs, strict=True):
-        weight, (tiles, rows, features) = side.weight, out.shape
-        width = weight.shape[1]
-        fields += islice(pointers, 8)
+        (tiles, rows, features), (groups, width, _) = out.shape, side.weight.shape
+        for x in side[:7]:
+            if x is not None and not x.is_contiguous():
+                copies.append(x := x.contiguous())
+            fields.append(0 if x is None else x.data_ptr())
+        if out.stride() != (rows * features, 1, rows) and not (out := out.mT).is_contiguous():
+            copies.append(out := out.contiguous())
+        fields.append(out.data_ptr())
         fields += [0 if x is None else next(of_gradients, 0) for x in side[1:5]]
-        # Not `len`, which is Python's for tensors.
-        groups, step = weight.shape[0], 0 if side.codes.shape[0] == 1 else rows * width
+        step = 0 if side.codes.shape[0] == 1 else rows * width
         fields += (tiles, groups, rows, width, features // 2, step, side.cosine_first, side.period or max(rows, 1))
     kind = "f32" if outputs[0].dtype == torch.float32 else "f64"
     threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
@@ -193,10 +191,11 @@ def _is_native(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) 
     """Whether the compiled program can make them, and is to."""
     if kernel not in ("auto", "compiled") or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
-    dtypes = {x.dtype for x in (*leaves, *[side.codes for side in sides])}
-    if dtypes not in ({torch.float32}, {torch.float64}) or {x.device.type for x in leaves} != {"cpu"}:
+    dtype = leaves[0].dtype
+    if dtype not in (torch.float32, torch.float64) or not all(x.is_cpu and x.dtype == dtype for x in leaves):
         return False
-    return native.have_memory(leaves) and (kernel == "compiled" or native.is_available(warn=False))
+    alike = all(side.codes.dtype == dtype for side in sides) and native.have_memory(leaves)
+    return alike and (kernel == "compiled" or native.is_available(warn=False))
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:

@@ -21,15 +21,16 @@ Graph = Callable[[Given, list[Tensor]], Result]
 class CompiledGraph(OneGraph):
     """The loss as one graph, compiled by `torch.compile`.
 
-    Loss and gradient are one graph, by `torch.func`, where the compiler can make that; else a graph each, by autograd,
-    whose calls take some 0.3 ms more. The layout's collectives, which have no Python inside of a graph, are counted and
-    named here.
+    Loss and gradient are one graph, by `torch.func`, where the compiler can make that, on a CPU without Python around
+    its kernels (which takes 0.1 ms of a small net's call); else a graph each, by autograd, whose calls take some 0.3 ms
+    more. The layout's collectives, which have no Python inside of a graph, are counted and named here.
     """
 
     def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, amp: torch.dtype | None, *, joint: bool) -> None:
         super().__init__(loss, scale)
         self._tolerance = rounding_of(layout.plan, amp)
-        self._apart, self._joint = _compiled(loss.__call__), _compiled(loss.with_gradients, fullgraph=True)
+        self._apart = _compiled(loss.__call__)
+        self._joint = [_compiled(loss.with_gradients, fullgraph=True, cpp_wrapper=on_cpu) for on_cpu in (False, True)]
         self._graphs: list[Graph] = [self._as_one, self._as_two] if joint else [self._as_two]
         self._counted = self._with_collectives if layout.sharded else lambda wanted: nullcontext()
         self._layout = layout
@@ -82,7 +83,8 @@ class CompiledGraph(OneGraph):
         factor = None if self._scale * rows == 1 else torch.tensor(self._scale * rows)
         # What fails to be traced inside of torch.func would leave hooks so.
         with torch.autograd.graph.disable_saved_tensors_hooks("torch.func has none"):
-            loss, aux, buffers, found = self._joint(given._replace(leaves=leaves), [*trained], factor)
+            joint = self._joint[wanted[0].is_cpu]
+            loss, aux, buffers, found = joint(given._replace(leaves=leaves), [*trained], factor)
         given.buffers.update(buffers)
         if loss.requires_grad:
             # By parameters of the p-net's own.
@@ -147,12 +149,12 @@ def _guarded(guards: Sequence[Any]) -> list[bool]:
 _CODES = count()
 
 
-def _compiled(method: Any, **options: Any) -> Callable[..., Any]:
+def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
     """A method, compiled."""
     # Torch 2.5 has no filters.
-    if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
-        options["options"] = {"guard_filter_fn": _guarded}
-    return torch.compile(_own_code(method), **options)
+    known = hasattr(torch.compiler, "keep_tensor_guards_unsafe")
+    options: Any = {"guard_filter_fn": _guarded, "cpp_wrapper": cpp_wrapper} if known else None
+    return torch.compile(_own_code(method), fullgraph=fullgraph, options=options)
 
 
 def _own_code(method: Any) -> Callable[..., Any]:

@@ -173,7 +173,7 @@ class GenomeLoss:
         loss, aux = self._loss_and_aux(out)
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
-        return loss.reshape(()), aux
+        return loss.reshape(()) if loss.ndim else loss, aux
 
     @contextmanager
     def without_amp(self) -> Iterator[None]:
