@@ -157,6 +157,24 @@ def test_compiled_code_with_another_gradient_is_refused(graphs_alone: None) -> N
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_a_compiled_step_counts_its_own_calls_alone(graphs_alone: None) -> None:
+    class Rising(nn.Sequential):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    pnet, batch = Rising(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double(), numbers(5, 6)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    step, plain = (gb.make_train_step(plan, pnet, loss_fn, SGD, compile=compile) for compile in (True, False))
+    state, expected = step.init(), plain.init()
+    torch._dynamo.reset()
+    for _ in range(3):
+        (state, info), (expected, wanted) = step(state, batch), plain(expected, batch)
+        torch.testing.assert_close(info.loss, wanted.loss, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("joint", [False, True])
 def test_compiled_code_that_loses_a_change_of_a_buffer_is_refused(joint: bool, graphs_alone: None) -> None:

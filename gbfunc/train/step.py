@@ -224,7 +224,7 @@ class TrainStep:
             factor = (self._options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             gradients = {k: g * factor for k, g in gradients.items()}
         gradients = {k: g + rate[k] for k, g in gradients.items()} if rate else gradients
-        params = {k: v.detach() for k, v in flat.items()}
+        params = {k: x.detach() if x.requires_grad else x for k, x in ((k, named[k]) for k in flat)}
         found = self._updated(state, params, gradients, buffers, info)
         if found is None:
             return state._replace(step=state.step + 1), info

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from gbfunc.parallel import CollectiveError, Layout
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, Result
-from gbfunc.train.gradients.proof import as_vector, changes_of, gradient_and_changes, largest_distance, rounding_of
+from gbfunc.train.gradients.proof import (
+    as_vector,
+    changes_of,
+    gradient_and_changes,
+    largest_distance,
+    rehearsed,
+    rounding_of,
+)
 
 Graph = Callable[[Given, list[Tensor]], Result]
 
@@ -105,7 +112,7 @@ class CompiledGraph(OneGraph):
         """
 
         def gradients(given: Given, wanted: list[Tensor]) -> Gradients:
-            with self.loss.net.kept_open():
+            with self.loss.net.kept_open(), rehearsed(self.loss.net.skeleton):
                 return self._result(given, wanted, *self.loss(given)).gradients
 
         (gradient, changes), again = (gradient_and_changes(gradients, given, wanted, seed) for seed in range(2))

@@ -330,13 +330,19 @@ def outside_autocast(x: Tensor) -> AbstractContextManager[Any]:
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's default generators (dropout draws from them), and put them back after; threads take turns."""
-    gpus = []
+    generators: list[torch.Generator] = [torch.default_generator]
     if device.type == "cuda":
-        gpus = [torch.cuda.current_device() if device.index is None else device.index]
-    with _DEFAULT_GENERATORS, torch.random.fork_rng(gpus):
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in gpus)):
-            generator.manual_seed(seed)
-        yield
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    with _DEFAULT_GENERATORS:
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def detached(buffers: Params) -> Params:

@@ -132,6 +132,23 @@ def _evaluating(*nets: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def rehearsed(net: nn.Module) -> Iterator[None]:
+    """Put back what modules keep of Python's numbers and texts: calls inside of this are none of the user's."""
+
+    def kept(module: nn.Module) -> dict[str, Any]:
+        return {k: x for k, x in vars(module).items() if x is None or isinstance(x, complex | float | int | str)}
+
+    before = [(module, kept(module)) for module in net.modules()]
+    try:
+        yield
+    finally:
+        for module, own in before:
+            for name in kept(module).keys() - own.keys():
+                delattr(module, name)
+            vars(module).update(own)
+
+
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
     """The gradient and the change of buffers, flat; the given ones stay as they are."""
     fresh = given.with_own_buffers()
