@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -24,7 +25,8 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.peak = self.peak_tensors = 0
         self._at_least = at_least
-        self._alive: WeakSet[Any] = WeakSet()
+        # By address, which weak references keep from being used again.
+        self._seen: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -34,7 +36,11 @@ class LiveBytes(TorchDispatchMode):
         for tensor in result if isinstance(result, list | tuple) else (result,):
             # Absent tensors of a pipeline have a size, and no memory.
             if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= self._at_least and tensor.data_ptr():
-                self._alive.add(tensor.untyped_storage())
-        alive = [storage.nbytes() for storage in self._alive]
+                storage = tensor.untyped_storage()
+                self._seen.setdefault(storage._cdata, StorageWeakRef(storage))
+                del storage
+        kept = {k: torch.UntypedStorage._new_with_weak_ptr(seen.cdata) for k, seen in self._seen.items()}
+        self._seen = {k: seen for k, seen in self._seen.items() if kept[k] is not None}
+        alive = [storage.nbytes() for storage in kept.values() if storage is not None]
         self.peak, self.peak_tensors = max(self.peak, sum(alive)), max(self.peak_tensors, len(alive))
         return result
