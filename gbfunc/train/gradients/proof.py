@@ -134,19 +134,20 @@ def _evaluating(*nets: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def rehearsed(net: nn.Module) -> Iterator[None]:
-    """Put back what modules keep of Python's numbers and texts: calls inside of this are none of the user's."""
+    """Put back what modules keep of Python's numbers: calls inside of this are none of the user's."""
 
-    def kept(module: nn.Module) -> dict[str, Any]:
-        return {k: x for k, x in vars(module).items() if x is None or isinstance(x, complex | float | int | str)}
+    def numbers(module: nn.Module) -> dict[str, Any]:
+        return {k: x for k, x in vars(module).items() if isinstance(x, int | float | complex)}
 
-    before = [(module, kept(module)) for module in net.modules()]
+    before = [(module, numbers(module)) for module in net.modules()]
     try:
         yield
     finally:
         for module, own in before:
-            for name in kept(module).keys() - own.keys():
-                delattr(module, name)
-            vars(module).update(own)
+            for name in numbers(module):
+                # One that is new may hide a number of the class.
+                del vars(module)[name]
+                vars(module).update({name: own[name]} if name in own else {})
 
 
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
