@@ -33,8 +33,8 @@ class Evaluation(NamedTuple):
     Codes are `row` [U, r, p] and `col` [U, c, q], U = 1 where all tiles share them; `scale` [T] is that of every tile's
     slot, None where there is none; `leaves` and `noise` are `{name: [T, ...]}`, {} for a type without leaves and None
     for the mean; `empty` are shapes of the leaves without entries, which no genome holds. With `groups` [T], leaves
-    that tiles share are those of groups [G, ...]. `made` are the factors, where they are there already; `periods` those
-    of the codes that periodic g-nets have.
+    that tiles share are those of groups [G, ...]. `periods` are those of the codes of periodic g-nets; `made` are
+    the factors, where they are there already.
     """
 
     hypernet: Hypernet
@@ -47,8 +47,8 @@ class Evaluation(NamedTuple):
     noise: Params | None
     empty: Mapping[str, tuple[int, ...]]
     groups: Tensor | None = None
-    made: Factors | None = None
     periods: tuple[int, int] = (0, 0)
+    made: Factors | None = None
 
     @staticmethod
     def bare(
@@ -64,7 +64,7 @@ class Evaluation(NamedTuple):
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
-        return Evaluation(hypernet, dims, kernel, row, col, scale, {}, None, empty, groups, None, periods)
+        return Evaluation(hypernet, dims, kernel, row, col, scale, {}, None, empty, groups, periods)
 
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]."""
@@ -146,7 +146,7 @@ class Evaluation(NamedTuple):
 
     def _with(self, **changes: Any) -> Evaluation:
         # Not `_replace`, which Dynamo of torch 2.5 does not trace; nor does it trace unions of dicts.
-        hypernet, dims, kernel, row, col, scale, leaves, noise, empty, groups, made, periods = self
+        hypernet, dims, kernel, row, col, scale, leaves, noise, empty, groups, periods, made = self
         own = dict(
             hypernet=hypernet, dims=dims, kernel=kernel, row=row, col=col, scale=scale, leaves=leaves, noise=noise
         )
@@ -159,7 +159,8 @@ class Evaluation(NamedTuple):
 
     def filled(self, leaves: Params, noise: Params | None) -> Evaluation:
         """The evaluation on other leaves and noise."""
-        return self._with(leaves=leaves, noise=noise)
+        hypernet, dims, kernel, row, col, scale, _, _, empty, groups, periods, made = self
+        return Evaluation(hypernet, dims, kernel, row, col, scale, leaves, noise, empty, groups, periods, made)
 
     def of(self, tiles: slice | Tensor) -> Evaluation:
         """The codes, scales and noise of some tiles, by span or number, with the leaves as they are."""
@@ -173,7 +174,8 @@ def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """The evaluations, with the factors of periodic and bilinear g-nets `made`, by one operator for all of them."""
     periodic = [one.made is None and isinstance(one.hypernet, Waves) for one in evaluations]
     factors = iter(periodic_factors([one for one, yes in zip(evaluations, periodic, strict=True) if yes]))
-    return [one._with(made=next(factors)) if yes else one for one, yes in zip(evaluations, periodic, strict=True)]
+    pairs = zip(evaluations, periodic, strict=True)
+    return [Evaluation(*one[:-1], next(factors)) if yes else one for one, yes in pairs]
 
 
 def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:

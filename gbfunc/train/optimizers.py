@@ -169,10 +169,11 @@ class _Call(NamedTuple):
         # first gradient, ASGD's average at the first iterate.
         rows = [old[k] for k in self.names] if step else []
         tensors = [t for of in rows for t in of.values()]
-        tensors = [t.detach() if t.requires_grad else t for t in tensors] if donate else [*map(Tensor.clone, tensors)]
-        own = iter(_aligned(tensors, [p for of, p in zip(rows, new, strict=False) for _ in of]))
-        states = [dict(zip(of, own, strict=False)) for of in rows]
-        after = self.step(step, new, fitted, states)
+        if not donate or any(t.requires_grad or not t.is_contiguous() for t in (*tensors, *new)):
+            tensors = [t.detach() if donate else t.clone() for t in tensors]
+            own = iter(_aligned(tensors, [p for of, p in zip(rows, new, strict=False) for _ in of]))
+            rows = [dict(zip(of, own, strict=False)) for of in rows]
+        after = self.step(step, new, fitted, rows)
         return dict(zip(self.names, new, strict=True)), dict(zip(self.names, after, strict=True))
 
     def step(
