@@ -137,7 +137,8 @@ def rehearsed(net: nn.Module) -> Iterator[None]:
     """Put back what modules keep of Python's numbers: calls inside of this are none of the user's."""
 
     def numbers(module: nn.Module) -> dict[str, Any]:
-        return {k: x for k, x in vars(module).items() if isinstance(x, int | float | complex)}
+        # Not flags, which say that something is there by now.
+        return {k: x for k, x in vars(module).items() if type(x) in (int, float, complex)}
 
     before = [(module, numbers(module)) for module in net.modules()]
     try:
@@ -145,9 +146,10 @@ def rehearsed(net: nn.Module) -> Iterator[None]:
     finally:
         for module, own in before:
             for name in numbers(module):
-                # One that is new may hide a number of the class.
-                del vars(module)[name]
-                vars(module).update({name: own[name]} if name in own else {})
+                if name in own:
+                    vars(module)[name] = own[name]
+                elif hasattr(type(module), name):
+                    del vars(module)[name]
 
 
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
