@@ -18,7 +18,7 @@ from gbfunc.train.gradients.proof import (
     changes_of,
     gradient_and_changes,
     largest_distance,
-    rehearsed,
+    restored_numbers,
     rounding_of,
 )
 
@@ -112,7 +112,7 @@ class CompiledGraph(OneGraph):
         """
 
         def gradients(given: Given, wanted: list[Tensor]) -> Gradients:
-            with self.loss.net.kept_open(), rehearsed(self.loss.net.skeleton):
+            with self.loss.net.kept_open(), restored_numbers(self.loss.net.skeleton):
                 return self._result(given, wanted, *self.loss(given)).gradients
 
         (gradient, changes), again = (gradient_and_changes(gradients, given, wanted, seed) for seed in range(2))
@@ -160,7 +160,9 @@ def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False
     """A method, compiled."""
     # Torch 2.5 has no filters.
     known = hasattr(torch.compiler, "keep_tensor_guards_unsafe")
-    options: Any = {"guard_filter_fn": _guarded, "cpp_wrapper": cpp_wrapper} if known else None
+    options: Any = {"guard_filter_fn": _guarded} if known else None
+    if known and cpp_wrapper:
+        options["cpp_wrapper"] = True
     return torch.compile(_own_code(method), fullgraph=fullgraph, options=options)
 
 

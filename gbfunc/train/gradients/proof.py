@@ -133,7 +133,7 @@ def _evaluating(*nets: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def rehearsed(net: nn.Module) -> Iterator[None]:
+def restored_numbers(net: nn.Module) -> Iterator[None]:
     """Put back what modules keep of Python's numbers: calls inside of this are none of the user's."""
 
     def numbers(module: nn.Module) -> dict[str, Any]:
