@@ -43,11 +43,11 @@ class Evaluation(NamedTuple):
     row: Tensor
     col: Tensor
     scale: Tensor | None
+    empty: Mapping[str, tuple[int, ...]]
+    groups: Tensor | None
+    periods: tuple[int, int]
     leaves: Params
     noise: Params | None
-    empty: Mapping[str, tuple[int, ...]]
-    groups: Tensor | None = None
-    periods: tuple[int, int] = (0, 0)
     made: Factors | None = None
 
     @staticmethod
@@ -64,7 +64,7 @@ class Evaluation(NamedTuple):
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
-        return Evaluation(hypernet, dims, kernel, row, col, scale, {}, None, empty, groups, periods)
+        return Evaluation(hypernet, dims, kernel, row, col, scale, empty, groups, periods, {}, None)
 
     def tiles(self) -> Tensor | Factors:
         """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]."""
@@ -146,7 +146,7 @@ class Evaluation(NamedTuple):
 
     def _with(self, **changes: Any) -> Evaluation:
         # Not `_replace`, which Dynamo of torch 2.5 does not trace; nor does it trace unions of dicts.
-        hypernet, dims, kernel, row, col, scale, leaves, noise, empty, groups, periods, made = self
+        hypernet, dims, kernel, row, col, scale, empty, groups, periods, leaves, noise, made = self
         own = dict(
             hypernet=hypernet, dims=dims, kernel=kernel, row=row, col=col, scale=scale, leaves=leaves, noise=noise
         )
@@ -159,8 +159,7 @@ class Evaluation(NamedTuple):
 
     def filled(self, leaves: Params, noise: Params | None) -> Evaluation:
         """The evaluation on other leaves and noise."""
-        hypernet, dims, kernel, row, col, scale, _, _, empty, groups, periods, made = self
-        return Evaluation(hypernet, dims, kernel, row, col, scale, leaves, noise, empty, groups, periods, made)
+        return Evaluation(*self[:-3], leaves, noise, self.made)
 
     def of(self, tiles: slice | Tensor) -> Evaluation:
         """The codes, scales and noise of some tiles, by span or number, with the leaves as they are."""

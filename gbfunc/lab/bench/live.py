@@ -38,7 +38,6 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= self._at_least and tensor.data_ptr():
                 storage = tensor.untyped_storage()
                 self._seen.setdefault(storage._cdata, StorageWeakRef(storage))
-                del storage
         kept = {k: torch.UntypedStorage._new_with_weak_ptr(seen.cdata) for k, seen in self._seen.items()}
         self._seen = {k: seen for k, seen in self._seen.items() if kept[k] is not None}
         alive = [storage.nbytes() for storage in kept.values() if storage is not None]
