@@ -12,7 +12,6 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from gbfunc.genome import Noise, codes_of
 from gbfunc.hypernets.ensemble import Evaluation, is_exporting, joined, with_factors
-from gbfunc.layers.forms import DenseWeight, Needs, Source, Target, WeightForm
+from gbfunc.layers.forms import DenseWeight, Needs, Source, Target, WeightForm, outside_autocast
 from gbfunc.plan import Ensemble
 from gbfunc.tiling import Cut, join_all
 from gbfunc.trees import DIRECT, GNET
@@ -255,8 +254,8 @@ class Generator:
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}
-        # A caller's autocast is for the p-net; an exported graph has none, and should not hold that it is off.
-        with nullcontext() if is_exporting() else torch.autocast(device.type, enabled=False):
+        # A caller's autocast is for the p-net.
+        with outside_autocast(device):
             evaluations = [
                 stack.evaluation(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self.stacks
             ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gbfunc.costs import missing_ranks, thin_rows
-from gbfunc.layers.forms import Needs, Source, WeightForm, added, dense_linear
+from gbfunc.layers.forms import Needs, Source, WeightForm, added, dense_linear, outside_autocast
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Params
 
@@ -78,24 +77,27 @@ class FactoredWeight(WeightForm):
 
     def thin_linear(self, x: Tensor, bias: Tensor | None, rows: slice) -> Tensor | None:
         """`x @ (L R^T)[rows].T + bias`; None where the dense weight is used."""
-        grid = self.grid
-        start, stop = rows.start or 0, grid.rows if rows.stop is None else rows.stop
-        tiles = slice(start // grid.tile_rows, -(-stop // grid.tile_rows))
-        # Rows that begin within a tile and end in another one are cut out of the dense weight.
-        across = start % grid.tile_rows and tiles.stop - tiles.start > 1
-        if across or not self._thin(math.prod(x.shape[:-1])):
+        grid, start, stop = self.grid, rows.start or 0, rows.stop
+        tiles = slice(None)
+        if stop is not None:
+            tiles = slice(start // grid.tile_rows, -(-stop // grid.tile_rows))
+            # Rows that begin within a tile and end in another one are cut out of the dense weight.
+            if start % grid.tile_rows and tiles.stop - tiles.start > 1:
+                return None
+        if not self._thin(math.prod(x.shape[:-1])):
             return None
         if x.shape[-1] != grid.cols:
             raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
+        given = self.given
         if self.tiles == (1, 1):
-            left = _single(self.given["left"])
-            return F.linear(x @ _single(self.given["right"]), left if rows.stop is None else left[rows], bias)
-        left, right = self.by_tile(self.given)
-        if rows.stop is not None:
+            left = _single(given["left"])
+            return F.linear(x @ _single(given["right"]), left if stop is None else left[rows], bias)
+        left, right = self.by_tile(given)
+        if stop is not None:
             left, right = left[tiles], right[tiles]
             if len(left) == 1:
                 left = left[:, :, start - tiles.start * grid.tile_rows :][:, :, : stop - start]
-        return _linear(x, left, right, stop - start, bias)
+        return _linear(x, left, right, grid.rows if stop is None else stop - start, bias)
 
     def conv(self, conv: Callable[..., Tensor], x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """`conv(x, W, bias, **options)` as two thin convolutions, where these pay."""
@@ -155,7 +157,7 @@ class FactoredWeight(WeightForm):
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
         # Rows of a weight are as wide as the weight, also under autocast.
-        with nullcontext() if index.is_meta else torch.autocast(index.device.type, enabled=False):
+        with outside_autocast(index.device):
             if nr == 1:
                 y_Bjc = (rows_Bjk.transpose(0, 1) @ right[0].mT).transpose(0, 1)
             else:
@@ -232,7 +234,7 @@ def _sum(y: Tensor, delta: Tensor) -> Tensor:
 
 def _single(factor: Tensor) -> Tensor:
     """The factor of a matrix that is one tile, [1, r, k] -> [r, k]: a view, whose backward is one."""
-    return factor.flatten(0, 1)
+    return factor.squeeze(0)
 
 
 def _linear(x: Tensor, left: Tensor, right: Tensor, rows: int, bias: Tensor | None) -> Tensor:

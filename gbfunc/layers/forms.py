@@ -15,7 +15,7 @@ gives the dense tensor, with its graph, to whoever reads it; for the rest of tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -212,8 +212,7 @@ class WeightForm(nn.Module):
             # Whoever reads it without gradients may use it with them later; autocast is for the p-net.
             inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
             mode = torch.inference_mode(False) if inference else nullcontext()
-            autocast = nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
-            with mode, torch.enable_grad(), autocast:
+            with mode, torch.enable_grad(), outside_autocast(device):
                 weight = self.make()
             if self.call.cache is not None:
                 self.call.cache[self.name] = weight
@@ -238,6 +237,12 @@ class WeightForm(nn.Module):
             refused: Any = weight
             refused.register_hook = refused.retain_grad = partial(_refuse_hook, self.name)
         return weight
+
+
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """What switches a caller's autocast off for a device: it is for the p-net, not for what makes its weights."""
+    on = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 def dense_linear(weight: Tensor, transposed: bool, rows: slice, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -97,7 +97,7 @@ class Population:
         """
         refuse_packed(batch)
         state, step = states, self.train_step
-        named, _ = checked_state(state)
+        named = checked_state(state)
         self._check(state, named)
         named = named if step._options.donate else own_direct(named)
         flat = {k: named[k].detach() for k in step._trained}

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from functools import lru_cache, partial
-from itertools import repeat
+from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +30,7 @@ from gbfunc.train.gradients import Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import StepOptions
 from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, tree_map, unflatten_tree
-from gbfunc.types import Genome, GenomeLike, GNets, Params
+from gbfunc.types import Genome, GNets, Params
 
 _MIX = 0x9E3779B97F4A7C15
 """2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds."""
@@ -120,7 +118,7 @@ class TrainStep:
         genome: Genome = init_genome(self.plan, self._pnet, seed, device=device)
         named = flatten_tree(genome)
         genome = unflatten_tree(dict(zip(named, from_rank_0(self.mesh, list(named.values())), strict=True)), genome)
-        named, _ = _leaves(genome)
+        named = flat_genome(genome)
         opt = self._optimizer.init({k: named[k] for k in self._trained}, self._roles)
         step, number = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (0, seed))
         return self.shard(TrainState(*genome, opt, step, number))
@@ -201,7 +199,7 @@ class TrainStep:
                 is no scalar or does not depend on what is trained.
         """
         state = gnet_params
-        named, structure = checked_state(state)
+        named = checked_state(state)
         both = named | {f"{BUFFERS}{k}": v for k, v in state.buffers.items()}
         if dict(zip(both, map(attrgetter("shape"), both.values()), strict=True)) != self._expected:
             check_genome(self.plan, state, self._layout.shapes if self._layout.sharded else None)
@@ -229,7 +227,8 @@ class TrainStep:
         if found is None:
             return state._replace(step=state.step + 1), info
         new, opt, buffers = found
-        gnets, direct = cast(Any, structure.unflatten((named | new).values()))
+        named |= new
+        gnets, direct = unflatten_tree(named, state.gnets, GNET), unflatten_tree(named, state.direct, DIRECT)
         return TrainState(gnets, direct, buffers, opt, state.step + 1, state.seed), info
 
     def _updated(
@@ -284,8 +283,8 @@ def step_seed(seed: int, step: int) -> int:
     return (seed + _MIX * (step + 1)) % 2**63
 
 
-def checked_state(state: Any) -> tuple[Params, optree.PyTreeSpec]:
-    """A state's leaves by name, in the order of their structure, and this, which `unflatten(leaves)` puts them back to.
+def checked_state(state: Any) -> Params:
+    """A state's leaves as `flat_genome` names them.
 
     TypeError for anything else than a state, ValueError where no gradient can be taken.
     """
@@ -295,22 +294,7 @@ def checked_state(state: Any) -> tuple[Params, optree.PyTreeSpec]:
         )
     if torch.is_inference_mode_enabled():
         raise ValueError("a training step needs gradients: call it outside of torch.inference_mode")
-    named, structure = _leaves(state)
+    named = flat_genome(state)
     if any(map(Tensor.is_inference, named.values())):
         raise ValueError("the state was made in torch.inference_mode, where there are no gradients: make it outside")
-    return named, structure
-
-
-def _leaves(genome: GenomeLike) -> tuple[Params, optree.PyTreeSpec]:
-    """Leaves as `flat_genome` names them, in the order of their structure: flattened in C."""
-    parts: Any = (genome.gnets, genome.direct)
-    leaves, structure = optree.tree_flatten(parts)
-    if not all(map(isinstance, leaves, repeat(Tensor))):
-        flat_genome(genome)  # which says what is no tensor
-    return dict(zip(_names(structure), leaves, strict=True)), structure
-
-
-@lru_cache(maxsize=64)
-def _names(structure: optree.PyTreeSpec) -> tuple[str, ...]:
-    """Flat names of the leaves of (gnets, direct)."""
-    return tuple((GNET, DIRECT)[path[0]] + "/".join(map(str, path[1:])) for path in structure.paths())
+    return named

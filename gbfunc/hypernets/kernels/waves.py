@@ -119,29 +119,49 @@ _THREAD_WORK = 2**14
 """Sines and cosines that repay one more thread."""
 
 
-def _call(direction: str, sides: Sequence[Side], outputs: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> None:
-    """Call the compiled program, with the fields of each `Wave` of `waves.cpp`."""
-    fields: list[int] = []
-    # Copies must live until the call.
-    copies: list[Tensor] = []
-    of_gradients = map(Tensor.data_ptr, gradients)
-    for side, out in zip(sides, outputs, strict=True):
-        (tiles, rows, features), (groups, width, _) = out.shape, side.weight.shape
-        for x in side[:7]:
-            if x is not None and not x.is_contiguous():
-                copies.append(x := x.contiguous())
-            fields.append(0 if x is None else x.data_ptr())
-        if out.stride() != (rows * features, 1, rows) and not (out := out.mT).is_contiguous():
-            copies.append(out := out.contiguous())
-        fields.append(out.data_ptr())
-        fields += [0 if x is None else next(of_gradients, 0) for x in side[1:5]]
-        step = 0 if side.codes.shape[0] == 1 else rows * width
-        fields += (tiles, groups, rows, width, features // 2, step, side.cosine_first, side.period or max(rows, 1))
-    kind = "f32" if outputs[0].dtype == torch.float32 else "f64"
-    threads = min(torch.get_num_threads(), 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK)
-    function = getattr(native.library(), f"waves_{direction}_{kind}")
-    waves = array("q", fields)  # Ten times faster than an array of ctypes.
-    function(ctypes.c_void_p(waves.buffer_info()[0]), ctypes.c_int64(len(sides)), threads)
+_FIELDS, _OUT = 20, 7
+"""Fields of a `Wave` of `waves.cpp`: seven tensors, the output, four gradients and eight sizes."""
+
+
+class _Program:
+    """A call of the compiled program forward, and what that of its backward takes over."""
+
+    def __init__(self, sides: Sequence[Side], outputs: Sequence[Tensor]) -> None:
+        fields: list[int] = []
+        # Copies must live until the last call.
+        self.sides, self._copies = sides, list[Tensor]()
+        for side, out in zip(sides, outputs, strict=True):
+            (tiles, rows, features), (groups, width, _) = out.shape, side.weight.shape
+            for x in side[:_OUT]:
+                if x is not None and not x.is_contiguous():
+                    self._copies.append(x := x.contiguous())
+                fields.append(0 if x is None else x.data_ptr())
+            step = 0 if side.codes.shape[0] == 1 else rows * width
+            fields += (out.data_ptr(), 0, 0, 0, 0, tiles, groups, rows, width, features // 2, step)
+            fields += (side.cosine_first, side.period or max(rows, 1))
+        self._fields = array("q", fields)  # Ten times faster than an array of ctypes.
+        self._threads = 1 + sum([x.numel() for x in outputs]) // _THREAD_WORK
+        self._kind = "f32" if outputs[0].dtype == torch.float32 else "f64"
+        self._call("forward", self._fields)
+
+    def backward(self, cotangents: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Fill the gradients."""
+        fields, places = self._fields[:], map(Tensor.data_ptr, gradients)
+        held = []
+        for first, side, g in zip(range(_OUT, len(fields), _FIELDS), self.sides, cotangents, strict=True):
+            _, rows, features = g.shape
+            if g.stride() != (rows * features, 1, rows) and not (g := g.mT).is_contiguous():
+                held.append(g := g.contiguous())
+            fields[first] = g.data_ptr()
+            for i, x in enumerate(side[1:5], first + 1):
+                if x is not None:
+                    fields[i] = next(places)
+        self._call("backward", fields)
+
+    def _call(self, direction: str, fields: array[int]) -> None:
+        function = getattr(native.library(), f"waves_{direction}_{self._kind}")
+        threads = min(torch.get_num_threads(), self._threads)
+        function(ctypes.c_void_p(fields.buffer_info()[0]), ctypes.c_int64(len(self.sides)), threads)
 
 
 def _filled(sides: Sequence[Side], leaves: Sequence[Tensor]) -> list[Side]:
@@ -171,8 +191,7 @@ class _Waves(torch.autograd.Function):
             shape = tiles, side.codes.shape[1], 2 * side.weight.shape[2]
             # Rows last in memory: products with few columns are faster so.
             outputs.append(side.weight.new_empty_strided(shape, (shape[1] * shape[2], 1, shape[1])))
-        _call("forward", sides, outputs)
-        ctx.sides = sides
+        ctx.program = _Program(sides, outputs)
         ctx.save_for_backward(*leaves)
         return tuple(outputs)
 
@@ -180,10 +199,10 @@ class _Waves(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         leaves = ctx.saved_tensors  # Raises if one was changed: they are those of the sides.
         if torch.is_grad_enabled() or not native.have_memory(cotangents):
-            pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.sides), *leaves)[1]
+            pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.program.sides), *leaves)[1]
             return None, *pull(cotangents)
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaves]
-        _call("backward", ctx.sides, cotangents, gradients)
+        ctx.program.backward(cotangents, gradients)
         return None, *gradients
 
 

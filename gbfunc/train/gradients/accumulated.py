@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result, detached, outside_autocast
+from gbfunc.layers.forms import outside_autocast
+from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result, detached
 from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows
 from gbfunc.types import Params
 
@@ -108,7 +109,7 @@ def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradie
     used = [k for k in sums if weights[k].requires_grad]
     if not used:
         return (None,) * len(wanted)
-    with outside_autocast(wanted[0]):
+    with outside_autocast(wanted[0].device):
         return torch.autograd.grad([weights[k] for k in used], wanted, [sums[k] for k in used], allow_unused=True)
 
 

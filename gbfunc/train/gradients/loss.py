@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gbfunc.generate import make_generator
 from gbfunc.genome import Noise, sample_noise
+from gbfunc.layers.forms import outside_autocast
 from gbfunc.parallel import Layout
 from gbfunc.plan import Plan
 from gbfunc.pnet import GrownNet, RunnableNet, without_sparse
@@ -39,6 +41,9 @@ _OWN_READ = (
     "the loss depends on parameters of the p-net itself, which are not generated, and did not at the first step: a "
     "forward must read self.NAME, a loss function NAME.detach(), for NAME "
 )
+
+_FEW = 1 << 15
+"""Numbers of a gradient up to which its norm is taken at once: half the time below, twice that of a million."""
 
 _DEFAULT_GENERATORS = threading.RLock()
 """Held while a step seeds torch's default generators, which all threads share."""
@@ -205,7 +210,7 @@ class GenomeLoss:
         own = {k: x for k, x in self._own.items() if x.requires_grad}
         inputs = [*of, *own.values()]
         # Backward under a caller's autocast would compute the products of generation in half precision.
-        with outside_autocast(loss):
+        with outside_autocast(loss.device):
             found = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
         self.check_own([k for k, g in zip(own, found[len(of) :], strict=True) if g is not None])
         return found[: len(of)]
@@ -302,9 +307,7 @@ class Objective:
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, 1, True)
         loss, aux, gradients, _ = self._found(given, trained, seed)
-        norms = torch._foreach_norm([*gradients.values()])  # pyright: ignore[reportPrivateImportUsage]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        return LossAndGrads(loss, aux, gradients, detached(given.buffers), norm)
+        return LossAndGrads(loss, aux, gradients, detached(given.buffers), _norm([*gradients.values()]))
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
         """Loss, aux, gradients of the sum of the rows' losses, and rows."""
@@ -319,12 +322,6 @@ class Objective:
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             gradients[name] = gradient if scale == 1.0 else gradient / scale
         return loss, aux, gradients, rows
-
-
-def outside_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """What switches a caller's autocast off for the device of a tensor."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @contextmanager
@@ -343,6 +340,15 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Euclidean norm of all numbers."""
+    if sum(map(Tensor.numel, tensors)) <= _FEW:
+        # In a copy: calls of operators take longer than the numbers.
+        return torch.linalg.vector_norm(_flatten_dense_tensors(tensors))
+    norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def detached(buffers: Params) -> Params:
