@@ -52,6 +52,38 @@ def test_what_does_not_fit_together_is_refused_at_once() -> None:
         step(other.init()._replace(direct={}), ZOO["mlp"].batch())
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_buffer_that_a_forward_gives_another_shape_is_refused_with_the_cure(
+    compile: bool, graphs_alone: None
+) -> None:
+    class Growing(nn.Sequential):
+        places: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.places.shape[0] < len(x):
+                self.places = torch.arange(len(x), dtype=x.dtype)
+            return super().forward(x) + self.places[: len(x), None]
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    pnet, batch = Growing(nn.Linear(4, 3)).double(), torch.randn(5, 4, dtype=torch.float64)
+    pnet.register_buffer("places", torch.zeros(0, dtype=torch.float64), persistent=False)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    step, state = gb.make_train_step(plan, pnet, loss_fn, SGD, compile=compile), gb.init_genome(plan, pnet)
+    cure = r"places is \(5,\), expected \(0,\).*run the p-net once, on its longest input, before gb.make_plan"
+    with pytest.raises(ValueError, match=cure):
+        step(step.init(), batch)
+    module = gb.GenomeModule(plan, pnet, state)
+    module(batch)
+    with pytest.raises(ValueError, match=cure):
+        gb.save("never.genome", plan, module.to_genome())
+    pnet(batch)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    step = gb.make_train_step(plan, pnet, loss_fn, SGD, compile=compile)
+    state, first = step(step.init(), batch)
+    assert step(state, batch)[1].loss < first.loss
+
+
 def test_a_state_without_its_buffers_is_refused() -> None:
     step, batch = step_of("conv_bn")
     with pytest.raises(ValueError, match="the genome does not fit the plan: missing .*running_mean"):

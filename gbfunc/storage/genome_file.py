@@ -73,7 +73,7 @@ def save(
     name = None if dtype is None else stored_as(dtype)
     if name == AUTO and not isinstance(dtype, Steps):
         raise ValueError("dtype='auto' says nothing of steps: give those of gb.allocate_steps")
-    check_genome(plan, genome, buffers=False)
+    check_genome(plan, genome)
     flat = stored_tensors(genome)
     compare_trees(plan.leaves, flat, "the genome does not fit the plan")
     _check_values(flat, "the genome")

@@ -32,6 +32,8 @@ from gbfunc.train.options import StepOptions
 from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, tree_map, unflatten_tree
 from gbfunc.types import Genome, GNets, Params
 
+_SHAPE = attrgetter("shape")
+
 _MIX = 0x9E3779B97F4A7C15
 """2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds."""
 
@@ -94,6 +96,7 @@ class TrainStep:
         self._trained = [name for name in self._roles if name not in self._frozen]
         # Leaves that other ranks have all rows of.
         self._empty = {k for k in layout.split if not layout.shapes[k][0]}
+        self._shapes = layout.shapes if layout.sharded else None
         self._expected = layout.shapes | {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
 
     @torch.inference_mode(False)
@@ -195,14 +198,14 @@ class TrainStep:
             CollectiveError: if a rank is missing.
             FloatingPointError: for a loss or gradient that is not finite, with `on_nonfinite="raise"`.
             TypeError: if the state is none.
-            ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, or a loss that
-                is no scalar or does not depend on what is trained.
+            ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, a loss that is
+                no scalar or does not depend on what is trained, or a forward that gives a buffer another shape.
         """
         state = gnet_params
         named = checked_state(state)
         both = named | {f"{BUFFERS}{k}": v for k, v in state.buffers.items()}
-        if dict(zip(both, map(attrgetter("shape"), both.values()), strict=True)) != self._expected:
-            check_genome(self.plan, state, self._layout.shapes if self._layout.sharded else None)
+        if dict(zip(both, map(_SHAPE, both.values()), strict=True)) != self._expected:
+            check_genome(self.plan, state, self._shapes)
         named = named if self._options.donate else own_direct(named)
         flat = {k: named[k].detach().requires_grad_() for k in self._trained}
         if not flat:
@@ -216,6 +219,8 @@ class TrainStep:
         loss, aux, gradients, buffers, norm = self._objective(
             leaves, flat, state.buffers, batch, step_seed(int(state.seed), step), step
         )
+        if [*map(_SHAPE, buffers.values())] != [*map(_SHAPE, state.buffers.values())]:
+            check_genome(self.plan, state._replace(buffers=buffers), self._shapes)
         # x - x is 0 where x is finite, and in no other case equal to anything: a third of the time of `isfinite`.
         info = StepInfo(loss, norm, (loss - loss) == (norm - norm), aux)
         if self._options.clip_norm is not None:

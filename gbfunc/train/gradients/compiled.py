@@ -22,6 +22,8 @@ from gbfunc.train.gradients.proof import (
     rounding_of,
 )
 
+_FAILS = "compiled by torch.compile, the step fails, and the code as it is does not: pass compile=False"
+
 Graph = Callable[[Given, list[Tensor]], Result]
 
 
@@ -47,6 +49,7 @@ class CompiledGraph(OneGraph):
 
         Raises:
             CollectiveError: if a rank is missing.
+            RuntimeError: if compiled code fails at the first step, where the code as it is does not.
             ValueError: as eager code, and at the first step if compiled code has another gradient or change of buffers.
         """
         self.loss.generator.prepare(given.leaves)
@@ -58,8 +61,14 @@ class CompiledGraph(OneGraph):
                 try:
                     result = graph(fresh, wanted)
                 except Exception as error:
-                    if graph is self._graphs[-1] or not _may_be_the_compilers(error, first=eager is not None):
+                    if not _may_be_the_compilers(error, first=eager is not None):
                         raise
+                    if graph is self._graphs[-1]:
+                        if eager is None:
+                            raise
+                        self.loss.net.compiled = False
+                        reason = f"{error}".partition("\n")[0]
+                        raise RuntimeError(f"{_FAILS} ({type(error).__name__}: {reason})") from error
                     # What takes its place is new.
                     eager = self._run_twice(given, wanted) if eager is None else eager
                     continue

@@ -161,8 +161,9 @@ def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: i
 
 
 def changes_of(before: Params, after: Params) -> Tensor:
-    """The change of buffers, flat; what is not a number counts as zero."""
-    changes = [after[k].detach() - x for k, x in before.items() if x.is_floating_point()]
+    """The change of buffers, flat, of those with another shape what they are; what is not a number counts as zero."""
+    pairs = [(x, after[k].detach()) for k, x in before.items() if x.is_floating_point()]
+    changes = [y - x if x.shape == y.shape else y for x, y in pairs]
     return as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)
 
 
