@@ -110,6 +110,14 @@ class Normed(nn.Module):
         return {"y": self.second(h - h.mean(0)), "more": (h, [h.max(1).values, None], 3)}
 
 
+class Slope(Sorting):
+    """The slope of what it computes, as forces are that of an energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.second(self.first(x).tanh()).square().sum(), x)[0]
+
+
 ODD: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
     "sorting": (Sorting, X, []),
     "sorted lengths": (SortingBySide, X, []),
@@ -261,6 +269,14 @@ def gpt2(**more: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=19, **sizes, **more))
 
 
+def test_a_pnet_that_takes_gradients_itself() -> None:
+    pnet, plan, genomes = planned(Slope, [])
+    with pytest.warns(UserWarning, match="one row after the other"):
+        out = gb.materialize_many(plan, genomes, pnet)(INDEX, X)
+    rows = [gb.materialize(plan, genomes[g], pnet)(X[b : b + 1]) for b, g in enumerate(INDEX.tolist())]
+    assert_close(out, torch.cat(rows), 1e-10)
+
+
 def test_a_loss_is_refused_and_row_losses_are_not() -> None:
     pnet, plan, genomes = planned(partial(gpt2, use_cache=False), [])
     net = gb.materialize_many(plan, genomes, pnet)
@@ -356,7 +372,8 @@ def test_what_is_not_a_function_of_a_row_is_refused() -> None:
             return torch.empty_like(super().forward(input)).normal_()
 
     another = "a row gives another result each time"
-    cases = [(Random, another), (Seldom, another), (Drawn, another), (Keeping, another)]
+    kept = "an earlier call computed and left there"
+    cases = [(Random, another), (Seldom, another), (Drawn, another), (Keeping, kept)]
     for layer, message in [*cases, (Counting, "changes its buffer 'n'")]:
         pnet, plan, genomes = planned(partial(layer, 8, 4), [])
         for rows in (len(X), 1):

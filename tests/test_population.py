@@ -250,6 +250,8 @@ def test_refusals() -> None:
         many.init([4])
     with pytest.raises(ValueError, match="expected 2 members, got 0"):
         many.init([])
+    with pytest.raises(TypeError, match=r"a seed for each member, such as range\(2\), got 4"):
+        many.init(4)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="same number of steps"):
         many(many.stack([step.init(), step(step.init(), batch)[0]]), batch)
     with pytest.raises(TypeError, match="made of a train step"):

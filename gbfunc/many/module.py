@@ -230,7 +230,6 @@ class ManyGenomes(nn.Module):
         way.modules[0].looped = True
         return way
 
-    @torch.no_grad()
     def _prove(self, stored: Params, inputs: list[Any], split: list[bool], call: Any, new: Pairs) -> _Proof:
         """A way that gives the outputs that rows give alone: the first one, from that with the fewest modules on.
 

@@ -117,7 +117,7 @@ class Watch:
         self._calls[path] += 1
 
     def _copied(self, x: Tensor) -> Tensor:
-        batch = self._batch
+        batch, x = self._batch, x.detach()
         return x[batch.checked] if batch and x.shape[:1] == (len(batch.rows),) else x.clone()
 
 

@@ -58,8 +58,11 @@ class Population:
         """Fresh states, each that of `train_step.init(seed)`; the seeds are 0, 1, ..., n - 1 unless given.
 
         Raises:
+            TypeError: for a single seed.
             ValueError: for another number of seeds than of members, or one out of range.
         """
+        if isinstance(seeds, int):
+            raise TypeError(f"init takes a seed for each member, such as range({self.n}), got {seeds}")
         given = range(self.n) if seeds is None else seeds
         return self.stack([self.train_step.init(seed, device=device) for seed in given])
 
