@@ -25,6 +25,7 @@
 
 # %%
 # %matplotlib inline
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,8 @@ methods = {
     "random_subspace": "random subspace",
     "int8": "int8 of a smaller net",
 }
-sizes = (200, 500, 2_000)
+# Fewer where it is run to see that it runs.
+sizes, seeds = ((200, 2_000), 1) if "CI" in os.environ else ((200, 500, 2_000), 3)
 problems = [Problem(task, n, reference_bytes(task, n), torch.float32, recipe) for n in sizes]
 print("p-net 64-256-10,", f"{sum(p.numel() for p in task.build(0).parameters()):,} parameters")
 print("budgets:", ", ".join(f"{p.budget:,} bytes" for p in problems))
@@ -60,7 +62,7 @@ print("budgets:", ", ".join(f"{p.budget:,} bytes" for p in problems))
 # %%
 with tempfile.TemporaryDirectory() as folder:
     chosen = {name: METHODS[name] for name in methods}
-    *_, results = run_missing(chosen, problems, seeds=3, results=Results(), folder=Path(folder))
+    *_, results = run_missing(chosen, problems, seeds=seeds, results=Results(), folder=Path(folder))
 
 print(f"{'test accuracy (%)':<24}" + "".join(f"{p.budget:>16,} B" for p in problems))
 for name, label in methods.items():
