@@ -66,8 +66,10 @@ def check_genome(
         if all(got[1:] == s[1:] and got[:1] < s[:1] for got, s in wrong):
             hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
         elif all(given[k] == s for k, s in expected.items() if not k.startswith(BUFFERS)):
-            hint = "; a buffer to which a forward gives another shape must have it in the plan: "
-            hint += "run the p-net once, on its longest input, before gb.make_plan"
+            hint = (
+                "; a buffer to which a forward gives another shape must have it in the plan: run the p-net once, on "
+                "its longest input, before gb.make_plan"
+            )
         elif shapes is not None and plan.leaf_shapes.items() <= given.items():
             hint = "; a whole state becomes this rank's part by train_step.shard(state)"
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_what_does_not_fit_together_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_buffer_that_a_forward_gives_another_shape_is_refused_with_the_cure(
-    compile: bool, graphs_alone: None
+    compile: bool, graphs_alone: None, tmp_path: Path
 ) -> None:
     class Growing(nn.Sequential):
         places: Tensor
@@ -69,14 +70,15 @@ def test_a_buffer_that_a_forward_gives_another_shape_is_refused_with_the_cure(
     pnet, batch = Growing(nn.Linear(4, 3)).double(), torch.randn(5, 4, dtype=torch.float64)
     pnet.register_buffer("places", torch.zeros(0, dtype=torch.float64), persistent=False)
     plan = gb.make_plan(pnet, gb.periodic(2))
-    step, state = gb.make_train_step(plan, pnet, loss_fn, SGD, compile=compile), gb.init_genome(plan, pnet)
+    step = gb.make_train_step(plan, pnet, loss_fn, SGD, compile=compile)
     cure = r"places is \(5,\), expected \(0,\).*run the p-net once, on its longest input, before gb.make_plan"
     with pytest.raises(ValueError, match=cure):
         step(step.init(), batch)
-    module = gb.GenomeModule(plan, pnet, state)
+    module = gb.GenomeModule(plan, pnet)
     module(batch)
     with pytest.raises(ValueError, match=cure):
-        gb.save("never.genome", plan, module.to_genome())
+        gb.save(tmp_path / "never.genome", plan, module.to_genome())
+    assert not [*tmp_path.iterdir()]
     pnet(batch)
     plan = gb.make_plan(pnet, gb.periodic(2))
     step = gb.make_train_step(plan, pnet, loss_fn, SGD, compile=compile)

@@ -254,7 +254,6 @@ class Generator:
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}
-        # A caller's autocast is for the p-net.
         with outside_autocast(device):
             evaluations = [
                 stack.evaluation(leaves, noise.get(stack.ensemble.name), dtype, device) for stack in self.stacks

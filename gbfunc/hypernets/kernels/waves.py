@@ -119,18 +119,23 @@ _THREAD_WORK = 2**14
 """Sines and cosines that repay one more thread."""
 
 
-_FIELDS, _OUT = 20, 7
-"""Fields of a `Wave` of `waves.cpp`: seven tensors, the output, four gradients and eight sizes."""
+_OUT = 7
+"""Where the output is among the fields of a `Wave` of `waves.cpp`: after the side's tensors, before four gradients."""
 
 
-class _Program:
-    """A call of the compiled program forward, and what that of its backward takes over."""
+class _Kernels:
+    """The compiled kernels on some sides; backward takes over what forward has written for them."""
 
-    def __init__(self, sides: Sequence[Side], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, sides: Sequence[Side]) -> None:
+        self.sides = sides
+        self._fields, self._threads, self._kind = array("q"), 1, "f32"
+        # Must live until the last call.
+        self._copies: list[Tensor] = []
+
+    def forward(self, outputs: Sequence[Tensor]) -> None:
+        """Fill the outputs, whose rows are last in memory."""
         fields: list[int] = []
-        # Copies must live until the last call.
-        self.sides, self._copies = sides, list[Tensor]()
-        for side, out in zip(sides, outputs, strict=True):
+        for side, out in zip(self.sides, outputs, strict=True):
             (tiles, rows, features), (groups, width, _) = out.shape, side.weight.shape
             for x in side[:_OUT]:
                 if x is not None and not x.is_contiguous():
@@ -145,13 +150,14 @@ class _Program:
         self._call("forward", self._fields)
 
     def backward(self, cotangents: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Fill the gradients."""
+        """Fill the gradients of the leaves, from those of the outputs."""
         fields, places = self._fields[:], map(Tensor.data_ptr, gradients)
-        held = []
-        for first, side, g in zip(range(_OUT, len(fields), _FIELDS), self.sides, cotangents, strict=True):
+        firsts = range(_OUT, len(fields), len(fields) // len(self.sides))
+        copies: list[Tensor] = []
+        for first, side, g in zip(firsts, self.sides, cotangents, strict=True):
             _, rows, features = g.shape
             if g.stride() != (rows * features, 1, rows) and not (g := g.mT).is_contiguous():
-                held.append(g := g.contiguous())
+                copies.append(g := g.contiguous())
             fields[first] = g.data_ptr()
             for i, x in enumerate(side[1:5], first + 1):
                 if x is not None:
@@ -191,7 +197,8 @@ class _Waves(torch.autograd.Function):
             shape = tiles, side.codes.shape[1], 2 * side.weight.shape[2]
             # Rows last in memory: products with few columns are faster so.
             outputs.append(side.weight.new_empty_strided(shape, (shape[1] * shape[2], 1, shape[1])))
-        ctx.program = _Program(sides, outputs)
+        ctx.kernels = _Kernels(sides)
+        ctx.kernels.forward(outputs)
         ctx.save_for_backward(*leaves)
         return tuple(outputs)
 
@@ -199,10 +206,10 @@ class _Waves(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         leaves = ctx.saved_tensors  # Raises if one was changed: they are those of the sides.
         if torch.is_grad_enabled() or not native.have_memory(cotangents):
-            pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.program.sides), *leaves)[1]
+            pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.kernels.sides), *leaves)[1]
             return None, *pull(cotangents)
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaves]
-        ctx.program.backward(cotangents, gradients)
+        ctx.kernels.backward(cotangents, gradients)
         return None, *gradients
 
 

@@ -61,13 +61,12 @@ class CompiledGraph(OneGraph):
                 try:
                     result = graph(fresh, wanted)
                 except Exception as error:
-                    if not _may_be_the_compilers(error, first=eager is not None):
+                    last, first = graph is self._graphs[-1], eager is not None
+                    if (last and not first) or not _may_be_the_compilers(error, first):
                         raise
-                    if graph is self._graphs[-1]:
-                        if eager is None:
-                            raise
+                    if last:
                         self.loss.net.compiled = False
-                        reason = f"{error}".partition("\n")[0]
+                        reason = str(error).partition("\n")[0]
                         raise RuntimeError(f"{_FAILS} ({type(error).__name__}: {reason})") from error
                     # What takes its place is new.
                     eager = self._run_twice(given, wanted) if eager is None else eager

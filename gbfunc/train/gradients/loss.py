@@ -43,7 +43,7 @@ _OWN_READ = (
 )
 
 _FEW = 1 << 15
-"""Numbers of a gradient up to which its norm is taken at once: half the time below, twice that of a million."""
+"""Numbers of a gradient up to which its norm is taken of one copy: half the time; with a million it would be twice."""
 
 _DEFAULT_GENERATORS = threading.RLock()
 """Held while a step seeds torch's default generators, which all threads share."""
@@ -345,7 +345,6 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def _norm(tensors: list[Tensor]) -> Tensor:
     """Euclidean norm of all numbers."""
     if sum(map(Tensor.numel, tensors)) <= _FEW:
-        # In a copy: calls of operators take longer than the numbers.
         return torch.linalg.vector_norm(_flatten_dense_tensors(tensors))
     norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
     return torch.linalg.vector_norm(torch.stack(norms))
