@@ -74,6 +74,10 @@ def test_a_buffer_that_a_forward_gives_another_shape_is_refused_with_the_cure(
     cure = r"places is \(5,\), expected \(0,\).*run the p-net once, on its longest input, before gb.make_plan"
     with pytest.raises(ValueError, match=cure):
         step(step.init(), batch)
+    if not compile:
+        many = gb.population(step, 2)
+        with pytest.raises(ValueError, match=cure):
+            many(many.init(), batch)
     module = gb.GenomeModule(plan, pnet)
     module(batch)
     with pytest.raises(ValueError, match=cure):
