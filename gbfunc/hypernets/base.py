@@ -85,8 +85,8 @@ class Hypernet:
 
     @property
     def factor_width(self) -> int:
-        """Columns of its factors, where it is factorised."""
-        return self.size or 0
+        """Columns of its factors; 0 where it is not factorised."""
+        return self.size or 0 if self.factorised else 0
 
     @property
     def shares(self) -> bool:

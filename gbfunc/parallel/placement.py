@@ -205,12 +205,10 @@ def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: boo
 
 def products(e: Ensemble) -> float:
     """Operations that multiply an ensemble's factors to tiles."""
-    k = e.hypernet.factor_width if e.hypernet.factorised else 0
-    return e.n_tiles * product_flops(e.dims.rows, e.dims.cols, k)
+    return e.n_tiles * product_flops(e.dims.rows, e.dims.cols, e.hypernet.factor_width)
 
 
 def operations(e: Ensemble) -> float:
     """Operations that generate an ensemble."""
     params = sum(math.prod(leaf.shape) for leaf in e.leaves.values())
-    k = e.hypernet.factor_width if e.hypernet.factorised else 0
-    return e.n_tiles * generation_flops(e.dims.rows, e.dims.cols, params, k)
+    return e.n_tiles * generation_flops(e.dims.rows, e.dims.cols, params, e.hypernet.factor_width)

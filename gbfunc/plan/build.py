@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -183,9 +184,7 @@ class TargetTooSmall(ValueError):
 def _plan_for_bytes(build: Callable[[int], Plan], limit: int, total: int, stored: Stored | None) -> Plan:
     """The largest plan whose file stays within `limit` bytes, by correcting the number of parameters."""
     each = 4 if stored is None else bytes_each(stored)
-
-    def size_of(plan: Plan) -> int:
-        return genome_file_bytes(plan, stored)
+    size_of = partial(genome_file_bytes, dtype=stored)
 
     def nearest(params: int) -> tuple[int, Plan]:
         try:

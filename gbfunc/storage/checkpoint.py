@@ -16,6 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -257,7 +258,7 @@ def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check
     """The extra of an intact file; ValueError for one of another format or plan, or one that `check` refuses."""
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, the one known here is {_FORMAT!r}")
-    extra = _unpack(json.loads(metadata["extra"]), tensors)
+    extra = json.loads(metadata["extra"], object_hook=partial(_unpack, tensors))
     check(extra)
     saved, expected = json.loads(metadata["plan"]), _plan_summary(plan)
     if saved["sha256"] != expected.pop("sha256"):
@@ -357,21 +358,10 @@ def _pack(x: Any, tensors: Params) -> Any:
     return [_pack(v, tensors) for v in x] if isinstance(x, list) else x
 
 
-def _unpack(x: Any, tensors: Params) -> Any:
-    """Undo `_pack`."""
-    if isinstance(x, list):
-        return [_unpack(v, tensors) for v in x]
-    if not isinstance(x, dict):
-        return x
-    if (tag := x.get(_TAG)) is None:
-        return {k: _unpack(v, tensors) for k, v in x.items()}
-    of = x["of"]
-    if tag == "tensor":
-        return tensors[of]
-    if tag == "bytes":
-        return bytes.fromhex(of)
-    inside = _unpack(of, tensors)
-    return tuple(inside) if tag == "tuple" else dict(inside)
+def _unpack(tensors: Params, x: JSON) -> Any:
+    """Undo `_pack`, of an object whose values are undone."""
+    make = {"tensor": tensors.__getitem__, "bytes": bytes.fromhex, "tuple": tuple, "dict": dict}
+    return make[x[_TAG]](x["of"]) if _TAG in x else x
 
 
 def _entry(digest: str) -> bytes:
