@@ -7,6 +7,7 @@ A tree nests mappings, tuples and lists. The name of a tensor is the path to it:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -209,9 +210,12 @@ def split_rows(batch: Any, n: int) -> list[Any]:
     """A batch in `n` shares, some maybe empty, the longer ones first; scalars and what is no tensor are in each.
 
     Raises:
-        ValueError: for a packed sequence.
+        ValueError: for a packed sequence, or another object that has tensors as attributes.
     """
     refuse_packed(batch)
+    for path, x in tree_leaves(batch, "batch"):
+        if any(isinstance(v, Tensor) for v in getattr(x, "__dict__", {}).values()) and not isinstance(x, Tensor):
+            raise ValueError(f"{path} is a {type(x).__name__}, whose rows are not known: give its tensors as a dict")
     pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in tree_leaves(batch)]
 
     def share(i: int) -> Any:
@@ -235,13 +239,22 @@ def n_rows(batch: Any) -> int | None:
 
 
 def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-    """The mean of every leaf over trees of one structure, in floating point; `weights`, of sum 1, weigh the trees."""
+    """The mean of every number over trees of one structure, in floating point; `weights`, of sum 1, weigh the trees.
 
-    def mean(*values: Any) -> Tensor:
+    What is no number is the last tree's. ValueError for trees of other structures.
+    """
+
+    def mean(*values: Any) -> Any:
+        if not all(isinstance(x, Tensor | Number) for x in values):
+            return values[-1]
         stacked = torch.stack([torch.as_tensor(x) for x in values])
         stacked = stacked if stacked.is_floating_point() else stacked.float()
         if weights is None or len(set(weights)) == 1:
             return stacked.mean(0)
         return torch.stack([w * x for w, x in zip(weights, stacked, strict=True)]).sum(0)
 
+    paths, *others = ([path for path, _ in tree_leaves(tree, "aux")] for tree in trees)
+    for other in others:
+        if other != paths:
+            raise ValueError(f"aux must have the same entries for all microbatches, got {paths} and {other}")
     return tree_map(mean, *trees)

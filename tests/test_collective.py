@@ -89,6 +89,10 @@ def test_what_cannot_be_is_refused_in_words(world: int) -> None:
         assert "needs microbatches=1" in found["remat"] and "placement='factors'" in found["lazy"]
         assert "got 'elsewhere'" in found["placement"]
         assert "must be scalars" in found["aux"] and "global batch is empty" in found["empty"]
+        assert "aux must have the same entries on all ranks" in found["entries"]
+        assert "rank 1 in what requires grad (0.bias: False, not True)" in found["frozen"]
+        assert "rank 1 in training mode" in found["modes"]
+        assert "batch is a SimpleNamespace, whose rows are not known" in found["object"]
 
 
 @WORLDS

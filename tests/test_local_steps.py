@@ -65,6 +65,11 @@ def test_a_local_step_of_plain_sgd_is_a_step_of_all(on_two: list[Any]) -> None:
         assert_close(found["every"], found["ordinary"])
 
 
+def test_microbatches_need_not_divide_the_rows_of_a_rank(on_two: list[Any]) -> None:
+    for found in on_two:
+        assert_close(found["uneven parts"], found["without parts"])
+
+
 @pytest.mark.parametrize("length", [1, 3])
 def test_one_rank_does_what_is_done_by_hand(length: int) -> None:
     step = make(None, local_steps=length, donate=True)

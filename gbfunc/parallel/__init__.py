@@ -6,6 +6,7 @@ The only user of `torch.distributed`.
 from gbfunc.parallel.checks import check_equal, text_of
 from gbfunc.parallel.collectives import all_gather, from_rank_0, gather_objects, reduce_scatter, stack_ranks, sum_ranks
 from gbfunc.parallel.exchange import (
+    Entries,
     Gather,
     gather_state,
     reduce_step,
@@ -20,7 +21,7 @@ from gbfunc.parallel.placement import Layout, Placement, Rows, choose_placement,
 from gbfunc.parallel.schedule import simulate
 from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
 
-__all__ = ["CollectiveError", "Gather", "Layout", "Mesh", "Placement", "Rows", "ScheduleCosts"]
+__all__ = ["CollectiveError", "Entries", "Gather", "Layout", "Mesh", "Placement", "Rows", "ScheduleCosts"]
 __all__ += ["all_gather", "check_equal", "choose_placement", "from_rank_0", "gather_objects", "gather_state"]
 __all__ += ["make_layout", "make_schedule", "mesh", "placement_cost", "reduce_scatter", "reduce_step"]
 __all__ += ["shard_state", "shares_of", "simulate", "single_rank_mesh", "stack_ranks", "sum_ranks", "taken_off"]

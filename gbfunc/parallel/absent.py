@@ -22,8 +22,8 @@ from torch.utils.flop_counter import flop_registry
 class Source(NamedTuple):
     """What an absent tensor is made of."""
 
-    # `"output"` of a module's call; `"inside"` of one, made there and not returned; `"parameter"`, or `"random"`, drawn
-    # outside of all modules that run on one rank
+    # `"output"` of a module's call; `"inside"` of one, made there and not returned; `"parameter"`; or drawn outside of
+    # all modules that run on one rank: `"random"`, of which all draw the same, or else `"noise"`
     kind: str
     name: str  # Of the module or parameter, or of the operator that drew
     call: int = 0  # Number of the call in a forward, or of the operator
@@ -180,7 +180,7 @@ class Provenance(TorchDispatchMode):
         self.read: set[Source] = set()
         self.changed: set[Source] = set()
         self._made: list[Any] = []
-        self._drawn = 0
+        self._drawn, self._noisy = 0, False
 
     @contextmanager
     def unit(self, call: Source) -> Iterator[None]:
@@ -189,7 +189,7 @@ class Provenance(TorchDispatchMode):
         try:
             yield
         finally:
-            self.inside, self._made = None, []
+            self.inside, self._made, self._noisy = None, [], False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D102
         kwargs = kwargs or {}
@@ -202,7 +202,9 @@ class Provenance(TorchDispatchMode):
         more = set() if self.inside is None else {self.inside}
         if any(isinstance(x, Absent) for x in leaves):
             if self.inside is None and torch.Tag.nondeterministic_seeded in func.tags:
-                more = {self._draw(func)}
+                # Not drawn where the tensor is absent, and else in the order in which it is in memory.
+                self._noisy = True
+                more = {self._draw(func, kwargs)}
             self.read.update(*(x.sources for x in leaves if isinstance(x, Absent)))
             into = [x.sources for x in written(func, args, kwargs) if isinstance(x, Absent)]
             self.changed.update(*(sources for sources in into if len(sources) == 1))
@@ -211,12 +213,14 @@ class Provenance(TorchDispatchMode):
         drawn = torch.Tag.nondeterministic_seeded in func.tags and not more
         for x in written(func, args, kwargs):
             if drawn:
-                raise refuse([self._draw(func)], "random numbers in place are drawn by one module, or not at all")
+                raise refuse(
+                    [self._draw(func, kwargs)], "random numbers in place are drawn by one module, or not at all"
+                )
             if more and x.untyped_storage()._cdata not in made:
                 raise refuse(more, f"{func} inside of a module changes a tensor of others in place")
         out = func(*args, **kwargs)
         if drawn:
-            sources = {self._draw(func)}
+            sources = {self._draw(func, kwargs)}
             return pytree.tree_map(lambda x: hide(x, sources) if isinstance(x, Tensor) else x, out)
         if more:
             given = {x.untyped_storage()._cdata for x in leaves if isinstance(x, Tensor)}
@@ -224,9 +228,10 @@ class Provenance(TorchDispatchMode):
             self._made += [s for s in results if s._cdata not in given]
         return out
 
-    def _draw(self, func: Any) -> Source:
+    def _draw(self, func: Any, kwargs: Mapping[str, Any]) -> Source:
         self._drawn += 1
-        return Source("random", str(func), self._drawn)
+        alike = not self._noisy and kwargs.get("generator") is None
+        return Source("random" if alike else "noise", str(func), self._drawn)
 
 
 def hide(x: Tensor, sources: Iterable[Source]) -> Absent:

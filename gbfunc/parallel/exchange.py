@@ -8,7 +8,7 @@ full, as on one rank, or this rank's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from gbfunc.genome import check_genome
 from gbfunc.hypernets.ensemble import dense_tiles
-from gbfunc.parallel.collectives import Sizes, all_gather, sum_ranks
+from gbfunc.parallel.collectives import Sizes, all_gather, gather_objects, sum_ranks
 from gbfunc.parallel.mesh import AxisName
 from gbfunc.parallel.placement import Layout, sent_dtype
 from gbfunc.plan import Ensemble
 from gbfunc.trees import GNET, flatten_tree, unflatten_tree
 from gbfunc.types import Factors, Params
+
+Entries = tuple[tuple[str, bool], ...]
+"""Of an aux: the path of each leaf, and whether it is a number."""
 
 BUCKET_BYTES = 2**20  # Outputs of less are sent together: below it a collective's latency is what it costs
 
@@ -126,7 +129,8 @@ def reduce_step(
     gradients: Params,
     buffers: Params,
     before: Mapping[str, Tensor],
-) -> tuple[Tensor, Any, Params, Params, Tensor]:
+    agreed: Entries,
+) -> tuple[Tensor, Any, Params, Params, Tensor, Entries]:
     """Means over the global batch, in one all-reduce (and one more, of the split leaves, along the data axis).
 
     Args:
@@ -137,10 +141,13 @@ def reduce_step(
         gradients: of `rows` times the loss; those of split leaves are summed over the g-net axis already.
         buffers: after the step.
         before: the buffers to average, as they were before the step, when they were equal on all ranks.
+        agreed: entries of aux that all ranks are known to have, as the step before gave them, at first none. Where one
+            has others, they are compared, and sent by themselves.
 
     Returns:
-        Loss, aux, gradients (on each rank of the rows that it holds), buffers, and the norm of the whole gradient;
-        ValueError for an aux with tensors that are no scalars, and for an empty global batch.
+        Loss, aux, gradients (on each rank of the rows that it holds), buffers, the norm of the whole gradient, and the
+        entries of aux; ValueError for an aux with tensors that are no scalars or whose entries differ between ranks,
+        and for an empty global batch.
     """
     mesh = layout.mesh
     split = {k: g for k, g in gradients.items() if k in layout.split}
@@ -151,24 +158,48 @@ def reduce_step(
     square = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=mesh.device)
     if mesh.axis("replicas").rank == 0:
         square = square + sum(torch.linalg.vector_norm(g).square() for g in split.values())
-    leaves, structure = optree.tree_flatten(aux)
+    accessors, leaves, structure = optree.tree_flatten_with_accessor(aux)
     numbers = [_number(x) for x in leaves]
+    entries = tuple((at.codify("aux"), x is not None) for at, x in zip(accessors, numbers, strict=True))
+    own = [x for x in numbers if x is not None]
+    known = own if entries == agreed else [loss.new_zeros(()) for _, number in agreed if number]
     replicated = [k for k in gradients if k not in split]
-    means = [loss, *(x for x in numbers if x is not None), *(taken_off(x, buffers[k]) for k, x in before.items())]
-    weighted = [x.detach() * rows if rows else torch.zeros_like(x) for x in means]
-    counted = [gradients[k] for k in replicated]
-    n, square, *sums = _sum_flat(layout, [torch.tensor(float(rows)), square, *weighted, *counted], "world")
+
+    def weighted(means: Iterable[Tensor]) -> list[Tensor]:
+        return [x.detach() * rows if rows else torch.zeros_like(x) for x in means]
+
+    means = weighted([loss, *known, *(taken_off(x, buffers[k]) for k, x in before.items())])
+    # Rows that are no number say that a rank has other entries.
+    sent = torch.tensor(float(rows) if entries == agreed else math.nan)
+    n, square, *sums = _sum_flat(layout, [sent, square, *means, *(gradients[k] for k in replicated)], "world")
+    if other := bool(n.isnan()):
+        with mesh.traffic.uncounted():
+            _check_entries(layout, entries)
+            n, *own = _sum_flat(layout, [torch.tensor(float(rows)), *weighted(own)], "world")
     if not n > 0:
         raise ValueError("the global batch is empty: no rank has a row of it")
     reduced = iter([x / n.to(x.device) for x in sums])
     loss = next(reduced)
-    mean_aux = [x if number is None else next(reduced) for x, number in zip(leaves, numbers, strict=True)]
+    means = [next(reduced) for _ in known]
+    means = [x / n.to(x.device) for x in own] if other else means
+    found = iter(means)
+    mean_aux = [x if number is None else next(found) for x, number in zip(leaves, numbers, strict=True)]
     buffers = buffers | {k: x - next(reduced) for k, x in before.items()}
     mean = {k: g / n.to(g) for k, g in split.items()} | dict(zip(replicated, reduced, strict=True))
     squares = [torch.linalg.vector_norm(mean[k]).square() for k in replicated]
     norm = (sum(squares, square.to(loss) / n.to(loss).square())).sqrt()
     aux = optree.tree_unflatten(structure, mean_aux)
-    return loss, aux, {k: mean[k] for k in gradients}, buffers, norm
+    return loss, aux, {k: mean[k] for k in gradients}, buffers, norm, entries
+
+
+def _check_entries(layout: Layout, entries: Entries) -> None:
+    """ValueError, on every rank, if ranks have other entries of aux than each other."""
+    everywhere = gather_objects(layout.mesh, entries)
+    for rank, there in enumerate(everywhere):
+        if there != everywhere[0]:
+            first, other = ([path for path, _ in x] for x in (everywhere[0], there))
+            words = f"rank {rank} has {other}, rank 0 {first}"
+            raise ValueError(f"aux must have the same entries on all ranks, and numbers in the same: {words}")
 
 
 def taken_off(before: Tensor, after: Tensor) -> Tensor:

@@ -156,13 +156,17 @@ class Mesh:
     def shard_batch(self, batch: Any, sequence_dim: int | None = None) -> Any:
         """This rank's shard of a global batch: the first dimension split over the data and g-net axes.
 
-        The first shards get what does not divide; shards can be empty. Ranks along the tensor and pipeline axes have
+        The first shards get what does not divide; shards can be empty: a step then computes the loss of rows of zeros,
+        which do not count, to take part in the collectives. Ranks along the tensor and pipeline axes have
         the same rows. Scalars and what is no tensor are kept.
 
         Args:
             batch: a pytree of tensors.
             sequence_dim: a dimension that tensor ranks get parts of, as `torch.chunk` makes them, for a p-net whose
                 first layer takes these (sequence parallelism).
+
+        Raises:
+            ValueError: for a batch with an object, a dataclass say, that has tensors as attributes.
         """
         rows = batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
         if sequence_dim is None:

@@ -77,7 +77,8 @@ class _Stage(nn.Module):
     def forward(self, sent: Tensor) -> Tensor:
         pipeline, number = self.pipeline, self.calls
         self.calls += 1
-        pipeline.stage, pipeline.position = self.index, 0
+        pipeline.stage, pipeline.microbatch, pipeline.position = self.index, number, 0
+        pipeline.draw_alike(number, 0)
         pipeline.values = pipeline.parcels[self.index].unpack(sent) if self.index else {}
         try:
             loss = pipeline.call(number).reshape(1)
@@ -197,7 +198,8 @@ class Pipeline:
         mine: its stages.
         rank, ranks: this one along the axis, and how many there are.
         parcels: what each stage gets of the ones before it.
-        stage, position: the stage that runs now, and how many units this call has come to.
+        stage, microbatch, position: the stage that runs now, on which microbatch, and how many units this call has
+            come to.
         values: outputs of units that are sent, or were.
 
     Raises:
@@ -221,18 +223,21 @@ class Pipeline:
             raise ValueError(
                 f"a pipeline of {self.ranks} ranks needs at least {self.ranks} microbatches, got {microbatches}"
             )
-        self.stage, self.position, self._inside = 0, 0, False
+        self.stage, self.microbatch, self.position, self._inside = 0, 0, 0, False
         self.values: dict[Source, Tensor] = {}
         self.parcels: list[_Parcel] = []
         self.leaves: Params = {}
         self.call: Callable[[int], Tensor] = lambda number: torch.zeros(())
+        self.draw_alike: Callable[[int, int], None] = lambda microbatch, position: None
         self._built: dict[Any, Any] = {}
 
     def prepare(self, run: Callable[[Any, Any], Any], microbatch: Any) -> None:
         """Settle stages and shapes for microbatches of this form: `run(net, microbatch)` is the loss function."""
-        tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
+        leaves = tree_leaves(microbatch)
+        tensors = [x for _, x in leaves if isinstance(x, Tensor)]
         autocast = torch.is_autocast_enabled(self._mesh.device.type)
-        key = autocast, *((tuple(x.shape), x.dtype) for x in tensors)
+        # Flags decide what the loss function does, and so what stages need.
+        key = autocast, *((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         if key not in self._built:
             device = tensors[0].device if tensors else self._mesh.device
             # The trace may change the batch.
@@ -270,8 +275,9 @@ class Pipeline:
                     needed.add(source)
                 elif source.kind == "inside" and self._stage_of(calls[source.call].cell) != reader:
                     raise refuse([source], "another stage needs a tensor that no module returns: return it")
-                elif source.kind == "random" and drawn.setdefault(source, reader) != reader:
-                    raise refuse([source], "random numbers that several stages use must be drawn by one module")
+                elif source.kind == "noise" and drawn.setdefault(source, reader) != reader:
+                    words = "random numbers that several stages use must be drawn by one module, where they are in the"
+                    raise refuse([source], f"{words} shape of activations, or of a torch.Generator")
         return [x for c in calls for x in c.leaves if isinstance(x, Output) and x.source in needed]
 
     def _needed(self) -> frozenset[str]:
@@ -323,7 +329,9 @@ class Pipeline:
             if stage > self.stage:
                 raise _StageEnd
             if stage < self.stage:
-                return self._skip(calls[0], args, kwargs)
+                out = self._skip(calls[0], args, kwargs)
+                self.draw_alike(self.microbatch, self.position)
+                return out
             given = pytree.tree_leaves((args, kwargs))
             versions = [x._version if isinstance(x, Tensor) else 0 for x in given]
             self._inside = True
@@ -332,6 +340,7 @@ class Pipeline:
             finally:
                 self._inside = False
             self._keep(calls[0], given, versions, out)
+            self.draw_alike(self.microbatch, self.position)
             return out
 
         return staged
@@ -389,15 +398,19 @@ class Pipeline:
         joined: Any = _Joined.apply(out, sent) if self._order == "zbv" and out.grad_fn is not None else out
         return joined
 
-    def run(self, call: Callable[[int], Tensor], leaves: Params) -> dict[str, Tensor]:
+    def run(
+        self, call: Callable[[int], Tensor], leaves: Params, draw_alike: Callable[[int, int], None]
+    ) -> dict[str, Tensor]:
         """Send microbatches through the stages: gradients of the leaves, summed over microbatches.
 
         Args:
             call: the weighted loss of a microbatch by number, through the p-net.
             leaves: tensors that gradients are wanted of.
+            draw_alike: seeds what is drawn by a microbatch's number and that of the unit which comes next, before the
+                first and after each: stages, which all run what is between units, draw the same there.
         """
         schedule, modules = self._schedule
-        self.call, self.leaves = call, leaves
+        self.call, self.leaves, self.draw_alike = call, leaves, draw_alike
         for module in modules:
             module.calls = 0
         self._count()
@@ -415,6 +428,7 @@ class Pipeline:
             raise error.__cause__ from None
         finally:
             self.call, self.leaves = lambda number: torch.zeros(()), {}
+            self.draw_alike = lambda microbatch, position: None
         return {k: x.grad for k, x in leaves.items() if x.grad is not None}
 
     def _count(self) -> None:

@@ -148,7 +148,8 @@ def _embedding(layer: Any, input: Tensor) -> Any:
         return _outgoing(layer, F.embedding(index, weight, padding), Shard(index.ndim), split.sizes)
     ((first, last),) = split.piece.rows
     here = (index >= first) & (index < last)
-    table = weight if len(weight) else weight.new_zeros(1, weight.shape[1])
+    # A rank without words looks up a row of zeros, in the graph of its weight: backward waits for it, too.
+    table = weight if len(weight) else F.pad(weight, (0, 0, 0, 1))
     rows = F.embedding(torch.where(here, index - first, 0), table)
     if padding is not None:
         # The row of padding has no gradient.

@@ -64,6 +64,8 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
     check_equal(mesh, {"plan": plan.to_json(), "placement": layout.placement}, what)
     texts = {"options": text_of(replace(given, mesh=None, parallel=None, outer=None))}
     texts |= {"parallel": text_of(given.parallel), "outer": text_of(given.outer and given.outer.settings)}
+    texts |= {"what requires grad": text_of({name: x.requires_grad for name, x in pnet.named_parameters()})}
+    texts |= {"training mode": text_of({name: module.training for name, module in pnet.named_modules()})}
     check_equal(mesh, texts | {"optimizer": text_of(optimizer.settings)}, "ranks must have the same options")
     given.check_layout(layout)
     if given.local_steps is None:

@@ -147,6 +147,12 @@ def run_local(init_method: str, folder: Path) -> dict[str, Any]:
         step = make(mesh, SGD, local_steps=1, outer=nesterov(1.0, 0.0))
         found["every"] = named(step.gather(trained(step, 7)))
         found["ordinary"] = named(trained(make(mesh, SGD), 7))
+        for name, options in {
+            "uneven parts": {"local_steps": 1, "outer": nesterov(1.0, 0.0), "microbatches": 2},
+            "without parts": {},
+        }.items():
+            torch.manual_seed(0)
+            found[name] = named(trained(make(mesh, SGD, nn.Linear(6, 5).double(), **options), 7))
         found["nan"], found["refusals"] = nans_of_rank_0(mesh), refusals(mesh)
         # Saved in the middle of a round, and gone on with.
         step = make(mesh, local_steps=3, donate=True)

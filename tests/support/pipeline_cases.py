@@ -9,7 +9,7 @@ from typing import Any
 
 import optree
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import gbfunc as gb
@@ -21,6 +21,7 @@ from tests.support.pipeline_nets import (
     UNPROVEN,
     Blocks,
     Sharpened,
+    Skipping,
     TwoWays,
     gate,
     hugging,
@@ -37,9 +38,10 @@ def gradient(
     schedule: str = "gpipe",
     dtype: torch.dtype = torch.float64,
     seeds: tuple[int, int] = (0, 1),
+    flags: bool = False,
     **more: Any,
 ) -> Any:
-    """Loss, aux and the gradient: what plain SGD of rate 1 takes off the genome."""
+    """Loss, aux and the gradient: what plain SGD of rate 1 takes off the genome; `flags` raises one after a step."""
     torch.manual_seed(0)
     pnet = make().to(dtype)
     plan = gb.make_plan(pnet, gb.periodic(2), max_tile=6)
@@ -49,7 +51,7 @@ def gradient(
     state, found = step.init(3), []
     for seed in seeds:
         tokens = torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(seed))
-        new, info = step(state, tokens)
+        new, info = step(state, (tokens, len(found) > 0) if flags else tokens)
         a, b = step.gather(state), step.gather(new)
         moved = optree.tree_map(lambda x, y: x - y, (a.gnets, a.direct), (b.gnets, b.direct))  # pyright: ignore
         found.append({"loss": info.loss, "aux": info.aux, "moved": moved, "buffers": new.buffers})
@@ -62,10 +64,18 @@ CASES: dict[str, Callable[[Mesh | None], Any]] = {
     for name, (make, loss_fn) in NETS.items()
     for schedule in (
         ("gpipe", "1f1b", "interleaved", "zbv")
-        if name in ("unet", "tuples", "shift in place", "stem", "detached")
+        if name in ("unet", "tuples", "shift in place", "stem", "detached", "signs")
         else ("gpipe",)
     )
 }
+
+
+def with_a_skip(net: Any, batch: tuple[Tensor, bool]) -> Tensor:
+    """The last stage needs the first block's output where a flag says so."""
+    return next_token(partial(net, skip=batch[1]), batch[0])
+
+
+CASES["a flag"] = partial(gradient, make=Skipping, loss_fn=with_a_skip, flags=True)
 
 
 def half(mesh: Mesh | None) -> Any:

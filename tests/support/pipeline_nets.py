@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,6 +53,17 @@ def shifted(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     for block in net.blocks[1:]:
         x = torch.tanh(block(x))
     return net.head(x + first)
+
+
+class Skipping(Blocks):
+    """With a skip from the first block to the head, if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(gate)
+
+    def forward(self, tokens: Tensor, skip: bool = False) -> Tensor:
+        outs = run_blocks(self, self.tokens(tokens))
+        return self.head(outs[-1] + outs[0] if skip else outs[-1])
 
 
 def gate(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
@@ -306,8 +319,29 @@ def by_gradient(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def noise(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    drawn = torch.rand_like(x)
+    return net.head(run_blocks(net, x + drawn)[-1] + drawn)
+
+
+def noise_before(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    x = x + torch.rand_like(x)
     drawn = torch.rand(x.shape, dtype=x.dtype)
     return net.head(run_blocks(net, x + drawn)[-1] + drawn)
+
+
+def noise_of_a_generator(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    drawn = torch.rand(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+    return net.head(run_blocks(net, x + drawn)[-1] + drawn)
+
+
+def signs(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    """Of an odd function of `x`, so that stages which draw the same give what no draw gives."""
+    before = (torch.randint(0, 2, ()) * 2 - 1) * float(np.random.choice([-1, 1]))
+    x = net.blocks[0](x * before)
+    between = (torch.randint(0, 2, ()) * 2 - 1) * random.choice([-1, 1])
+    for block in net.blocks[1:]:
+        x = torch.tanh(block(x * between)) * between
+    return net.head(x * before)
 
 
 def hugging(name: str) -> nn.Module:
@@ -354,6 +388,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "detached": (partial(Blocks, detached), next_token),
     "complex": (partial(Blocks, spectra, lambda: Spectrum(WIDTH, WIDTH)), next_token),
     "gru": (partial(Blocks, straight, Recurrent), next_token),
+    "signs": (partial(Blocks, signs, lambda: nn.Linear(WIDTH, WIDTH, bias=False)), next_token),
     "gradients inside": (partial(Blocks, straight, lambda: Descends(WIDTH, WIDTH)), next_token),
     "t5": (partial(hugging, "t5"), hugging_loss),
     "gpt2": (partial(hugging, "gpt2"), hugging_loss),
@@ -364,7 +399,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "box": (partial(Blocks, boxes, lambda: Boxed(WIDTH, WIDTH)), "'blocks.0' must return tensors"),
     "unused": (partial(Blocks, unused), "each stage must need a tensor"),
     "exported": (partial(Blocks, exported), "'blocks.0'"),
-    "noise": (partial(Blocks, noise), "random numbers"),
+    "noise": (partial(Blocks, noise), "random numbers that several stages use"),
+    "noise before": (partial(Blocks, noise_before), "random numbers that several stages use"),
+    "noise of a generator": (partial(Blocks, noise_of_a_generator), "random numbers that several stages use"),
     "autograd inside": (partial(Blocks, straight, lambda: Climbs(WIDTH, WIDTH)), "by torch.func.grad, not"),
 }
 UNPROVEN: dict[str, Callable[[], nn.Module]] = {

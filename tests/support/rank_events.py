@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -208,6 +209,19 @@ def refusals(mesh: Mesh) -> dict[str, str]:
     step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh)
     empty = tuple(x[:0] for x in batch)
     found["empty"] = outcome(lambda: step(step.init(), empty))
+
+    def by_rank(net: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+        loss, _ = squared(net, batch)
+        return loss, {"all": loss} | ({f"of {mesh.rank}": loss} if mesh.rank else {"of rank 0": loss, "more": loss})
+
+    step = gb.make_train_step(plan, pnet, by_rank, ADAMW, mesh=mesh)
+    found["entries"] = outcome(lambda: step(step.init(), batch))
+    frozen = pnet_of()
+    frozen.get_parameter("0.bias").requires_grad_(mesh.rank == 0)
+    found["frozen"] = outcome(lambda: gb.make_train_step(plan, frozen, squared, ADAMW, mesh=mesh))
+    modes = pnet_of().train(mesh.rank == 0)
+    found["modes"] = outcome(lambda: gb.make_train_step(plan, modes, squared, ADAMW, mesh=mesh))
+    found["object"] = outcome(lambda: mesh.shard_batch(SimpleNamespace(x=batch[0])))
     return found
 
 

@@ -236,6 +236,21 @@ for _name in ("gpt", "gpt2", "llama"):
     CASES[f"{_name} layer"] = partial(text, name=_name, hypernet=TYPES["gnet"], remat="layer")
 
 
+def one_word(mesh: Mesh | None) -> Any:
+    """Of a vocabulary of which a rank has no word."""
+    torch.manual_seed(0)
+    pnet = nn.Sequential(nn.Embedding(1, 6), nn.Linear(6, 5)).double()
+    styles = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())}
+    plan, parallel = gb.make_plan(pnet, gb.periodic(2)), None if mesh is None else styles
+    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, parallel=parallel)
+    batch = torch.zeros(4, 7, dtype=torch.int64), draw(4, 7, 5)
+    state, info = step(step.init(3), batch if mesh is None else mesh.shard_batch(batch))
+    return {"reports": torch.stack([info.loss, info.grad_norm]), "state": step.gather(state)}
+
+
+CASES["one word"] = one_word
+
+
 SHARDED: dict[str, Callable[[Mesh | None], Any]] = {}
 """With a genome that is split over ranks."""
 for _placement in ("sharded", "factors"):
@@ -409,6 +424,18 @@ def a_softmax_over_a_part(mesh: Mesh, *more: nn.Module) -> Any:
 
 REFUSED["code between layers gets a rank's part of the features"] = a_softmax_over_a_part
 REFUSED["on one rank: code between layers"] = lambda mesh: a_softmax_over_a_part(mesh, nn.Dropout(0.5))
+
+
+@refused("as is that of a loss over a part of the sequence")
+def a_mean_over_a_part_of_the_sequence(mesh: Mesh) -> Any:
+    pnet = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    plan, styles = gb.make_plan(pnet), {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Shard(1))}
+
+    def pooled(net: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(net(batch[0]).mean(1), batch[1])
+
+    step = gb.make_train_step(plan, pnet, pooled, ADAMW, mesh=mesh, parallel=styles)
+    return step(step.init(0), (draw(6, 4, 10), draw(6, 5)))
 
 
 @refused("split over ranks and made in pieces")

@@ -31,7 +31,8 @@ def parts_of_share(n: int, takes_parts: bool, batch: Any, rows: float) -> list[t
     most = n_rows(batch)
     if n == 1 or most is None:
         return equal_parts(n, batch, rows)
-    return [(small, n_rows(small) or 0) for small in split_rows(batch, n if takes_parts else min(n, most or n))]
+    parts = split_rows(batch, n if takes_parts else min(n, most or n))
+    return [(small, (n_rows(small) or 0) * rows / most if most else 0) for small in parts]
 
 
 class Kept:
@@ -68,7 +69,6 @@ class Regenerated(Kept):
 class Accumulated:
     """Gradients of the weights, summed over microbatches, then of the genome."""
 
-    seed_shift = 0
     least_rows = 2
 
     def __init__(self, loss: GenomeLoss, scale: float, split: Split, source: Kept) -> None:

@@ -74,10 +74,11 @@ def _strategy(
         strategy = Pipelined(pipeline, build, loss_fn, scale, n, source, layout, split, options.amp)
         return strategy, None if takes_parts else strategy.proof(whole)
     loss = make()
-    proof = None if split is None or takes_parts else split_proof(whole, loss)
+    proof = None if split is None or takes_parts else split_proof(whole, loss, split)
     if options.compile:
         return CompiledGraph(loss, scale, layout, options.amp, joint=split is None), proof
     if n == 1 and source is Kept:
         return OneGraph(loss, scale), proof
-    parts = partial(equal_parts, n) if layout.mesh.world == 1 else partial(parts_of_share, n, takes_parts)
+    alone = layout.mesh.world == 1 and options.local_steps is None
+    parts = partial(equal_parts, n) if alone else partial(parts_of_share, n, takes_parts)
     return Accumulated(loss, scale, parts, source(loss)), proof

@@ -227,7 +227,6 @@ class GenomeLoss:
 class OneGraph:
     """One graph from the leaves to the loss, eager; `scale` that loss against underflow in half precision."""
 
-    seed_shift = 0
     least_rows = 2
     """Rows of zeros in the place of an empty share: some layers refuse a single one."""
 
@@ -253,9 +252,6 @@ class Strategy(Protocol):
 
     @property
     def loss(self) -> GenomeLoss | None: ...  # noqa: D102 (None before a first call that makes it)
-
-    @property
-    def seed_shift(self) -> int: ...  # noqa: D102 (added to the seed of dropout)
 
     @property
     def least_rows(self) -> int: ...  # noqa: D102 (rows of zeros in the place of an empty share)
@@ -324,13 +320,18 @@ class Objective:
         return loss, aux, gradients, rows
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Torch's default generators, of the CPU and of a device."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's default generators (dropout draws from them), and put them back after; threads take turns."""
-    generators: list[torch.Generator] = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    generators = generators_of(device)
     with _DEFAULT_GENERATORS:
         states = [generator.get_state() for generator in generators]
         try:

@@ -14,8 +14,8 @@ from gbfunc.parallel import Layout, gather_objects
 from gbfunc.parallel.absent import Absent
 from gbfunc.parallel.pipeline import Pipeline
 from gbfunc.train.gradients.accumulated import Kept, equal_parts, leaves_of, mean_of, through_gnets
-from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, Result, seeded
-from gbfunc.train.gradients.proof import Proof
+from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, LossFn, Result, generators_of, seeded
+from gbfunc.train.gradients.proof import Proof, seed_elsewhere, seeded_elsewhere
 from gbfunc.train.gradients.split import SPLIT_CAUSE
 from gbfunc.trees import tree_map
 from gbfunc.types import Params
@@ -28,8 +28,8 @@ _CAUSE = (
     "through a view): return it, and take it as an argument"
 )
 
-_STAGE_MIX = 0x94D049BB133111EB
-"""An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of a pipeline's stages."""
+_PLACE_MIX = 0x94D049BB133111EB
+"""An odd constant of splitmix64 (Steele et al., 2014): separates the random numbers of places in a pipelined step."""
 
 
 class Pipelined:
@@ -54,7 +54,6 @@ class Pipelined:
         self._pipeline, self._build, self._loss_fn, self._scale = pipeline, build, loss_fn, scale
         self._microbatches, self._make_source, self._layout, self._split = microbatches, source, layout, split
         self._amp = amp
-        self.seed_shift = _STAGE_MIX * pipeline.rank
         self.least_rows = max(2, microbatches)
         self.loss: GenomeLoss | None = None
 
@@ -62,7 +61,7 @@ class Pipelined:
         """Loss, aux and gradients: the same loss on all ranks of the pipeline."""
         parts = equal_parts(self._microbatches, given.batch, given.rows)
         loss = self._prepared(parts[0][0], wanted[0].device, self._amp)
-        with loss.net.kept_open():
+        with loss.net.kept_open(), seeded_elsewhere(0):
             return self._result(given, wanted, loss, parts)
 
     def proof(self, whole: Callable[[], GenomeLoss]) -> Proof:
@@ -123,7 +122,16 @@ class Pipelined:
             ends.append((loss.detach(), given._replace(buffers=buffers).detached(aux), rows))
             return loss * (self._scale * rows)
 
-        sums = pipeline.run(call, {k: weights[k] for k in trained})
+        # What `seeded` has set, the same on all ranks of the pipeline.
+        seed, generators = torch.initial_seed(), generators_of(wanted[0].device)
+
+        def draw_alike(microbatch: int, position: int) -> None:
+            here = (seed + _PLACE_MIX * (1 + microbatch + position * len(parts))) % 2**63
+            for generator in generators:
+                generator.manual_seed(here)
+            seed_elsewhere(here)
+
+        sums = pipeline.run(call, {k: weights[k] for k in trained}, draw_alike)
         gradients = through_gnets(source.again(given, made), sums, wanted)
         changed = {stage: _changed(before, after) for stage, after in of_stages.items()}
         found = gather_objects(self._layout.mesh, (ends, changed), "pipeline")

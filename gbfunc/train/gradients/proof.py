@@ -155,7 +155,7 @@ def restored_numbers(net: nn.Module) -> Iterator[None]:
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
     """The gradient and the change of buffers, flat; the given ones stay as they are."""
     fresh = given.with_own_buffers()
-    with seeded(seed, wanted[0].device), _seeded_elsewhere(seed), torch.enable_grad():
+    with seeded(seed, wanted[0].device), seeded_elsewhere(seed), torch.enable_grad():
         gradients = part(fresh, wanted)
     return as_vector(gradients, wanted), changes_of(given.buffers, fresh.buffers)
 
@@ -167,12 +167,17 @@ def changes_of(before: Params, after: Params) -> Tensor:
     return as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)
 
 
-@contextmanager
-def _seeded_elsewhere(seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's random numbers, and put them back after."""
-    states = random.getstate(), np.random.get_state()
+def seed_elsewhere(seed: int) -> None:
+    """Seed Python's and NumPy's global random numbers."""
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded_elsewhere(seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's global random numbers, and put them back after."""
+    states = random.getstate(), np.random.get_state()
+    seed_elsewhere(seed)
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gbfunc.parallel import Layout, check_equal, reduce_step, text_of, zero_uncounted
+from gbfunc.parallel import Entries, Layout, check_equal, reduce_step, text_of, zero_uncounted
 from gbfunc.plan import DTYPES
 from gbfunc.train.gradients.loss import Given, LossAndGrads, Objective, Strategy, detached, noise_of
 from gbfunc.train.gradients.proof import Proof
@@ -28,7 +28,7 @@ class RankObjective(Objective):
     def __init__(self, layout: Layout, strategy: Strategy, scale: float, check_every: int, proof: Proof | None) -> None:
         super().__init__(layout.plan, strategy, scale)
         self._layout, self._check_every, self._checked, self._proof = layout, check_every, False, proof
-        self._proven = False
+        self._proven, self._entries = False, Entries()
         # Running statistics; caches, which are not persistent, stay each rank's.
         buffers = layout.plan.buffers
         self._averaged = [b.name for b in buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
@@ -47,17 +47,27 @@ class RankObjective(Objective):
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         batch, rows, counts = self._share(batch)
         given = Given(leaves, noise, {k: v.clone() for k, v in buffers.items()}, batch, rows, counts)
-        shift = RANK_MIX * self._layout.mesh.shard + self.strategy.seed_shift
-        loss, aux, gradients, counted = self._found(given, trained, (seed + shift) % 2**63)
+        seed = (seed + RANK_MIX * self._layout.mesh.shard) % 2**63
+        loss, aux, gradients, counted = self._found(given, trained, seed)
         gradients = gradients if counts else zero_uncounted(self._layout, gradients)
         before = {k: buffers[k] for k in self._averaged}
-        return LossAndGrads(
-            *reduce_step(self._layout, counted if rows else 0, loss, aux, gradients, detached(given.buffers), before)
+        counted, buffers = counted if rows else 0, detached(given.buffers)
+        loss, aux, gradients, buffers, norm, self._entries = reduce_step(
+            self._layout, counted, loss, aux, gradients, buffers, before, self._entries
         )
+        return LossAndGrads(loss, aux, gradients, buffers, norm)
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
         """Loss, aux, gradients of the sum of the rows' losses, and rows."""
-        found = super()._found(given, trained, seed)
+        try:
+            found = super()._found(given, trained, seed)
+        except Exception as error:
+            if given.counts:
+                raise
+            words = (
+                "rank {} has no row of the batch, and computes the loss of rows of zeros to take part in what all do"
+            )
+            raise ValueError(f"{words.format(self._layout.mesh.rank)}, which failed: {error}") from error
         if not self._proven:
             with self._layout.mesh.traffic.uncounted():
                 self._prove(found[0], given, trained)

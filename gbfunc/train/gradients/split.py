@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gbfunc.parallel import gather_objects
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients
-from gbfunc.train.gradients.proof import Proof, plainly
+from gbfunc.train.gradients.proof import Proof, plainly, seeded_elsewhere
 from gbfunc.train.gradients.ranks import RankObjective
 from gbfunc.trees import tree_map
 from gbfunc.types import Params
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 SPLIT_CAUSE = (
-    "code between layers gets a rank's part of the features, and a softmax or mean over a part is another function: "
-    "gather them first, by the style's output_layouts=Replicate()"
+    "code between layers gets a rank's part of the features, and a softmax or mean over a part is another function, as "
+    "is that of a loss over a part of the sequence: gather them first, by the style's output_layouts=Replicate()"
 )
 
 
@@ -56,16 +56,24 @@ class SplitLoss(GenomeLoss):
             return super().gradients(loss, of)
 
 
-def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss) -> Proof:
-    """The gradient of two rows over tensor ranks, against that of the whole p-net on one rank.
+def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
+    """The gradient of a few rows over tensor ranks, against that of the whole p-net on one rank.
 
     Code between layers gets a rank's part of the features, as in torch: a softmax over split ones is another function.
     """
 
     def few(batch: Any) -> Any:
-        return tree_map(lambda x: x[:2] if isinstance(x, Tensor) and x.ndim else x, batch)
+        return tree_map(lambda x: x[: max(2, split.ranks)] if isinstance(x, Tensor) and x.ndim else x, batch)
 
-    return Proof(whole, plainly(loss), lambda: loss, few, ("tensor",), SPLIT_CAUSE)
+    def part(given: Given, wanted: list[Tensor]) -> Gradients:
+        found = plainly(loss)(given, wanted)
+        if split.local_rows is None:
+            return found
+        # Each rank's are of the sum over its rows.
+        rows = sum(gather_objects(split.wire.mesh, split.local_rows, "tensor"))
+        return tuple(None if g is None else g / rows for g in found)
+
+    return Proof(whole, part, lambda: loss, few, ("tensor",), SPLIT_CAUSE)
 
 
 class SplitObjective(RankObjective):
@@ -77,12 +85,29 @@ class SplitObjective(RankObjective):
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
         """Loss, aux, gradients of the sum of the rows' losses, and rows."""
-        loss, aux, gradients, counted = super()._found(given, trained, seed)
+        # Of what all tensor ranks draw, too, the same is to come: torch's generators alone are not all.
+        with seeded_elsewhere(seed):
+            loss, aux, gradients, counted = super()._found(given, trained, seed)
         # Tensor ranks have the same rows, but where the last layer's outputs are a part of them.
         return loss, aux, gradients, counted / (self._split.ranks if self._split.local_rows is None else 1)
 
     def _prove(self, loss: Tensor, given: Given, trained: Params) -> None:
-        """Compare ranks, then with the whole p-net where losses are of whole rows."""
+        """Compare ranks, then with the whole p-net, unless the loss function takes a rank's rows of outputs alone."""
         self._split.compare(loss)
-        if not any(gather_objects(self._layout.mesh, self._split.local_rows is not None)):
+        mesh = self._layout.mesh
+        parted = any(gather_objects(mesh, self._split.local_rows is not None))
+        if not parted or (mesh.sizes["pipeline"] == 1 and all(gather_objects(mesh, self._takes_whole(given, trained)))):
             super()._prove(loss, given, trained)
+
+    def _takes_whole(self, given: Given, trained: Params) -> bool:
+        """Whether the loss function takes outputs of the whole p-net."""
+        if self._proof is None:
+            return False
+        whole = self._proof.whole()
+        whole.net.compiled = True
+        given = given.with_own_buffers()._replace(batch=self._proof.few(given.batch), rows=1)
+        try:
+            plainly(whole)(given, [*trained.values()])
+        except Exception:  # Of the user's own shapes, which may raise anything.
+            return False
+        return True
