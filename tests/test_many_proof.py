@@ -39,6 +39,7 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
     "first": lambda x: (x < 8)[0].all(),
     "flag": lambda x: (x[:, 0] < 8)[0],
     "equal": lambda x: torch.equal(x, x.clamp(max=8)),
+    "allclose": lambda x: torch.allclose(x, x.clamp(max=8)),
     "list": lambda x: max(x[:, 0].tolist()) > 8,
     "counted list": lambda x: (x > 8).sum().tolist(),
     "array": lambda x: x.numpy().max() > 8,

@@ -59,6 +59,55 @@ class Clamped(nn.Module):
         return self.layer(x)
 
 
+class Averaged(nn.Module):
+    """Has a moving mean of a generated weight, and keeps a trained scale within bounds, as a forward may set both."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(6, 4), how
+        self.mean = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((4,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean, scale = self.mean * 0.9 + self.layer.weight * 0.1, self.scale.clamp(-0.2, 0.2)
+            if self.how == "data":
+                self.mean.data, self.scale.data = mean, scale
+            else:
+                self.mean.copy_(mean)
+                self.scale.copy_(scale)
+        return self.layer(x) * self.scale + F.linear(x, self.mean)
+
+
+@pytest.mark.parametrize("how", ["data", "in place"])
+@pytest.mark.parametrize(
+    "options", [{}, {"donate": True}, {"lazy": True}, {"remat": "layer"}, {"remat": "generate"}, {"compile": True}]
+)
+def test_a_forward_may_set_direct_parameters(how: str, options: dict[str, Any], graphs_alone: None) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    pnet, x = Averaged(how).double(), torch.randn(5, 6, dtype=torch.float64)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    step = gb.make_train_step(plan, pnet, loss_of, SGD, **options)
+    state = step.init(0)
+    module = gb.GenomeModule(plan, pnet, gb.init_genome(plan, pnet, 0), lazy=False)
+    sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(3):
+        try:
+            state, info = step(state, x)
+        except ValueError as error:
+            # The compiler traces a `data` that is set as another tensor.
+            assert options.get("compile") and how == "data" and "pass compile=False" in str(error)
+            return
+        sgd.zero_grad()
+        loss = loss_of(module, x)
+        loss.backward()
+        sgd.step()
+        torch.testing.assert_close(info.loss, loss.detach())
+    for name, x in module.to_genome().direct.items():
+        torch.testing.assert_close(state.direct[name], x)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     ("make", "batch", "many"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -354,3 +355,63 @@ def test_a_model_of_hugging_face_in_eval_mode_is_told() -> None:
     model = transformers.GPT2LMHeadModel(config)
     assert eval_mode_warning(model) is None
     assert "Dropout" in str(eval_mode_warning(model.eval()))
+
+
+def test_a_hook_that_is_a_closure_over_the_pnet_is_refused() -> None:
+    class Features(nn.Module):
+        def __init__(self, closure: bool) -> None:
+            super().__init__()
+            self.a, self.b, self.kept = nn.Linear(4, 4), nn.Linear(4, 2), dict[str, Tensor]()
+
+            def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+                self.kept["a"] = out
+
+            self.a.register_forward_hook(keep if closure else self.keep)
+
+        def keep(self, module: nn.Module, args: Any, out: Tensor) -> None:
+            self.kept["a"] = out
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.a(x)
+            return self.b(self.kept["a"])
+
+    with pytest.raises(ValueError, match=r"keep of 'a' reaches the p-net by a closure.*a method of the module"):
+        gb.make_plan(Features(True))
+    pnet, x = Features(False), torch.randn(3, 4)
+    pnet(x)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    genome = gb.init_genome(plan, pnet)
+    expected = functional_call(Features(False), gb.generate(plan, genome), (x,))
+    torch.testing.assert_close(gb.materialize(plan, genome, pnet)(x), expected)
+
+
+def test_a_copy_that_is_the_module_itself_is_refused() -> None:
+    class Shared(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    pnet = nn.Sequential(nn.Linear(4, 4), Shared(4, 2))
+    with pytest.raises(ValueError, match="a copy of the p-net has its '1' itself"):
+        PureNet(pnet)
+
+
+def test_buffers_in_one_memory_are_not_changed() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            both = torch.zeros(2, 4)
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("both", both)
+            self.register_buffer("first", both[0])
+
+        def forward(self, x: Tensor, change: bool) -> Tensor:
+            if change:
+                self.get_buffer("first").add_(1)
+            return self.layer(x) - self.get_buffer("both")[0]
+
+    pnet, x = Both(), torch.ones(3, 4)
+    net = PureNet(pnet)
+    weights, buffers = dict(pnet.named_parameters()), {k: b.clone() for k, b in pnet.named_buffers()}
+    torch.testing.assert_close(net(weights, buffers, x, False), pnet(x, False))
+    with pytest.raises(ValueError, match="changes a buffer in the memory of another one.*'first'"):
+        net(weights, buffers, x, True)

@@ -49,13 +49,6 @@ def default_of_an_argument() -> nn.Module:
     return net
 
 
-def hooked() -> nn.Module:
-    net: Any = Pair()
-    a = net.a
-    net.b.register_forward_hook(lambda module, inputs, output: a.weight.sum() * torch.as_tensor(output))
-    return net
-
-
 class Child(nn.Module):
     def __init__(self, parent: Any) -> None:
         super().__init__()
@@ -113,7 +106,6 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "a function over the p-net": over_self,
     "a forward that is a closure": over_a_layer,
     "an argument's default": default_of_an_argument,
-    "a hook that is a closure": hooked,
     "a weak reference": weak,
     "a global name": lambda: GLOBAL,
     "a method replaced on a layer": patched_convolution,

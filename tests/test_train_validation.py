@@ -90,6 +90,21 @@ def test_a_buffer_that_a_forward_gives_another_shape_is_refused_with_the_cure(
     assert step(state, batch)[1].loss < first.loss
 
 
+def test_a_buffer_that_a_forward_gives_another_dtype_is_refused() -> None:
+    class Counting(nn.Sequential):
+        count: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = self.count + 0.5
+            return super().forward(x)
+
+    pnet = Counting(nn.Linear(4, 3))
+    pnet.register_buffer("count", torch.tensor(0))
+    step = gb.make_train_step(gb.make_plan(pnet), pnet, loss_fn, SGD)
+    with pytest.raises(ValueError, match="buffer 'count' the dtype torch.float32, and the state has torch.int64"):
+        step(step.init(), torch.randn(5, 4))
+
+
 def test_a_state_without_its_buffers_is_refused() -> None:
     step, batch = step_of("conv_bn")
     with pytest.raises(ValueError, match="the genome does not fit the plan: missing .*running_mean"):

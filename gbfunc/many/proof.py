@@ -235,8 +235,7 @@ class RowsTogether(Questions):
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if not self._asks(func.overloadpacket.__name__, args, out) and self.found is None:
             read = [x for _, x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            made = [x for _, x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()]
-            if self._together(func, args, kwargs, read, made):
+            if self._together(func, args, kwargs, read, out):
                 self._find()
 
     def see_leave(self, x: Tensor) -> None:
@@ -248,7 +247,7 @@ class RowsTogether(Questions):
     def _find(self) -> None:
         self.found = self._running[-1] if self._running else ""
 
-    def _together(self, func: Any, args: Any, kwargs: Any, read: list[Tensor], made: list[Tensor]) -> bool:
+    def _together(self, func: Any, args: Any, kwargs: Any, read: list[Tensor], out: Any) -> bool:
         name, given = func.overloadpacket.__name__, [x for x in read if self._have_rows(x)]
         if any(id(x) in self._counts for x in read):
             return True
@@ -263,7 +262,11 @@ class RowsTogether(Questions):
         if torch.Tag.dynamic_output_shape in func.tags:
             # Of places given by numbers the outputs are compared.
             return name != "index" or any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-        return name == "equal" or (bool(made) and not (name.startswith("new_") or any(map(self._have_rows, made))))
+        # One answer for all rows, such as that of `torch.equal`.
+        if isinstance(out, bool | int | float | complex):
+            return True
+        made = [x for _, x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()]
+        return bool(made) and not (name.startswith("new_") or any(map(self._have_rows, made)))
 
     def _have_rows(self, x: Tensor) -> bool:
         return any(map(self._is_rows, x.shape))

@@ -18,6 +18,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gbfunc.pnet.reads import written
+
 
 class Source(NamedTuple):
     """What an absent tensor is made of."""
@@ -151,16 +153,6 @@ def flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
     """
     count: Any = flop_registry.get(func._overloadpacket)
     return 0 if count is None else count(*args, **kwargs, out_val=out)
-
-
-def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operator changes in place."""
-    found: list[Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            x = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [y for y in pytree.tree_leaves(x) if isinstance(y, Tensor)]
-    return found
 
 
 class Provenance(TorchDispatchMode):

@@ -429,7 +429,11 @@ class Pipeline:
         finally:
             self.call, self.leaves = lambda number: torch.zeros(()), {}
             self.draw_alike = lambda microbatch, position: None
-        return {k: x.grad for k, x in leaves.items() if x.grad is not None}
+            gradients = {k: x.grad for k, x in leaves.items() if x.grad is not None}
+            # Some are leaves of the genome, for which the next run would add to them.
+            for x in leaves.values():
+                x.grad = None
+        return gradients
 
     def _count(self) -> None:
         """Count what this rank sends: activations forward, their gradients back."""

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
 from itertools import combinations
+from types import CellType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ _WRAPPERS = {
     "FSDPModule": "FSDP2 owns the weights and ignores generated ones: pass the module before fully_shard",
     "OptimizedModule": "pass the module before torch.compile (its ._orig_mod) and compile the training step instead",
 }
+_KEEPERS = (nn.Module, dict, list, set)
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v"})
 """Buffers that layers update in training mode: batch norm's, and spectral norm's."""
 
@@ -48,7 +50,7 @@ def check_pnet(pnet: nn.Module) -> None:
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
         ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, a buffer that is a parameter, or
-            a parameter in the memory of another tensor, naming what to do instead.
+            a parameter in the memory of another tensor, or a hook that is a closure over it, naming what to do instead.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
@@ -66,16 +68,38 @@ def check_pnet(pnet: nn.Module) -> None:
             cure = f"read self.{parameter}, or register a copy (.detach().clone())"
             raise ValueError(f"buffer {name!r} is the parameter {parameter!r} itself: {cure}")
     _check_memory(pnet)
+    _check_hooks(pnet)
 
 
-def _check_memory(pnet: nn.Module) -> None:
-    """Refuse a parameter in the memory of another tensor: torch's training changes both, a genome makes two of them."""
+def _check_hooks(pnet: nn.Module) -> None:
+    """Refuse a hook that reaches the p-net by a closure: copies share it, and what it keeps would be another's."""
+    own = {id(x) for module in pnet.modules() for x in (module, *vars(module).values()) if isinstance(x, _KEEPERS)}
+    for name, module in pnet.named_modules():
+        for hooks in (v for k, v in vars(module).items() if k.endswith("_hooks") and isinstance(v, dict)):
+            for hook in hooks.values():
+                cells = (cell for cell in getattr(hook, "__closure__", None) or () if cell != CellType())
+                if any(id(cell.cell_contents) in own for cell in cells):
+                    where = f" of {name!r}" if name else ""
+                    raise ValueError(
+                        f"the hook {hook.__qualname__}{where} reaches the p-net by a closure, and copies of the p-net "
+                        "would share it: make it a method of the module that keeps what it finds (self.hook)"
+                    )
+
+
+def in_one_memory(pnet: nn.Module) -> list[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
+    """Pairs of parameters and buffers, with their names, that have entries in the same place."""
     places: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*pnet.named_parameters(), *pnet.named_buffers()):
         for storage in storages_of(tensor) if tensor.layout == torch.strided else ():
             places.setdefault(storage._cdata, []).append((name, tensor))
-    for (a, x), (b, y) in (pair for named in places.values() for pair in combinations(named, 2)):
-        if (isinstance(x, nn.Parameter) or isinstance(y, nn.Parameter)) and _overlap(x, y):
+    pairs = (pair for named in places.values() for pair in combinations(named, 2))
+    return [(a, b) for a, b in pairs if _overlap(a[1], b[1])]
+
+
+def _check_memory(pnet: nn.Module) -> None:
+    """Refuse a parameter in the memory of another tensor: torch's training changes both, a genome makes two of them."""
+    for (a, x), (b, y) in in_one_memory(pnet):
+        if isinstance(x, nn.Parameter) or isinstance(y, nn.Parameter):
             raise ValueError(
                 f"{a!r} and {b!r} are two tensors in the same memory, which training ties and a genome would not: use "
                 f"one Parameter in both places (F.linear(x, self.{a}.t()) for its transpose), or a copy (.clone())"
@@ -206,6 +230,9 @@ def copy_of(pnet: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Functions that lead to the p-net by a closure or a global name are shared, as deepcopy does.
     """
     net = copy.deepcopy(pnet, memo)
+    if same := {*map(id, net.modules())} & {*map(id, pnet.modules())}:
+        name = next(name for name, module in pnet.named_modules() if id(module) in same)
+        raise ValueError(f"a copy of the p-net has its {name!r} itself (a __deepcopy__ that returns self?)")
     copies = {id(x): memo.get(id(x)) for x in (*pnet.modules(), *pnet.parameters(), *pnet.buffers())}
     for module in net.modules():
         for key, value in vars(module).items():

@@ -21,8 +21,8 @@ from torch.utils import checkpoint as checkpointing
 
 from gbfunc.layers.forms import Call, WeightForm
 from gbfunc.layers.install import install
-from gbfunc.pnet.describe import buffers_of, check_pnet, keep_statistics, parameter_infos, skeleton_of
-from gbfunc.pnet.reads import LeftTensors, OwnTensors
+from gbfunc.pnet.describe import buffers_of, check_pnet, in_one_memory, keep_statistics, parameter_infos, skeleton_of
+from gbfunc.pnet.reads import CHANGES_BASE, LeftTensors, OwnTensors
 from gbfunc.trees import TensorSpec, compare_trees
 from gbfunc.types import Params, TensorMap
 
@@ -31,7 +31,10 @@ _CHECKPOINT = (
     "this p-net calls torch.utils.checkpoint inside its forward: backward would recompute with the module's own "
     "weights instead of the generated ones. Switch it off (Hugging Face: model.gradient_checkpointing_disable())"
 )
-_CHANGED = "the p-net changes a buffer of its frozen base: name its module in modules_to_save: "
+_APART = (
+    "the p-net changes a buffer in the memory of another one, and a state keeps the two apart: register one of them, "
+    "and compute the other from it in the forward: "
+)
 
 
 class FrozenBuffers(Protocol):
@@ -99,6 +102,8 @@ class PureNet:
             layer.__dict__["train"] = lambda mode=True, layer=layer: layer
         self._buffers = dict.fromkeys((k for k in buffers_of(pnet) if k not in kept), _ANY)
         self._ties = _ties(pnet, forms)
+        # Buffers in the memory of another: a state keeps them apart.
+        self._apart = {name for pair in in_one_memory(pnet) for name, _ in pair} & self._buffers.keys()
         install(self.skeleton, forms, shown=True)
         self._parameters |= {name: _ANY for name in adapt(self.skeleton) if name in self._parameters}
         self._forms = list(dict.fromkeys(forms.values()))
@@ -141,20 +146,26 @@ class PureNet:
         """`call(*args, **kwargs)`, which may not checkpoint, and, if `first`, read no other tensors than given ones.
 
         Raises:
-            ValueError: if it does, or leaves something that `torch.utils.checkpoint` recomputes.
+            ValueError: if it does, or leaves something that `torch.utils.checkpoint` recomputes, or changes a buffer in
+                the memory of another.
         """
-        before = _checkpoints()
+        checkpoints = _checkpoints()
         if first:
             # The base has the p-net's memory, though storages of its own.
-            base = None if self._base is None else self._base.on(next(iter(weights.values())).device)
+            both = () if self._base is None else self._base.on(next(iter(weights.values())).device)
+            base = {name: x for tensors in both for name, x in tensors.items()}
             # Without gradients a state may be kept, as in any module.
             left = self._left if torch.is_grad_enabled() else None
             if left is not None:
                 left.begin(weights, (args, kwargs))
-            out = self._own.call((weights, buffers, base), left, call, *args, **kwargs)
+            before = {name: (buffers[name], buffers[name]._version) for name in self._apart}
+            out = self._own.call((weights, buffers), base, left, call, *args, **kwargs)
+            for name, (buffer, version) in before.items():
+                if buffers[name] is not buffer or buffer._version != version:
+                    raise ValueError(f"{_APART}{name!r}")
         else:
             out = call(*args, **kwargs)
-        if _checkpoints() > before:
+        if _checkpoints() > checkpoints:
             raise ValueError(_CHECKPOINT)
         return out
 
@@ -216,7 +227,7 @@ class PureNet:
                     buffers[name] = given[name]
         for (name, buffer), version in zip(frozen.items(), before, strict=False):
             if given[name] is not buffer or buffer._version != version:
-                raise ValueError(f"{_CHANGED}{name!r}")
+                raise ValueError(f"{CHANGES_BASE}{name!r}")
         for name in weights if eager else ():
             if given[name] is not weights[name]:
                 raise RuntimeError(f"the parameter {name!r} was replaced in a call on given weights")

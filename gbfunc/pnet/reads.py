@@ -33,6 +33,7 @@ _LEFT = (
     "which an earlier call computed and left there, and a step is a function of its state alone: compute it in each "
     "call, or register it as a buffer, which the state carries"
 )
+CHANGES_BASE = "the p-net changes a tensor of its frozen base: name its module in modules_to_save: "
 _MARK = "_gb_own_tensors"
 
 
@@ -88,20 +89,34 @@ class OwnTensors:
         return OwnTensors, ()
 
     def call(
-        self, given: Iterable[Any], left: LeftTensors | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        given: Iterable[Any],
+        base: Mapping[str, Tensor],
+        left: LeftTensors | None,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """`function(*args, **kwargs)`, which may read of these tensors only what is `given` or an argument.
+        """`function(*args, **kwargs)`, which may read of these tensors only what is `given`, `base` or an argument.
 
-        Nor may it read what is `left` of earlier calls, where these are watched.
+        It may not change what is of the `base`, nor read what is `left` of earlier calls, where these are watched.
 
         Raises:
-            ValueError: for any other that an operator reads, now or in the backward of the output.
+            ValueError: for any other that an operator reads, now or in the backward of the output, or that it would
+                change.
         """
-        watch = _Watch(self, left, {s._cdata for x in tensors_in((*given, args, kwargs)) for s in storages_of(x)})
+        frozen = {s._cdata: name for name, x in base.items() for s in storages_of(x)}
+        allowed = {s._cdata for x in tensors_in((*given, args, kwargs)) for s in storages_of(x)}
+        watch = _Watch(self, left, allowed | frozen.keys(), frozen)
         with torch.inference_mode(False), torch.enable_grad():
             first = _number(torch.zeros((), requires_grad=True).view(()).grad_fn)
         with watch, (hooks := _Hooks(watch)):
+            before = [x.data for x in base.values()]
             out = function(*args, **kwargs)
+        for (name, x), data in zip(base.items(), before, strict=True):
+            if [s._cdata for s in storages_of(x)] != [s._cdata for s in storages_of(data)]:
+                x.data = data
+                raise ValueError(f"{CHANGES_BASE}{name!r}")
         watch.backward(out, first, hooks.used)
         return out
 
@@ -148,6 +163,15 @@ class LeftTensors:
         return self._left[storage._cdata][1] if storage._cdata in self._left else None
 
 
+def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operator changes in place."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
+    return found
+
+
 @functools.cache
 def _kind_of(func: Any) -> tuple[bool, bool]:
     """Whether an operator changes tensors, and whether it fills new ones with what is not computed of others."""
@@ -162,10 +186,10 @@ class _Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, own: OwnTensors, left: LeftTensors | None, allowed: set[int]) -> None:
+    def __init__(self, own: OwnTensors, left: LeftTensors | None, allowed: set[int], frozen: Mapping[int, str]) -> None:
         super().__init__()
         # With its weak references: backward may come when nothing else has them.
-        self._own, self._left, self._allowed = own, left, allowed
+        self._own, self._left, self._allowed, self._frozen = own, left, allowed, frozen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = [storage for x in tensors_in((*args, kwargs)) for storage in storages_of(x)]
@@ -179,6 +203,10 @@ class _Watch(TorchDispatchMode):
             name = None if self._left is None else self._left.name_of(storage)
             if name is not None:
                 raise ValueError(f"the p-net's forward reads its {name!r}, {_LEFT}")
+        if self._frozen and _kind_of(func)[0]:
+            for storage in (s for x in written(func, args, kwargs or {}) for s in storages_of(x)):
+                if storage._cdata in self._frozen:
+                    raise ValueError(f"{CHANGES_BASE}{self._frozen[storage._cdata]!r}")
         out = func(*args, **kwargs or {})
         if self._left is not None:
             self._left.see(func, read, out)
@@ -318,16 +346,21 @@ class _Watched:
         functools.update_wrapper(self, net.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A trace would hold what watching does.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            return self.__wrapped__(*args, **kwargs)
         attributes, net = vars(self._net), self._net
-        if torch.compiler.is_compiling():
-            return self.__wrapped__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         attributes.pop("forward", None)
         attributes |= {} if self._before is None else {"forward": self._before}
         try:
-            return self._own.call((), None, net.forward, *args, **kwargs)
+            return self._own.call((), {}, None, net.forward, *args, **kwargs)
         except ValueError:
             attributes["forward"] = self
             raise
+
+    def __getattr__(self, name: str) -> Any:
+        # Exporters read a forward's code.
+        return getattr(vars(self)["__wrapped__"], name)
 
     def __reduce__(self) -> Any:
         # A copy has its plain forward.

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gbfunc.genome import check_genome
 from gbfunc.train.gradients.batched import Batched
 from gbfunc.train.optimizers import OptState
-from gbfunc.train.step import StepInfo, TrainState, TrainStep, checked_state, own_direct, step_seed
+from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, checked_state, own_direct, step_seed
 from gbfunc.trees import (
     BUFFERS,
     TensorSpec,
@@ -97,7 +97,7 @@ class Population:
             TypeError: if the state is none.
             ValueError: for states that do not fit the population or that have taken different numbers of steps, a
                 batch with a packed sequence, a p-net or loss that `torch.func` cannot transform, a loss that is no
-                scalar or does not depend on what is trained, or a forward that gives a buffer another shape.
+                scalar or does not depend on what is trained, or a forward that gives a buffer another shape or dtype.
         """
         refuse_packed(batch)
         state, step = states, self.train_step
@@ -120,6 +120,7 @@ class Population:
             raise ValueError(f"{_VMAP}: {error}") from error
         if any(buffers[k].shape != v.shape for k, v in state.buffers.items()):
             check_genome(step.plan, self.member(state._replace(buffers=buffers), 0))
+        check_dtypes(state.buffers, buffers)
         norms = [torch.linalg.vector_norm(g.reshape(self.n, -1), dim=1) for g in gradients.values()]
         norm_n = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         info = StepInfo(loss_n, norm_n, torch.isfinite(loss_n) & torch.isfinite(norm_n), aux)

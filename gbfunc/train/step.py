@@ -32,7 +32,7 @@ from gbfunc.train.options import StepOptions
 from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, tree_map, unflatten_tree
 from gbfunc.types import Genome, GNets, Params
 
-_SHAPE = attrgetter("shape")
+_SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 
 _MIX = 0x9E3779B97F4A7C15
 """2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): spreads steps over seeds."""
@@ -94,6 +94,7 @@ class TrainStep:
         frozen = {f"{DIRECT}{p.name}" for p in parameter_infos(pnet) if not p.tensor.requires_grad}
         self._frozen = frozen & self._roles.keys()
         self._trained = [name for name in self._roles if name not in self._frozen]
+        self._set_by_forward = [name for name in self._trained if name.startswith(DIRECT)]
         # Leaves that other ranks have all rows of.
         self._empty = {k for k in layout.split if not layout.shapes[k][0]}
         self._shapes = layout.shapes if layout.sharded else None
@@ -199,7 +200,8 @@ class TrainStep:
             FloatingPointError: for a loss or gradient that is not finite, with `on_nonfinite="raise"`.
             TypeError: if the state is none.
             ValueError: for a state that does not fit the plan, a batch that microbatches cannot split, a loss that is
-                no scalar or does not depend on what is trained, or a forward that gives a buffer another shape.
+                no scalar or does not depend on what is trained, or a forward that gives a buffer another shape
+                or dtype.
         """
         state = gnet_params
         named = checked_state(state)
@@ -219,8 +221,9 @@ class TrainStep:
         loss, aux, gradients, buffers, norm = self._objective(
             leaves, flat, state.buffers, batch, step_seed(int(state.seed), step), step
         )
-        if [*map(_SHAPE, buffers.values())] != [*map(_SHAPE, state.buffers.values())]:
+        if [*map(_KIND, buffers.values())] != [*map(_KIND, state.buffers.values())]:
             check_genome(self.plan, state._replace(buffers=buffers), self._shapes)
+            check_dtypes(state.buffers, buffers)
         # x - x is 0 where x is finite, and in no other case equal to anything: a third of the time of `isfinite`.
         info = StepInfo(loss, norm, (loss - loss) == (norm - norm), aux)
         if self._options.clip_norm is not None:
@@ -228,6 +231,8 @@ class TrainStep:
             gradients = {k: g * factor for k, g in gradients.items()}
         gradients = {k: g + rate[k] for k, g in gradients.items()} if rate else gradients
         params = {k: x.detach() if x.requires_grad else x for k, x in ((k, named[k]) for k in flat)}
+        # A forward may have set their `data`.
+        params |= {k: flat[k].detach() for k in self._set_by_forward}
         found = self._updated(state, params, gradients, buffers, info)
         if found is None:
             return state._replace(step=state.step + 1), info
@@ -276,6 +281,14 @@ class TrainStep:
         gradients = {k: gradients[k] for k in present}
         new, made = self._optimizer.update(gradients, some, present, self._roles, donate=donate)
         return params | new, made._replace(leaves=opt.leaves | made.leaves)
+
+
+def check_dtypes(before: Params, after: Params) -> None:
+    """ValueError for buffers to which a forward gave another dtype."""
+    for name, x in before.items():
+        if after[name].dtype != x.dtype:
+            words = f"a forward gives the buffer {name!r} the dtype {after[name].dtype}, and the state has {x.dtype}"
+            raise ValueError(f"{words}: cast it back, or register it so")
 
 
 def own_direct(leaves: Params) -> Params:

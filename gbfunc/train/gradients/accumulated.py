@@ -81,7 +81,7 @@ class Accumulated:
 
     def _result(self, given: Given, wanted: list[Tensor]) -> Result:
         made, trained = self._source.weights(given)
-        weights = leaves_of(made, trained)
+        weights, trained = leaves_of(given, made, trained)
         sums: Params = {}
         ends: list[tuple[Tensor, Any, float]] = []
         for small, n in self._split(given.batch, given.rows):
@@ -99,9 +99,16 @@ class Accumulated:
         return Result(*mean_of(ends), gradients, sum(rows for *_, rows in ends))
 
 
-def leaves_of(weights: Params, trained: list[str]) -> Params:
-    """The weights as leaves of a new graph, in which some take gradients."""
-    return {k: w.detach() for k, w in weights.items()} | {k: weights[k].detach().requires_grad_() for k in trained}
+def leaves_of(given: Given, weights: Params, trained: list[str]) -> tuple[Params, list[str]]:
+    """The weights as leaves of a new graph, and the names of those that take gradients.
+
+    Direct parameters are there themselves: a forward may set their `data`.
+    """
+    own = set(map(id, given.leaves.values()))
+    direct = {k for k, w in weights.items() if id(w) in own}
+    leaves = {k: w if k in direct else w.detach() for k, w in weights.items()}
+    trained = [k for k in trained if k not in direct or leaves[k].requires_grad]
+    return leaves | {k: leaves[k].requires_grad_() for k in trained if k not in direct}, trained
 
 
 def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:

@@ -58,6 +58,7 @@ class CompiledGraph(OneGraph):
         with self._counted(wanted):
             for i, graph in enumerate(self._graphs):
                 fresh = given if eager is None else given.with_own_buffers()
+                restore = given.restore_direct() if eager is not None else None
                 try:
                     result = graph(fresh, wanted)
                 except Exception as error:
@@ -68,10 +69,12 @@ class CompiledGraph(OneGraph):
                         self.loss.net.compiled = False
                         reason = str(error).partition("\n")[0]
                         raise RuntimeError(f"{_FAILS} ({type(error).__name__}: {reason})") from error
+                    if restore is not None:
+                        restore()
                     # What takes its place is new.
                     eager = self._run_twice(given, wanted) if eager is None else eager
                     continue
-                if eager is None:
+                if eager is None or restore is None:
                     return result
                 found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
                 distances = (largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True))
@@ -80,6 +83,7 @@ class CompiledGraph(OneGraph):
                     given.buffers.update(fresh.buffers)
                     self._graphs = self._graphs[i:]
                     return result
+                restore()
         self.loss.net.compiled = False
         what = max(apart, key=lambda name: apart[name])
         raise ValueError(

@@ -72,6 +72,17 @@ class Given(NamedTuple):
         """The same, with copies of buffers."""
         return self._replace(buffers={k: b.clone() for k, b in self.buffers.items()})
 
+    def restore_direct(self) -> Callable[[], None]:
+        """What puts direct parameters, which a forward may change, back to what they are now."""
+        before = [(x, x.data, x.data.clone()) for k, x in self.leaves.items() if k.startswith(DIRECT)]
+
+        def restore() -> None:
+            for x, own, values in before:
+                own.copy_(values)
+                x.data = own
+
+        return restore
+
     def detached(self, aux: Any) -> Any:
         """Aux without its graph, and with copies of what the step changes later: buffers and direct parameters."""
         if type(aux) is dict and not aux:

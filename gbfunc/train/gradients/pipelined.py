@@ -106,7 +106,7 @@ class Pipelined:
         of_stages = dict.fromkeys(pipeline.mine, before)
         source, shapes = self._make_source(loss_of), {} if self._split is None else self._split.shapes
         made, trained = source.weights(given)
-        weights = leaves_of(made, trained)
+        weights, trained = leaves_of(given, made, trained)
         ends: list[tuple[Tensor, Any, float]] = []
 
         def call(number: int) -> Tensor:

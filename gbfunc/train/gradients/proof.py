@@ -153,10 +153,11 @@ def restored_numbers(net: nn.Module) -> Iterator[None]:
 
 
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
-    """The gradient and the change of buffers, flat; the given ones stay as they are."""
-    fresh = given.with_own_buffers()
+    """The gradient and the change of buffers, flat; the given ones and direct parameters stay as they are."""
+    fresh, restore = given.with_own_buffers(), given.restore_direct()
     with seeded(seed, wanted[0].device), seeded_elsewhere(seed), torch.enable_grad():
         gradients = part(fresh, wanted)
+    restore()
     return as_vector(gradients, wanted), changes_of(given.buffers, fresh.buffers)
 
 

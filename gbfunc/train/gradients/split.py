@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gbfunc.parallel import gather_objects
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients
-from gbfunc.train.gradients.proof import Proof, plainly, seeded_elsewhere
+from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly, seeded_elsewhere
 from gbfunc.train.gradients.ranks import RankObjective
 from gbfunc.trees import tree_map
 from gbfunc.types import Params
@@ -105,9 +105,9 @@ class SplitObjective(RankObjective):
             return False
         whole = self._proof.whole()
         whole.net.compiled = True
-        given = given.with_own_buffers()._replace(batch=self._proof.few(given.batch), rows=1)
+        given = given._replace(batch=self._proof.few(given.batch), rows=1)
         try:
-            plainly(whole)(given, [*trained.values()])
+            gradient_and_changes(plainly(whole), given, [*trained.values()], 0)
         except Exception:  # Of the user's own shapes, which may raise anything.
             return False
         return True
