@@ -96,6 +96,23 @@ def test_all_parts_work_as_in_an_ordinary_module(options: dict[str, Any]) -> Non
     assert expected.buffers["steps"] == options.get("microbatches", 1) and pnet.training
 
 
+@EACH_MODE
+def test_a_parameter_is_found_by_its_path(options: dict[str, Any]) -> None:
+    def by_path(net: Any, x: Tensor) -> Tensor:
+        with pytest.raises(AttributeError, match="nn.Parameter"):
+            net.get_parameter("encoder.0.in_features")
+        tensors = *map(net.get_parameter, ["encoder.0.weight", "scale"]), net.encoder[0].get_parameter("bias")
+        return net.encoder[0](x).square().mean() + torch.stack([t.sin().sum() for t in tensors]).sum()
+
+    def by_name(net: Any, x: Tensor) -> Tensor:
+        tensors = net.encoder[0].weight, net.encoder[0].bias, net.scale
+        return net.encoder[0](x).square().mean() + torch.stack([t.sin().sum() for t in tensors]).sum()
+
+    pnet, plan = made(Coder)
+    expected = oracle(Coder, plan, by_name, numbers(8, 6), microbatches=options.get("microbatches", 1))
+    assert_same(step_answer(plan, pnet, by_path, numbers(8, 6), **options), expected)
+
+
 def head_and_embedding(net: Any, tokens: Tensor) -> Tensor:
     h = torch.tanh(net.hidden(net.embedding(tokens)))
     return (net.head(h) - h @ net.embedding.weight.t() * 0.5).square().mean() + net(tokens).mean()

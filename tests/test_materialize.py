@@ -1,10 +1,14 @@
 """Materialised p-nets: dense ones are plain modules, factored ones compute the same from fewer numbers."""
 
 import copy
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.jit._trace import TracingCheckError
 
 import gbfunc as gb
 from gbfunc.hypernets import Hypernet
@@ -95,3 +99,59 @@ def test_noise_of_another_plan_is_refused() -> None:
         gb.materialize(plan, genome, pnet, noise={"other": next(iter(noise.values()))})
     with pytest.raises(ValueError, match="the noise does not fit the plan"):
         gb.generate(plan, genome, noise={e: {k: v[:0] for k, v in n.items()} for e, n in noise.items()})
+
+
+class Own(nn.Module):
+    """Code other than torch's, whose first call is watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def traced(net: nn.Module, x: Tensor) -> Callable[..., Tensor]:
+    with warnings.catch_warnings():
+        # Torch's scripts and traces are deprecated, and a trace fixes the size for which thin factors pay.
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(net, x)  # pyright: ignore[reportReturnType]
+
+
+EXPORTS: dict[str, Callable[[nn.Module, Tensor], Callable[..., Tensor]]] = {
+    "export": lambda net, x: torch.export.export(net, (x,)).module(),
+    "strict": lambda net, x: torch.export.export(net, (x,), strict=True).module(),
+    "trace": traced,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("how", EXPORTS)
+def test_a_net_is_exported_before_and_after_its_first_call(how: str, called: bool, factored: bool) -> None:
+    torch.manual_seed(0)
+    pnet, x = Own().double(), torch.randn(3, 6).double()
+    plan = gb.make_plan(pnet, gb.periodic(1))
+    genome = gb.init_genome(plan, pnet, 3)
+    net = gb.materialize(plan, genome, pnet, factored=factored)
+    expected = functional_call(pnet, gb.generate(plan, genome), x)
+    if called:
+        torch.testing.assert_close(net(x), expected)
+    torch.testing.assert_close(EXPORTS[how](net, x)(x), expected)
+    torch.testing.assert_close(net(x), expected)
+
+
+def test_the_check_of_a_trace_is_a_first_call() -> None:
+    class Closed(Own):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ other[0].last.weight
+
+    other: list[Own] = []
+    pnet, x = Closed(), torch.randn(3, 6)
+    other.append(pnet.requires_grad_(False))
+    plan = gb.make_plan(pnet, gb.periodic(1))
+    net = gb.materialize(plan, gb.init_genome(plan, pnet), pnet)
+    with pytest.raises(TracingCheckError, match="reads its parameter 'last.weight'"):
+        traced(net, x)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import gbfunc as gb
+from gbfunc.layers import install
 from gbfunc.layers.factored import FactoredWeight
 from tests.support.forms import assert_close, vectors
 
@@ -103,6 +107,39 @@ def test_a_state_dict_round_trip_and_a_copy(name: str) -> None:
     assert_close(factored(x), expected)
     again.load_state_dict(saved)
     assert_close(again(x), expected)
+
+
+def through_a_file(net: nn.Module) -> nn.Module:
+    torch.save(net, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@EACH_NET
+@pytest.mark.parametrize(
+    "again",
+    [lambda net: pickle.loads(pickle.dumps(net, 2)), lambda net: pickle.loads(pickle.dumps(net)), through_a_file],
+    ids=["pickle_2", "pickle", "file"],
+)
+def test_pickles_and_files_bring_the_factors(again: Callable[[nn.Module], nn.Module], name: str) -> None:
+    build, x, options = NETS[name]
+    torch.manual_seed(0)
+    pnet = build().double().eval()
+    plan = gb.make_plan(pnet, gb.low_rank(2), max_tile=12, **options)
+    genome = gb.init_genome(plan, pnet, 3)
+    factored = gb.materialize(plan, genome, pnet, factored=True)
+    loaded = again(factored)
+    assert factors(loaded).keys() == factors(factored).keys()
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in factored.modules()]
+    buffers = {k: v.clone() for k, v in pnet.named_buffers()}
+    assert_close(loaded(x), functional_call(pnet, {**gb.generate(plan, genome), **buffers}, x))
+
+
+def test_a_pickle_is_read_where_there_are_no_factored_layers_yet() -> None:
+    _, factored, x = nets("mlp")
+    expected, pickled = factored(x), pickle.dumps(factored)
+    install._form_class.cache_clear()
+    assert_close(pickle.loads(pickled)(x), expected)
 
 
 @EACH_NET

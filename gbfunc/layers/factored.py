@@ -84,7 +84,8 @@ class FactoredWeight(WeightForm):
             # Rows that begin within a tile and end in another one are cut out of the dense weight.
             if start % grid.tile_rows and tiles.stop - tiles.start > 1:
                 return None
-        if not self._thin(math.prod(x.shape[:-1])):
+        # A nested tensor has no number of rows, and takes the dense weight.
+        if x.is_nested or not self._thin(math.prod(x.shape[:-1])):
             return None
         if x.shape[-1] != grid.cols:
             raise ValueError(f"expected an input with {grid.cols} features, got shape {tuple(x.shape)}")
@@ -151,7 +152,7 @@ class FactoredWeight(WeightForm):
         left, right = self.by_tile(self.given)
         nr, nc, r, k = left.shape
         # Rows of several tiles need each token's right factors: past the weight's size, form it.
-        if not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
+        if index.is_nested or not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
             return None
         flat = index.reshape(-1)
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
@@ -198,7 +199,8 @@ class DeltaWeight(FactoredWeight):
         left, right = self.given["left"], self.given["right"]
         # Autocast brings all three to its dtype.
         same = left.dtype == self.base.dtype and (x.dtype == left.dtype or torch.is_autocast_enabled(x.device.type))
-        if same and x.ndim > 1 and rows.stop is None and self.tiles == (1, 1) and self._thin(math.prod(x.shape[:-1])):
+        single = same and not x.is_nested and x.ndim > 1 and rows.stop is None and self.tiles == (1, 1)
+        if single and self._thin(math.prod(x.shape[:-1])):
             # Added by the product itself, which spares a pass over the outputs; factors as [k, r] and [k, c], whose
             # products with few columns are two to four times faster, forward and backward.
             y = dense_linear(self.base, self.transposed, rows, x, bias)

@@ -49,8 +49,13 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
 
 def layer_form(layer: nn.Module) -> LayerForm | None:
     """The form that can take the place of a layer; None where its forward is not the stock one."""
-    form = FORMS.get(nn.Linear.forward if transposed(layer) else _forward(layer))
+    form = _class_form(layer)
     return form if form is not None and form.plain(layer) and not _patched(layer) else None
+
+
+def _class_form(layer: nn.Module) -> LayerForm | None:
+    """The form for the forward of a layer's class, whatever the layer's options."""
+    return FORMS.get(nn.Linear.forward if transposed(layer) else _forward(layer))
 
 
 def _patched(layer: nn.Module) -> bool:
@@ -80,6 +85,12 @@ def formable(layer: nn.Module, attribute: str) -> bool:
 def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, ...], shown: bool) -> type[nn.Module]:
     """A subclass of a layer's class that computes on the forms of these weights."""
     own: dict[str, Any] = {a: property(lambda self, a=a: self._modules[f"{a}_form"].read()) for a in attributes}
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        # No name leads to this class: pickles make it again.
+        _, _, *state = stock.__reduce_ex__(self, protocol)
+        return _blank, (stock, attributes, shown), *state
+
     if shown:
 
         def named_children(self: nn.Module) -> Any:
@@ -90,7 +101,17 @@ def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, 
 
         # Who looks for layers without children, or counts modules, finds those of the p-net.
         own |= {"named_children": named_children, "named_modules": named_modules}
-    return type(stock.__name__, (stock,), {"__module__": stock.__module__, "forward": form.forward, **own})
+    own |= {"__module__": stock.__module__, "forward": form.forward, "__reduce_ex__": __reduce_ex__}
+    return type(stock.__name__, (stock,), own)
+
+
+def _blank(stock: type[nn.Module], attributes: tuple[str, ...], shown: bool) -> nn.Module:
+    """A layer that computes on forms, without what it holds: a pickle gives it that."""
+    layer = stock.__new__(stock)
+    form = _class_form(layer)
+    assert form is not None
+    layer.__class__ = _form_class(stock, form, attributes, shown)
+    return layer
 
 
 def _without_forms(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

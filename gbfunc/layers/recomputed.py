@@ -79,8 +79,9 @@ class RecomputedWeight(WeightForm):
         self, forward: Callable[..., Tensor], x: Tensor, bias: Tensor | None, pull: Pull | None = None
     ) -> Tensor:
         others = (x,) if bias is None else (x, bias)
-        if self.formed is not None:
-            return forward(self.formed, *others)
+        # Gradients of nested tensors are torch's alone: a Function would have to take them apart.
+        if self.formed is not None or x.is_nested:
+            return forward(self.dense(), *others)
         self.use()
         inputs = tuple(self.given[k] for k in self.inputs)
         device = inputs[0].device.type

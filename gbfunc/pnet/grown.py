@@ -97,6 +97,8 @@ class GrownNet:
         """A method of the module that keeps to the rules."""
         module, run = self._gb_module, self._gb_run
         stock = any(isinstance(module, cls) and name in names for cls, names in _STOCK.items())
+        if getattr(method, "__func__", None) is nn.Module.get_parameter:
+            method = functools.partial(_get_parameter, method)
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -144,6 +146,14 @@ class GrownNet:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("net is for one call of the loss function: it can neither be copied nor saved")
+
+
+def _get_parameter(get: Any, target: str) -> Any:
+    """What a module's `get_parameter` gives; that refuses a generated tensor, which is no `nn.Parameter`."""
+    path, _, name = target.rpartition(".")
+    module = get.__self__.get_submodule(path)
+    value = getattr(module, name) if name in module._parameters else None
+    return get(target) if value is None else value
 
 
 def _impure(what: str, hint: str = "change the p-net before gb.make_plan") -> str:

@@ -187,7 +187,7 @@ def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:
 
 
 class _Waves(torch.autograd.Function):
-    """Many sides at once, of plain tensors: no transform of `torch.func` comes here."""
+    """Many sides at once, of plain tensors: no transform of `torch.func` comes here, not even one of other tensors."""
 
     @staticmethod
     def forward(ctx: Any, sides: Sequence[Side], *leaves: Tensor) -> Tensors:
@@ -216,6 +216,9 @@ class _Waves(torch.autograd.Function):
 def _is_native(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> bool:
     """Whether the compiled program can make them, and is to."""
     if kernel not in ("auto", "compiled") or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    # The test by which torch refuses such a Function: a transform may be of the inputs of the p-net alone.
+    if torch._C._are_functorch_transforms_active():
         return False
     dtype = leaves[0].dtype
     if dtype not in (torch.float32, torch.float64) or not all(x.is_cpu and x.dtype == dtype for x in leaves):
