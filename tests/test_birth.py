@@ -34,7 +34,9 @@ def test_a_grown_network_is_taught(genome: Path, tmp_path: Path, capsys: pytest.
     before = genome.read_bytes()
     capsys.readouterr()
     assert main(["train", "--from-birth", str(genome), "--steps", "20", "--seed", "1", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    lines = [line for line in told.splitlines() if " accuracy " in line]
+    assert lines and all(("validation accuracy" if "choosing" in line else "test accuracy") in line for line in lines)
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     runs = metrics["runs"]["digits"]
     assert [row["step"] for row in runs["grown"]] == [row["step"] for row in runs["random"]] == [0, 1, 10, 18, 20]

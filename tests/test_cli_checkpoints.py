@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -106,6 +107,30 @@ def test_finished_it_is_only_measured(straight: Any, tmp_path: Path, capsys: pyt
     assert [line for line in again.out.splitlines() if "training" not in line] == [
         line for line in first.out.splitlines() if "training" not in line
     ]
+
+
+def test_finished_it_keeps_what_is_known_and_finetunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tuning = ["--dtype", "int8", "--finetune", "3", "--overwrite"]
+    assert main(keeping(tmp_path, 100, *tuning)) == 0
+    first, printed = json.loads((tmp_path / "metrics.json").read_text()), capsys.readouterr().out
+    # The folder of the training holds the checkpoints.
+    assert main(keeping(tmp_path, 100, *tuning, "--resume", str(tmp_path))) == 0
+    told = capsys.readouterr()
+    again = json.loads((tmp_path / "metrics.json").read_text())
+    assert "training is finished, then --finetune takes its 3 steps\n" in told.err and "measured" not in told.err
+    assert again.keys() == first.keys() and again["model_flops_per_step"] == first["model_flops_per_step"]
+    assert "training, p-net" in printed and "training, p-net" in told.out
+
+
+def test_a_genome_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i, dtype in enumerate(("float32", "int8")):
+        assert main([*ARGS, "--dtype", dtype, "--out", str(tmp_path / str(i))]) == 0
+        genome = tmp_path / str(i) / "genome.safetensors"
+        assert main([*ARGS, "--resume", str(genome)]) == 2
+        words = (
+            f"--resume: {genome} is a genome, not a checkpoint: a training that kept some has them in {genome.parent}"
+        )
+        assert words in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_damaged_ones_are_passed_over_and_told(

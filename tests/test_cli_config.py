@@ -101,6 +101,25 @@ def test_every_format_says_the_same(tmp_path: Path) -> None:
     assert (train.data.sizes, train.training.lr, train.genome.hypernet) == ((64, 8, 10), None, None)
 
 
+def test_the_command_line_wins_over_alternatives_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "a.TOML"
+    config.write_bytes(b"\xef\xbb\xbf" + tomlkit.dumps({"genome_params": 200, "training": {"steps": 6}}).encode())
+    for more, size in (["--genome-bytes=3000"], (None, 3000, None)), (["--compression", "9"], (None, None, 9.0)):
+        train = parse(["train", "--config", str(config), *more, "--epochs", "1"])
+        assert (train.training.epochs, train.training.steps) == (1, None)
+        assert (train.genome.genome_params, train.genome.genome_bytes, train.genome.compression) == size
+    train = parse(["train", "--config", str(config), "--lr", "0.1"])
+    assert (train.training.steps, train.genome.genome_params) == (6, 200)
+    assert main(["train", "--config", str(config), "--steps", "2", "--epochs", "1"]) == 2
+    assert "give at most one of --epochs and --steps, got 1 and 2" in capsys.readouterr().err
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    for name in ("a.toml", "a.yaml", "b.YML"):
+        (tmp_path / name).write_text("# nothing\n")
+        assert parse(["train", "--config", str(tmp_path / name)]).training.lr is None
+
+
 def test_other_commands_take_what_they_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *SMALL, "--out", str(tmp_path)]) == 0
     config = str(tmp_path / "config.toml")
@@ -189,6 +208,9 @@ def test_options_of_the_plan(tmp_path: Path) -> None:
         (["--clip-norm", "-1"], "clip_norm must be a number > 0"),
         (["--warmup", "2"], "--warmup must be a part of the steps, 0 to 1, got 2.0"),
         (["--dense", "--rule", "0=none"], "--dense trains every weight itself: drop --rule"),
+        (["--data-dir", "x"], "the task digits reads no files (it has no parameter data_dir), got x: drop that"),
+        (["--out", ""], "--out must be a path, got '': the present folder is '.'"),
+        (["--data_dir="], "--data_dir must be a path, got ''"),
         (["--log-every", "0"], "log_every must be at least 1, got 0"),
         (["--measure-every", "0"], "--measure-every must be at least 1, got 0"),
     ],

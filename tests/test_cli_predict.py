@@ -130,6 +130,21 @@ def test_predict_reads_arrays_and_images(genome: str, tmp_path: Path, capsys: py
     assert float(chance) == pytest.approx(float(best[1]), abs=0.02)
 
 
+@pytest.mark.parametrize("name", ["16.PNG", "16.pgm", "16.tiff", "alpha.png", "palette.png"])
+def test_pictures_of_any_kind_show_the_same(
+    name: str, genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grey = (load_digits(return_X_y=True)[0][4].reshape(8, 8) * 255 / 16).round().astype(np.uint8)
+    plain = Image.fromarray(grey)
+    # Black ink that covers what the digit leaves dark, on a transparent ground.
+    ink = Image.fromarray(np.stack([np.zeros_like(grey), 255 - grey], 2), "LA")
+    kinds = {"16": Image.fromarray(grey.astype(np.uint16) * 257), "alpha": ink, "palette": plain.quantize(256)}
+    plain.save(tmp_path / "plain.png")
+    kinds[name.partition(".")[0]].save(tmp_path / name)
+    lines = told(capsys, "predict", "--genome", genome, "--top", 10, tmp_path / "plain.png", tmp_path / name)
+    assert len({line.partition("\t")[2] for line in lines}) == 1
+
+
 def test_predict_tells_classes_by_name(genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, held = gb.load(genome)
     classes = [f"class {i}" for i in range(10)]
@@ -142,8 +157,26 @@ def test_predict_tells_classes_by_name(genome: str, tmp_path: Path, capsys: pyte
     assert chances == sorted(chances, reverse=True) and sum(chances) == pytest.approx(1, abs=1e-3)
 
 
+def test_suffixes_in_capitals(genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "X.NPY").open("wb") as file:
+        np.save(file, np.zeros((1, 8, 8)))
+    assert len(told(capsys, "predict", "--genome", genome, tmp_path / "X.NPY")) == 1
+    (tmp_path / "X.TXT").write_text("one")
+    assert "is a text, and" in told(capsys, "predict", "--genome", genome, tmp_path / "X.TXT", code=2)[-1]
+    told(capsys, "export", "--genome", genome, "--out", tmp_path / "net.HTML")
+    assert "<html" in (tmp_path / "net.HTML").read_text(encoding="utf-8")
+
+
+def test_white_is_not_guessed(genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for pixels in (np.full((8, 8), 90_000, np.int32), np.full((8, 8), 0.5, np.float32)):
+        Image.fromarray(pixels).save(tmp_path / "x.tiff")
+        words = told(capsys, "predict", "--genome", genome, tmp_path / "x.tiff", code=2)[-1]
+        assert "its pixels must have 8 or 16 bits, got mode " in words
+
+
 BAD_INPUTS: dict[str, tuple[Any, str]] = {
     "shape.npy": (np.zeros((3, 8, 9)), r"must hold images of shape (1, 8, 8), got float64 (3, 8, 9)"),
+    "none.npy": (np.zeros((0, 8, 8)), "must hold images of shape (1, 8, 8), got float64 (0, 8, 8)"),
     "dtype.npy": (np.array([["a"] * 8] * 8), "must hold images of shape (1, 8, 8), got <U1 (8, 8)"),
     "nan.npy": (np.full((8, 8), np.nan), "must hold images of shape (1, 8, 8), got float64 (8, 8)"),
     "object.npy": (np.array([{}], object), "holds no arrays that can be read"),

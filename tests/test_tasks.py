@@ -261,6 +261,7 @@ def test_garments_are_the_same_each_time_and_not_linear() -> None:
         ("control", {"nope": 1}, "the task control has no option nope: its options are env, env_steps"),
         ("digits", {"colour": 1}, "the task digits has no option colour: its options are none"),
         ("text", {"colour": 1}, "its options are context, vocabulary"),
+        ("gbfunc.tasks.text:continue_text", {"seed": 1}, 'option net, task, .*, such as {"net": ...}, got .*seed'),
         ("gbfunc.tasks:nope", {}, "gbfunc.tasks has no 'nope'"),
         ("gbfunc.tasks:TASKS", {}, "must be a function that returns a Task, got mappingproxy"),
         ("gbfunc.tasks.data:noise", {"deviation": 1.0}, "must return a gbfunc.tasks.Task, got function"),

@@ -92,13 +92,13 @@ def test_long_texts_are_cut(folder: Path, max_tokens: int, longest: int) -> None
     ("name", "content", "message"),
     [
         ("train", "", "train.txt holds no text"),
-        ("train", "a b\nlonely\n", r"train.txt, line 2: expected a label, a space and a text, got 'lonely'"),
+        ("train", "a b\nlonely\n", r"train.txt, line 2: expected a label, white space and a text, got 'lonely'"),
         ("train", "a b\n\na c\n", "train.txt, line 2: expected a label"),
         ("train", "a b\n no label\n", "train.txt, line 2: expected a label"),
-        ("train", "a b\nb  \n", "train.txt, line 2: expected a label"),
+        ("train", "a b\nb\t \n", "train.txt, line 2: expected a label"),
         ("train", "a b\na c\n", "two classes or more, got 'a' alone"),
         ("train", "a b\nb c\n", "must hold 10 texts or more, got 2"),
-        ("test", "time When ?\nhow Why ?", "test.txt, line 2: no label 'how' in train.txt, which has place, time"),
+        ("test", "time When ?\nhow Why ?", "test.txt, line 2: no label 'how' in train.txt, which has 'place', 'time'"),
         ("test", None, "no such file of labelled texts: .*test.txt"),
     ],
 )
@@ -128,6 +128,13 @@ def test_files_may_come_from_other_systems(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfx one  two\r\ny three\xe2\x80\xa8four\r\n")
     assert read_labelled(path) == (["x", "y"], ["one  two", "three\u2028four"])
+
+
+@pytest.mark.parametrize("gap", [" ", "\t", "\t ", "\u00a0"])
+def test_any_white_space_ends_a_label(gap: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(f"x{gap}one\ttwo\ny{gap}three four\n", encoding="utf-8")
+    assert read_labelled(path) == (["x", "y"], ["one\ttwo", "three four"])
 
 
 def test_linear_decay_rises_and_falls() -> None:

@@ -16,7 +16,8 @@ from torch import nn
 from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.ranks import run_ranks
-from tests.support.tensor_cases import CASES, REFUSED
+from tests.support.tensor_cases import CASES
+from tests.support.tensor_refusals import REFUSED
 from tests.test_distributed import assert_equal
 
 MESHES = {3: {"tensor": 3}, 2: {"tensor": 2}, 4: {"tensor": 2, "data": 2}}
@@ -63,7 +64,7 @@ def test_pieces_train_as_the_whole(world: int, name: str) -> None:
 
 @lru_cache
 def said() -> list[dict[str, str]]:
-    return run_ranks(2, "tensor_cases:run_refused", timeout=60)
+    return run_ranks(2, "tensor_refusals:run_refused", timeout=60)
 
 
 @pytest.mark.parametrize("words", REFUSED)

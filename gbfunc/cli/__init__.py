@@ -54,6 +54,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):
             raise
         # One line, whatever the message holds.
-        print(f"gbfunc: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"gbfunc: error: {' '.join(str(error).split())}{_place(error)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _place(error: BaseException | None) -> str:
+    """Where code of the user's (a task, a p-net) raised an error or its cause, ` (file.py:12, in forward)`, or nothing.
+
+    That is the innermost frame beside those of libraries, if it is none of this package.
+    """
+    import sysconfig
+    from pathlib import Path
+    from traceback import walk_tb
+
+    ours, standard = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
+    while error is not None:
+        for frame, line in reversed(list(walk_tb(error.__traceback__))):
+            code = frame.f_code
+            path = Path(code.co_filename)
+            if ours in path.parents:
+                break
+            library = standard in path.parents or {"site-packages", "dist-packages"} & {*path.parts}
+            if not library and not code.co_filename.startswith("<"):
+                return f" ({path.name}:{line}, in {code.co_name})"
+        error = error.__cause__
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -41,10 +42,8 @@ def learn_from_birth(
     learned = {}
     for one in tasks:
         plain = lessons(one, recipe)
-        total = total_steps(one, plain)
-        learned[one.name] = teach(
-            grown, one, plain, seed, rates=rates, report=lambda label, total=total: reporter(label, total)
-        )
+        report = partial(reporter, total_steps=total_steps(one, plain))
+        learned[one.name] = teach(grown, one, plain, seed, rates=rates, report=report)
     if out is not None:
         from gbfunc.plots import birth_curves
 

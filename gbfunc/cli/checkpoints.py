@@ -46,6 +46,7 @@ class Kept:
     may_change: bool  # whether learning rate, length and optimizer may be others than before
     writer: gb.Checkpointer | None  # where to save; None saves nothing
     every: int  # steps from one checkpoint to the next
+    finetune: int | None = None  # steps of `--finetune`, which follow
     signals: list[int] = field(default_factory=list)  # that came and ask for an end
 
     def resume(self, state: gb.TrainState) -> tuple[gb.TrainState, Position | None]:
@@ -56,7 +57,13 @@ class Kept:
             raise FileNotFoundError(f"--resume: no such file or folder: {self.source}")
         changes: list[str] = []
         changed = changes.append if self.may_change else None
-        loaded = gb.load_checkpoint(self.source, self.train_step, state, check=self._check, changed=changed)
+        try:
+            loaded = gb.load_checkpoint(self.source, self.train_step, state, check=self._check, changed=changed)
+        except ValueError as error:
+            if not _holds_genome(self.source):
+                raise
+            place = f"a training that kept some has them in {self.source.parent / FOLDER}"
+            raise ValueError(f"--resume: {self.source} is a genome, not a checkpoint: {place}") from error
         tell = _tell if self.train_step.mesh.rank == 0 else lambda line: None
         for line in loaded.skipped:
             tell(f"skipped {line}")
@@ -71,8 +78,12 @@ class Kept:
         for line in [*self._differing(saved).values()] or changes:
             tell(f"changed: {line}")
         order = torch.frombuffer(bytearray.fromhex(position["order"]), dtype=torch.uint8)
-        finished = position["done"] == self.settings["steps"]
-        tell(f"resumed {loaded.path}" + (": training is finished, only measured again" if finished else ""))
+        told = f"resumed {loaded.path}"
+        if position["done"] == self.settings["steps"]:
+            tuned = f"then --finetune takes its {self.finetune} steps"
+            again = "only measured again" if self.finetune is None else tuned
+            told += f": training is finished, {again}"
+        tell(told)
         return loaded.state, Position(**position | {"order": order})
 
     def _check(self, extra: JSON) -> None:
@@ -156,10 +167,12 @@ def checkpoints(options: RunOptions, task: Task, recipe: Recipe, train_step: Tra
         raise ValueError("--checkpoint-every and --resume auto need --out, the folder that holds the checkpoints")
     folder = (out or Path()) / FOLDER
     source = None if resume is None else folder if resume == AUTO else Path(resume)
+    if source is not None and (source / FOLDER).is_dir():
+        source /= FOLDER
     if source is None and any(folder.glob("step-*")):
         raise ValueError(f"{folder} holds checkpoints: go on from them with --resume auto, or choose another --out")
     settings = _settings(options, task, recipe)
-    kept = Kept(train_step, settings, source, resume != AUTO, output.allow_changes, None, every or 0)
+    kept = Kept(train_step, settings, source, resume != AUTO, output.allow_changes, None, every or 0, output.finetune)
     if every is None:
         yield kept
         return
@@ -181,6 +194,14 @@ def _settings(options: RunOptions, task: Task, recipe: Recipe) -> JSON:
         known |= {"teacher": hashlib.sha256(teacher_file(teacher.teacher).read_bytes()).hexdigest()[:16]}
         known |= {"teacher_weight": teacher.teacher_weight, "temperature": teacher.temperature}
     return json.loads(json.dumps(plain | known))
+
+
+def _holds_genome(path: Path) -> bool:
+    try:
+        gb.load(path)
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def _tell(line: str) -> None:

@@ -49,7 +49,7 @@ class GenomeCommand(Command):
 
     def run(self: Any) -> None:
         """Do what the options say, with the genome in a page or a QR code where they name one."""
-        if self.genome.suffix not in (".html", ".png"):
+        if self.genome.suffix.lower() not in (".html", ".png"):
             return Command.run(self)
         from gbfunc.export.qr import shipped_genome
 
@@ -87,7 +87,8 @@ class Predict(GenomeCommand, ConfigOption, GenomeFileOptions):
     """Classify files: images, arrays of images (.npy, .npz), or texts, one each line (.txt). A line for each input."""
 
     inputs: Positional[tuple[Path, ...]]
-    """The files. Pixels count from 0 to 255, or as the task's data has them, bright where its images are."""
+    """The files. Pixels count from 0 to 255 (of 16 bits scaled so), or as the task's data has them, bright where its
+    images are; transparent ones are white."""
 
     top: Annotated[int, arg(metavar="INT")] = 1
     """Classes to tell of each input, the likeliest first."""

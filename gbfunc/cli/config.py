@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,6 +14,9 @@ from gbfunc.files import replace_file
 _OF_ONE_RUN = ("config", "out", "log", "log_every", "checkpoint_every", "keep", "resume")
 _OF_ONE_RUN += ("allow_changes", "overwrite", "profile", "peak_flops")
 """Options that decide nothing of a training: whence they come, and what of it is kept."""
+
+_ALTERNATIVES: tuple[Set[str], ...] = ({"epochs", "steps"}, {"genome_params", "genome_bytes", "compression"})
+"""Options of which a training takes one: one on the command line is in the place of another in the file."""
 
 
 def options_of(command: Any) -> dict[str, Field[Any]]:
@@ -31,8 +34,8 @@ def values_of(options: Any) -> Iterator[tuple[str, Any]]:
         yield from values_of(value) if is_dataclass(value) else [(field.name, value)]
 
 
-def config_words(path: Path, command: Any, training: Any) -> list[str]:
-    """The options in a file as words of a command line.
+def config_words(path: Path, command: Any, training: Any, said: Set[str] = frozenset()) -> list[str]:
+    """The options in a file as words of a command line, without alternatives to those that are `said` there.
 
     A file is written for a `training`. Another command takes those options of it that it shares, and leaves the rest.
     """
@@ -42,12 +45,15 @@ def config_words(path: Path, command: Any, training: Any) -> list[str]:
     for key, value in read_config(path).items():
         # A table may have the name of a subject of the help.
         given |= value if key in groups and isinstance(value, dict) else {key: value}
+    replaced = {name for names in _ALTERNATIVES if names & said for name in names - said}
     words = []
     for key, value in given.items():
         name = key.replace("-", "_")
         if name in trained and value is not None and isinstance(value, bool) != isinstance(trained[name].default, bool):
             such = "true or false" if isinstance(trained[name].default, bool) else "neither true nor false"
             raise ValueError(f"{path}: {key} must be {such}, got {value!r}")
+        if name in replaced:
+            continue
         # Another option may have the same name: a device is a file where ranks are planned.
         if name in known and (name == "task" or trained.get(name, known[name]) is known[name]):
             words += _words(f"--{name.replace('_', '-')}", value)
@@ -74,14 +80,15 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{option}: no such file: {path}")
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
+        text, suffix = path.read_text(encoding="utf-8-sig"), path.suffix.lower()
+        if suffix == ".toml":
             found: Any = _read_toml(text)
-        elif path.suffix in (".yaml", ".yml"):
+        elif suffix in (".yaml", ".yml"):
             import yaml
 
             found = yaml.safe_load(text)
-        elif path.suffix == ".json":
+            found = {} if found is None else found  # as an empty file is
+        elif suffix == ".json":
             found = json.loads(text)
         else:
             raise ValueError("its name must end in .toml, .yaml, .yml or .json")

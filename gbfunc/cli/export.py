@@ -31,9 +31,9 @@ def run(options: Export) -> None:
         raise ValueError(f"--out {options.out} is the genome's own file, which would be lost: choose another name")
     if options.out.is_dir():
         raise IsADirectoryError(f"--out {options.out} is a folder, expected a file")
-    if options.qr is not None or options.out.suffix == ".html":
+    if options.qr is not None or options.out.suffix.lower() == ".html":
         return _to_browser(options)
-    if options.out.suffix in (".png", ".svg"):
+    if options.out.suffix.lower() in (".png", ".svg"):
         raise ValueError(f"{options.out} would be a QR code, which opens a page: say its address as --qr PAGE")
     said = said_by(options.genome) if options.data_dir is None else {}
     load = (lambda data: task_of(data, said)) if "interface" in said else load_task

@@ -25,6 +25,7 @@ from gbfunc.types import JSON
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = ("base", "target_modules", "modules_to_save")
+_SIZES = ("genome_params", "genome_bytes", "compression")
 
 
 class Job(NamedTuple):
@@ -66,8 +67,9 @@ def _given(options: object, *names: str) -> dict[str, Any]:
 
 
 def _flags(names: Iterable[str]) -> str:
-    """Options as the user types them."""
-    return " and ".join(f"--{name.replace('_', '-')}" for name in names)
+    """Options as the user types them: `--a, --b and --c`."""
+    flags = [f"--{name.replace('_', '-')}" for name in names]
+    return " and ".join([*([", ".join(flags[:-1])] if flags[1:] else []), *flags[-1:]])
 
 
 def read_json(option: str, text: str) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def make_job(
         reasons = {name: why for name, why in recipe.reasons.items() if name != "lr"}
         recipe = replace(recipe, lr=recipe.dense_lr, direct_lr=None, reasons=reasons)
     else:
-        plan = _sized_plan(task, pnet, size_of(task, genome), stored, about(task, data))
+        plan = _sized_plan(task, pnet, genome, stored, about(task, data))
         recipe = task.recipe(plan.genome_params)
     return Job(task, asked_recipe(recipe, training), pnet, plan, dense)
 
@@ -142,13 +144,15 @@ def hypernet_of(job: Job) -> str | None:
     return None if job.dense else job.task.pnet.plan(job.plan.genome_params).hypernet.type
 
 
-def size_of(task: Task, genome: GenomeOptions) -> dict[str, float | None]:
+def size_of(task: Task, genome: GenomeOptions) -> dict[str, Any]:
     """The size that the user gives, as `make_plan` takes it, or else the task's."""
     ratio = genome.compression
     if ratio is not None and not 0 < ratio < float("inf"):
         raise ValueError(f"--compression must be a positive number, got {ratio}")
-    # More than one is for the plan to refuse.
-    given = _given(genome, "genome_params", "genome_bytes", "compression")
+    given = _given(genome, *_SIZES)
+    if len(given) > 1:
+        got = " and ".join(f"{value:,.15g}" for value in given.values())
+        raise ValueError(f"give at most one of {_flags(_SIZES)}, got {got}")
     return given or ({"genome_params": task.genome_params} if task.genome_params else {"compression": task.compression})
 
 
@@ -247,10 +251,11 @@ def _hypernet(option: str, name: str, config: Mapping[str, Any]) -> Hypernet:
         raise ValueError(f"{option}: the options of the g-net {name} do not fit: {error}") from error
 
 
-def _sized_plan(task: Task, pnet: nn.Module, size: Mapping[str, Any], stored: str | None, metadata: JSON) -> gb.Plan:
-    """The task's plan; bytes are of the whole file, and a ratio that cannot be reached is refused in its terms."""
+def _sized_plan(task: Task, pnet: nn.Module, genome: GenomeOptions, stored: str | None, metadata: JSON) -> gb.Plan:
+    """The task's plan; bytes are of the whole file, and a size that cannot be is refused in the user's terms."""
+    size = size_of(task, genome)
     try:
-        if (limit := size.get("genome_bytes")) is None or len(size) > 1:
+        if (limit := size.get("genome_bytes")) is None:
             return task.plan(pnet, **size)
         left = limit
         while True:
@@ -262,11 +267,15 @@ def _sized_plan(task: Task, pnet: nn.Module, size: Mapping[str, Any], stored: st
                 return plan
             left -= over
     except ValueError as error:
-        ratio = size.get("compression")
-        if ratio is None or len(size) > 1 or not hasattr(error, "least"):
+        words, ratio = str(error), size.get("compression")
+        if ratio is not None and hasattr(error, "least"):
+            reason = words.partition("cannot be reached: ")[2] or words
+            words = f"a genome {ratio:,.15g} times smaller cannot be reached: {reason}"
+        if not _given(genome, *_SIZES) and (hasattr(error, "least") or words.startswith("genome_params=")):
+            words += f"; this size is the task's default: {_flags(_SIZES)} ask for others"
+        if words == str(error):
             raise
-        reason = str(error).partition("cannot be reached: ")[2] or str(error)
-        raise ValueError(f"a genome {ratio:,.15g} times smaller cannot be reached: {reason}") from error
+        raise ValueError(words) from error
 
 
 def check_seed(seed: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from gbfunc.cli.job import Job
 from gbfunc.cli.output import open_folder
 from gbfunc.lab.bench.memory import peak_resident
 from gbfunc.parallel import Mesh, ScheduleCosts, gather_objects, make_schedule, simulate
@@ -86,11 +87,13 @@ class Meter:
             self._after = profiler.step
             yield
 
-    def metrics(
-        self, train_step: TrainStep, task: Task, pnet: nn.Module, batch_size: int, steps_per_second: float
-    ) -> dict[str, object]:
+    def metrics(self, train_step: TrainStep, job: Job, seed: int, steps_per_second: float) -> dict[str, object]:
         """How a training ran, on every rank; all of them call. Bytes and memory are those of the rank that has most."""
-        mesh, steps = train_step.mesh, max(1, self._steps)
+        mesh, steps, task, pnet = train_step.mesh, max(1, self._steps), job.task, job.pnet
+        if self._batch is None and task.resumable:
+            # A training that was finished before took no step here: its first batch is drawn again.
+            order = torch.Generator().manual_seed(seed)
+            self._batch = next(task.batches(task.train, job.recipe, order, lambda: pnet))
         cuda = mesh.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(mesh.device) if cuda else peak_resident()
         ranks = gather_objects(mesh, (dict(self._sent), peak))
@@ -103,7 +106,7 @@ class Meter:
             "bytes_sent_per_step": max(sum(sent.values()) for sent, _ in ranks) / steps,
             "bytes_sent_per_step_by_axis": {a: max(sent.get(a, 0) for sent, _ in ranks) / steps for a in axes},
             "peak_memory_bytes": max(peak for _, peak in ranks),
-            **self._speed(task, pnet, mesh, batch_size, steps_per_second),
+            **self._speed(task, pnet, mesh, job.recipe.batch_size, steps_per_second),
         }
 
     def _speed(

@@ -228,8 +228,11 @@ def open_logs(
 
 
 @contextmanager
-def reporter(label: str, total_steps: int, *, silent: bool = False) -> Iterator[Report]:
-    """What shows one training run of `total_steps` on standard error: a bar in a terminal, else a line now and then."""
+def reporter(label: str, total_steps: int, *, silent: bool = False, split: str = "validation") -> Iterator[Report]:
+    """What shows one training run of `total_steps` on standard error: a bar in a terminal, else a line now and then.
+
+    `split` says on which data it is measured.
+    """
     console = Console(stderr=True)
     if silent:
         yield lambda steps, status, validation: None
@@ -240,7 +243,7 @@ def reporter(label: str, total_steps: int, *, silent: bool = False) -> Iterator[
             nonlocal following
             if validation is not None and (steps >= following or steps >= total_steps):
                 following = steps + total_steps // _PLAIN_LINES
-                text = f"{label}: step {steps:,}/{total_steps:,}, {status}, validation {validation}"
+                text = f"{label}: step {steps:,}/{total_steps:,}, {status}, {split} {validation}"
                 print(text, file=sys.stderr, flush=True)
 
         yield line
@@ -251,7 +254,7 @@ def reporter(label: str, total_steps: int, *, silent: bool = False) -> Iterator[
             bar = progress.add_task(label, total=total_steps, status="", val="")
 
             def redraw(steps: int, status: str, validation: str | None) -> None:
-                shown: dict[str, Any] = {} if validation is None else {"val": f"val {validation}"}
+                shown: dict[str, Any] = {} if validation is None else {"val": f"{split} {validation}"}
                 progress.update(bar, completed=steps, status=status, **shown)
 
             yield redraw

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import reduce
+from itertools import pairwise
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,15 +30,17 @@ def parse(argv: Sequence[str]) -> Any:
 
     Raises:
         SystemExit: after `--help` and `--version` (0), and for arguments that are none, reported on standard error (2).
-        ValueError: for a file of `--config` that cannot be read, or holds an option that there is not.
+        ValueError: for a file of `--config` that cannot be read, or holds an option that there is not; for a path "".
         OSError: if there is no such file.
     """
     if list(argv) == ["--version"]:
         print(f"gbfunc {__version__}")
         raise SystemExit(0)
     name, path = next(iter(argv), ""), config_of(argv)
-    given = [] if path is None else config_words(path, COMMANDS[name], Train)
+    said = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+    given = [] if path is None else config_words(path, COMMANDS[name], Train, said)
     words = [*argv[:1], *given, *argv[1:]]
+    _check_paths(name, words)
     message = io.StringIO()
     commands: Any = reduce(or_, (Annotated[command, tyro.conf.subcommand(name)] for name, command in COMMANDS.items()))
     try:
@@ -61,6 +64,16 @@ def parse(argv: Sequence[str]) -> Any:
         raise SystemExit(2) from None
 
 
+def _check_paths(name: str, words: Sequence[str]) -> None:
+    """Raise `ValueError` for an empty path, which would be read as the present folder."""
+    options = options_of(COMMANDS[name]) if name in COMMANDS else {}
+    paths = {f"--{option.replace('_', '-')}" for option, field in options.items() if "Path" in str(field.type)}
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for option, value in pairwise(parts):
+        if not value and option.replace("_", "-") in paths:
+            raise ValueError(f"{option} must be a path, got '': the present folder is '.'")
+
+
 def config_of(argv: Sequence[str]) -> Path | None:
     """The file that `--config` names, whose options go before those of the arguments, which win."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -75,8 +88,8 @@ def explain(argv: Sequence[str], message: str) -> str:
     if name not in COMMANDS:
         got = "a command is missing" if name is None else f"no command {name!r}{_nearest(name, COMMANDS)}"
         return f"{got}: choose one of {', '.join(COMMANDS)}"
-    options = [f"--{option.replace('_', '-')}" for option in options_of(COMMANDS[name])]
-    options += [f"--no-{option.removeprefix('--')}" for option in options]
+    known = {option.replace("_", "-"): field.type for option, field in options_of(COMMANDS[name]).items()}
+    options = [f"--{option}" for option in known] + [f"--no-{option}" for option in known if known[option] == "bool"]
     for word in argv[1:]:
         option = word.partition("=")[0].replace("_", "-")
         if option.startswith("--") and option not in options:

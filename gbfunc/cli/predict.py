@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from gbfunc.tasks import Task, logits_of
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.tasks.texts import pretrained_tokens
 from gbfunc.types import JSON
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _TEXTS = (".txt", ".text", ".md")
 
@@ -84,7 +87,7 @@ def read_inputs(path: Path, task: Task, said: Mapping[str, Any]) -> Inputs:
         assert task.encode is not None
         yield from _texts(path, task.encode)
         return
-    if path.suffix in _TEXTS:
+    if path.suffix.lower() in _TEXTS:
         raise ValueError(f"{path} is a text, and the task {task.name} has images of shape {task.interface.inputs}")
     if not {"mean", "std"} <= said.keys():
         raise ValueError(f"the genome's file does not say how the pixels of {task.name} are scaled (mean, std)")
@@ -110,13 +113,13 @@ def _texts(path: Path, encode: Callable[[str], Tensor]) -> Inputs:
 
 def _images(path: Path, shape: tuple[int, ...], white: float) -> Iterator[tuple[str, NDArray[Any]]]:
     """Images [C, h, w] of a file, their pixels in the units of the task's data."""
-    if path.suffix not in (".npy", ".npz"):
+    if path.suffix.lower() not in (".npy", ".npz"):
         yield str(path), _picture(path, shape) * (white / 255)
         return
     for name, array in _arrays(path).items():
         images = _shaped(array, shape)
         numbers = array.dtype.kind in "uif"
-        if images is None or not numbers or not np.isfinite(array).all():
+        if images is None or not len(images) or not numbers or not np.isfinite(array).all():
             what = "" if images is None else ", with some that are not finite" if numbers else ", which are no numbers"
             got = f"{array.dtype} {array.shape} in {name}{what}"
             raise ValueError(f"{path} must hold images of shape {shape}, got {got}")
@@ -131,12 +134,27 @@ def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
     channels, rows, cols = shape
     try:
         with Image.open(path) as image:
-            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB").resize((cols, rows)), np.float32)
+            shown = _in_8_bits(image).convert("L" if channels == 1 else "RGB")
+            pixels = np.asarray(shown.resize((cols, rows)), np.float32)
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} is no image that can be read: {error}") from error
     if _is_code(path):
         raise ValueError(f"{path} is a genome's QR code, not an image to classify: as a .png, --genome takes it")
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """An image of 0 to 255: 16 bits are scaled, as the format's whites are, and what is transparent shows white."""
+    from PIL import Image
+
+    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if image.mode in ("I", "F") and not sixteen:
+        raise ValueError(f"its pixels must have 8 or 16 bits, got mode {image.mode}, which has no white: save it so")
+    if sixteen:
+        return Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+    if image.has_transparency_data:
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image
 
 
 def _is_code(path: Path) -> bool:

@@ -74,7 +74,7 @@ def amp_warning(amp: str, slowdown: float) -> str | None:
         return None
     return (
         f"warning: --amp {amp} is slow on this CPU, which has no such arithmetic: a matrix product takes "
-        f"{slowdown:.1f} times as long as in float32, and a step about as much longer"
+        f"{slowdown:.1f} times as long as in float32, and a step is the longer the more of it are such products"
     )
 
 

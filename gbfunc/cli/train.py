@@ -211,7 +211,7 @@ def train_genome(
     if best_path.exists() and output.out is not None:
         kept_net = read_genome(best_path, options.data, task)[2].to(options.training.device)
         metrics |= {"best_step": best_step, **measure(task, kept_net, "best_")}
-    metrics |= meter.metrics(step, task, job.pnet, recipe.batch_size, result.steps / max(result.step_seconds, 1e-9))
+    metrics |= meter.metrics(step, job, seed, result.steps / max(result.step_seconds, 1e-9))
     return result, net, metrics | {"config": settings} | provenance(task, plan, step.mesh.device)
 
 

@@ -106,8 +106,8 @@ def export_module(
 
 def _kind(path: Path, to: str | None) -> str:
     suffixes = {f.suffix: name for name, f in FORMATS.items() if f.suffix} | {f".{SAFETENSORS}": SAFETENSORS}
-    if to is None and path.suffix in suffixes:
-        return suffixes[path.suffix]
+    if to is None and path.suffix.lower() in suffixes:
+        return suffixes[path.suffix.lower()]
     if to not in (*FORMATS, SAFETENSORS):
         known = ", ".join([*(f"{name} ({suffix})" for suffix, name in suffixes.items()), "aoti"])
         got = f"to={to!r}" if to is not None else f"the suffix {path.suffix!r}"

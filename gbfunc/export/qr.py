@@ -28,7 +28,7 @@ def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
         ValueError: if a code cannot hold so much, the address has a fragment of its own, or for another suffix.
     """
     place = Path(path)
-    if place.suffix not in (".png", ".svg"):
+    if place.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"a QR code is a .png or an .svg, got {place.name!r}")
     if not page or "#" in page or not page.isascii():
         raise ValueError(f"the address of the page must be plain text without a fragment (#...), got {page!r}")
@@ -40,7 +40,7 @@ def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
             f"a QR code holds genomes of up to {max(0, most):,} bytes with this address, the genome has {len(genome):,}"
         )
     drawn = io.BytesIO()
-    segno.make_qr(text, mode="byte", error="L").save(drawn, kind=place.suffix[1:], scale=4)
+    segno.make_qr(text, mode="byte", error="L").save(drawn, kind=place.suffix[1:].lower(), scale=4)
     replace_file(place, drawn.getvalue())
 
 
@@ -73,7 +73,7 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
 
 def shipped_genome(path: Path) -> bytes:
     """The genome's file in a page, or in a PNG of a code; raises as `read_qr`."""
-    if path.suffix == ".png":
+    if path.suffix.lower() == ".png":
         return read_qr(path)
     try:
         return embedded(path.read_text(encoding="utf-8"))[0]

@@ -8,10 +8,10 @@ another one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,14 @@ GROWN, RANDOM = "grown", "random"
 
 RATES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Learning rates to choose from, as parts of the recipe's: at its full rate Adam's first steps undo what is innate."""
+
+
+class Progress(Protocol):
+    """What shows the progress of a training, from its label and the split that it is measured on."""
+
+    def __call__(self, label: str, *, split: str) -> AbstractContextManager[Report]:
+        """Open it."""
+        ...
 
 
 def lessons(task: Task, recipe: Recipe) -> Recipe:
@@ -52,7 +60,7 @@ def teach(
     seed: int,
     *,
     rates: Sequence[float] = RATES,
-    report: Callable[[str], AbstractContextManager[Report]] = lambda label: nullcontext(lambda *progress: None),
+    report: Progress = lambda label, split: nullcontext(lambda *progress: None),
 ) -> dict[str, Taught]:
     """Train a grown network, and the same p-net from random weights, on the same batches with Adam.
 
@@ -71,22 +79,22 @@ def _taught(
     recipe: Recipe,
     seed: int,
     rates: Sequence[float],
-    report: Callable[[str], AbstractContextManager[Report]],
+    report: Progress,
 ) -> Taught:
     metric, tested = task.metric, replace(task, val=task.test)
 
-    def trained(rate: float, task: Task, label: str) -> tuple[nn.Module, list[dict[str, float]]]:
+    def trained(rate: float, task: Task, split: str, label: str = "") -> tuple[nn.Module, list[dict[str, float]]]:
         net, slower = copy.deepcopy(start), replace(recipe, dense_lr=rate * recipe.dense_lr)
-        with report(label) as progress:
+        with report(f"{name}, {label}rate {rate * recipe.dense_lr:.1e}", split=split) as progress:
             return net, fit(dense_trainer(net, task, slower), task, slower, seed, report=progress).history
 
     def all_along(rate: float) -> float:
-        _, rows = trained(rate, task, f"{name}, choosing, rate {rate * recipe.dense_lr:.1e}")
+        _, rows = trained(rate, task, "validation", "choosing, ")
         return sum(row[f"val_{metric.name}"] for row in rows) * (1 if metric.higher_is_better else -1)
 
     best = max(rates, key=all_along) if len(rates) > 1 else rates[0]
     born = {"step": 0, "epoch": 0.0, **task.evaluate(start.eval(), tested.val)}
-    net, history = trained(best, tested, f"{name}, measured on the test split, rate {best * recipe.dense_lr:.1e}")
+    net, history = trained(best, tested, "test")
     rows = [{k.removeprefix("val_"): v for k, v in row.items() if k != "seconds"} for row in history]
     return Taught([born, *rows], best * recipe.dense_lr, net)
 

@@ -7,6 +7,7 @@ damaged files, `FileNotFoundError` for missing ones, and `ImportError` for packa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -61,10 +62,11 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any]) -> Task:
     """The task called `name`: a key of `TASKS`, or `package.module:function` of the user's.
 
-    A function gets the options, and `data_dir` where it has such a parameter.
+    A function gets the options, and `data_dir`.
 
     Raises:
-        ValueError: for an unknown name, options that do not fit, or damaged data.
+        ValueError: for an unknown name, options that do not fit, a `data_dir` where the task has no such parameter, or
+            damaged data.
         FileNotFoundError: if data is missing.
         ImportError: if a package is missing.
     """
@@ -74,6 +76,8 @@ def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any])
         factory = TASKS[name]
     else:
         raise ValueError(f"no task {name!r}: choose one of {', '.join(TASKS)}, or package.module:function")
+    if data_dir is not None and "data_dir" not in signature(factory).parameters:
+        raise ValueError(f"the task {name} reads no files (it has no parameter data_dir), got {data_dir}: drop that")
     task = factory(
         **options_for(f"the task {name}", factory, config, data_dir=None if data_dir is None else Path(data_dir))
     )

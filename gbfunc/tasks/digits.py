@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -17,9 +15,8 @@ N_TEST, N_VAL = 360, 240
 SPLIT_SEED = 0
 
 
-def digits(data_dir: Path | None = None) -> Task:
-    """The digits task; its data comes with scikit-learn, `data_dir` is not used."""
-    del data_dir
+def digits() -> Task:
+    """The digits task; its data comes with scikit-learn."""
     data = import_extra("sklearn.datasets", "the digits task", "gbfunc[cli]")
     pixels, labels = data.load_digits(return_X_y=True)
     test, val, train = hold_out(labels, (N_TEST, N_VAL), SPLIT_SEED)

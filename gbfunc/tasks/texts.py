@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,7 +107,7 @@ class PaddedTexts:
 def texts(
     data_dir: Path | None = None, pretrained: str | None = None, max_tokens: int = 64, vocabulary: int | None = None
 ) -> Task:
-    """Classify the texts of a folder: its `train.txt` and `test.txt` hold `label<space>text` a line, in UTF-8.
+    """Classify the texts of a folder: `train.txt` and `test.txt` hold a label, white space, a text a line, in UTF-8.
 
     A tenth of the training texts validates, 500 at most. The p-net is a small BERT, or the pretrained network, with a
     classifier on the mean of its tokens.
@@ -178,7 +179,7 @@ def _read_folder(name: str, data_dir: Path | None) -> tuple[Labelled, Labelled, 
         raise ValueError(f"{train} must hold {_LEAST} texts or more, got {len(learned[0])}")
     for i, label in enumerate(tested[0], 1):
         if label not in classes:
-            names = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
+            names = ", ".join(map(repr, classes[:10])) + (", ..." if len(classes) > 10 else "")
             raise ValueError(f"{test}, line {i}: no label {label!r} in train.txt, which has {names}")
     return learned, tested, classes
 
@@ -201,16 +202,16 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
 
 
 def read_labelled(path: Path) -> Labelled:
-    """Read a file of texts, `label<space>text` a line."""
+    """Read a file of texts, a line each: a label, white space (a space, a tab, ...), the text."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file of labelled texts: {path}")
     labels, texts = [], []
     lines = read_text(path).removesuffix("\n").split("\n")
     for i, line in enumerate(lines, 1):
-        label, _, words = line.rstrip("\r").partition(" ")
-        if not label.strip() or not words.strip():
+        label, words = [*re.split(r"\s", line.rstrip("\r"), maxsplit=1), ""][:2]
+        if not label or not words.strip():
             shown = line if len(line) <= 40 else f"{line[:40]}..."
-            raise ValueError(f"{path}, line {i}: expected a label, a space and a text, got {shown!r}")
+            raise ValueError(f"{path}, line {i}: expected a label, white space and a text, got {shown!r}")
         labels.append(label)
         texts.append(words.strip())
     return labels, texts

@@ -94,6 +94,8 @@ class Position(NamedTuple):
     seconds: float  # of training
     step_seconds: float | None = None  # of the steps, without validation; None where it is not known
     steps: Any = None  # of quantisation, as arguments of `Steps`; None before there are any
+    # What `sums` and `more` were after the last entry of a log; None where that is not known.
+    logged: tuple[dict[str, float], int] | None = None
 
 
 class Checkpoints(Protocol):
@@ -248,7 +250,7 @@ def fit(
     generator = torch.Generator().manual_seed(seed)
     state, at = checkpoints.resume(trainer.state) if checkpoints else (trainer.state, None)
     at = at or Position(0, 0, generator.get_state(), {}, [], 0.0)
-    done, more, order, sums_before, history, spent, stepping, chosen = at
+    done, more, order, sums_before, history, spent, stepping, chosen, entry = at
     coder = trainer.coder
     if coder is not None and chosen is not None:
         indices, rate = chosen
@@ -261,8 +263,8 @@ def fit(
         # What was taken of the pass in hand is drawn again: order and augmentation go on as they would have.
         deque(islice(batches, (done + more - 1) % a_pass + 1), 0)
     # Summed as tensors: reading a number in each step would make a GPU wait.
-    sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in sums_before.items()}
-    logged, since = dict(sums), more
+    sums, logged = map(_as_tensors, (sums_before, sums_before if entry is None else entry[0]))
+    since = more if entry is None else entry[1]
     reported = time.perf_counter()
     start = reported - spent
     while done < total:
@@ -274,16 +276,17 @@ def fit(
             state, loss, metrics = trainer.step(state, next(batches))
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums.get(name, 0.0) + value.double()
-            if on_log is not None and steps % log_every == 0:
-                on_log(steps, {f"train_{k}": float(v - logged.get(k, 0)) / (i - since) for k, v in sums.items()})
+            if steps % log_every == 0:
+                if on_log is not None:
+                    on_log(steps, {f"train_{k}": float(v - logged.get(k, 0)) / (i - since) for k, v in sums.items()})
                 logged, since = dict(sums), i
             now = time.perf_counter()
             if now - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = now
                 report(steps, _status(sums, i, steps / (now - start)), None)
             if checkpoints and checkpoints.due(steps):
-                plain = {name: float(value) for name, value in sums.items()}
-                place = Position(done, i, order, plain, history, now - start, stepping + now - stretch, _chosen(coder))
+                times, entry = (now - start, stepping + now - stretch), (_as_floats(logged), since)
+                place = Position(done, i, order, _as_floats(sums), history, *times, _chosen(coder), entry)
                 checkpoints.save(state, steps, place)
         done += here
         # Reading them waits for the device.
@@ -308,6 +311,14 @@ def fit(
         place = Position(total, 0, order, {}, history, seconds, stepping, _chosen(coder))
         checkpoints.save(state, total, place, wait=True)
     return Fit(state, history, seconds, total, stepping)
+
+
+def _as_tensors(sums: dict[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+
+
+def _as_floats(sums: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in sums.items()}
 
 
 def _chosen(coder: Coder | None) -> Any:

@@ -123,7 +123,8 @@ def images(
     table: str, rivals: list[tuple[str, str, int]], numbers: int, seeds: int, data: str | None, given: Step | None
 ) -> None:
     """A row for each of (what is searched, algorithm, hidden units)."""
-    task, size = find_task("mnist" if table == "mnist" else "digits", data, {}), SIZES[table]
+    task = find_task("mnist", data, {}) if table == "mnist" else find_task("digits", None, {})
+    size = SIZES[table]
     for what, name, hidden in rivals:
         scores = {}
         for step in choices(table, what) if given is None else ():

@@ -229,11 +229,19 @@ def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any
     """Arguments for a factory: its options `config`, and of what is `given` as much as it has parameters for.
 
     Raises:
-        ValueError: for options that it does not take.
+        ValueError: for options that it does not take, or that it needs and are not there.
     """
     parameters = inspect.signature(factory).parameters
     known = [name for name in parameters if name not in given]
     unknown = [name for name in config if name not in known]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ValueError(f"{what} has no option {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
-    return {**{name: value for name, value in given.items() if name in parameters}, **config}
+    arguments = {**{name: value for name, value in given.items() if name in parameters}, **config}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
+    if missing := [name for name in needed if name not in arguments]:
+        example = f'{{"{missing[0]}": ...}}'
+        raise ValueError(
+            f"{what} needs the option {', '.join(missing)}, such as {example}, got {dict(config) or 'none'}"
+        )
+    return arguments

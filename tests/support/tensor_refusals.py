@@ -1,0 +1,130 @@
+"""What tensor-parallel ranks must refuse, by what the error says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import gbfunc as gb
+from gbfunc.parallel import Mesh
+from tests.support.ranks import PATIENCE
+from tests.support.tensor_cases import ADAMW, Toy, draw, plain_styles, squared
+
+REFUSED: dict[str, Callable[[Mesh], Any]] = {}
+"""What must be refused on tensor ranks, by what the error says."""
+
+
+def refused(words: str) -> Callable[[Callable[[Mesh], Any]], Callable[[Mesh], Any]]:
+    """Note a case of `REFUSED`."""
+    return lambda case: REFUSED.setdefault(words, case)
+
+
+def one_step(mesh: Mesh, pnet: nn.Module, parallel: Any, batch: Any, **options: Any) -> Any:
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    step = gb.make_train_step(plan, pnet, squared, ADAMW, mesh=mesh, parallel=parallel, **options)
+    return step(step.init(0), batch)
+
+
+@refused("tensor ranks must get the same batch")
+def another_batch(mesh: Mesh) -> Any:
+    return one_step(mesh, Toy().double(), plain_styles(), (draw(6, 10, seed=mesh.rank), draw(6, 5)))
+
+
+@refused("needs a style")
+def no_style_in_a_sequence(mesh: Mesh) -> Any:
+    pnet = nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 8), nn.Linear(8, 5)).double()
+    styles = {"1": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+    return one_step(mesh, pnet, styles, (draw(6, 10, seed=mesh.rank), draw(6, 5, seed=mesh.rank)))
+
+
+@refused(r"parallel['in_project'] names no module; on that level there are ['in_proj', 'relu', 'out_proj']")
+def no_such_module(mesh: Mesh) -> Any:
+    return one_step(mesh, Toy().double(), {"in_project": ColwiseParallel()}, ())
+
+
+@refused("must be a ParallelStyle of torch, got str")
+def no_style(mesh: Mesh) -> Any:
+    return one_step(mesh, Toy().double(), {"in_proj": "colwise"}, ())
+
+
+@refused("tied between layers that split it in different ways")
+def tied_in_two_ways(mesh: Mesh) -> Any:
+    pnet = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)).double()
+    pnet[1].weight = pnet[0].weight
+    return one_step(mesh, pnet, {"0": ColwiseParallel(), "1": RowwiseParallel()}, ())
+
+
+@refused("the mesh has a tensor axis: parallel= must say")
+def no_styles(mesh: Mesh) -> Any:
+    return one_step(mesh, Toy().double(), None, ())
+
+
+@refused("tensor ranks must get the same batch: different from rank 0 are rank 1 in rows of the batch (4, not 6)")
+def other_rows(mesh: Mesh) -> Any:
+    rows = 6 - 2 * mesh.rank
+    return one_step(mesh, Toy().double(), plain_styles(), (draw(rows, 10), draw(rows, 5)))
+
+
+@refused("ranks must have the same options: different from rank 0 are rank 1 in parallel (out_")
+def other_styles(mesh: Mesh) -> Any:
+    styles = plain_styles() if mesh.rank == 0 else {"in_proj": ColwiseParallel()}
+    return one_step(mesh, Toy().double(), styles, (draw(6, 10), draw(6, 5)))
+
+
+@refused("ranks must make the same mesh, got ")
+def another_mesh(mesh: Mesh) -> Any:
+    return gb.mesh(tensor=2) if mesh.rank else gb.mesh(data=2)
+
+
+@refused("rank 1 in parallel (in_proj.output_layouts[0]: 'Shard(dim=-1)', not 'Replicate()')")
+def other_arguments_of_a_style(mesh: Mesh) -> Any:
+    out = Replicate() if mesh.rank == 0 else Shard(-1)
+    return one_step(mesh, Toy().double(), {"in_proj": ColwiseParallel(output_layouts=out)}, (draw(6, 10), draw(6, 5)))
+
+
+def a_softmax_over_a_part(mesh: Mesh, *more: nn.Module) -> Any:
+    pnet = nn.Sequential(nn.Linear(10, 8), nn.Softmax(-1), *more, nn.Linear(8, 5)).double()
+    styles = {"0": ColwiseParallel(), f"{len(pnet) - 1}": RowwiseParallel()}
+    return one_step(mesh, pnet, styles, (draw(6, 10), draw(6, 5)))
+
+
+REFUSED["code between layers gets a rank's part of the features"] = a_softmax_over_a_part
+REFUSED["on one rank: code between layers"] = lambda mesh: a_softmax_over_a_part(mesh, nn.Dropout(0.5))
+
+
+@refused("as is that of a loss over a part of the sequence")
+def a_mean_over_a_part_of_the_sequence(mesh: Mesh) -> Any:
+    pnet = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    plan, styles = gb.make_plan(pnet), {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Shard(1))}
+
+    def pooled(net: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(net(batch[0]).mean(1), batch[1])
+
+    step = gb.make_train_step(plan, pnet, pooled, ADAMW, mesh=mesh, parallel=styles)
+    return step(step.init(0), (draw(6, 4, 10), draw(6, 5)))
+
+
+@refused("split over ranks and made in pieces")
+def a_piece_is_read(mesh: Mesh) -> Any:
+    class Reader(Toy):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.in_proj.weight.sum()
+
+    return one_step(mesh, Reader().double(), plain_styles(), (draw(6, 10), draw(6, 5)), lazy=False, remat="layer")
+
+
+def run_refused(init_method: str) -> dict[str, str]:
+    """The words of each error on this rank."""
+    with gb.mesh(tensor=2, timeout=20 * PATIENCE, init_method=init_method) as mesh:
+        said = {}
+        for words, case in REFUSED.items():
+            try:
+                said[words] = f"nothing: {case(mesh)}"
+            except (ValueError, TypeError, RuntimeError) as error:
+                said[words] = str(error)
+        return said
