@@ -24,6 +24,8 @@ def replace_file(path: Path, data: bytes) -> None:
         OSError: if it cannot be written; what was there before is intact.
     """
     path = Path(os.path.realpath(path))
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(f"{path} is no regular file (a device, a pipe), and would be replaced by one")
     with contextlib.suppress(OSError):
         remove_leftovers(path.parent, re.escape(path.name))
     temporary, descriptor = _open_beside(path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -339,3 +341,30 @@ def test_damaged_files(tmp_path: Path) -> None:
         path.write_bytes(cut)
         with pytest.raises(ValueError, match="is not a valid genome"):
             gb.load(path)
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_files_do_not_depend_on_defaults(dtype: torch.dtype, device: str | None, tmp_path: Path) -> None:
+    plan, genome = made()
+    genome = with_statistics(genome)
+    steps = random_steps(plan, genome)
+    gb.save(tmp_path / "a", plan, genome, steps)
+    _, expected = gb.load(tmp_path / "a")
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        _, found = gb.load(tmp_path / "a")
+        gb.save(tmp_path / "b", plan, genome, steps)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    pairs = zip(flatten_tree(tuple(found)).values(), flatten_tree(tuple(expected)).values(), strict=True)
+    assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
+def test_the_table_of_steps_does_not_depend_on_defaults_at_import() -> None:
+    code = "import torch; torch.set_default_dtype(torch.float16); import gbfunc.plan.steps as s; print(s._STEPS.dtype)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "torch.float32"

@@ -346,3 +346,13 @@ def test_a_forked_child_neither_takes_nor_keeps_the_folder(tmp_path: Path) -> No
     os.close(writer)
     assert os.waitpid(child, 0)[1] == 0
     os.close(reader)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(2, dtype=torch.complex128), torch.ones(2, device="meta"), torch.eye(2).to_sparse()]
+)
+def test_an_extra_that_files_cannot_hold_is_refused_at_once(x: torch.Tensor, tmp_path: Path) -> None:
+    step, _ = step_of("mlp", optimizer=ADAM)
+    with gb.Checkpointer(tmp_path, step) as checkpointer:
+        with pytest.raises(TypeError, match="extra must hold dense tensors with values, of a dtype of safetensors"):
+            checkpointer.save(step.init(), {"x": x})

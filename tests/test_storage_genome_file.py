@@ -292,3 +292,13 @@ def test_the_limit_on_the_pnet_is_the_users_choice(genuine: Genuine, tmp_path: P
     assert gb.load(path, max_pnet_bytes=size)[0] == genuine.plan
     with pytest.raises(ValueError, match=f"declares a p-net of {size} bytes, over the limit of {size - 1}"):
         gb.load(path, max_pnet_bytes=size - 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    pnet = nn.Linear(6, 5)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe is no regular file"):
+        gb.save(tmp_path / "pipe", plan, gb.init_genome(plan, pnet))
+    assert (tmp_path / "pipe").is_fifo()

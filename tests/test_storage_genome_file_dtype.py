@@ -117,3 +117,13 @@ def test_dtypes_that_no_file_has(dtype: Any, genuine: Genuine, tmp_path: Path) -
     with pytest.raises(ValueError, match="dtype must be None or one of float32, float16, bfloat16, int2, "):
         gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype)
     assert os.listdir(tmp_path) == []
+
+
+def test_saving_does_not_depend_on_autocast(tmp_path: Path) -> None:
+    pnet = torch.nn.Linear(6, 5)
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    genome = gb.init_genome(plan, pnet)
+    gb.save(tmp_path / "a", plan, genome, "float16")
+    with torch.autocast("cpu", torch.bfloat16):
+        gb.save(tmp_path / "b", plan, genome, "float16")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

@@ -303,7 +303,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _unpack_symbols(data: bytes, count: int, bits: int) -> NDArray[np.uint8]:

@@ -110,5 +110,5 @@ def read_counters(reader: Reader, names: Iterable[str]) -> Params:
         if sum(words).bit_length() != size:
             raise ValueError(f"{name!r} has not the {size} bits that it says")
         before = (before + sum(words)) % (1 << _SIZE)
-        found[name] = torch.tensor(before - (before >> (_SIZE - 1) << _SIZE))
+        found[name] = torch.tensor(before - (before >> (_SIZE - 1) << _SIZE), device="cpu")
     return found

@@ -194,12 +194,13 @@ def unpack_steps(plan: Any, data: bytes, statistics: bool) -> tuple[Params, Step
     seen, values = Seen({}, {}), []
     for part, index, width in zip(parts, indices, widths, strict=True):
         shifts, alive = shifts_of(part, seen.gains, "cpu")
-        found = Quantised(part, torch.zeros(part.shape), sizes_of(index, shifts), shifts, alive)
+        integers = torch.zeros(part.shape, dtype=torch.float32, device="cpu")
+        found = Quantised(part, integers, sizes_of(index, shifts), shifts, alive)
         if width == WIDEST and part.period is None:
             raise ValueError("its codes are of a width that only numbers with a period have")
         if width != NARROWEST:
             read = [reader.next(limits) - reach for reach, limits in _tables(found, width)]
-            found.integers[found.live] = torch.tensor(read, dtype=torch.float32)
+            found.integers[found.live] = torch.tensor(read, dtype=torch.float32, device="cpu")
         values.append(seen.add(part, found.integers, found.steps))
     counters = read_counters(reader, counters_of(plan) if statistics else [])
     reader.close()

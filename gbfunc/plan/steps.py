@@ -45,7 +45,12 @@ OCTAVE, LEAST, MOST = 8, -128, 127
 LARGEST = 2047
 """Largest integer."""
 _REACH = 400
-_STEPS = torch.tensor([math.ldexp(2 ** (i % OCTAVE / OCTAVE), i // OCTAVE) for i in range(-_REACH, _REACH + 1)])
+# Not of the user's default dtype and device, as whatever a file is made of or read with.
+_STEPS = torch.tensor(
+    [math.ldexp(2 ** (i % OCTAVE / OCTAVE), i // OCTAVE) for i in range(-_REACH, _REACH + 1)],
+    dtype=torch.float32,
+    device="cpu",
+)
 EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
 """Of a number and a part, for plans of a size: what MNIST's networks train best with."""
 
@@ -234,7 +239,7 @@ def quantise_part(part: Part, leaf: Tensor, index: int, seen: Seen) -> tuple[Qua
     x = coded(part.leaf, x, seen.variances) if part.statistic else x
     shifts, alive = shifts_of(part, seen.gains, x.device)
     steps = sizes_of(index, shifts)
-    limit = torch.tensor(float(LARGEST), device=x.device)
+    limit = torch.tensor(float(LARGEST), dtype=x.dtype, device=x.device)
     if part.period is not None:
         x = x - part.period * (x / part.period).round()
         limit = torch.minimum(limit, _limit(part, steps).float())

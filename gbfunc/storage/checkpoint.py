@@ -16,7 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -341,9 +341,22 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
     return metadata, tensors
 
 
+@cache
+def _is_known(dtype: torch.dtype) -> bool:
+    """Whether files can hold tensors of a dtype."""
+    try:
+        to_bytes({"x": torch.empty(0, dtype=dtype, device="cpu")})
+    except (KeyError, RuntimeError):
+        return False
+    return True
+
+
 def _pack(x: Any, tensors: Params) -> Any:
     """A value as JSON: its tensors go among `tensors`, and what JSON would change gets a tag."""
     if isinstance(x, torch.Tensor):
+        if x.layout != torch.strided or x.is_meta or not _is_known(x.dtype):
+            got = f"{x.dtype}, {x.layout}, on {x.device}"
+            raise TypeError(f"extra must hold dense tensors with values, of a dtype of safetensors, got {got}")
         name = f"{_EXTRA}{len(tensors)}"
         tensors[name] = x.detach().to("cpu", copy=True).contiguous()
         return {_TAG: "tensor", "of": name}

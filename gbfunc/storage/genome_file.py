@@ -90,7 +90,8 @@ def save(
         data, _ = compact.pack(text, flat, BITS[name])
     else:
         by_dtype = names_by_dtype(stored).items()
-        tensors = {dtype: torch.cat([stored[k].reshape(-1) for k in names]) for dtype, names in by_dtype}
+        with torch.autocast("cpu", enabled=False):
+            tensors = {dtype: torch.cat([stored[k].reshape(-1) for k in names]) for dtype, names in by_dtype}
         header = file_header(text, flat, stored, _digest(text, tensors))
         data = b"".join([header, *(x.view(torch.uint8).numpy().data for x in tensors.values())])
     replace_file(Path(path), data)

@@ -205,7 +205,7 @@ def accuracy(net: Net, split: Data, chunk: int = _CHUNK) -> float:
 def classification_metrics(net: Net, split: Split) -> dict[str, float]:
     """`accuracy` alone."""
     # Images of a convolutional net need less of them at a time than flat ones.
-    return {"accuracy": accuracy(net, split, _CHUNK if split.x[0].numel() < 1_000 else 500)}
+    return {"accuracy": accuracy(net, split, _CHUNK if split.x.shape[1:].numel() < 1_000 else 500)}
 
 
 @torch.no_grad()

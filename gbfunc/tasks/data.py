@@ -57,6 +57,10 @@ class Split:
     x: Tensor
     y: Tensor
 
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"a split must have a class for each input, got {len(self.x)} and {len(self.y)}")
+
     def __len__(self) -> int:
         return len(self.y)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gbfunc.parallel import Entries, Layout, check_equal, reduce_step, text_of, zero_uncounted
+from gbfunc.parallel import CollectiveError, Entries, Layout, check_equal, reduce_step, text_of, zero_uncounted
 from gbfunc.plan import DTYPES
 from gbfunc.train.gradients.loss import Given, LossAndGrads, Objective, Strategy, detached, noise_of
 from gbfunc.train.gradients.proof import Proof
@@ -62,7 +62,7 @@ class RankObjective(Objective):
         try:
             found = super()._found(given, trained, seed)
         except Exception as error:
-            if given.counts:
+            if given.counts or isinstance(error, CollectiveError):
                 raise
             words = (
                 "rank {} has no row of the batch, and computes the loss of rows of zeros to take part in what all do"
