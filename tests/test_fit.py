@@ -70,7 +70,7 @@ def test_a_genome_is_its_own_fit(hypernet: Any) -> None:
     assert all(error < 1e-5 for error in errors.values())
 
 
-@pytest.mark.parametrize("hypernet", [gb.periodic(3), gb.xox(2)], ids=str)
+@pytest.mark.parametrize("hypernet", [gb.periodic(3), gb.bilinear(2), gb.xox(2)], ids=str)
 def test_a_genome_is_found_again_from_nearby(hypernet: Any) -> None:
     pnet, plan, genome = genome_of(hypernet)
     generator = torch.Generator().manual_seed(7)

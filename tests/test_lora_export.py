@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -208,3 +209,22 @@ def test_what_cannot_be_exported_is_named() -> None:
 def test_a_head_whose_name_ends_anothers_is_refused() -> None:
     pnet = nn.ModuleDict({"head": nn.Linear(4, 4), "subhead": nn.Linear(4, 4)})
     refused("peft would take .'subhead'. for 'head' too", pnet, target_modules=["subhead"], modules_to_save=["head"])
+
+
+@pytest.mark.parametrize("name", ["embedding", "head"])
+def test_a_new_tied_tensor_is_found_by_each_of_its_names(name: str, tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.inner, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.inner(self.embedding(x))))
+
+    torch.manual_seed(0)
+    pnet = Tied()
+    plan = gb.make_plan(pnet, gb.low_rank(1), base="own", target_modules=["inner"], modules_to_save=[name])
+    assert [t.name for t in plan.tensors if not t.base] == ["embedding.weight"]
+    genome = moved(gb.init_genome(plan, pnet))
+    assert_served(plan, genome, pnet, copy.deepcopy(pnet), tmp_path, torch.arange(9), merges=False)

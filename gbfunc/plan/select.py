@@ -131,7 +131,7 @@ def choose(
     for info in infos:
         name, weights, shape = info.name, info.tensor, tuple(info.tensor.shape)
         kind = layer_kind(info.module, info.attribute, shape)
-        saved = targets is not None and targets.saved(name)
+        saved = targets is not None and any(map(targets.saved, (name, *info.aliases)))
         base = targets is not None and not saved
         if name in excluded:
             chosen, note = None, "excluded"

@@ -94,7 +94,8 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
             layer, _, attribute = name.rpartition(".")
             tensors |= _layer_tensors(name, layer, attribute, pnet.get_submodule(layer), a, b)
             ranks[layer] = len(a)
-    new = {name: dense[t.name].to(DTYPES[t.dtype]) for t in heads for name in (t.name, *t.aliases)}
+    # Copies: a file holds no tensor by two names.
+    new = {name: dense[t.name].to(DTYPES[t.dtype], copy=True) for t in heads for name in (t.name, *t.aliases)}
     saved = _new_modules(pnet, new.keys())
     tensors |= {f"{_PREFIX}{k}": x for k, x in _whole(pnet, saved, new | dict(genome.buffers)).items()}
     return _config(plan, pnet, ranks, saved), tensors
