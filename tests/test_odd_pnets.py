@@ -80,6 +80,9 @@ class Averaged(nn.Module):
         return self.layer(x) * self.scale + F.linear(x, self.mean)
 
 
+WAYS: Any = ({}, {"donate": True}, {"lazy": True}, {"remat": "layer"}, {"remat": "generate"})
+
+
 # Compiled, a `data` that is set is refused by the first step's comparison.
 @pytest.mark.parametrize(
     ("how", "options"),
