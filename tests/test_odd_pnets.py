@@ -87,9 +87,7 @@ WAYS: Any = ({}, {"donate": True}, {"lazy": True}, {"remat": "layer"}, {"remat":
 @pytest.mark.parametrize(
     ("how", "options"),
     [
-        *product(
-            ("data", "in place"), ({}, {"donate": True}, {"lazy": True}, {"remat": "layer"}, {"remat": "generate"})
-        ),
+        *product(("data", "in place"), WAYS),
         ("in place", {"compile": True}),
     ],
 )
