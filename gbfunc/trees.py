@@ -213,10 +213,11 @@ def split_rows(batch: Any, n: int) -> list[Any]:
         ValueError: for a packed sequence, or another object that has tensors as attributes.
     """
     refuse_packed(batch)
-    for path, x in tree_leaves(batch, "batch"):
-        if any(isinstance(v, Tensor) for v in getattr(x, "__dict__", {}).values()) and not isinstance(x, Tensor):
+    leaves = tree_leaves(batch, "batch")
+    for path, x in leaves:
+        if not isinstance(x, Tensor) and any(isinstance(v, Tensor) for v in getattr(x, "__dict__", {}).values()):
             raise ValueError(f"{path} is a {type(x).__name__}, whose rows are not known: give its tensors as a dict")
-    pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in tree_leaves(batch)]
+    pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in leaves]
 
     def share(i: int) -> Any:
         rest = iter(pieces)

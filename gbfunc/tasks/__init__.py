@@ -62,7 +62,7 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any]) -> Task:
     """The task called `name`: a key of `TASKS`, or `package.module:function` of the user's.
 
-    A function gets the options, and `data_dir`.
+    A function gets the options, and `data_dir` where one is given.
 
     Raises:
         ValueError: for an unknown name, options that do not fit, a `data_dir` where the task has no such parameter, or
