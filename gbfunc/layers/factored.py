@@ -41,7 +41,8 @@ class FactoredWeight(WeightForm):
         self.shape, self.grid, self.transposed, self.auto = shape, grid, transposed, auto
         self.tiles = (grid.n_rows, grid.n_cols)
         sizes = (grid.rows, grid.cols, rank, self.tiles, self.beside_base)
-        self._thin_rows = [thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)]
+        # By a dict: some compilers (torch 2.11) index no list by a bool.
+        self._thin_rows = {conv: thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
         """The factors of every tile; the matrices of several sources are below each other."""

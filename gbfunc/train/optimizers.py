@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.train.param_groups import ROLES, Kernel, LearningRate, ParamGroup, check_class, learning_rate, param_groups
-from gbfunc.trees import TensorSpec, compare_trees, flatten_tree, spec_of
+from gbfunc.trees import TensorSpec, compare_trees, copies, flatten_tree, spec_of
 from gbfunc.types import Params
 
 Roles: TypeAlias = Mapping[str, str]
@@ -160,7 +160,10 @@ class _Call(NamedTuple):
     ) -> tuple[Params, dict[str, Params]]:
         """New leaves and their new state; `old` is not read at the first step."""
         given = [params[k] for k in self.names]
-        new = [(p.detach() if p.requires_grad else p) if donate and p.is_contiguous() else p.clone() for p in given]
+        if donate and all(map(Tensor.is_contiguous, given)):
+            new = [p.detach() if p.requires_grad else p for p in given]
+        else:
+            new = copies(given)
         # Classes that torch does not ship may add weight decay to the gradient in place, as torch once did.
         copy = not donate and self.group.cls.__module__.partition(".")[0] != "torch"
         fitted = _aligned([grads[k].clone() if copy else grads[k] for k in self.names], new)
@@ -170,7 +173,7 @@ class _Call(NamedTuple):
         rows = [old[k] for k in self.names] if step else []
         tensors = [t for of in rows for t in of.values()]
         if not donate or any(t.requires_grad or not t.is_contiguous() for t in (*tensors, *new)):
-            tensors = [t.detach() if donate else t.clone() for t in tensors]
+            tensors = [t.detach() for t in tensors] if donate else copies(tensors)
             own = iter(_aligned(tensors, [p for of, p in zip(rows, new, strict=False) for _ in of]))
             rows = [dict(zip(of, own, strict=False)) for of in rows]
         after = self.step(step, new, fitted, rows)

@@ -29,7 +29,7 @@ from gbfunc.pnet import parameter_infos
 from gbfunc.train.gradients import Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, tree_map, unflatten_tree
+from gbfunc.trees import BUFFERS, DIRECT, GNET, choose, flat_genome, flatten_tree, unflatten_tree
 from gbfunc.types import Genome, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
@@ -228,7 +228,8 @@ class TrainStep:
         info = StepInfo(loss, norm, (loss - loss) == (norm - norm), aux)
         if self._options.clip_norm is not None:
             factor = (self._options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            gradients = {k: g * factor for k, g in gradients.items()}
+            clipped = torch._foreach_mul([*gradients.values()], factor)  # pyright: ignore[reportPrivateImportUsage]
+            gradients = dict(zip(gradients, clipped, strict=True))
         gradients = {k: g + rate[k] for k, g in gradients.items()} if rate else gradients
         params = {k: x.detach() if x.requires_grad else x for k, x in ((k, named[k]) for k in flat)}
         # A forward may have set their `data`.
@@ -258,12 +259,11 @@ class TrainStep:
             return None
         new, opt = self._update(gradients, state.opt, params, donate=options.donate and read)
         if not read:
-            old = (params, state.opt.leaves, state.buffers)
-
-            def choose(x: Tensor, y: Tensor) -> Tensor:
-                return torch.where(info.finite, x, y) if x.device.type == device else x
-
-            new, leaves, buffers = tree_map(choose, (new, opt.leaves, buffers), old)
+            found = (new, opt.leaves, buffers)
+            flat, old = flatten_tree(found), flatten_tree((params, state.opt.leaves, state.buffers))
+            there = [k for k, x in flat.items() if x.device.type == device]
+            chosen = choose(info.finite, [flat[k] for k in there], [old[k] for k in there])
+            new, leaves, buffers = unflatten_tree(flat | dict(zip(there, chosen, strict=True)), found)
             opt = opt._replace(leaves=leaves)
         return new, opt, buffers
 

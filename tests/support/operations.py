@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import gbfunc as gb
+from tests.support.zoo import DEVICE
 
 ROWS = 4
 Forward = Callable[[Any, Tensor], Any]
@@ -29,11 +30,11 @@ Forward = Callable[[Any, Tensor], Any]
 
 def loss_of(out: Any) -> Tensor:
     """Sum over the outputs of the mean squared distance from a sine of their index."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
     for tensor in out if isinstance(out, tuple) else (out,):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         wide = real.double() if real.dtype.itemsize < 4 else real
-        target = torch.arange(wide.numel(), dtype=wide.dtype).sin().reshape(wide.shape)
+        target = torch.arange(wide.numel(), dtype=wide.dtype, device=wide.device).sin().reshape(wide.shape)
         total = total + F.mse_loss(wide, target)
     return total
 
@@ -101,7 +102,7 @@ class Operation(NamedTuple):
             torch.default_generator.manual_seed(0)
             net = Net(quietly(self.layers), self.forward)
         cast = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "half"}
-        return getattr(net, cast[self.dtype])().train(self.train)
+        return getattr(net, cast[self.dtype])().train(self.train).to(DEVICE)
 
     def plan(self, pnet: nn.Module, name: str = "", **changes: Any) -> gb.Plan:
         """A plan of several tiles for most weights; half the names get one g-net type, half the other."""
@@ -111,15 +112,15 @@ class Operation(NamedTuple):
     def loss(self, net: Callable[..., Any], batch: Tensor) -> Tensor:
         """The loss function; a forward that draws does so from the same start in every mode, and in the oracle."""
         if self.random:
-            torch.default_generator.manual_seed(7)
+            (torch.cuda if DEVICE.type == "cuda" else torch.default_generator).manual_seed(7)
         return self.unseeded(net, batch)
 
     def batch(self) -> Tensor:
         """Inputs: [ROWS, *shape]."""
         draw = torch.Generator().manual_seed(1)
         if self.tokens:
-            return torch.randint(0, self.tokens, (ROWS, *self.shape), generator=draw)
-        return torch.randn((ROWS, *self.shape), generator=draw, dtype=torch.float64).to(self.dtype)
+            return torch.randint(0, self.tokens, (ROWS, *self.shape), generator=draw).to(DEVICE)
+        return torch.randn((ROWS, *self.shape), generator=draw, dtype=torch.float64).to(DEVICE, self.dtype)
 
 
 # --- what C++ entry points are given ---------------------------------------------------------------------------------

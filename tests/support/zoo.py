@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from gbfunc.hypernets import Hypernet
 from gbfunc.train import Optimizer, TrainStep
 
 BATCH = 8
+DEVICE = torch.device(os.environ.get("GBFUNC_DEVICE", "cpu"))
+"""Where p-nets and batches are: `GBFUNC_DEVICE=cuda pytest tests/test_oracle_sweep.py`."""
 
 
 class Animal(NamedTuple):
@@ -40,7 +43,8 @@ class Animal(NamedTuple):
         with torch.random.fork_rng(devices=[]):
             # Not `torch.manual_seed`, which formats three stacks for accelerators that are not there.
             torch.default_generator.manual_seed(seed)
-            return self.make().train(self.train)
+            pnet = self.make().train(self.train)
+        return pnet if any(p.is_meta for p in pnet.parameters()) else pnet.to(DEVICE)
 
     def plan(self, pnet: nn.Module, **changes: Any) -> gb.Plan:
         """Its plan: small g-nets, several tiles a matrix."""
@@ -50,8 +54,8 @@ class Animal(NamedTuple):
         """Inputs: [BATCH, *shape]."""
         draw = torch.Generator().manual_seed(seed)
         if self.tokens:
-            return torch.randint(0, self.tokens, (BATCH, *self.shape), generator=draw)
-        return torch.randn((BATCH, *self.shape), generator=draw, dtype=torch.float64).to(dtype)
+            return torch.randint(0, self.tokens, (BATCH, *self.shape), generator=draw).to(DEVICE)
+        return torch.randn((BATCH, *self.shape), generator=draw, dtype=torch.float64).to(DEVICE, dtype)
 
 
 def loss_fn(net: Callable[..., Any], batch: Any) -> Tensor:

@@ -95,7 +95,7 @@ def period_of(codes_Unp: Tensor) -> int:
     the work that it leaves; all rows where there is none.
     """
     n = codes_Unp.shape[1]
-    numbers = torch.arange(n)
+    numbers = torch.arange(n, device=codes_Unp.device)
 
     def fits(m: int) -> bool:
         of_block, of_place = codes_Unp[:, numbers // m * m], codes_Unp[:, numbers % m]
