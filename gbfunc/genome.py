@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, is_exporting, joined
 from gbfunc.plan import Ensemble, Plan
+from gbfunc.plan.slots import dtype_name
 from gbfunc.pnet import ParameterInfo, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid
 from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
@@ -88,9 +89,15 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
     if given != expected:
         other = {k: given.get(k) for k in sorted(given.keys() | expected.keys()) if given.get(k) != expected.get(k)}
         raise ValueError(f"the plan was made for another p-net: this one differs in {other}")
+    cast = {k: dtype_name(p.dtype) for k, p in pnet.named_parameters()} if plan.base is None else {}
+    if other := [t for t in plan.generated if cast.get(t.name, t.dtype) != t.dtype]:
+        name, dtype = other[0].name, other[0].dtype
+        words = f"{name!r} is {cast[name]}, and the plan generates it in {dtype}"
+        raise ValueError(f"the p-net was cast after its plan was made: {words}; plan it as it is now")
 
 
 @torch.autocast("cpu", enabled=False)
+@torch.inference_mode(False)
 def init_genome(
     plan: Plan,
     pnet: nn.Module,

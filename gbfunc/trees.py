@@ -196,6 +196,11 @@ def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[
     return named
 
 
+def holds_tensors(x: Any) -> bool:
+    """Whether a leaf is an object, a dataclass say, with tensors as attributes."""
+    return not isinstance(x, Tensor) and any(isinstance(v, Tensor) for v in getattr(x, "__dict__", {}).values())
+
+
 def refuse_packed(batch: Any) -> None:
     """Raise `ValueError` for a `PackedSequence`, whose tensors have rows of several examples each."""
     if any(isinstance(x, PackedSequence) for _, x in tree_leaves(batch, packed=True)):
@@ -235,7 +240,7 @@ def split_rows(batch: Any, n: int) -> list[Any]:
     refuse_packed(batch)
     leaves = tree_leaves(batch, "batch")
     for path, x in leaves:
-        if not isinstance(x, Tensor) and any(isinstance(v, Tensor) for v in getattr(x, "__dict__", {}).values()):
+        if holds_tensors(x):
             raise ValueError(f"{path} is a {type(x).__name__}, whose rows are not known: give its tensors as a dict")
     pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in leaves]
 

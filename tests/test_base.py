@@ -351,6 +351,8 @@ def test_wrong_targets_are_refused() -> None:
     for options in ({"modules_to_save": "classifier"}, {"target_modules": [3]}):
         with pytest.raises(TypeError):
             gb.make_plan(pnet, base="own", **options)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="names no module with a parameter or buffer"):
+        gb.make_plan(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), base="own", modules_to_save=["1"])
     with pytest.raises(ValueError, match="meta device"):
         gb.make_plan(nn.Linear(3, 3, device="meta"), base="own")
 

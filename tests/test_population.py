@@ -238,6 +238,17 @@ def test_what_vmap_cannot_run_is_refused_in_one_line() -> None:
             many(many.init(), x[:, :5] if same else torch.ones(2, 4, 5))
 
 
+def test_an_aux_may_have_none_in_it() -> None:
+    step, batch = mlp_step(loss=lambda net, batch: (loss_fn(net, batch), {"a": None, "b": (2.0, net(batch).sum())}))
+    many = gb.population(step, 2)
+    found = many(many.init([0, 1]), batch)[1].aux
+    expected = step(step.init(1), batch)[1].aux
+    assert found["a"] is None
+    torch.testing.assert_close(found["b"][1][1], expected["b"][1])
+    none, batch = mlp_step(loss=lambda net, batch: (loss_fn(net, batch), None))
+    assert gb.population(none, 2)(gb.population(none, 2).init(), batch)[1].aux is None
+
+
 def test_refusals() -> None:
     step, batch = mlp_step()
     many = gb.population(step, 2)

@@ -39,6 +39,49 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
         step_of("mlp", **options)
 
 
+def test_a_p_net_that_was_cast_after_its_plan_was_made_is_refused() -> None:
+    pnet = mlp()
+    plan, genome = (made := gb.make_plan(pnet, gb.periodic(2))), gb.init_genome(made, pnet)
+    words = "cast after its plan was made: '0.weight' is bfloat16, and the plan generates it in float32"
+    for use in (
+        lambda: gb.make_train_step(plan, pnet, loss_fn, SGD),
+        lambda: gb.materialize(plan, genome, pnet),
+        lambda: gb.GenomeModule(plan, pnet),
+        lambda: gb.init_genome(plan, pnet),
+    ):
+        use()
+        pnet.bfloat16()
+        with pytest.raises(ValueError, match=words):
+            use()
+        pnet.float()
+
+
+def test_a_genome_of_inference_mode_can_be_trained() -> None:
+    step, batch = step_of("mlp")
+    with torch.inference_mode():
+        state = step.init(0)
+    assert same_bits(step(state, batch), step(step.init(0), batch))
+
+
+def test_a_buffer_that_no_file_holds_is_refused_before_it_is_trained() -> None:
+    pnet = mlp()
+    pnet.register_buffer("counts", torch.zeros(3, dtype=torch.uint16))
+    with pytest.raises(ValueError, match="counts is uint16, which no genome file holds"):
+        gb.make_plan(pnet, gb.periodic(2))
+
+
+def test_an_aux_whose_tensors_are_not_seen_is_refused() -> None:
+    """They would keep the step's graph."""
+
+    class Hidden:
+        def __init__(self, out: Tensor) -> None:
+            self.out = out
+
+    step, batch = step_of("mlp", lambda net, batch: (loss_fn(net, batch), {"a": Hidden(net(batch))}))
+    with pytest.raises(ValueError, match="aux has a Hidden with tensors: give them as a dict"):
+        step(step.init(0), batch)
+
+
 def test_what_does_not_fit_together_is_refused_at_once() -> None:
     pnet = mlp()
     plan = ZOO["mlp"].plan(pnet)

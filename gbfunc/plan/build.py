@@ -24,7 +24,7 @@ from gbfunc.layers import KINDS
 from gbfunc.plan.budget import Unit, allocate, spend
 from gbfunc.plan.report import genome_file_bytes
 from gbfunc.plan.select import Candidate, Rule, check_targets, choose
-from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, dtype_name
+from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_stored, dtype_name
 from gbfunc.plan.spec import Plan
 from gbfunc.plan.steps import Stored, bytes_each
 from gbfunc.pnet import buffers_of, check_pnet
@@ -120,6 +120,8 @@ def make_plan(
         for name, (b, saved) in buffers_of(pnet).items()
         if targets is None or targets.saved(name)
     )
+    for buffer in buffers:
+        check_stored(buffer.name, buffer.dtype)
     frozen = None
     if targets is not None:
         new = {c.tensor.name for c in choices if not c.base} | {b.name for b in buffers}

@@ -33,9 +33,15 @@ def document(plan: Any, metadata: Any) -> str:
         return text
     try:
         words = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
+        json.loads(words, object_pairs_hook=_once)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata must be JSON: {error}") from error
     return f'{text[:-1]},"metadata":{words}}}'
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError(f"two keys of a dict have one name in it, of {[key for key, _ in pairs]}")
 
 
 def file_bytes(

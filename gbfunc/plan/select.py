@@ -82,6 +82,10 @@ def check_targets(
         return found
 
     added = [pattern("modules_to_save", word) for word in new]
+    filled = [name for name, m in pnet.named_modules(remove_duplicate=False) if [*m.parameters(), *m.buffers()]]
+    for word, found in zip(new, added, strict=True):
+        if not any(map(found.fullmatch, filled)):
+            raise ValueError(f"modules_to_save {word!r} names no module with a parameter or buffer")
     if modules is None or modules == "all-linear":
         return Targets(None if modules is None else "all-linear", added)
     words, regular = ([modules], True) if isinstance(modules, str) else (modules, False)

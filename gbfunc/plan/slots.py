@@ -29,6 +29,12 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.
 """Of a p-net's tensors, by name; in the order of safetensors, which writes wider ones first."""
 
 
+def check_stored(name: str, dtype: str) -> None:
+    """Raise `ValueError` for a dtype that no genome file holds."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} is {dtype}, which no genome file holds: it has {', '.join(DTYPES)}")
+
+
 _FACTORED_KINDS = frozenset({"linear", "transposed_linear", "conv", "attention_in", "attention", "embedding"})
 """Kinds of layers that can apply the factors of their weight."""
 
@@ -98,8 +104,7 @@ class TensorPlan:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"{self.name}: unknown kind {self.kind!r}, known are {', '.join(KINDS)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"{self.name} is {self.dtype}, which no genome file holds: it has {', '.join(DTYPES)}")
+        check_stored(self.name, self.dtype)
         sizes = [(s.grid.rows, s.grid.cols) for s in self.slots]
         # A shape that no layer of the kind has (three in-projections in 7 rows) may have matrices that do not fill it.
         fits = sizes == [m[:2] for m in self.matrices] and sum(r * c for r, c in sizes) == self.numel

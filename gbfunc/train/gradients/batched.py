@@ -11,7 +11,7 @@ from torch.func import grad, vmap
 from gbfunc.genome import Noise
 from gbfunc.plan import Plan
 from gbfunc.train.gradients.loss import GenomeLoss, noise_of, seeded
-from gbfunc.trees import tree_map
+from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params
 
 
@@ -34,11 +34,15 @@ class Batched:
         generator = self._loss.generator
         generator.prepare(frozen | trained)
 
+        # Beside tensors an aux may have None, which torch.func does not return.
+        structure: list[Any] = []
+
         def one(frozen: Params, trained: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
             def loss_of(trained: Params, buffers: Params) -> Any:
                 weights = generator(frozen | trained, noise)
                 loss, aux = self._loss.on(weights, buffers, batch if self._same else small)
-                return loss * self._scale, (loss, tree_map(torch.as_tensor, aux), buffers)
+                structure.append(aux)
+                return loss * self._scale, (loss, [torch.as_tensor(x) for _, x in tree_leaves(aux)], buffers)
 
             return grad(loss_of, has_aux=True)(trained, buffers)
 
@@ -52,6 +56,8 @@ class Batched:
                 self._loss.gradients(loss_n.sum(), [])
             else:
                 self._loss.check_own([])
+        tensors = iter(aux)
+        aux = tree_map(lambda x: next(tensors), structure[-1])
         found = loss_n, aux, {k: g / self._scale for k, g in gradients.items()}, buffers
         # The graph of what the loss reads of other modules.
         return tree_map(torch.detach, found)

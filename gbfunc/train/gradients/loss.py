@@ -23,7 +23,7 @@ from gbfunc.plan import Plan
 from gbfunc.pnet import GrownNet, RunnableNet, without_sparse
 from gbfunc.tiling import Piece
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import DIRECT, tree_map
+from gbfunc.trees import DIRECT, holds_tensors, tree_map
 from gbfunc.types import Params
 
 LossFn = Callable[[GrownNet, Any], Any]
@@ -92,6 +92,8 @@ class Given(NamedTuple):
         def detached(x: Any) -> Any:
             nonlocal changing
             if not isinstance(x, Tensor):
+                if holds_tensors(x):
+                    raise ValueError(f"aux has a {type(x).__name__} with tensors: give them as a dict")
                 return x
             if changing is None:
                 tensors = (*self.buffers.values(), *(v for k, v in self.leaves.items() if k.startswith(DIRECT)))
