@@ -198,7 +198,10 @@ def test_any_json_is_metadata(genuine: Genuine, value: Any, dtype: str | None) -
     assert gb.load_metadata(genuine.folder / "any") == value and gb.load(genuine.folder / "any")[0] == genuine.plan
 
 
-@pytest.mark.parametrize("value", [{1, 2}, float("nan"), [torch.ones(1)], b"x", {"a": float("inf")}, [{1: 0, "1": 1}]], ids=str)
+NO_JSON = [{1, 2}, float("nan"), [torch.ones(1)], b"x", {"a": float("inf")}, [{1: 0, "1": 1}]]
+
+
+@pytest.mark.parametrize("value", NO_JSON, ids=str)
 def test_what_is_not_json_is_no_metadata(value: Any, genuine: Genuine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="metadata must be JSON: "):
         gb.save(tmp_path / "g", genuine.plan, genuine.genome, metadata=value)
