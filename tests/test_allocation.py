@@ -48,13 +48,30 @@ def trained() -> tuple[nn.Module, gb.Plan, gb.TrainState, Any]:
     return pnet, plan, state, batch
 
 
-@pytest.mark.parametrize("target", [300, 420, 900])
+@pytest.mark.parametrize("target", [300, 420, 690])
 def test_files_have_the_size(trained: Any, tmp_path: Path, target: int) -> None:
     _, plan, state, _ = trained
     steps = gb.allocate_steps(plan, state, target, batch_size=BATCH, metadata={"a": [1]})
     size = gb.save(tmp_path / "g", plan, state, steps, {"a": [1]})
     assert 0.98 * target <= size <= target
     assert sum(file_bytes(plan, steps, state, {"a": [1]}).values()) == size
+
+
+@pytest.mark.parametrize("hypernet", [None, gb.gnet((8,)), gb.bilinear(2)], ids=["periodic", "gnet", "bilinear"])
+def test_more_bytes_are_never_worse(trained: Any, tmp_path: Path, hypernet: Any) -> None:
+    """No number is past the largest integer of its step, though large amplitudes make those of their codes finer."""
+    pnet, plan, state, batch = trained
+    if hypernet is not None:
+        train_step = make(plan := gb.make_plan(pnet, hypernet), pnet)
+        state = train_step.init(0)
+        for _ in range(60):
+            state, _ = train_step(state, batch)
+    weights, apart = gb.generate(plan, state), []
+    for target in (600, 900, 1500, 3000, 9000):
+        gb.save(tmp_path / "g", plan, state, gb.allocate_steps(plan, state, target, batch_size=BATCH))
+        stored = gb.generate(*gb.load(tmp_path / "g"))
+        apart.append(max(float((stored[k] - w).norm() / w.norm()) for k, w in weights.items()))
+    assert apart[-1] < 3e-3 and apart == pytest.approx(sorted(apart, reverse=True), rel=0.3, abs=1e-3)
 
 
 def test_after_a_spike_of_the_gradients(trained: Any, tmp_path: Path) -> None:

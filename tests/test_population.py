@@ -238,6 +238,46 @@ def test_what_vmap_cannot_run_is_refused_in_one_line() -> None:
             many(many.init(), x[:, :5] if same else torch.ones(2, 4, 5))
 
 
+def test_members_on_a_base_are_trained_as_alone() -> None:
+    """Under `torch.func.grad`, in which the base's tensors have no memory; a `GenomeModule` so, too."""
+    pnet = ZOO["mlp"].pnet().double()
+    plan = gb.make_plan(pnet, gb.periodic(2), base="own")
+    step, batch = gb.make_train_step(plan, pnet, loss_fn, adam()), ZOO["mlp"].batch(torch.float64)
+    many = gb.population(step, 2)
+    states, members = many.init([3, 4]), [step.init(3), step.init(4)]
+    assert_members(many, together(many, states, batch)[0], alone([step] * 2, members, [batch] * 2)[0], 1e-9)
+    module = gb.GenomeModule(plan, pnet)
+    leaves = {k: x.detach() for k, x in module.named_parameters()}
+    found = torch.func.grad(lambda p: loss_fn(lambda x: torch.func.functional_call(module, p, (x,)), batch))(leaves)
+    loss_fn(module, batch).backward()
+    for k, x in module.named_parameters():
+        torch.testing.assert_close(found[k], x.grad)
+
+
+def test_an_aux_keeps_what_a_donating_step_changes_and_what_is_no_number() -> None:
+    step, batch = mlp_step(loss=lambda net, x: (loss_fn(net, x), {"b": net[0].bias, "phase": "warm"}), donate=True)
+    many = gb.population(step, 2)
+    states = many.init()
+    before = states.direct["0.bias"].clone()
+    _, info = many(states, batch)
+    assert torch.equal(info.aux["b"], before) and info.aux["phase"] == "warm"
+
+
+@pytest.mark.parametrize("cls", ["SGD", "Adagrad", "RMSprop"])
+def test_a_member_whose_first_step_is_not_finite_begins_at_its_second(cls: str) -> None:
+    optimizer = gb.torch_optimizer(getattr(torch.optim, cls), **CLASSES[cls], weight_decay=0.1)
+    step, batch = mlp_step(optimizer)
+    many = gb.population(step, 2, same_batch=False)
+    rounds = [torch.stack([batch, batch * factor]) for factor in (torch.inf, 1.0, 2.0)]
+    states, member = many.init([0, 1]), step.init(1)
+    for both in rounds:
+        states, _ = many(states, both)
+        member, _ = step(member, both[1])
+    found = many.member(states, 1)
+    for k, x in member.direct.items():
+        torch.testing.assert_close(found.direct[k], x, rtol=1e-9, atol=1e-9)
+
+
 def test_an_aux_may_have_none_in_it() -> None:
     step, batch = mlp_step(loss=lambda net, batch: (loss_fn(net, batch), {"a": None, "b": (2.0, net(batch).sum())}))
     many = gb.population(step, 2)
@@ -267,6 +307,14 @@ def test_refusals() -> None:
         many(many.stack([step.init(), step(step.init(), batch)[0]]), batch)
     with pytest.raises(TypeError, match="made of a train step"):
         gb.population(step.plan, 2)  # pyright: ignore[reportArgumentType]
+    for own in (torch.randn(3, 8, 6), {"x": batch.expand(2, *batch.shape), "scale": torch.ones(())}):
+        with pytest.raises(ValueError, match="same_batch=False takes a batch for each of 2 members"):
+            gb.population(step, 2, same_batch=False)(states, own)
+    with pytest.raises(ValueError, match="wrong shape"):
+        gb.update_alignment(step.plan, step._pnet, loss_fn, states, step.init(), batch)
+    half = gb.make_train_step(*reversed(exact(ZOO["bfloat16"])[:2]), loss_fn, adam())
+    with pytest.raises(ValueError, match="which torch.bfloat16 rounds away"):
+        gb.population(half, 2, lr_factors=[1.0, 2.0])
     with pytest.raises(ValueError, match="lr_factors must be 2 finite"):
         gb.population(step, 2, lr_factors=[1.0, -1.0])
     with pytest.raises(ValueError, match="microbatches=1"):

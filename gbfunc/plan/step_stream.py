@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gbfunc.plan.statistics import codable, coded, counter_entries, counters_of, read_counters, squares_of
 from gbfunc.plan.steps import (
@@ -17,10 +18,12 @@ from gbfunc.plan.steps import (
     LEAST,
     MOST,
     OCTAVE,
+    Part,
     Quantised,
     Seen,
     Steps,
     by_leaf,
+    in_period,
     joined,
     limits_of,
     parts_of,
@@ -119,12 +122,11 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
     for part in parts:
         leaf = leaves[part.leaf]
         numbers = coded(part.leaf, leaf, seen.variances) if part.statistic else part.of(leaf)
-        most = float(numbers.abs().max()) if leaf.numel() else 0.0
-        least = LEAST if most == 0 or part.gain else math.ceil(OCTAVE * math.log2(most / LARGEST))
+        shifts, alive = shifts_of(part, seen.gains, "cpu")
+        least = _least(part, numbers, shifts, alive)
         index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
         if found is not None:
-            shifts, alive = shifts_of(part, seen.gains, "cpu")
             # What the mean square would be, were all steps equal.
             even = (part.of(found).double() * torch.exp2(-shifts.double()))[alive.expand(part.shape)]
             mean = float(even.mean()) if even.numel() else 0.0
@@ -132,6 +134,14 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         indices.append(max(LEAST, least, min(coarsest, index)))
         bits += _width_and_bits(quantise_part(part, leaf, indices[-1], seen)[0])[1]
     return Steps.of(parts, indices), bits
+
+
+def _least(part: Part, numbers: Tensor, shifts: Tensor, alive: Tensor) -> int:
+    """The smallest index with which no number of a part is past the largest integer of its step."""
+    least = OCTAVE * (in_period(part, numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
+    stored = least[alive.expand(part.shape)]
+    most = float(stored.max()) if stored.numel() else -math.inf
+    return min(MOST, max(LEAST, math.ceil(most))) if math.isfinite(most) else LEAST
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:

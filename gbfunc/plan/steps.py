@@ -212,6 +212,11 @@ def _limit(part: Part, steps: Tensor) -> Tensor:
     return (part.period / 2 / steps.double()).floor()
 
 
+def in_period(part: Part, x: Tensor) -> Tensor:
+    """Numbers of a part; where they have a period, those that are the same and nearest to 0."""
+    return x if part.period is None else x - part.period * (x / part.period).round()
+
+
 def limits_of(found: Quantised) -> list[int]:
     """The same of integers that are stored."""
     return _limit(found.part, found.steps).clamp(max=LARGEST).expand(found.part.shape)[found.live].long().tolist()
@@ -241,7 +246,7 @@ def quantise_part(part: Part, leaf: Tensor, index: int, seen: Seen) -> tuple[Qua
     steps = sizes_of(index, shifts)
     limit = torch.tensor(float(LARGEST), dtype=x.dtype, device=x.device)
     if part.period is not None:
-        x = x - part.period * (x / part.period).round()
+        x = in_period(part, x)
         limit = torch.minimum(limit, _limit(part, steps).float())
     integers = (x / steps).round().clamp(-limit, limit)
     return Quantised(part, integers, steps, shifts, alive), seen.add(part, integers, steps)

@@ -111,12 +111,14 @@ class OwnTensors:
         with torch.inference_mode(False), torch.enable_grad():
             first = _number(torch.zeros((), requires_grad=True).view(()).grad_fn)
         with watch, (hooks := _Hooks(watch)):
-            before = [x.data for x in base.values()]
+            with torch._C._DisableFuncTorch():
+                before = [x.data for x in base.values()]
             out = function(*args, **kwargs)
-        for (name, x), data in zip(base.items(), before, strict=True):
-            if [s._cdata for s in storages_of(x)] != [s._cdata for s in storages_of(data)]:
-                x.data = data
-                raise ValueError(f"{CHANGES_BASE}{name!r}")
+        with torch._C._DisableFuncTorch():
+            for (name, x), data in zip(base.items(), before, strict=True):
+                if [s._cdata for s in storages_of(x)] != [s._cdata for s in storages_of(data)]:
+                    x.data = data
+                    raise ValueError(f"{CHANGES_BASE}{name!r}")
         watch.backward(out, first, hooks.used)
         return out
 

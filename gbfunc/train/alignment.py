@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.generate import generate
-from gbfunc.genome import check_plan
+from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import Plan
 from gbfunc.pnet import RunnableNet, parameter_infos
 from gbfunc.train.gradients import LossFn, loss_and_aux, noise_of, seeded
@@ -58,6 +58,8 @@ def update_alignment(
     if not hasattr(before, "seed"):
         raise TypeError(f"before must be a TrainState, whose seed its step used, got a {type(before).__name__}")
     check_plan(plan, pnet)
+    for genome in (before, after):
+        check_genome(plan, genome)
     base, seed = plan.base_tensors(pnet), step_seed(int(before.seed), int(before.step))
     leaf = next(iter(flat_genome(before).values()))
     noise = noise_of(plan, seed, leaf)

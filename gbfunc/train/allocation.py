@@ -37,7 +37,8 @@ def allocate_steps(
     Args:
         plan: the plan.
         gnet_params: a state of its training, of Adam or another optimizer with running means of squares; the whole one.
-        genome_bytes: most bytes of the file, everything counted.
+        genome_bytes: most bytes of the file, everything counted. With its finest steps, of which a part's largest
+            number has 2,047, a genome may take fewer.
         batch_size: examples of a batch; 0 leaves the rate of the bits out of the loss.
         metadata: as of `save`, where it has any: it counts too.
 

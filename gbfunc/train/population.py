@@ -26,6 +26,7 @@ from gbfunc.trees import (
     flatten_tree,
     like_genome,
     refuse_packed,
+    tree_leaves,
     tree_map,
 )
 from gbfunc.types import Params
@@ -100,6 +101,8 @@ class Population:
                 scalar or does not depend on what is trained, or a forward that gives a buffer another shape or dtype.
         """
         refuse_packed(batch)
+        if not self._same_batch:
+            self._check_batches(batch)
         state, step = states, self.train_step
         named = checked_state(state)
         self._check(state, named)
@@ -128,6 +131,12 @@ class Population:
             factor_n = (step._options.clip_norm / (norm_n + 1e-6)).clamp(max=1.0)
             gradients = {k: g * _beside(factor_n.to(g.dtype), g) for k, g in gradients.items()}
         return self._committed(state, flat, frozen, gradients, buffers, info), info
+
+    def _check_batches(self, batch: Any) -> None:
+        for path, x in tree_leaves(batch, "batch"):
+            if isinstance(x, Tensor) and (x.ndim == 0 or len(x) != self.n):
+                what = f"a batch for each of {self.n} members: the first dimension of each of its tensors"
+                raise ValueError(f"same_batch=False takes {what}, got {tuple(x.shape)}: {path}")
 
     def _check(self, state: TrainState, named: Params) -> None:
         """Compare names and shapes with those of n members, and the members' steps with each other."""
@@ -164,10 +173,13 @@ class Population:
         leaves = _as_many(opt, shared, self.n)
         if choosing:
             new, buffers = _chosen(finite_n, new, params), _chosen(finite_n, buffers, state.buffers)
-            # The state that an optimizer makes at its first step is one of zero gradients, which is as good as none.
-            if int(opt.step) > 1:
-                kept = {k: {e: x for e, x in of.items() if (k, e) not in shared} for k, of in leaves.items()}
-                leaves = {k: of | _chosen(finite_n, kept[k], state.opt.leaves[k]) for k, of in leaves.items()}
+            before = state.opt.leaves
+            if int(opt.step) == 1:
+                # The state that an optimizer makes at its first step, of zeros, is as good as none.
+                zeros = {k: torch.zeros_like(x) for k, x in params.items()}
+                before = step._optimizer.update(zeros, _as_one(state.opt, shared), zeros, step._roles)[1].leaves
+            kept = {k: {e: x for e, x in of.items() if (k, e) not in shared} for k, of in leaves.items()}
+            leaves = {k: of | _chosen(finite_n, kept[k], before[k]) for k, of in leaves.items()}
         opt = state.opt._replace(step=state.opt.step + 1, leaves=leaves)
         return like_genome(new | frozen, state)._replace(buffers=buffers, opt=opt, step=state.step + 1)
 
@@ -209,7 +221,9 @@ def population(
 ) -> Population:
     """Train n genomes in one vmapped step: seeds, learning rates or batches side by side.
 
-    Each member is trained as `train_step` would train it, up to rounding; dropout alone draws other numbers.
+    Each member is trained as `train_step` would train it, up to rounding; dropout alone draws other numbers. A member
+    whose loss or gradient is not finite stays as it was, but its optimizer's count of steps, such as that of Adam's
+    bias correction, goes on with the others'.
 
     Args:
         train_step: the step of one genome, without a mesh, microbatches, remat or compile.
@@ -254,4 +268,8 @@ def population(
         factors = torch.as_tensor(lr_factors, dtype=torch.float64)
         if factors.shape != (n,) or not (factors.isfinite() & (factors >= 0)).all():
             raise ValueError(f"lr_factors must be {n} finite numbers >= 0, got {factors.tolist()}")
+        leaves = train_step.plan.leaves
+        if short := [k for k in train_step._trained if leaves[k].element_size() < 4]:
+            dtype = leaves[short[0]].dtype
+            raise ValueError(f"lr_factors multiply steps, which {dtype} rounds away: {short[0]!r} needs float32")
     return Population(train_step, n, factors, same_batch)

@@ -10,9 +10,11 @@ from torch.func import grad, vmap
 
 from gbfunc.genome import Noise
 from gbfunc.plan import Plan
-from gbfunc.train.gradients.loss import GenomeLoss, noise_of, seeded
+from gbfunc.train.gradients.loss import GenomeLoss, Given, noise_of, seeded
 from gbfunc.trees import tree_leaves, tree_map
 from gbfunc.types import Params
+
+_NUMBERS = (Tensor, bool, int, float, complex)
 
 
 class Batched:
@@ -34,7 +36,7 @@ class Batched:
         generator = self._loss.generator
         generator.prepare(frozen | trained)
 
-        # Beside tensors an aux may have None, which torch.func does not return.
+        # Beside tensors an aux may have None and texts, which torch.func does not return.
         structure: list[Any] = []
 
         def one(frozen: Params, trained: Params, noise: Noise | None, buffers: Params, small: Any) -> Any:
@@ -42,7 +44,8 @@ class Batched:
                 weights = generator(frozen | trained, noise)
                 loss, aux = self._loss.on(weights, buffers, batch if self._same else small)
                 structure.append(aux)
-                return loss * self._scale, (loss, [torch.as_tensor(x) for _, x in tree_leaves(aux)], buffers)
+                numbers = [torch.as_tensor(x) for _, x in tree_leaves(aux) if isinstance(x, _NUMBERS)]
+                return loss * self._scale, (loss, numbers, buffers)
 
             return grad(loss_of, has_aux=True)(trained, buffers)
 
@@ -56,8 +59,10 @@ class Batched:
                 self._loss.gradients(loss_n.sum(), [])
             else:
                 self._loss.check_own([])
-        tensors = iter(aux)
-        aux = tree_map(lambda x: next(tensors), structure[-1])
-        found = loss_n, aux, {k: g / self._scale for k, g in gradients.items()}, buffers
+        numbers = iter(aux)
+        aux = tree_map(lambda x: next(numbers) if isinstance(x, _NUMBERS) else x, structure[-1])
+        aux = Given(frozen | trained, None, buffers, None, 1, True).detached(aux)
+        found = loss_n, {k: g / self._scale for k, g in gradients.items()}, buffers
         # The graph of what the loss reads of other modules.
-        return tree_map(torch.detach, found)
+        loss_n, gradients, buffers = tree_map(torch.detach, found)
+        return loss_n, aux, gradients, buffers
