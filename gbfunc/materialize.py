@@ -48,7 +48,8 @@ def materialize(
     # A layer with factors has no use for the memory of its weight: one entry stands there until it is removed.
     kept = [t for t in plan.tensors if t.name in forms]
     weights |= {t.name: torch.zeros((), dtype=DTYPES[t.dtype]).expand(t.shape) for t in kept}
-    buffers = dict(genome.buffers) | ({} if base is None else base.on(next(iter(weights.values())).device)[1])
+    buffers = {b.name: genome.buffers[b.name].to(DTYPES[b.dtype]) for b in plan.buffers}
+    buffers |= {} if base is None else base.on(next(iter(weights.values())).device)[1]
     net = with_weights(pnet, weights, buffers, bare=forms)
     install(net, forms, shown=False)
     watch_first_call(net, pnet)

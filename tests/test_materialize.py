@@ -155,3 +155,11 @@ def test_the_check_of_a_trace_is_a_first_call() -> None:
     net = gb.materialize(plan, gb.init_genome(plan, pnet), pnet)
     with pytest.raises(TracingCheckError, match="reads its parameter 'last.weight'"):
         traced(net, x)
+
+
+def test_a_genome_that_was_cast_gives_a_network_of_the_plans_dtypes() -> None:
+    pnet = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    plan = gb.make_plan(pnet, gb.periodic(2))
+    net = gb.materialize(plan, gb.GenomeModule(plan, pnet).double().to_genome(), pnet)
+    assert {x.dtype for x in net.state_dict().values()} == {torch.float32, torch.int64}
+    assert net(torch.randn(8, 6)).dtype is torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
@@ -14,15 +15,19 @@ from torch import Tensor
 from gbfunc.parallel import CollectiveError, Layout
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, Result
 from gbfunc.train.gradients.proof import (
+    NUMBERS,
+    PLAIN,
     as_vector,
     changes_of,
     gradient_and_changes,
     largest_distance,
-    restored_numbers,
+    restored,
     rounding_of,
 )
 
 _FAILS = "compiled by torch.compile, the step fails, and the code as it is does not: pass compile=False"
+
+_WRONG = "torch.autograd.grad inside of a forward or loss is known to be wrong there: pass compile=False"
 
 Graph = Callable[[Given, list[Tensor]], Result]
 
@@ -88,7 +93,7 @@ class CompiledGraph(OneGraph):
         what = max(apart, key=lambda name: apart[name])
         raise ValueError(
             f"compiled by torch.compile, the {what} is {apart[what]:.2g} of its norm away from that of the code as "
-            "it is (torch.autograd.grad inside of a forward is known to be wrong there): pass compile=False"
+            f"it is ({_WRONG})"
         )
 
     def _as_two(self, given: Given, wanted: list[Tensor]) -> Result:
@@ -122,13 +127,28 @@ class CompiledGraph(OneGraph):
         Compiled code would not refuse what changes the p-net, or reads other tensors. What the first call leaves shows
         in the second.
         """
+        net, inside = self.loss.net, False
+
+        def called(frame: Any, event: str, _: Any) -> None:
+            nonlocal inside
+            inside = inside or (event == "call" and frame.f_code is torch.autograd.grad.__code__)
 
         def gradients(given: Given, wanted: list[Tensor]) -> Gradients:
-            with self.loss.net.kept_open(), restored_numbers(self.loss.net.skeleton):
-                return self._result(given, wanted, *self.loss(given)).gradients
+            profile = sys.getprofile()
+            with net.kept_open(), restored(net.skeleton, self.loss.function, NUMBERS):
+                sys.setprofile(called if profile is None else profile)
+                try:
+                    loss, aux = self.loss(given)
+                finally:
+                    sys.setprofile(profile)
+                return self._result(given, wanted, loss, aux).gradients
 
-        (gradient, changes), again = (gradient_and_changes(gradients, given, wanted, seed) for seed in range(2))
-        self.loss.net.compiled = True
+        # Numbers alone are put back between the two, and all after them: a flag says that something is there by now.
+        with restored(net.skeleton, self.loss.function, PLAIN):
+            (gradient, changes), again = (gradient_and_changes(gradients, given, wanted, seed) for seed in range(2))
+        if inside and not torch.equal(gradient, again[0]):
+            raise ValueError(f"with random numbers, compiled code is not compared with the code as it is, and {_WRONG}")
+        net.compiled = True
         return _where_equal(gradient, again[0]), _where_equal(changes, again[1])
 
     def _with_collectives(self, wanted: list[Tensor]) -> AbstractContextManager[None]:
@@ -142,7 +162,11 @@ class CompiledGraph(OneGraph):
 def _may_be_the_compilers(error: Exception, first: bool) -> bool:
     """Whether code that is compiled otherwise may do: later on, if nothing has run."""
     tracing: Any = torch._dynamo.exc  # pyright: ignore[reportAttributeAccessIssue]
-    return not isinstance(error, CollectiveError) and (first or isinstance(error, tracing.TorchDynamoException))
+    # Not of their class, where too many values came.
+    limit = getattr(tracing, "FailOnRecompileLimitHit", ())
+    return not isinstance(error, CollectiveError) and (
+        first or isinstance(error, (tracing.TorchDynamoException, limit))
+    )
 
 
 def _where_equal(x: Tensor, y: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class GenomeLoss:
         adapt: Callable[[nn.Module], Collection[str]] = lambda net: (),
         submodule_call_error: str = "",
     ) -> None:
-        self._loss_fn, self._amp = loss_fn, options.amp
+        self.function, self._amp = loss_fn, options.amp
         base = layout.plan.base_tensors(pnet)
         self.generator = make_generator(
             layout.plan,
@@ -187,7 +187,7 @@ class GenomeLoss:
     def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights; buffers are updated."""
         with self._autocast(weights) if self._amp else nullcontext():
-            out = self.net.run(weights, buffers, self._loss_fn, batch)
+            out = self.net.run(weights, buffers, self.function, batch)
         loss, aux = self._loss_and_aux(out)
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)

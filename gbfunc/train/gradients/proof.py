@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,24 +133,70 @@ def _evaluating(*nets: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+NUMBERS = (int, float, complex)
+PLAIN = (*NUMBERS, bool, str)
+
+
 @contextmanager
-def restored_numbers(net: nn.Module) -> Iterator[None]:
-    """Put back what modules keep of Python's numbers: calls inside of this are none of the user's."""
+def restored(net: nn.Module, function: Callable[..., Any], kinds: tuple[type, ...]) -> Iterator[None]:
+    """Put back what modules keep of Python's values of these kinds, and functions in what they name: calls are none.
 
-    def numbers(module: nn.Module) -> dict[str, Any]:
-        # Not flags, which say that something is there by now.
-        return {k: x for k, x in vars(module).items() if type(x) in (int, float, complex)}
+    Of a function, its attributes, the object that it is a method of, what it closes over, and globals.
+    """
 
-    before = [(module, numbers(module)) for module in net.modules()]
+    def plain(module: nn.Module) -> dict[str, Any]:
+        return {k: x for k, x in vars(module).items() if type(x) in kinds}
+
+    before = [(module, plain(module)) for module in net.modules()]
+    collections = [x for module in net.modules() for x in vars(module).values() if bool in kinds and _is_collection(x)]
+    body = getattr(function, "__func__", function)
+    cells = [(cell, cell.cell_contents) for cell in getattr(body, "__closure__", None) or () if cell != CellType()]
+    names = body.__code__.co_names if isinstance(body, FunctionType) else ()
+    globals_ = [body.__globals__[k] for k in names if k in body.__globals__]
+    state = [*collections, function, getattr(function, "__self__", None), *globals_, *(x for _, x in cells)]
+    undo = [_undo(x) for x in state]
     try:
         yield
     finally:
         for module, own in before:
-            for name in numbers(module):
+            for name in plain(module):
                 if name in own:
                     vars(module)[name] = own[name]
                 elif hasattr(type(module), name):
                     del vars(module)[name]
+        for cell, x in cells:
+            cell.cell_contents = x
+        for put_back in undo:
+            put_back()
+
+
+def _is_collection(x: Any) -> bool:
+    return type(x) in (list, dict, set)
+
+
+def _undo(x: Any) -> Callable[[], Any]:
+    """What makes a collection, a tensor, or an object and what it has of those, again what it is now."""
+    if isinstance(x, Tensor):
+        numbers = x.detach().clone()
+        return lambda: x.data.copy_(numbers)
+    if isinstance(x, list | set):
+        items = x.copy()
+        return lambda: x.__init__(items)
+    own = x if type(x) is dict else {} if isinstance(x, _OTHERS) else getattr(x, "__dict__", {})
+    before = dict(own)
+    inner = [_undo(v) for v in before.values() if own is not x and (_is_collection(v) or isinstance(v, Tensor))]
+
+    def put_back() -> None:
+        for name in own.keys() - before.keys():
+            del own[name]
+        own.update({k: v for k, v in before.items() if own.get(k) is not v})
+        for undo in inner:
+            undo()
+
+    return put_back
+
+
+_OTHERS = (type, ModuleType, nn.Module, Tensor)
 
 
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,135 @@
+"""The first compiled step is compared with the code as it is, whose calls leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gbfunc as gb
+from tests.support.zoo import SGD
+
+pytestmark = pytest.mark.usefixtures("graphs_alone")
+BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3 + 5
+
+
+class FirstBatch(nn.Module):
+    """Scales by what its first batch is like."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.ready = nn.Linear(6, 3), False
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        if not self.ready:
+            self.mean.copy_(h.detach().mean(0))
+            self.ready = True
+        return h - self.mean
+
+
+class Remembering(nn.Linear):
+    """Counts its calls in a list and a dict, and has a flag."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.calls, self.counts, self.first = list[int](), {"n": 0}, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        self.counts["n"] += 1
+        factor = len(self.calls) * self.counts["n"] * (5.0 if self.first else 1.0)
+        self.first = False
+        return super().forward(x) * factor
+
+
+def square(net: Any, x: Tensor) -> Tensor:
+    return net(x).square().mean()
+
+
+class Rising:
+    """A loss that rises with its calls."""
+
+    calls = 0
+
+    def __call__(self, net: Any, x: Tensor) -> Tensor:
+        self.calls += 1
+        return square(net, x) * self.calls
+
+
+def closure() -> Callable[..., Tensor]:
+    calls: list[int] = []
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        calls.append(1)
+        return square(net, x) * len(calls)
+
+    return loss
+
+
+def losses(make: Callable[[], nn.Module], loss_fn: Any, compile: bool, steps: int = 3) -> tuple[list[float], Any]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pnet = make().double()
+    step = gb.make_train_step(gb.make_plan(pnet, gb.low_rank(1)), pnet, loss_fn, SGD, compile=compile)
+    state, found = step.init(), []
+    for _ in range(steps):
+        state, info = step(state, BATCH)
+        found += [float(info.loss), float(info.grad_norm)]
+    return found, state.buffers
+
+
+@pytest.mark.parametrize(
+    ("pnet", "loss"),
+    [
+        (FirstBatch, lambda: square),
+        (Remembering, lambda: square),
+        (lambda: nn.Linear(6, 3), Rising),
+        (lambda: nn.Linear(6, 3), closure),
+    ],
+    ids=["flag", "collections", "loss", "closure"],
+)
+def test_what_the_comparison_calls_leaves_no_trace(pnet: Callable[[], nn.Module], loss: Callable[[], Any]) -> None:
+    torch._dynamo.reset()
+    (found, buffers), (expected, wanted) = (losses(pnet, loss(), compile) for compile in (True, False))
+    assert found == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(buffers, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_gradient_inside_of_a_random_loss_is_refused() -> None:
+    """Compiled it was another gradient, and random numbers let nothing be compared."""
+
+    def penalty(net: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = net(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.square().mean() + gradient.square().mean()
+
+    with pytest.raises(ValueError, match="with random numbers, compiled code is not compared .* pass compile=False"):
+        losses(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 1)), penalty, True)
+
+
+def test_a_number_that_changes_at_every_step_ends_no_training() -> None:
+    config: Any = torch._dynamo.config
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+
+    def cooling() -> Callable[..., Tensor]:
+        held = {"t": 1.0}
+
+        def loss(net: Any, x: Tensor) -> Tensor:
+            held["t"] /= 2
+            return square(net, x) * held["t"]
+
+        return loss
+
+    torch._dynamo.reset()
+    with config.patch({name: 2}):
+        found, expected = (losses(lambda: nn.Linear(6, 3), cooling(), compile, steps=5)[0] for compile in (True, False))
+    assert found == pytest.approx(expected, rel=1e-9)
