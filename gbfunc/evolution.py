@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gbfunc.extras import import_extra
 from gbfunc.generate import make_generator
@@ -99,11 +100,15 @@ class GenomeProblem(Problem):
         fresh = init_genome(plan, pnet, seed)
         genome = fresh if start is None else start
         check_genome(plan, genome)
+        for name, module in pnet.named_modules():
+            if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+                raise ValueError(f"{name!r} changes its running statistics, which members share: pnet.eval()")
         if chunk is not None and (type(chunk) is not int or chunk < 1):
             raise ValueError(f"chunk must be a positive number of members, got {chunk!r}")
         self.plan, self.evaluations, self._sense = plan, 0, sense
         self.start_P, self._unflatten = flatten(genome)
-        self.steps_P = _steps(plan, genome, steps)
+        frozen = {f"{DIRECT}{k}" for k, p in pnet.named_parameters() if not p.requires_grad}
+        self.steps_P = _steps(plan, genome, steps, frozen)
         self.pnet, self._loss_fn, self._batches, self._chunk = pnet, loss_fn, iter(batches), chunk
         self._buffers = {k: v.detach() for k, v in genome.buffers.items()}
         base = plan.base_tensors(pnet)
@@ -176,8 +181,8 @@ class GenomeProblem(Problem):
         values[0] = 0.0
 
 
-def _steps(plan: Plan, genome: GenomeLike, steps: Mapping[str, float]) -> Tensor:
-    """What z = 1 stands for, of every number of the genome's vector [P]."""
+def _steps(plan: Plan, genome: GenomeLike, steps: Mapping[str, float], frozen: Collection[str]) -> Tensor:
+    """What z = 1 stands for, of every number of the genome's vector [P]; of what is frozen, nothing."""
     bad = {k: v for k, v in steps.items() if k not in STEPS or not (math.isfinite(v) and v > 0)}
     if bad or STEPS.keys() - steps.keys():
         raise ValueError(f"steps must give a positive number for each of {', '.join(STEPS)}, got {dict(steps)}")
@@ -189,7 +194,8 @@ def _steps(plan: Plan, genome: GenomeLike, steps: Mapping[str, float]) -> Tensor
         x = leaf.detach()
         if x.is_floating_point():
             deviation = float(x.std(correction=0)) if x.numel() > 1 else 0.0
-            sizes[name] = torch.full_like(x, steps[roles[name]] * (deviation if deviation > 0 else 1.0))
+            size = 0.0 if name in frozen else steps[roles[name]] * (deviation if deviation > 0 else 1.0)
+            sizes[name] = torch.full_like(x, size)
     return torch.cat([sizes[k].reshape(-1) for k in sorted(sizes)])
 
 

@@ -130,7 +130,7 @@ def test_predict_reads_arrays_and_images(genome: str, tmp_path: Path, capsys: py
     assert float(chance) == pytest.approx(float(best[1]), abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["16.PNG", "16.pgm", "16.tiff", "alpha.png", "palette.png"])
+@pytest.mark.parametrize("name", ["16.PNG", "16.pgm", "16.tiff", "alpha.png", "palette.png", "turned.png"])
 def test_pictures_of_any_kind_show_the_same(
     name: str, genome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,8 +139,11 @@ def test_pictures_of_any_kind_show_the_same(
     # Black ink that covers what the digit leaves dark, on a transparent ground.
     ink = Image.fromarray(np.stack([np.zeros_like(grey), 255 - grey], 2), "LA")
     kinds = {"16": Image.fromarray(grey.astype(np.uint16) * 257), "alpha": ink, "palette": plain.quantize(256)}
+    kinds["turned"] = plain.rotate(90)
     plain.save(tmp_path / "plain.png")
-    kinds[name.partition(".")[0]].save(tmp_path / name)
+    kind, exif = name.partition(".")[0], Image.Exif()
+    exif[0x0112] = 6 if kind == "turned" else 1  # How the camera was held.
+    kinds[kind].save(tmp_path / name, exif=exif)
     lines = told(capsys, "predict", "--genome", genome, "--top", 10, tmp_path / "plain.png", tmp_path / name)
     assert len({line.partition("\t")[2] for line in lines}) == 1
 

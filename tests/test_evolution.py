@@ -205,6 +205,20 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         problem(**options)
 
 
+def test_frozen_parameters_stay_and_norms_that_count_batches_are_refused() -> None:
+    plan, pnet = small()
+    before = dict(pnet.named_parameters())
+    before["2.bias"].requires_grad_(False)
+    p = GenomeProblem(plan, pnet, loss_fn, batches())
+    after = dict(p.net(mutants(p)[0]).named_parameters())
+    assert [torch.equal(before[k], after[k]) for k in ("0.bias", "2.bias")] == [False, True]
+    normed = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    plan = gb.make_plan(normed, gb.periodic(2))
+    with pytest.raises(ValueError, match=r"'1' changes its running statistics, .*: pnet.eval"):
+        GenomeProblem(plan, normed, loss_fn, batches())
+    GenomeProblem(plan, normed.eval(), loss_fn, batches())
+
+
 def test_a_foreign_start_and_an_end_of_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="does not fit the plan"):
         problem(start=gb.init_genome(*small("relu")))

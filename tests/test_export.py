@@ -179,6 +179,13 @@ def test_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     assert made.max_error is not None and made.max_error <= 1e-15
 
 
+def test_a_loop_whose_result_is_a_value_from_outside(tmp_path: Path) -> None:
+    """As torch writes bags of embeddings."""
+    pnet = nn.Sequential(nn.EmbeddingBag(10, 4), nn.Linear(4, 3))
+    made = gb.export(tmp_path / "net.onnx", *grown(pnet), torch.randint(10, (2, 4)))
+    assert made.max_error is not None and made.max_error <= 1e-5
+
+
 def test_what_a_runtime_cannot_run_is_told_in_one_line(tmp_path: Path) -> None:
     net, x = grown(mlp(torch.bfloat16)), torch.randn(2, 12, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="runtime cannot run it .*; check=False") as told:

@@ -219,6 +219,10 @@ def own_nets() -> dict[str, nn.Sequential]:
             nn.AvgPool2d(1, (1, 2)),
             head,
         ),
+        "twice": nn.Sequential(
+            nn.Conv2d(3, 4, 3, 3), norm := nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), norm, nn.Flatten(),
+            nn.LayerNorm(64, elementwise_affine=False), nn.Linear(64, 10),
+        ),
         "means": nn.Sequential(
             nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8, affine=False), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
             nn.BatchNorm1d(8), nn.Linear(8, 10),
@@ -227,7 +231,7 @@ def own_nets() -> dict[str, nn.Sequential]:
 
 
 @needs_node
-@pytest.mark.parametrize("name", ["plain", "nested", "means"])
+@pytest.mark.parametrize("name", ["plain", "nested", "twice", "means"])
 def test_outputs_of_networks_of_ones_own(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     net = own_nets()[name].eval()
@@ -238,7 +242,7 @@ def test_outputs_of_networks_of_ones_own(tmp_path: Path, name: str) -> None:
     path = tmp_path / "genome"
     gb.save(path, plan, genome, dtype="int8", metadata={"pnet": "my_work:net"})
     inputs = list(torch.randn(3, 3, 20, 20))
-    said = one_in_node(path, inputs, networks={"my_work:net": layers_in_a_row(net)})
+    said = one_in_node(path, inputs, networks={"my_work:net": page.network(layers_in_a_row(net), {})})
     check_weights(said, path)
     with torch.no_grad():
         expected = gb.materialize(*gb.load(path), net).eval()(torch.stack(inputs))
@@ -258,7 +262,28 @@ def test_a_description_of_another_network_is_refused(tmp_path: Path) -> None:
         ),
         ([["linear", "0"], ["cubed"]], 'not in the browser yet: layers "cubed"'),
     ):
-        assert one_in_node(path, [torch.zeros(1, 6)], networks={"mine": layers})["refused"] == message
+        assert one_in_node(path, [torch.zeros(1, 6)], networks={"mine": page.network(layers, {})})["refused"] == message
+
+
+@needs_node
+def test_a_description_is_of_its_options_alone(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
+    plan, genome = grown(net, hypernet=gb.periodic(2))
+    said = {"pnet": "mine", "pnet_config": {"act": "ReLU", "sizes": [1.0, {"b": 2, "a": None}]}}
+    described = {"mine": page.network(layers_in_a_row(net), said)}
+    for config, refused in ((said["pnet_config"], None), ({"act": "Tanh"}, 'the network "mine" with other options')):
+        gb.save(tmp_path / "genome", plan, genome, metadata=said | {"pnet_config": config})
+        found = one_in_node(tmp_path / "genome", [torch.zeros(1, 6)], networks=described)
+        assert refused is None and len(found["outputs"]) == 1 or refused in found["refused"]
+
+
+def test_what_no_page_grows_is_refused_before_it_is_written() -> None:
+    for net, words in (
+        (nn.Linear(4, 3).bfloat16(), "weights of bfloat16"),
+        (nn.Linear(9_000, 8_000, device="meta"), "a browser grows up to 64,000,000 weights"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            page.check(gb.make_plan(net, gb.periodic(1)))
 
 
 class Doubled(nn.Sequential):

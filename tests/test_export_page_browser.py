@@ -269,6 +269,62 @@ def test_a_network_of_ones_own_runs(
     assert "'2' is Softplus" in capsys.readouterr().out
 
 
+DROP = """([place, files]) => {
+  const data = new DataTransfer();
+  for (const [name, bytes] of files) data.items.add(new File([new Uint8Array(bytes)], name));
+  document.querySelector(place).dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true }));
+}"""
+
+
+def genome_of_images(path: Path, shape: tuple[int, ...], outputs: int, **said: Any) -> Path:
+    """The file of a genome of an mlp for images of one channel."""
+    pnet = find_pnet("mlp", Interface(shape, outputs), {"hidden": [9]})
+    plan = gb.make_plan(net := pnet.build(0), gb.periodic(3))
+    known = {"task": "mine", "pnet": "mlp", "interface": [list(shape), outputs], "mean": 30.0, "std": 70.0}
+    gb.save(path, plan, gb.init_genome(plan, net, seed=0), metadata=known | said)
+    return path
+
+
+def test_of_genomes_that_are_dropped_the_last_is_shown(tab: Any, tmp_path: Path, digits: Path) -> None:
+    """Files whose names say nothing, on the page and where an image may be dropped."""
+    small = genome_of_images(tmp_path / "small.genome", (1, 8, 8), 4)
+    opened(tab, digits / "net.html")
+    large = (digits / "genome.safetensors").read_bytes()
+    tab.evaluate(DROP, ["body", [["large", list(large)]]])
+    tab.evaluate(DROP, ["#classifier", [["small", list(small.read_bytes())]]])
+    tab.locator("#network-note", has_text="mlp, for mine").wait_for()
+    assert tab.inner_text("h1").startswith("625 weights")
+    tab.wait_for_timeout(300)
+    assert tab.locator("#bars li").count() == 4 and not tab.locator("#alert").is_visible()
+    tab.evaluate(DROP, ["body", [["notes.txt", [1, 2, 3]]]])
+    tab.locator("#alert", has_text="Not opened: notes.txt is no genome.").wait_for()
+
+
+def test_images_are_seen_as_by_predict(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wide ones, in which a drawing stands in the middle; black ink on a transparent ground."""
+    genome = genome_of_images(tmp_path / "genome", (1, 16, 32), 10)
+    (tmp_path / "net.html").write_text(page(genome.read_bytes()), encoding="utf-8")
+    opened(tab, tmp_path / "net.html")
+    ink = np.zeros((16, 32, 4), np.uint8)
+    ink[3:12, 20:24, 3] = 255
+    image.fromarray(ink, "RGBA").save(tmp_path / "ink.png")
+    assert main(["predict", "--genome", str(genome), "--task", "mine", str(tmp_path / "ink.png")]) in (0, 2)
+    told = capsys.readouterr().out.split("\t")
+    tab.set_input_files("#image", tmp_path / "ink.png")
+    tab.locator("#answer", has_text=f"{told[1]}, ").wait_for()
+    assert max(answers(tab)) == pytest.approx(float(told[2]), abs=0.01)
+    box = tab.locator("#draw").bounding_box()
+    tab.mouse.move(box["x"] + 20, box["y"] + 20)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 20, box["y"] + 120)
+    tab.mouse.up()
+    tab.locator("#answer", has_text="%").wait_for()
+    seen = tab.evaluate("Array.from(document.querySelector('#seen').getContext('2d').getImageData(0, 0, 32, 16).data)")
+    pixels = np.array(seen, float).reshape(16, 32, 4)[..., 0]
+    middle = [float((pixels.sum(1 - axis) * np.arange(pixels.shape[axis])).sum() / pixels.sum()) for axis in (0, 1)]
+    assert middle == pytest.approx([8, 16], abs=0.6)
+
+
 def test_a_language_model_writes_as_torch_does(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog <and back>.\n" * 200, encoding="utf-8")
@@ -296,3 +352,9 @@ def test_a_language_model_writes_as_torch_does(tab: Any, tmp_path: Path, capsys:
     tab.fill("#prompt", "THE")
     tab.click("#write")
     tab.locator("#text", has_text='The network knows no "T", "H", "E".').wait_for()
+    tab.fill("#prompt", "the quick")
+    tab.click("#write")
+    tab.set_input_files("#file", out / "genome.safetensors")
+    tab.locator("#text:empty").wait_for(state="attached")
+    tab.wait_for_timeout(200)
+    assert tab.locator("#text").text_content() == ""

@@ -63,6 +63,18 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             read_qr(path)
 
 
+def test_codes_on_a_transparent_ground_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    write_qr(tmp_path / "code.png", noise(50), PAGE)
+    code = image.open(tmp_path / "code.png").convert("LA")
+    code.putalpha(code.getchannel("L").point(lambda v: 255 - v))
+    code.save(tmp_path / "ink.png")
+    assert read_qr(tmp_path / "ink.png") == noise(50)
+    write_qr(tmp_path / "code.svg", noise(50), PAGE)
+    assert main(["eval", "--genome", str(tmp_path / "code.svg")]) == 2
+    assert "is no picture in pixels, of which codes are read: make it a .png" in capsys.readouterr().err
+
+
 def test_commands_take_a_code_for_a_genome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--pnet-config", '{"hidden": [12]}', "--genome-params", "150", "--epochs", "1", "--dtype", "int7"]
     assert main(["train", *small, "--seed", "0", "--out", str(tmp_path)]) == 0

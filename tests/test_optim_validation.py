@@ -245,6 +245,9 @@ def test_a_tile_needs_a_leading_dimension() -> None:
         ({"lr": -0.1}, ValueError, "lr must be finite and >= 0, got -0.1"),
         ({"cycle_momentum": True}, ValueError, "only the learning rate"),
         ({"warm": 3}, ValueError, "OneCycleLR refuses its options.*warm"),
+        ({"epochs": 1, "steps_per_epoch": 2}, ValueError, "total.*steps is 2"),
+        ({"scheduler_cls": lr_scheduler.StepLR, "step_size": 0}, ValueError, "StepLR refuses its options"),
+        ({"scheduler_cls": lr_scheduler.LRScheduler}, ValueError, "refuses its options: NotImplementedError"),
     ],
 )
 def test_clear_errors_of_schedules(changed: dict[str, Any], error: type[Exception], message: str) -> None:

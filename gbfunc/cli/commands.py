@@ -44,12 +44,16 @@ class Command:
         import_module(f"gbfunc.cli.{type(self).__name__.lower()}").run(self)
 
 
+_SHIPS = (".html", ".png", ".jpg", ".jpeg", ".webp", ".svg")
+"""Suffixes of pages and pictures, which may have a genome in them."""
+
+
 class GenomeCommand(Command):
     """Options of a command that takes a genome."""
 
     def run(self: Any) -> None:
         """Do what the options say, with the genome in a page or a QR code where they name one."""
-        if self.genome.suffix.lower() not in (".html", ".png"):
+        if self.genome.suffix.lower() not in _SHIPS:
             return Command.run(self)
         from gbfunc.export.qr import shipped_genome
 

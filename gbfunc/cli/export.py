@@ -16,10 +16,11 @@ from gbfunc.cli.networks import read_genome
 from gbfunc.cli.output import open_folder
 from gbfunc.cli.predict import task_of
 from gbfunc.export import export_module, page
-from gbfunc.export.page.layers import Layer, layers_in_a_row
+from gbfunc.export.page.layers import layers_in_a_row
 from gbfunc.export.qr import write_qr
 from gbfunc.files import replace_file
 from gbfunc.tasks.pnets import Interface
+from gbfunc.types import JSON
 
 _ROWS = 4
 """Examples that the program is traced with, and tried on."""
@@ -64,7 +65,7 @@ def _to_browser(options: Export) -> None:
             write_qr(options.out, data, options.qr)
         print(f"{options.out}: the code of {options.qr} with the {len(data):,} bytes of the genome")
         return
-    networks: dict[str, list[Layer]] = {}
+    networks: dict[str, JSON] = {}
     unknown = ""
     if said.get("pnet") not in page.PNETS:
         try:
@@ -78,7 +79,7 @@ def _to_browser(options: Export) -> None:
     print(f"{options.out}: {len(text):,} bytes, the genome has {len(data):,}{unknown}")
 
 
-def _described(options: Export, said: Mapping[str, Any]) -> dict[str, list[Layer]]:
+def _described(options: Export, said: Mapping[str, Any]) -> dict[str, JSON]:
     """The p-net of one's own for a page, by its name in the genome's file; `ValueError` for one that no page runs."""
     interface, name = said.get("interface"), said.get("pnet")
     if not (isinstance(interface, list) and isinstance(interface[0], list) and {"mean", "std"} <= said.keys()):
@@ -87,11 +88,11 @@ def _described(options: Export, said: Mapping[str, Any]) -> dict[str, list[Layer
         raise ValueError("the genome's file does not name it (pnet)")
     shape, outputs = interface[0], interface[1]
     _, _, net = read_genome(options.genome, options, load=lambda data: task_of(data, said))
-    layers = layers_in_a_row(net)
+    network = page.network(layers_in_a_row(net), said)
     made = net(torch.zeros(1, *shape))
     if made.shape != (1, outputs):
         raise ValueError(f"it makes {list(made.shape)} of one example, expected [1, {outputs}]")
-    return {str(name): layers}
+    return {str(name): network}
 
 
 def _alphabet(options: Export) -> str:

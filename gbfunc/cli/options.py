@@ -78,7 +78,7 @@ class GenomeFileOptions(DataOptions):
     your own."""
 
     genome: Annotated[Path, arg(metavar="FILE")]
-    """The genome, as `gbfunc train --out` writes it; or a page or QR code (.html, .png) of `gbfunc export` with one."""
+    """The genome, as `gbfunc train --out` writes it; or `gbfunc export`: a page, or a picture of a QR code."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from gbfunc.cli.commands import Predict
 from gbfunc.cli.job import load_task, read_json
 from gbfunc.cli.networks import read_genome
 from gbfunc.cli.options import DataOptions
-from gbfunc.export.qr import read_qr
+from gbfunc.export.qr import opaque, read_qr
 from gbfunc.tasks import Task, logits_of
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.tasks.texts import pretrained_tokens
@@ -129,11 +129,12 @@ def _images(path: Path, shape: tuple[int, ...], white: float) -> Iterator[tuple[
 
 def _picture(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """An image's file as [C, h, w], 0 to 255, in the task's size."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     channels, rows, cols = shape
     try:
         with Image.open(path) as image:
+            ImageOps.exif_transpose(image, in_place=True)  # As the camera was held.
             shown = _in_8_bits(image).convert("L" if channels == 1 else "RGB")
             pixels = np.asarray(shown.resize((cols, rows)), np.float32)
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
@@ -152,9 +153,7 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
         raise ValueError(f"its pixels must have 8 or 16 bits, got mode {image.mode}, which has no white: save it so")
     if sixteen:
         return Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
-    if image.has_transparency_data:
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-    return image
+    return opaque(image)
 
 
 def _is_code(path: Path) -> bool:

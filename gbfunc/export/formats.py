@@ -89,8 +89,11 @@ def to_onnx(traced: Traced) -> bytes:
     model = made.model
     # Not `optimize`, whose rule for a product between reshapes made other weights of a tiled MLP g-net (0.7.2).
     optimizer.fold_constants(model, input_size_limit=_FOLDED, output_size_limit=_FOLDED)
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    inner = any(x.type in graphs for node in model.graph for x in node.attributes.values())
     for change in (
-        passes.IdentityEliminationPass(),
+        # Of a loop whose result is a value from outside it leaves a graph that no runtime takes (onnx_ir 1.1).
+        *([] if inner else [passes.IdentityEliminationPass()]),
         passes.DeduplicateInitializersPass(),
         passes.CommonSubexpressionEliminationPass(),
         passes.RemoveUnusedNodesPass(),

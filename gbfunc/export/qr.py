@@ -57,7 +57,7 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
         raise FileNotFoundError(f"no such picture: {os.fspath(path)!r}")
     try:
         with image.open(path) as picture:
-            codes: list[Any] = zxing.read_barcodes(picture.convert("L"), formats=zxing.BarcodeFormat.QRCode)
+            codes: list[Any] = zxing.read_barcodes(opaque(picture).convert("L"), formats=zxing.BarcodeFormat.QRCode)
     except (OSError, ValueError, image.DecompressionBombError) as error:
         raise ValueError(f"{os.fspath(path)!r} is no picture that can be read: {error}") from error
     if len(codes) != 1:
@@ -71,9 +71,20 @@ def read_qr(path: str | os.PathLike[str]) -> bytes:
     raise ValueError(f"the code in {os.fspath(path)!r} holds no genome: {codes[0].text[:60]!r}")
 
 
+def opaque(image: Any) -> Any:
+    """An image of Pillow's in which what is transparent shows white."""
+    if not image.has_transparency_data:
+        return image
+    white = import_extra("PIL.Image", "reading a picture", "gbfunc[qr]").new("RGBA", image.size, "white")
+    white.alpha_composite(image.convert("RGBA"))
+    return white
+
+
 def shipped_genome(path: Path) -> bytes:
-    """The genome's file in a page, or in a PNG of a code; raises as `read_qr`."""
-    if path.suffix.lower() == ".png":
+    """The genome's file in a page, or in a picture of a code; raises as `read_qr`."""
+    if path.suffix.lower() == ".svg":
+        raise ValueError(f"{path} is no picture in pixels, of which codes are read: make it a .png")
+    if path.suffix.lower() != ".html":
         return read_qr(path)
     try:
         return embedded(path.read_text(encoding="utf-8"))[0]

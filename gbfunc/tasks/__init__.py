@@ -18,7 +18,7 @@ from gbfunc.tasks.control import control
 from gbfunc.tasks.data import Batch, Data, Split, Windows, endless_batches, epoch_batches, hold_out, steps_per_epoch
 from gbfunc.tasks.digits import digits
 from gbfunc.tasks.mnist import fashion_mnist, mnist
-from gbfunc.tasks.pnets import import_factory, is_import_path, options_for
+from gbfunc.tasks.pnets import checked_name, import_factory, is_import_path, options_for
 from gbfunc.tasks.text import continue_text, text
 from gbfunc.tasks.texts import texts, trec
 
@@ -83,4 +83,6 @@ def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any])
     )
     if not isinstance(task, Task):
         raise ValueError(f"{name} must return a gbfunc.tasks.Task, got {type(task).__name__}")
+    if is_import_path(name):
+        checked_name(task.pnet, task.interface)
     return task

@@ -44,19 +44,21 @@ def torch_schedule(
     if options.get("cycle_momentum"):
         raise ValueError("cycle_momentum must be False: only the learning rate is scheduled")
     if issubclass(scheduler_cls, lr_scheduler.OneCycleLR):
-        options = {"max_lr": lr, "total_steps": steps, "cycle_momentum": False} | options
+        length = {} if options.keys() & {"epochs", "steps_per_epoch"} else {"total_steps": steps}
+        options = {"max_lr": lr, **length, "cycle_momentum": False} | options
     elif issubclass(scheduler_cls, lr_scheduler.CyclicLR):
         options = {"base_lr": lr, "cycle_momentum": False} | options
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
     try:
         scheduler = scheduler_cls(optimizer, **options)
-    except TypeError as error:
-        raise ValueError(f"{scheduler_cls.__name__} refuses its options: {error}") from error
-    table = [float(scheduler.get_last_lr()[0])]
-    for _ in range(steps - 1):
-        optimizer.step()
-        scheduler.step()
-        table.append(float(scheduler.get_last_lr()[0]))
+        table = [float(scheduler.get_last_lr()[0])]
+        for _ in range(steps - 1):
+            optimizer.step()
+            scheduler.step()
+            table.append(float(scheduler.get_last_lr()[0]))
+    except (TypeError, ArithmeticError, NotImplementedError) as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{scheduler_cls.__name__} refuses its options: {reason}") from error
 
     def schedule(step: int) -> float:
         if step < 0:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from types import MappingProxyType
+from typing import Any
 
 from gbfunc.export.page.layers import Layer
 from gbfunc.plan import Plan
@@ -23,39 +24,55 @@ from gbfunc.plan.serial import VERSION
 from gbfunc.plan.statistics import LEAST_VARIANCE
 from gbfunc.plan.steps import LARGEST
 from gbfunc.plan.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WIDEST
+from gbfunc.types import JSON
 
 NETWORK = ("read.js", "steps.js", "grow.js", "networks.js")
 """What needs no browser."""
 PNETS = ("mlp", "convnet", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
 """P-nets that it runs."""
+DTYPES = ("float32", "float64")
+MOST_WEIGHTS = 64_000_000
+"""Weights that it grows."""
 TYPES = ("periodic", "bilinear", "low_rank", "xox", "constant", "gnet", "stochastic")
 """Types of g-net that it grows."""
 
 
 def check(plan: Plan) -> None:
     """Raise `ValueError` for a genome that a page cannot grow."""
-    others = {slot.hypernet.type for tensor in plan.tensors for slot in tensor.slots} - set(TYPES)
-    if others or plan.base is not None:
-        what = f"g-nets of type {', '.join(sorted(others))}" if others else "a genome that changes a pretrained network"
-        raise ValueError(f"not in the browser yet: {what}")
+    slots = [slot for tensor in plan.tensors for slot in tensor.slots]
+    found = (
+        ("a genome that changes a pretrained network", () if plan.base is None else ("",)),
+        ("g-nets of type", {slot.hypernet.type for slot in slots} - {*TYPES}),
+        ("weights of", {tensor.dtype for tensor in plan.tensors} - {*DTYPES}),
+    )
+    for what, others in found:
+        if others:
+            raise ValueError(f"not in the browser yet: {what} {', '.join(sorted(others))}".rstrip())
+    if plan.pnet_params > MOST_WEIGHTS:
+        raise ValueError(f"a browser grows up to {MOST_WEIGHTS:,} weights, the network has {plan.pnet_params:,}")
 
 
 def page(
     genome: bytes = b"",
     alphabets: Mapping[str, str] = MappingProxyType({}),
-    networks: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
+    networks: Mapping[str, JSON] = MappingProxyType({}),
 ) -> str:
     """The page with a genome in it.
 
     Args:
         genome: what it shows where its address has no genome in its fragment.
         alphabets: characters that language models write, by what their files say of them.
-        networks: descriptions of p-nets that it does not know, of `layers_in_a_row`, by their names in files.
+        networks: descriptions of p-nets that it does not know, of `network`, by their names in files.
     """
     contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
     held = json.dumps(contents).replace("<", "\\u003c")
     parts = {"style": _source("page.css"), "embedded": held, "script": script(*NETWORK, "page.js")}
     return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], _source("page.html"))
+
+
+def network(layers: Sequence[Layer], said: Mapping[str, Any]) -> JSON:
+    """A p-net for a page: its `layers_in_a_row`, with the options of which genomes' files say that it was made."""
+    return {"layers": list(layers), "options": {k: said.get(k, {}) for k in ("task_config", "pnet_config")}}
 
 
 def embedded(text: str) -> tuple[bytes, dict[str, str]]:
@@ -96,6 +113,7 @@ def script(*names: str) -> str:
         "roots": ROOTS,
         "largest": LARGEST,
         "leastVariance": LEAST_VARIANCE,
+        "mostWeights": MOST_WEIGHTS,
     }
     return "\n".join([f"const FORMAT = {json.dumps(constants)};", *map(_source, names)])
 

@@ -1,6 +1,5 @@
 /** From a plan and its leaves to weights: codes, g-nets of every type, tiles, matrices, tensors. */
 
-const MOST_WEIGHTS = 64e6;
 const USUAL_KINDS = { 1: "vector", 2: "linear", 4: "conv" };
 
 /** A plan and the metadata beside it, from their JSON. */
@@ -25,7 +24,7 @@ function parsePlan(text) {
     });
     return { name, shape, kind, dtype, aliases, slots: made };
   });
-  if (tensors.reduce((n, t) => n + product(t.shape), 0) > MOST_WEIGHTS) throw new Refusal("its network is too large for a browser");
+  if (tensors.reduce((n, t) => n + product(t.shape), 0) > FORMAT.mostWeights) throw new Refusal("its network is too large for a browser");
   const buffers = (data.buffers ?? []).map(([name, shape, dtype]) => ({ name, shape, dtype }));
   const plan = { tensors, buffers, wide: tensors.some((t) => t.dtype === "float64") };
   return { plan: { ...plan, ensembles: ensemblesOf(tensors) }, metadata: data.metadata ?? {} };

@@ -21,14 +21,15 @@ def layers_in_a_row(pnet: nn.Module) -> list[Layer]:
     Raises:
         ValueError: for any other p-net, naming the module that has no description.
     """
-    return list(_walk(pnet, ""))
+    return list(_walk(pnet, "", {module: name for name, module in pnet.named_modules()}))
 
 
-def _walk(module: nn.Module, name: str) -> Iterator[Layer]:
+def _walk(module: nn.Module, name: str, names: Mapping[nn.Module, str]) -> Iterator[Layer]:
     if type(module).forward is nn.Sequential.forward:
-        for key, child in module._modules.items():
+        for child in module._modules.values():
             assert child is not None
-            yield from _walk(child, f"{name}.{key}" if name else key)
+            # Its first name, if it stands in two places: buffers have that one alone.
+            yield from _walk(child, names[child], names)
         return
     describe = _LAYERS.get(type(module))
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
@@ -59,6 +60,12 @@ def _norm(norm: nn.BatchNorm1d | nn.BatchNorm2d, name: str) -> Layer | None:
     return ["batch_norm", name, norm.eps] if norm.running_var is not None else None
 
 
+def _layer_norm(norm: nn.LayerNorm, name: str) -> Layer | None:
+    return (
+        ["layer_norm", name if norm.elementwise_affine else None, norm.eps] if len(norm.normalized_shape) == 1 else None
+    )
+
+
 def _max_pool(pool: nn.MaxPool2d, name: str) -> Layer | None:
     usual = not (pool.ceil_mode or pool.return_indices) and pool.dilation in (1, (1, 1))
     return ["max_pool", pool.kernel_size, pool.stride, pool.padding] if usual else None
@@ -76,7 +83,7 @@ _LAYERS: Mapping[type[nn.Module], Callable[[Any, str], Layer | None]] = MappingP
         nn.Conv2d: _conv,
         nn.BatchNorm1d: _norm,
         nn.BatchNorm2d: _norm,
-        nn.LayerNorm: lambda m, name: ["layer_norm", name, m.eps] if len(m.normalized_shape) == 1 else None,
+        nn.LayerNorm: _layer_norm,
         nn.MaxPool2d: _max_pool,
         nn.AvgPool2d: _avg_pool,
         nn.AdaptiveAvgPool2d: lambda m, name: ["means"] if m.output_size in (1, (1, 1)) else None,

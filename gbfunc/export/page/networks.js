@@ -237,11 +237,24 @@ function resnet(net) {
   };
 }
 
+/** JSON whose keys have one order. */
+function inOrder(x) {
+  if (Array.isArray(x)) return `[${x.map(inOrder)}]`;
+  if (x === null || typeof x !== "object") return JSON.stringify(x);
+  return `{${Object.keys(x).sort().map((key) => `${JSON.stringify(key)}:${inOrder(x[key])}`)}}`;
+}
+
 /** What maps an example to logits, by what a genome's file says of its p-net and by descriptions of others. */
 function networkOf(metadata, tensors, described = {}) {
   const { pnet, pnet_config: config = {} } = metadata;
   if (!pnet) throw new Refusal("the file does not say which network it grows: it was not written by gbfunc train");
-  if (Object.hasOwn(described, pnet)) return inARow(tensors, described[pnet]);
+  if (Object.hasOwn(described, pnet)) {
+    const { layers, options } = described[pnet];
+    const { task_config = {}, pnet_config = {} } = metadata;
+    const others = inOrder(options) !== inOrder({ task_config, pnet_config });
+    if (others) throw new Refusal(`this page knows the network ${JSON.stringify(pnet)} with other options`);
+    return inARow(tensors, layers);
+  }
   if (pnet in NETWORKS) return NETWORKS[pnet](tensors, config);
   throw new Refusal(`this page does not know the network ${JSON.stringify(pnet)}`);
 }

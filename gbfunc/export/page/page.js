@@ -143,8 +143,8 @@ const zoomOf = ({ width, height }, zoom) => (Math.max(width, height) < 120 ? Mat
 
 const isDrawn = ({ slots }) => slots.length > 0 && slots[0].hypernet.type !== "constant";
 
-/** Grow all tensors, a frame at a time; resolves when all weights are there. */
-function grow(genome) {
+/** Grow all tensors, a frame at a time, while it is `wanted`; resolves when all weights are there. */
+function grow(genome, wanted) {
   const { tensors } = genome.plan;
   const drawn = tensors.filter(isDrawn);
   const width = $("tensors").clientWidth;
@@ -168,6 +168,7 @@ function grow(genome) {
   })();
   return new Promise((resolve, reject) => {
     const frame = () => {
+      if (!wanted()) return resolve();
       try {
         const start = performance.now();
         const changed = new Set();
@@ -272,16 +273,17 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
       [left, right, top, bottom] = [Math.min(left, px), Math.max(right, px), Math.min(top, py), Math.max(bottom, py)];
     }
     if (!mass) return null;
-    const box = task === "digits" ? rows : (rows * 20) / 28;
-    const zoom = Math.min(box / Math.max(right - left + 1, bottom - top + 1), (2.5 * box) / size);
-    const middle = task === "digits" ? rows / 2 : rows / 2 + 0.5;
+    const [part, shift] = task === "digits" ? [1, 0] : [20 / 28, 0.5];
+    const [wide, high] = [cols * part, rows * part];
+    const zoom = Math.min(wide / (right - left + 1), high / (bottom - top + 1), (2.5 * Math.min(wide, high)) / size);
     const pixels = new Float64Array(rows * cols);
     const add = (j, i, value) => {
       if (i >= 0 && i < rows && j >= 0 && j < cols) pixels[i * cols + j] += value;
     };
     for (const [px, py, a] of inked) {
       // Each dot of ink is shared out among the four pixels around it.
-      const [u, v] = [(px + 0.5 - x / mass) * zoom + middle - 0.5, (py + 0.5 - y / mass) * zoom + middle - 0.5];
+      const u = (px + 0.5 - x / mass) * zoom + cols / 2 + shift - 0.5;
+      const v = (py + 0.5 - y / mass) * zoom + rows / 2 + shift - 0.5;
       const [j, i] = [Math.floor(u), Math.floor(v)];
       const [fu, fv] = [u - j, v - i];
       add(j, i, a * zoom * zoom * (1 - fu) * (1 - fv));
@@ -346,6 +348,9 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
     const image = await createImageBitmap(file);
     const sheet = element("canvas", { width: cols, height: rows }).getContext("2d");
     sheet.imageSmoothingQuality = "high";
+    // What is transparent shows white, as for `gbfunc predict`.
+    sheet.fillStyle = "#fff";
+    sheet.fillRect(0, 0, cols, rows);
     sheet.drawImage(image, 0, 0, cols, rows);
     const { data } = sheet.getImageData(0, 0, cols, rows);
     const grey = (i) => Math.floor((data[i] * 19595 + data[i + 1] * 38470 + data[i + 2] * 7471 + 0x8000) / 65536);
@@ -356,22 +361,24 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
   };
   const open = async (file) => {
     if (!file) return;
+    let pixels;
     try {
-      const pixels = await read(file);
-      clear();
-      show(pixels);
+      pixels = await read(file);
     } catch {
       $("answer").textContent = `${file.name} is no image that can be read`;
+      return;
     }
+    clear();
+    show(pixels);
   };
   $("image").onchange = ({ target }) => open(target.files[0]);
   $("classifier").ondragover = (event) => (event.preventDefault(), $("drop").classList.add("over"));
   $("classifier").ondragleave = () => $("drop").classList.remove("over");
-  $("classifier").ondrop = (event) => {
+  $("classifier").ondrop = async (event) => {
     event.preventDefault();
     $("drop").classList.remove("over");
     const [file] = event.dataTransfer.files;
-    if (!isGenome(file)) open(file);
+    if (file && !(await isGenome(file))) open(file);
   };
   show(null);
 
@@ -384,15 +391,18 @@ function classifier(run, { interface: [[channels, rows, cols], outputs], mean, s
 
 /* The network: texts. */
 
+/** Which text is written: one stops when the next begins, or another network is shown. */
+let writing = 0;
+
 function writer(run, alphabet, context) {
   $("writer").hidden = false;
   $("prompt").value ||= "ROMEO:\n";
   const letters = Array.from(alphabet);
   $("temperature").oninput = () => ($("degrees").textContent = Number($("temperature").value).toFixed(1));
-  let turn = 0;
+  $("text").replaceChildren();
   $("writer").onsubmit = (event) => {
     event.preventDefault();
-    const mine = ++turn;
+    const mine = ++writing;
     const prompt = Array.from($("prompt").value || "\n");
     const unknown = prompt.filter((c) => !letters.includes(c));
     const written = prompt.map((c) => letters.indexOf(c));
@@ -403,7 +413,7 @@ function writer(run, alphabet, context) {
       return;
     }
     const next = () => {
-      if (mine !== turn || rest.length >= 400) return;
+      if (mine !== writing || rest.length >= 400) return;
       const logits = run(written.slice(-context));
       const temperature = Number($("temperature").value);
       written.push(drawn(logits.slice(-letters.length), temperature));
@@ -424,6 +434,7 @@ function drawn(logits, temperature) {
 
 /** The network in action, or why it is not. */
 function showNetwork({ metadata }, tensors) {
+  writing++;
   $("classifier").hidden = $("writer").hidden = true;
   const run = networkOf(metadata, tensors, EMBEDDED.networks);
   const [inputs, outputs, tokens] = metadata.interface ?? [[], 0];
@@ -449,7 +460,12 @@ function showNetwork({ metadata }, tensors) {
 
 /* All of it. */
 
+/** Which genome is shown: the one that was opened last. */
+let shown = 0;
+
 async function show(bytes) {
+  const mine = ++shown;
+  writing++;
   for (const id of ["alert", "genome", "weights", "network"]) $(id).hidden = true;
   onresize = null;
   try {
@@ -464,15 +480,16 @@ async function show(bytes) {
     sayWeights(genome);
     const growth = async () => {
       $("again").disabled = true;
-      const time = await grow(genome);
+      const time = await grow(genome, () => mine === shown);
+      if (mine !== shown) return;
       sayWeights(genome, time / 1000);
       $("again").disabled = false;
     };
     $("again").onclick = growth;
     await growth();
-    startNetwork(genome);
+    if (mine === shown) startNetwork(genome);
   } catch (error) {
-    refuse(error);
+    if (mine === shown) refuse(error);
   }
 }
 
@@ -498,13 +515,22 @@ function begin() {
   }
 }
 
-const isGenome = (file) => file?.name.endsWith(".safetensors");
+/** Whether a file begins as one of safetensors: the length of its header, and the header, in JSON. */
+async function isGenome(file) {
+  const head = new Uint8Array(await file.slice(0, 9).arrayBuffer());
+  return head.length === 9 && head[8] === 123 && !head[6] && !head[7];
+}
 const opened = async (file) => file && show(new Uint8Array(await file.arrayBuffer()));
 $("file").onchange = ({ target }) => opened(target.files[0]);
 ondragover = (event) => event.preventDefault();
-ondrop = (event) => {
+ondrop = async (event) => {
   event.preventDefault();
-  opened([...event.dataTransfer.files].find(isGenome));
+  const files = [...event.dataTransfer.files];
+  const genomes = await Promise.all(files.map(isGenome));
+  opened(files[genomes.indexOf(true)]);
+  if (files.length && !genomes.includes(true) && !$("classifier").contains(event.target)) {
+    refuse(new Refusal(`${files[0].name} is no genome`), "Not opened");
+  }
 };
 onhashchange = begin;
 begin();

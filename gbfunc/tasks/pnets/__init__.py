@@ -33,6 +33,7 @@ __all__ = [
     "PNet",
     "PlanOptions",
     "brief",
+    "checked_name",
     "find_pnet",
     "import_factory",
     "is_import_path",
@@ -85,6 +86,20 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
         raise ValueError(f"the options of the p-net {name} do not fit: {error}") from error
 
 
+def checked_name(pnet: PNet, interface: Interface) -> PNet:
+    """A p-net of one's own; `ValueError` for one with the name of another, as which its files would be read."""
+    if pnet.name in PNETS:
+        try:
+            known = find_pnet(pnet.name, interface, pnet.config).build(0)
+        except ValueError:
+            known = None
+        made = pnet.build(0)
+        if type(made) is not type(known) or repr(made) != repr(known):
+            what = f"another network than gbfunc's {pnet.name}, as which its files would be read"
+            raise ValueError(f"the p-net {pnet.name!r} of one's own is {what}: give it another name")
+    return pnet
+
+
 def _imported(path: str, interface: Interface, config: Mapping[str, Any]) -> PNet:
     """The p-net that a function of the user's makes."""
     factory = import_factory(path, "an nn.Module")
@@ -92,7 +107,7 @@ def _imported(path: str, interface: Interface, config: Mapping[str, Any]) -> PNe
     with seeded(0):
         made: Any = factory(**options)
     if isinstance(made, PNet):
-        return made
+        return checked_name(made, interface)
     if not isinstance(made, nn.Module):
         raise ValueError(f"{path} must return an nn.Module or a PNet, got {type(made).__name__}")
     return PNet(name=path, make=lambda: factory(**options), config=config)
