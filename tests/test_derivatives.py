@@ -103,7 +103,6 @@ def test_torch_func_equals_autograd(name: str) -> None:
 
 
 # torch's own forward derivatives are loaded by way of torch.jit.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @HYPERNETS
 def test_forward_derivatives_equal_backward_ones(hypernet: Hypernet) -> None:
     pnet, plan, genome = small(hypernet)

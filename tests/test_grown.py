@@ -24,7 +24,6 @@ from tests.support.operations import quietly
 from tests.support.zoo import SGD, Tied
 
 # Torch's compiler still uses torch.jit.script when it is loaded.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},

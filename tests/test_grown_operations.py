@@ -12,7 +12,6 @@ from tests.test_weight_operations import MODES, OPERATIONS, oracle, planned
 
 # Torch scripts its decompositions for forward mode itself.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     # Dynamo looks at the gradient of every tensor that it is given.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

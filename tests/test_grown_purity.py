@@ -16,7 +16,6 @@ from tests.support.coder import Coder, made, numbers
 from tests.support.zoo import SGD
 
 # Torch's compiler still uses torch.jit.script when it is loaded.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 HOOK: Any = lambda *args: None  # noqa: E731
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {

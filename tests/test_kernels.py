@@ -29,7 +29,6 @@ from tests.support.kernel_cases import (
 )
 
 # Forward mode and Inductor import parts of torch that torch itself deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 7), st.integers(1, 7), st.integers(1, 5))
 SEEDS = st.integers(0, 2**32)

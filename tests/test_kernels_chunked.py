@@ -18,7 +18,6 @@ from tests.support.kernel_cases import assert_trees_close, peak_of
 from tests.support.versions import needs_whole_graphs
 
 # Forward mode and Inductor import parts of torch that torch itself deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
 def upper(pre: Tensor, params: dict[str, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.trees import tree_map
 from tests.support.kernel_cases import NEEDS_COMPILER
 
-pytestmark = [NEEDS_COMPILER, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+pytestmark = [NEEDS_COMPILER]
 
 GRIDS = [TileGrid(5, 7, 2, 3), TileGrid(4, 6, 2, 3), TileGrid(3, 3, 3, 3), TileGrid(7, 3, 2, 3)]
 LARGE = [TileGrid(130, 90, 64, 40), TileGrid(70, 600, 70, 600), TileGrid(9, 5, 1, 1), TileGrid(33, 300, 33, 100)]

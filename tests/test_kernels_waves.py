@@ -22,7 +22,6 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 from tests.support.kernel_cases import FAST, NEEDS_COMPILER, assert_trees_close
 
 # Forward mode and Inductor import parts of torch that torch itself deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 LEAVES = ("weight", "phase", "sine", "cosine")
 

@@ -64,7 +64,6 @@ def transforms(loss: Callable[[Leaves], Tensor], leaves: Leaves) -> dict[str, Ca
 
 
 # Torch's own forward-mode formulas of `linear` still use torch.jit.script.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @EACH_KIND
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "vmap", "vmap_grad", "grad_grad"])

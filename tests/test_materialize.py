@@ -126,7 +126,6 @@ EXPORTS: dict[str, Callable[[nn.Module, Tensor], Callable[..., Tensor]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("how", EXPORTS)

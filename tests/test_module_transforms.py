@@ -30,7 +30,6 @@ def made(hypernet: Any = None) -> tuple[nn.Module, gb.Plan]:
     return pnet, gb.make_plan(pnet, hypernet or gb.periodic(2), max_tile=5)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("lazy", [True, False, "auto"])
 @pytest.mark.parametrize("hypernet", [gb.periodic(2), gb.bilinear(2), gb.gnet((3,))], ids=lambda h: h.type)
 @pytest.mark.parametrize("transform", TRANSFORMS)

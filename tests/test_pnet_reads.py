@@ -280,7 +280,6 @@ SLOW = {"compile": COMPILED, "export": COMPILED[::2]}
 CASES = [(name, mode) for name in ODD | REFUSED | MAYBE for mode in WAYS if name in SLOW.get(mode, (name,))]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_what_is_reached_in_an_odd_way_is_right_or_refused(name: str, mode: str) -> None:
@@ -350,7 +349,6 @@ class SavesLate(nn.Module):
         return self.use(self.layer, x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("script", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_after_the_first_call_is_refused(reentrant: bool, script: bool) -> None:
@@ -383,7 +381,6 @@ class ReadsLate(Pair):
         return self.b(F.linear(x, self.read(self)))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("mode", [*MODES, "generate", "compile", "population"])

@@ -81,7 +81,6 @@ def test_the_gradient_of_join_is_split(grids: list[TileGrid], data: st.DataObjec
 
 
 # torch's own forward-mode formulas still use torch.jit.script.
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @settings(max_examples=10)
 @given(stacks(2))
 def test_join_has_derivatives_of_every_kind(grids: list[TileGrid]) -> None:

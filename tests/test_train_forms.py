@@ -102,7 +102,6 @@ def test_factors_draw_the_masks_that_dense_weights_draw(name: str, max_tile: Any
 
 
 # Torch's compiler still uses torch.jit.script when it is loaded.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("lazy", "backend"),
     [
@@ -141,7 +140,7 @@ class Adapting(nn.Module):
         return x @ (weight - gradient).T
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_compiled_code_with_another_gradient_is_refused(graphs_alone: None) -> None:
     pnet, batch = Adapting().double(), numbers(5, 6)
     plan = gb.make_plan(pnet, gb.periodic(2))
@@ -178,7 +177,7 @@ def test_a_compiled_step_counts_its_own_calls_alone(graphs_alone: None) -> None:
         torch.testing.assert_close(info.loss, wanted.loss, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("joint", [False, True])
 def test_compiled_code_that_loses_a_change_of_a_buffer_is_refused(joint: bool, graphs_alone: None) -> None:
     class Counting(nn.Sequential):
@@ -285,7 +284,6 @@ def test_reads_of_weights_that_are_not_dense_are_counted(mode: str) -> None:
         assert step.dense_reads == ({} if mode == "dense" else {"a.weight": n * calls})
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_a_compiled_step_that_reads_a_weight_is_compiled_once(graphs_alone: None) -> None:
     pnet = Penalised().double()
     plan = gb.make_plan(pnet, gb.low_rank(1))

@@ -23,10 +23,6 @@ from tests.support.operation_layers import LAYERS
 from tests.support.operation_stock import STOCK
 from tests.support.operations import READS, Operation
 
-pytestmark = [
-    # Torch scripts its decompositions for forward mode itself.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-]
 OPERATIONS: Mapping[str, Operation] = MappingProxyType({**READS, **LAYERS, **STOCK})
 MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

@@ -25,7 +25,6 @@ from tests.support.kernel_cases import (
 
 pytestmark = [
     # Forward mode imports parts of torch that torch itself deprecates.
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
     # Triton 3.1 came before numpy 2.
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
