@@ -36,7 +36,8 @@ class StepOptions:
         kernel: implementation of ReLU, periodic and bilinear g-nets: "compiled" (C++ on a CPU; on a GPU Triton, for
             ReLU g-nets alone), "eager" (PyTorch), "reference" (the definition) or "auto", compiled where that pays.
         compile: generation, p-net, loss and gradient become one compiled graph (`torch.compile`), or several where they
-            cannot; the first step takes long.
+            cannot; the first step takes long, and calls the p-net and the loss function three times, after which what
+            these keep in Python's values is put back.
         mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
             over the global batch, and all ranks call with the same arguments. None is this process alone.
         placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
