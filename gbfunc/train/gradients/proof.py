@@ -139,21 +139,27 @@ PLAIN = (*NUMBERS, bool, str)
 
 @contextmanager
 def restored(net: nn.Module, function: Callable[..., Any], kinds: tuple[type, ...]) -> Iterator[None]:
-    """Put back what modules keep of Python's values of these kinds, and functions in what they name: calls are none.
+    """Put back what modules keep of Python's values, of these kinds, and what a function keeps in what it names.
 
-    Of a function, its attributes, the object that it is a method of, what it closes over, and globals.
+    That is in its attributes, in the object that it is a method of, in what it closes over, and in globals.
     """
 
     def plain(module: nn.Module) -> dict[str, Any]:
         return {k: x for k, x in vars(module).items() if type(x) in kinds}
 
     before = [(module, plain(module)) for module in net.modules()]
-    collections = [x for module in net.modules() for x in vars(module).values() if bool in kinds and _is_collection(x)]
+    kept = [x for module in net.modules() for k, x in vars(module).items() if bool in kinds and k not in _TORCHS]
     body = getattr(function, "__func__", function)
     cells = [(cell, cell.cell_contents) for cell in getattr(body, "__closure__", None) or () if cell != CellType()]
     names = body.__code__.co_names if isinstance(body, FunctionType) else ()
     globals_ = [body.__globals__[k] for k in names if k in body.__globals__]
-    state = [*collections, function, getattr(function, "__self__", None), *globals_, *(x for _, x in cells)]
+    state = [
+        *filter(_is_collection, kept),
+        function,
+        getattr(function, "__self__", None),
+        *globals_,
+        *(x for _, x in cells),
+    ]
     undo = [_undo(x) for x in state]
     try:
         yield
@@ -177,8 +183,11 @@ def _is_collection(x: Any) -> bool:
 def _undo(x: Any) -> Callable[[], Any]:
     """What makes a collection, a tensor, or an object and what it has of those, again what it is now."""
     if isinstance(x, Tensor):
-        numbers = x.detach().clone()
-        return lambda: x.data.copy_(numbers)
+        # Not of data, which is large, and what nothing has changed may not be written to.
+        if x.numel() > _STATE or x.is_inference():
+            return lambda: None
+        numbers, version = x.detach().clone(), x._version
+        return lambda: x.data.copy_(numbers) if x._version != version else None
     if isinstance(x, list | set):
         items = x.copy()
         return lambda: x.__init__(items)
@@ -196,6 +205,9 @@ def _undo(x: Any) -> Callable[[], Any]:
     return put_back
 
 
+_STATE = 1 << 16
+"""Numbers that a tensor may have which a loss function keeps and changes, such as running means."""
+_TORCHS = vars(nn.Module()).keys()
 _OTHERS = (type, ModuleType, nn.Module, Tensor)
 
 
