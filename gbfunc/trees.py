@@ -101,14 +101,14 @@ def like_genome(flat: Params, genome: GenomeLike) -> Any:
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each tensor in its layout, all in one call: of a hundred small ones, an accelerator takes 2 ms."""
+    """A copy of each tensor in its layout, all in one call: an accelerator takes as long to be told of each."""
     made = [torch.empty_like(x) for x in tensors]
     if made:
         torch._foreach_copy_(made, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
     return made
 
 
-def choose(condition: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+def where_each(condition: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """`torch.where(condition, x, y)` of tensors and others of the same shapes and dtypes, a few calls for all."""
     made: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in tensors):

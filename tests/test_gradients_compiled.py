@@ -97,6 +97,15 @@ def test_a_gradient_inside_of_a_random_loss_is_refused() -> None:
         losses(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 1)), penalty, True)
 
 
+def test_a_gradient_by_torch_func_in_a_random_loss_is_none_of_those() -> None:
+    def penalty(net: Any, x: Tensor) -> Tensor:
+        gradient = torch.func.grad(lambda x: net(x).sum())(x)
+        return net(x).square().mean() + gradient.square().mean()
+
+    found, _ = losses(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 1)), penalty, True)
+    assert len(found) == 4
+
+
 def test_a_number_that_changes_at_every_step_ends_no_training() -> None:
     config: Any = torch._dynamo.config
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"

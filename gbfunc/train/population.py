@@ -133,6 +133,7 @@ class Population:
         return self._committed(state, flat, frozen, gradients, buffers, info), info
 
     def _check_batches(self, batch: Any) -> None:
+        """Raise `ValueError` for a tensor that does not have the members as its first dimension."""
         for path, x in tree_leaves(batch, "batch"):
             if isinstance(x, Tensor) and (x.ndim == 0 or len(x) != self.n):
                 what = f"a batch for each of {self.n} members: the first dimension of each of its tensors"

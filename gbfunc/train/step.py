@@ -29,7 +29,7 @@ from gbfunc.pnet import parameter_infos
 from gbfunc.train.gradients import Objective
 from gbfunc.train.optimizers import Optimizer, OptState
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import BUFFERS, DIRECT, GNET, choose, flat_genome, flatten_tree, unflatten_tree
+from gbfunc.trees import BUFFERS, DIRECT, GNET, flat_genome, flatten_tree, unflatten_tree, where_each
 from gbfunc.types import Genome, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
@@ -262,7 +262,7 @@ class TrainStep:
             found = (new, opt.leaves, buffers)
             flat, old = flatten_tree(found), flatten_tree((params, state.opt.leaves, state.buffers))
             there = [k for k, x in flat.items() if x.device.type == device]
-            chosen = choose(info.finite, [flat[k] for k in there], [old[k] for k in there])
+            chosen = where_each(info.finite, [flat[k] for k in there], [old[k] for k in there])
             new, leaves, buffers = unflatten_tree(flat | dict(zip(there, chosen, strict=True)), found)
             opt = opt._replace(leaves=leaves)
         return new, opt, buffers

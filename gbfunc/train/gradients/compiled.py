@@ -131,7 +131,9 @@ class CompiledGraph(OneGraph):
 
         def called(frame: Any, event: str, _: Any) -> None:
             nonlocal inside
-            inside = inside or (event == "call" and frame.f_code is torch.autograd.grad.__code__)
+            if event == "call" and frame.f_code is torch.autograd.grad.__code__:
+                # Not `torch.func.grad`, which compiled code has right.
+                inside = inside or not frame.f_back.f_globals["__name__"].startswith("torch._functorch")
 
         def gradients(given: Given, wanted: list[Tensor]) -> Gradients:
             profile = sys.getprofile()
