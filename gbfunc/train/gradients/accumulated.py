@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gbfunc.layers.forms import outside_autocast
 from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result, detached
-from gbfunc.trees import mean_tree, n_rows, split_batch, split_rows
+from gbfunc.trees import DIRECT, mean_tree, n_rows, split_batch, split_rows
 from gbfunc.types import Params
 
 Split = Callable[[Any, int], list[tuple[Any, float]]]
@@ -102,9 +102,10 @@ class Accumulated:
 def leaves_of(given: Given, weights: Params, trained: list[str]) -> tuple[Params, list[str]]:
     """The weights as leaves of a new graph, and the names of those that take gradients.
 
-    Direct parameters are there themselves: a forward may set their `data`.
+    Direct parameters are there themselves: a forward may set their `data`. Leaves that g-nets of several weights share
+    are not: each of those weights would get the gradient of all.
     """
-    own = set(map(id, given.leaves.values()))
+    own = {id(x) for k, x in given.leaves.items() if k.startswith(DIRECT)}
     direct = {k for k, w in weights.items() if id(w) in own}
     leaves = {k: w if k in direct else w.detach() for k, w in weights.items()}
     trained = [k for k in trained if k not in direct or leaves[k].requires_grad]
