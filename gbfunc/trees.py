@@ -274,7 +274,7 @@ def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> A
         if not all(isinstance(x, Tensor | Number) for x in values):
             return values[-1]
         stacked = torch.stack([torch.as_tensor(x) for x in values])
-        stacked = stacked if stacked.is_floating_point() else stacked.float()
+        stacked = stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()
         if weights is None or len(set(weights)) == 1:
             return stacked.mean(0)
         return torch.stack([w * x for w, x in zip(weights, stacked, strict=True)]).sum(0)

@@ -221,5 +221,6 @@ def test_the_mean_of_trees_is_the_mean_of_every_leaf(values: list[int]) -> None:
 def test_what_is_no_number_has_no_mean() -> None:
     mean = mean_tree([{"loss": torch.tensor(1.0), "phase": "warm"}, {"loss": torch.tensor(4.0), "phase": "hot"}])
     assert mean == {"loss": torch.tensor(2.5), "phase": "hot"}
+    assert mean_tree([torch.tensor(1j), torch.tensor(2.0 + 1j)]) == 1.0 + 1j
     with pytest.raises(ValueError, match="aux must have the same entries for all microbatches"):
         mean_tree([{"a": 1.0}, {"b": 1.0}])
