@@ -385,6 +385,16 @@ def test_a_hook_that_is_a_closure_over_the_pnet_is_refused() -> None:
     torch.testing.assert_close(gb.materialize(plan, genome, pnet)(x), expected)
 
 
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_parameter_is_refused(hook: str) -> None:
+    pnet = nn.Sequential(nn.Linear(4, 4))
+    handle = getattr(pnet[0].weight, hook)(lambda x: None)
+    with pytest.raises(ValueError, match=r"'0.weight' has a hook on its gradient.*self.NAME.register_hook"):
+        gb.make_plan(pnet)
+    handle.remove()
+    gb.make_plan(pnet)
+
+
 def test_a_copy_that_is_the_module_itself_is_refused() -> None:
     class Shared(nn.Linear):
         def __deepcopy__(self, memo: Any) -> Any:

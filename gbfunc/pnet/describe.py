@@ -50,7 +50,8 @@ def check_pnet(pnet: nn.Module) -> None:
     Raises:
         TypeError: if `pnet` is not an `nn.Module`.
         ValueError: for a wrapped (DDP, FSDP, compiled) or uninitialised (lazy) p-net, a buffer that is a parameter, or
-            a parameter in the memory of another tensor, or a hook that is a closure over it, naming what to do instead.
+            a parameter in the memory of another tensor, a hook on a parameter, or one that is a closure over the p-net,
+            naming what to do instead.
     """
     if not isinstance(pnet, nn.Module):
         raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
@@ -72,7 +73,16 @@ def check_pnet(pnet: nn.Module) -> None:
 
 
 def _check_hooks(pnet: nn.Module) -> None:
-    """Refuse a hook that reaches the p-net by a closure: copies share it, and what it keeps would be another's."""
+    """Refuse hooks of parameters' own, and one that reaches the p-net by a closure.
+
+    Generated weights would be without the former; copies share the latter, and what it keeps would be another's.
+    """
+    for name, x in pnet.named_parameters():
+        if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"the parameter {name!r} has a hook on its gradient, which no generated weight would have: remove it, "
+                "or register it in the forward, where the weight is there (self.NAME.register_hook)"
+            )
     own = {id(x) for module in pnet.modules() for x in (module, *vars(module).values()) if isinstance(x, _KEEPERS)}
     for name, module in pnet.named_modules():
         for hooks in (v for k, v in vars(module).items() if k.endswith("_hooks") and isinstance(v, dict)):
