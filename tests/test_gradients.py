@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.train.gradients.compiled import _own_code
 from gbfunc.train.gradients.loss import Given
-from gbfunc.train.gradients.proof import Proof, plainly
+from gbfunc.train.gradients.proof import Proof, gradient_and_changes, plainly
 from gbfunc.trees import flat_genome
 from tests.support.trees_equal import copy_tree, same_bits
 from tests.support.zoo import BUFFERS_ONLY, SGD, ZOO, loss_fn, step_of
@@ -74,6 +74,22 @@ def test_a_proof_of_what_is_random_in_eval_mode_too_says_that_it_is_none(shift: 
     else:
         with pytest.warns(UserWarning, match="over tensor ranks was not compared"):
             proof.compare(step._layout, given, leaves)
+
+
+def test_what_a_comparison_runs_leaves_the_batch_as_it_was() -> None:
+    class Halving(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(0.5))
+
+    pnet, batch = Halving(4, 4), torch.ones(3, 4)
+    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2)), pnet, loss_fn, STILL)
+    loss, state = step._objective.strategy.loss, step.init()
+    assert loss is not None
+    leaves = {k: x.requires_grad_() for k, x in flat_genome(state).items()}
+    gradient_and_changes(plainly(loss), Given(leaves, None, {}, batch, 3, True), [*leaves.values()], 0)
+    assert torch.equal(batch, torch.ones(3, 4))
+    step(state, batch)
+    assert torch.equal(batch, torch.full((3, 4), 0.5))
 
 
 def test_noise_and_dropout_are_not_the_same_numbers() -> None:
@@ -189,13 +205,14 @@ def test_batches_that_cannot_be_split_are_refused(batch: Any, words: str) -> Non
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda net, x: net(x), r"must return a scalar tensor.* got \(8, 3\)"),
+        (lambda net, x: net(x), r"must return a scalar tensor.* got \(8, 3\), torch.float32"),
+        (lambda net, x: net(x).mean() * 1j, r"a scalar tensor of real numbers.* got \(\), torch.complex64"),
         (lambda net, x: 1.0, "must return a scalar tensor.* got float"),
         (lambda net, x: (net(x).mean().item(), {}), "got float"),
         (lambda net, x: net(x).mean().detach(), "the loss does not depend on any trained leaf"),
         (lambda net, x: x.mean(), "the loss does not depend on any trained leaf"),
     ],
-    ids=["matrix", "number", "number and aux", "detached", "constant"],
+    ids=["matrix", "complex", "number", "number and aux", "detached", "constant"],
 )
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"lazy": False}, {"remat": "generate"}], ids=str)
 def test_losses_that_cannot_be_trained_are_refused(loss: Any, words: str, options: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ class CompiledGraph(OneGraph):
         with self._counted(wanted):
             for i, graph in enumerate(self._graphs):
                 fresh = given if eager is None else given.with_own_buffers()
-                restore = given.restore_direct() if eager is not None else None
+                restore = given.restore() if eager is not None else None
                 try:
                     result = graph(fresh, wanted)
                 except Exception as error:

@@ -23,7 +23,7 @@ from gbfunc.plan import Plan
 from gbfunc.pnet import GrownNet, RunnableNet, without_sparse
 from gbfunc.tiling import Piece
 from gbfunc.train.options import StepOptions
-from gbfunc.trees import DIRECT, holds_tensors, tree_map
+from gbfunc.trees import DIRECT, holds_tensors, tree_leaves, tree_map
 from gbfunc.types import Params
 
 LossFn = Callable[[GrownNet, Any], Any]
@@ -72,14 +72,19 @@ class Given(NamedTuple):
         """The same, with copies of buffers."""
         return self._replace(buffers={k: b.clone() for k, b in self.buffers.items()})
 
-    def restore_direct(self) -> Callable[[], None]:
-        """What puts direct parameters, which a forward may change, back to what they are now."""
+    def restore(self) -> Callable[[], None]:
+        """What puts direct parameters and the batch, which a forward may change in place, back to what they are now."""
         before = [(x, x.data, x.data.clone()) for k, x in self.leaves.items() if k.startswith(DIRECT)]
+        batch = [x for _, x in tree_leaves(self.batch) if isinstance(x, Tensor) and not x.is_inference()]
+        inputs = [(x, x._version, x.detach().clone()) for x in batch]
 
         def restore() -> None:
             for x, own, values in before:
                 own.copy_(values)
                 x.data = own
+            for x, version, values in inputs:
+                if x._version != version:
+                    x.detach().copy_(values)
 
         return restore
 
@@ -393,8 +398,8 @@ def loss_and_aux(out: Any) -> tuple[Tensor, Any]:
     """What a loss function returned, as a scalar tensor and aux; ValueError for anything else."""
     pair = isinstance(out, tuple) and len(out) == 2
     loss, aux = out if pair else (out, {})
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = str(tuple(loss.shape)) if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        got = f"{tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) and not pair else got
-        raise ValueError(f"loss_fn must return a scalar tensor, or (scalar tensor, aux), got {got}")
+        raise ValueError(f"loss_fn must return a scalar tensor of real numbers, or (scalar tensor, aux), got {got}")
     return loss, aux

@@ -212,8 +212,8 @@ _OTHERS = (type, ModuleType, nn.Module, Tensor)
 
 
 def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: int) -> tuple[Tensor, Tensor]:
-    """The gradient and the change of buffers, flat; the given ones and direct parameters stay as they are."""
-    fresh, restore = given.with_own_buffers(), given.restore_direct()
+    """The gradient and the change of buffers, flat; what is given stays as it is."""
+    fresh, restore = given.with_own_buffers(), given.restore()
     with seeded(seed, wanted[0].device), seeded_elsewhere(seed), torch.enable_grad():
         gradients = part(fresh, wanted)
     restore()
