@@ -89,6 +89,21 @@ def test_inputs_without_gradients_stay_without() -> None:
     assert_close(gradients, expected)
 
 
+def test_a_weight_is_made_wide_in_a_backward_under_autocast() -> None:
+    """As where a forward takes the gradient of an energy."""
+    dtypes = list[torch.dtype]()
+
+    def maker(half: Tensor) -> Tensor:
+        dtypes.append((made := half @ torch.eye(4)).dtype)
+        return made
+
+    form = RecomputedWeight("w", ("half",), maker, False)
+    leaves = given(form, torch.randn(6, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.autograd.grad(form.linear(torch.randn(3, 4), None).float().sum(), leaves)
+    assert dtypes == [torch.float32] * 2
+
+
 def test_a_transposed_weight_is_made_as_the_layer_stores_it() -> None:
     form = doubled(Counter(), transposed=True)
     (half,) = given(form, vectors(4, 6))

@@ -121,16 +121,17 @@ class _Recompute(InputsOnly):
         use: _Use = ctx.what
         n, tensors = use.inputs, ctx.saved_tensors
         needs = [need and x.is_floating_point() for need, x in zip(ctx.needs_input_grad[1:], tensors, strict=True)]
-        weight, pull_make = _vjp(use.make, tensors[:n], needs[:n])
         needs_weight = [any(needs[:n]), *needs[n:]]
-        # Backward does not inherit the autocast state of the forward pass.
-        with torch.autocast(use.device_type, use.autocast) if use.autocast else nullcontext():
-            if use.pull is None:
-                d_weight, *d_others = _vjp(use.forward, (weight, *tensors[n:]), needs_weight)[1](dy)
-            else:
-                d_weight, *d_others = use.pull(weight, tensors[n:], needs_weight, dy)
-        del weight
-        return (None, *pull_make(d_weight), *d_others)
+        # Backward has the autocast state of who calls it, as a forward does that takes gradients itself.
+        with torch.autocast(use.device_type, enabled=False):
+            weight, pull_make = _vjp(use.make, tensors[:n], needs[:n])
+            with torch.autocast(use.device_type, use.autocast) if use.autocast else nullcontext():
+                if use.pull is None:
+                    d_weight, *d_others = _vjp(use.forward, (weight, *tensors[n:]), needs_weight)[1](dy)
+                else:
+                    d_weight, *d_others = use.pull(weight, tensors[n:], needs_weight, dy)
+            del weight
+            return (None, *pull_make(d_weight), *d_others)
 
 
 class _RecomputeForward(_Recompute):
