@@ -18,8 +18,9 @@ from gbfunc.parallel import CollectiveError, single_rank_mesh
 from gbfunc.parallel.faults import Faults
 from gbfunc.trees import split_rows
 from tests.support.rank_cases import pnet_of
-from tests.support.rank_events import ROWS, narrow
+from tests.support.rank_events import ROWS, narrow, of_dtypes
 from tests.support.ranks import PATIENCE, launch, run_ranks
+from tests.test_distributed import assert_equal
 
 
 @lru_cache
@@ -141,6 +142,16 @@ def test_tiles_of_a_narrow_p_net_travel_narrow(world: int) -> None:
     tiles = sum(e.n_tiles * e.dims.rows * e.dims.cols for e in plan.ensembles)
     for kind in ("gather", "reduce_scatter"):
         assert sum(f["sent"][kind] for f in found) == 2 * tiles * (world - 1)
+
+
+@WORLDS
+def test_complex_and_half_precision_numbers_are_summed_whole(world: int) -> None:
+    """Imaginary parts take part, and a loss times its rows may be larger than float16 has numbers."""
+    expected = of_dtypes(None)
+    for found in every(world, "of_dtypes"):
+        for name, of_one in expected.items():
+            of_one = of_one | ({"reports": []} if "local" in name else {})
+            assert_equal(found[name], of_one, 2e-2 if name == "half" else 1e-5)
 
 
 @pytest.mark.parametrize("how", ["killed", "skewed", pytest.param("stuck", marks=pytest.mark.slow)])

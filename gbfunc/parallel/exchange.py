@@ -149,7 +149,8 @@ def reduce_step(
         entries of aux; ValueError for an aux with tensors that are no scalars or whose entries differ between ranks,
         and for an empty global batch.
     """
-    mesh = layout.mesh
+    mesh, dtypes = layout.mesh, {k: g.dtype for k, g in gradients.items()}
+    gradients = {k: _wide(g) for k, g in gradients.items()}
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
         split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
@@ -166,7 +167,7 @@ def reduce_step(
     replicated = [k for k in gradients if k not in split]
 
     def weighted(means: Iterable[Tensor]) -> list[Tensor]:
-        return [x.detach() * rows if rows else torch.zeros_like(x) for x in means]
+        return [_wide(x) * rows if rows else torch.zeros_like(_wide(x)) for x in means]
 
     means = weighted([loss, *known, *(taken_off(x, buffers[k]) for k, x in before.items())])
     # Rows that are no number say that a rank has other entries.
@@ -179,17 +180,17 @@ def reduce_step(
     if not n > 0:
         raise ValueError("the global batch is empty: no rank has a row of it")
     reduced = iter([x / n.to(x.device) for x in sums])
-    loss = next(reduced)
+    loss = next(reduced).to(loss.dtype)
     means = [next(reduced) for _ in known]
     means = [x / n.to(x.device) for x in own] if other else means
     found = iter(means)
-    mean_aux = [x if number is None else next(found) for x, number in zip(leaves, numbers, strict=True)]
-    buffers = buffers | {k: x - next(reduced) for k, x in before.items()}
+    mean_aux = [x if y is None else next(found).to(y.dtype) for x, y in zip(leaves, numbers, strict=True)]
+    buffers = buffers | {k: (x - next(reduced)).to(x.dtype) for k, x in before.items()}
     mean = {k: g / n.to(g) for k, g in split.items()} | dict(zip(replicated, reduced, strict=True))
     squares = [torch.linalg.vector_norm(mean[k]).square() for k in replicated]
-    norm = (sum(squares, square.to(loss) / n.to(loss).square())).sqrt()
+    norm = (sum(squares, square / n.to(square).square())).sqrt()
     aux = optree.tree_unflatten(structure, mean_aux)
-    return loss, aux, {k: mean[k] for k in gradients}, buffers, norm, entries
+    return loss, aux, {k: mean[k].to(dtype) for k, dtype in dtypes.items()}, buffers, norm, entries
 
 
 def _check_entries(layout: Layout, entries: Entries) -> None:
@@ -221,18 +222,26 @@ def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tupl
     if layout.mesh.world == 1:
         return weight, tensors
     # Of 32 bits: the widest dtype is that of all that is sent.
-    total, *sums = _sum_flat(layout, [weight.float(), *(x * weight.to(x) for x in tensors)], "world")
-    return total, [x / total.to(x) for x in sums]
+    weighted = (wide * weight.to(wide) for wide in map(_wide, tensors))
+    total, *sums = _sum_flat(layout, [weight.float(), *weighted], "world")
+    return total, [(x / total.to(x)).to(like.dtype) for x, like in zip(sums, tensors, strict=True)]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A tensor in at least 32 bits: times its rows, one of half precision would overflow, and be rounded twice."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Tensor]:
     """Sums over the ranks of an axis, in one flat buffer of the widest dtype; each in its dtype again."""
     if layout.mesh.axis(axis).size == 1:
         return tensors
-    dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-    flat = torch.cat([x.detach().to(layout.mesh.device, dtype).reshape(-1) for x in tensors])
-    parts = sum_ranks(layout.mesh, flat, axis).split([x.numel() for x in tensors])
-    return [part.reshape(x.shape).to(x.device, x.dtype) for part, x in zip(parts, tensors, strict=True)]
+    real = [torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach() for x in tensors]
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in real) else torch.float32
+    flat = torch.cat([x.to(layout.mesh.device, dtype).reshape(-1) for x in real])
+    parts = sum_ranks(layout.mesh, flat, axis).split([x.numel() for x in real])
+    sums = [part.reshape(x.shape).to(x.device, x.dtype) for part, x in zip(parts, real, strict=True)]
+    return [torch.complex(*y.unbind(-1)) if x.is_complex() else y for x, y in zip(tensors, sums, strict=True)]
 
 
 def shard_state(layout: Layout, state: Any) -> Any:

@@ -316,9 +316,46 @@ def narrow(mesh: Mesh | None) -> dict[str, Any]:
     return {"weights": seen[-1], "genome": step.gather(after).gnets, "sent": sent}
 
 
+class Turned(nn.Linear):
+    """Its outputs are turned by complex numbers, which are trained."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.by = nn.Parameter(torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        turned = super().forward(input) * self.by
+        return turned.real + turned.imag.square()
+
+
+def far_from_3(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return (net(x) - 3).square().mean()
+
+
+def of_dtypes(mesh: Mesh | None) -> dict[str, Any]:
+    """Loss, norm and genome after a step: of complex direct parameters, and in half precision on many rows."""
+    found: dict[str, Any] = {}
+    for name, make, rows, options in (
+        ("complex", Turned, 8, {}),
+        ("complex, local", Turned, 8, {"local_steps": 1, "outer": gb.torch_optimizer(torch.optim.SGD, lr=1.0)}),
+        ("half", lambda: nn.Linear(6, 4).half(), 70_000, {}),
+    ):
+        torch.manual_seed(0)
+        pnet = make()
+        of_ranks: dict[str, Any] = {} if mesh is None else {"mesh": mesh, **options}
+        step = gb.make_train_step(gb.make_plan(pnet), pnet, far_from_3, SGD, **of_ranks)
+        x = drawn(2, rows, 6).to(pnet.weight.dtype)
+        after, info = step(step.init(3), x if mesh is None else mesh.shard_batch(x))
+        whole = step.gather(after)
+        seen = [] if "local" in name else [info.loss, info.grad_norm]
+        found[name] = {"reports": seen, "state": (whole.gnets, whole.direct)}
+    return found
+
+
 def run_events(init_method: str, data: int = 1) -> dict[str, Any]:
     """All of these on this rank."""
     events = (gather_laws, uncounted, configurations, not_finite, refusals, randomness, batch_norm, sent, narrow)
+    events += (of_dtypes,)
     with gb.mesh(data=data, init_method=init_method, timeout=30 * PATIENCE) as mesh:
         return {event.__name__: event(mesh) for event in events}
 
