@@ -27,6 +27,7 @@ from tests.support.pipeline_nets import (
     hugging,
     next_token,
     straight,
+    unet,
 )
 from tests.support.ranks import PATIENCE
 
@@ -75,6 +76,7 @@ def with_a_skip(net: Any, batch: tuple[Tensor, bool]) -> Tensor:
     return next_token(partial(net, skip=batch[1]), batch[0])
 
 
+CASES["rounding"] = partial(gradient, make=partial(Blocks, unet), loss_fn=next_token, rounding="int8")
 CASES["a flag"] = partial(gradient, make=Skipping, loss_fn=with_a_skip, flags=True)
 
 

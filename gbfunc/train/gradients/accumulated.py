@@ -102,10 +102,10 @@ class Accumulated:
 def leaves_of(given: Given, weights: Params, trained: list[str]) -> tuple[Params, list[str]]:
     """The weights as leaves of a new graph, and the names of those that take gradients.
 
-    Direct parameters are there themselves: a forward may set their `data`. Leaves that g-nets of several weights share
-    are not: each of those weights would get the gradient of all.
+    Direct parameters are there themselves, unless rounded: a forward may set their `data`. Leaves that g-nets of
+    several weights share are not: each of those weights would get the gradient of all.
     """
-    own = {id(x) for k, x in given.leaves.items() if k.startswith(DIRECT)}
+    own = {id(x) for k, x in given.leaves.items() if k.startswith(DIRECT) and x.is_leaf}
     direct = {k for k, w in weights.items() if id(w) in own}
     leaves = {k: w if k in direct else w.detach() for k, w in weights.items()}
     trained = [k for k in trained if k not in direct or leaves[k].requires_grad]
