@@ -92,6 +92,16 @@ def _check_divides(ranks: int, n: int, what: str) -> None:
         raise ValueError(f"{what}: {n} cannot be split over {ranks} tensor ranks, {fits} would fit")
 
 
+def _check_layer(name: str, module: Any, owners: Mapping[int, str]) -> None:
+    """ValueError for a module that column and row parallel styles cannot split."""
+    if not transposed(module) and not isinstance(module, nn.Linear | nn.Embedding):
+        raise ValueError(f"{name!r} is a {type(module).__name__}: only linear layers and embeddings are split")
+    if id(module.weight) not in owners:
+        raise ValueError(f"{name!r} computes its weight (a parametrization?): only parameters are split")
+    if getattr(module, "max_norm", None) is not None:
+        raise ValueError(f"{name!r} has max_norm={module.max_norm}, with which its forward changes it: it is not split")
+
+
 class TensorParallel:
     """The tensor axis of a mesh and the styles of a p-net's layers: what each rank's piece is, and how it is applied.
 
@@ -131,6 +141,8 @@ class TensorParallel:
         others = {}
         for name, style in self._styles.items():
             module: Any = pnet.get_submodule(name)
+            if isinstance(style, ColwiseParallel | RowwiseParallel):
+                _check_layer(name, module, owners)
             if isinstance(style, ColwiseParallel | RowwiseParallel) and layer_form(module) is not None:
                 split = self._splits[name] = self._split(name, module, style)
                 dim = int((split.by == "columns") != split.transposed)
@@ -148,8 +160,6 @@ class TensorParallel:
     def _split(self, name: str, module: Any, style: Any) -> Split:
         """How a layer is split; ValueError where it cannot be."""
         flipped = transposed(module)
-        if not flipped and not isinstance(module, nn.Linear | nn.Embedding):
-            raise ValueError(f"{name!r} is a {type(module).__name__}: only linear layers and embeddings are split")
         rows, cols = module.weight.shape[::-1] if flipped else module.weight.shape
         # An embedding's matrix has its words in rows: row parallel splits these.
         by = "rows" if isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding) else "columns"
@@ -262,8 +272,8 @@ class TensorParallel:
                 if not apart <= _ALIKE * max(abs(norm), abs(there[0]), 1e-30) and math.isfinite(norm):
                     raise ValueError(
                         f"{name} has the norm {norm:.6g} on rank {self.wire.mesh.rank}, {there[0]:.6g} on rank {rank}: "
-                        "tensor ranks must get the same batch, and a layer that runs on a part of the sequence needs a "
-                        "style (SequenceParallel())"
+                        "tensor ranks must get the same batch, a layer that runs on a part of the sequence needs a "
+                        "style (SequenceParallel()), and dropout takes equal parts: of others ranks draw apart"
                     )
 
     def place(self, tensors: Params) -> Params:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.utils.parametrizations import weight_norm
 
 import gbfunc as gb
 from gbfunc.parallel import Mesh
@@ -116,6 +117,34 @@ def a_piece_is_read(mesh: Mesh) -> Any:
             return super().forward(x) + self.in_proj.weight.sum()
 
     return one_step(mesh, Reader().double(), plain_styles(), (draw(6, 10), draw(6, 5)), lazy=False, remat="layer")
+
+
+REFUSED["only linear layers and embeddings are split"] = lambda mesh: one_step(
+    mesh, nn.Sequential(nn.LayerNorm(6)), {"0": ColwiseParallel()}, ()
+)
+REFUSED["computes its weight (a parametrization?)"] = lambda mesh: one_step(
+    mesh, nn.Sequential(weight_norm(nn.Linear(6, 6))), {"0": ColwiseParallel()}, ()
+)
+REFUSED["'0' has max_norm=1.0"] = lambda mesh: one_step(
+    mesh, nn.Sequential(nn.Embedding(6, 6, max_norm=1.0)), {"0": ColwiseParallel()}, ()
+)
+
+
+@refused("dropout takes equal parts")
+def dropout_of_uneven_parts(mesh: Mesh) -> Any:
+    pnet = nn.Sequential(nn.Linear(10, 7), nn.Dropout(), nn.Linear(7, 5), nn.Dropout()).double()
+    return one_step(mesh, pnet, {"0": ColwiseParallel(), "2": RowwiseParallel()}, (draw(6, 10), draw(6, 5)))
+
+
+@refused("(in_proj.weight, in_proj.bias, out_proj.weight, or a style's output): give each layer that takes it a style")
+def a_penalty_of_all(mesh: Mesh) -> Any:
+    pnet = Toy().double()
+
+    def penalised(net: Any, batch: Any) -> Tensor:
+        return squared(net, batch)[0] + sum(x.square().sum() for x in net.parameters())
+
+    step = gb.make_train_step(gb.make_plan(pnet), pnet, penalised, ADAMW, mesh=mesh, parallel=plain_styles())
+    return step(step.init(0), (draw(6, 10), draw(6, 5)))
 
 
 def run_refused(init_method: str) -> dict[str, str]:

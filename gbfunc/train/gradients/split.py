@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -40,7 +41,8 @@ class SplitLoss(GenomeLoss):
 
     def on(self, weights: Params, buffers: Params, batch: Any) -> tuple[Tensor, Any]:
         """Loss and aux for these weights, each rank's pieces of them; buffers are updated."""
-        return super().on(self._split.place(weights), buffers, batch)
+        with self._unmixed():
+            return super().on(self._split.place(weights), buffers, batch)
 
     def _loss_and_aux(self, out: Any) -> tuple[Tensor, Any]:
         loss, aux = super()._loss_and_aux(out)
@@ -52,8 +54,22 @@ class SplitLoss(GenomeLoss):
 
     def gradients(self, loss: Tensor, of: list[Tensor]) -> Gradients:
         """Gradients of a loss of the p-net; None for tensors that have no part in it."""
-        with self._split.backward():
+        with self._split.backward(), self._unmixed():
             return super().gradients(loss, of)
+
+    @contextmanager
+    def _unmixed(self) -> Iterator[None]:
+        """ValueError where torch refuses an operator of a split tensor and a plain one."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            split = ", ".join(self._split.shapes)
+            raise ValueError(
+                f"an operator takes a plain tensor and one that is split over tensor ranks ({split}, or a style's "
+                "output): give each layer that takes it a style, and a loss function x.full_tensor()"
+            ) from error
 
 
 def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
