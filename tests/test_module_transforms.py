@@ -56,3 +56,9 @@ def test_weights_are_generated_inside_of_a_transform(kernel: Any) -> None:
     weights = gb.generate(plan, genome)["0.weight"]
     found = torch.vmap(lambda x: gb.generate(plan, genome, kernel=kernel)["0.weight"] @ x)(X)
     assert_close(found, X @ weights.T)
+
+
+def test_the_first_call_may_be_inside_of_functionalize() -> None:
+    pnet, plan = made()
+    module = gb.GenomeModule(plan, pnet)
+    assert_close(torch.func.functionalize(module)(X), module(X))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gbfunc.costs import missing_ranks, thin_rows
+from gbfunc.hypernets.ensemble import is_exporting
 from gbfunc.layers.forms import Needs, Source, WeightForm, added, dense_linear, outside_autocast
 from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Params
@@ -23,7 +24,7 @@ class FactoredWeight(WeightForm):
     """A weight whose matrix has the tiles `L[i, j] @ R[i, j].T`: inputs left [T, r, k] and right [T, c, k], T = nr nc.
 
     The layer stores it in `shape`, `transposed` as in Hugging Face's `Conv1D`. With `auto` the factors are used for
-    inputs of fewer than `thin_rows` rows, and else the dense weight.
+    inputs of fewer than `thin_rows` rows, and else, as in exported programs, the dense weight.
     """
 
     left: Tensor
@@ -66,7 +67,9 @@ class FactoredWeight(WeightForm):
 
     def _thin(self, batch_rows: int, conv: bool = False) -> bool:
         """Whether the factors are used and not the dense weight."""
-        if self.formed is not None or not batch_rows < self._thin_rows[conv]:
+        # An exported program is for any number of rows, which it must not ask for.
+        dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
+        if dense or self.formed is not None:
             return False
         self.use()
         return True
@@ -153,7 +156,8 @@ class FactoredWeight(WeightForm):
         left, right = self.by_tile(self.given)
         nr, nc, r, k = left.shape
         # Rows of several tiles need each token's right factors: past the weight's size, form it.
-        if index.is_nested or not self._thin(index.numel()) or (nr > 1 and index.numel() * k > self.grid.rows):
+        many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
+        if many or index.is_nested or not self._thin(index.numel()):
             return None
         flat = index.reshape(-1)
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]

@@ -108,14 +108,15 @@ class OwnTensors:
         frozen = {s._cdata: name for name, x in base.items() for s in storages_of(x)}
         allowed = {s._cdata for x in tensors_in((*given, args, kwargs)) for s in storages_of(x)}
         watch = _Watch(self, left, allowed | frozen.keys(), frozen)
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.enable_grad():
             first = _number(torch.zeros((), requires_grad=True).view(()).grad_fn)
         with watch, (hooks := _Hooks(watch)):
             with torch._C._DisableFuncTorch():
-                before = [x.data for x in base.values()]
+                # Of an export the tensors are fake, each in a memory of its own.
+                before = [] if torch.compiler.is_compiling() else [x.data for x in base.values()]
             out = function(*args, **kwargs)
         with torch._C._DisableFuncTorch():
-            for (name, x), data in zip(base.items(), before, strict=True):
+            for (name, x), data in zip(base.items(), before, strict=False):
                 if [s._cdata for s in storages_of(x)] != [s._cdata for s in storages_of(data)]:
                     x.data = data
                     raise ValueError(f"{CHANGES_BASE}{name!r}")
