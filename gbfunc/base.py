@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,19 @@ class BaseTensors:
             params, buffers = ({k: x.to(device) for k, x in tensors.items()} for tensors in self._first)
             self._on[device] = params, buffers
         return self._on[device]
+
+    def cast(self, change: Callable[[Tensor], Tensor]) -> BaseTensors | None:
+        """The base in the dtypes to which `nn.Module.to` casts with `change`; None where these are its own."""
+        kinds = {x.dtype for tensors in self._first for x in tensors.values() if x.is_floating_point()}
+        casts = {kind: new for kind in kinds if (new := change(torch.empty(0, dtype=kind)).dtype) != kind}
+        if not casts:
+            return None
+        cast = copy(self)
+        params, buffers = (
+            {k: x.to(casts.get(x.dtype, x.dtype)) for k, x in tensors.items()} for tensors in self._first
+        )
+        cast._first, cast._on = (params, buffers), {}
+        return cast
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
         """A parameter on a device."""

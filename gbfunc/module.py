@@ -29,6 +29,10 @@ from gbfunc.types import Genome, GenomeLike, Lazy, Params
 
 Self = TypeVar("Self", bound="GenomeModule")
 
+_OTHER_PLAN = (
+    "the state dict is that of another plan, under which its numbers make other weights: a plan depends on its p-net's "
+    "first weights, so keep it (gb.save, save_pretrained, Plan.to_json); dict(state_dict) is loaded all the same"
+)
 _MATERIALIZE = "gb.materialize(plan, module.to_genome(), pnet) is a p-net with weights"
 
 
@@ -69,14 +73,15 @@ class GenomeModule(nn.Module):
 
     Whatever trains modules trains it, and sees the genome alone: an optimizer's state, DDP's all-reduce and a state
     dict have its size. Names in the state dict are `gnets.<ensemble>.<leaf>`, `direct.<name in the p-net>`, and
-    `buffer.<name in the p-net>` for the p-net's buffers.
+    `buffer.<name in the p-net>` for the p-net's buffers. One of torch's own files is refused by a module of another
+    plan, whose numbers mean other weights; in a safetensors file it does not say its plan.
 
     `train()` and `eval()` reach the p-net's dropout and batch norms, whose running statistics a forward in training
     mode updates. Stochastic g-nets draw from torch's default generator in training mode, and give their mean in
     evaluation mode. Direct parameters that do not require grad in the p-net do not here.
 
     A base is neither parameter nor buffer of the module, nor in its state dict; it is on the device of the genome.
-    Its batch norms stay in evaluation mode, and copies of the module share it.
+    Its batch norms stay in evaluation mode, and copies of the module share it until they are cast (`half()`).
 
     The p-net's plain attributes (`config`, `main_input_name`) can be read, its tensors, parts and methods in `run`
     alone: it has no weights of its own. `forward` has the p-net's signature. One forward generates all weights once.
@@ -263,8 +268,13 @@ class GenomeModule(nn.Module):
                 "from_pretrained needs pnet=, the module that the genome was made for: a genome holds no architecture"
             )
         plan, genome = load_pretrained(pretrained_model_name_or_path, factories, **options)
-        device = next((x.device for x in pnet.parameters() if not x.is_meta), None)
-        return cls(plan, pnet, genome, lazy=lazy).to(device)
+        module = cls(plan, pnet, genome, lazy=lazy)
+        return module.to(next((x.device for x in pnet.parameters() if not x.is_meta), None))
+
+    def _refuse_script(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"torch.jit can neither script nor trace a GenomeModule; gb.export can, and {_MATERIALIZE}")
+
+    __prepare_scriptable__ = _slow_forward = _refuse_script
 
     def extra_repr(self) -> str:
         """The p-net and both sizes."""
@@ -298,8 +308,22 @@ class GenomeModule(nn.Module):
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
+        if self._frame.base is not None and (base := self._frame.base.cast(fn)) is not None:
+            self._frame = self._frame._replace(base=base)
+            self._build()
         self._prepare()
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # What names and shapes do not say: scales, codes, activations.
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["plan"] = self.plan.digest()
+
+    def _load_from_state_dict(self, state: Any, prefix: str, note: Any, *args: Any) -> None:
+        super()._load_from_state_dict(state, prefix, note, *args)
+        if note.get("plan") not in (None, self.plan.digest()):
+            args[-1].append(_OTHER_PLAN)
 
     def __getattr__(self, name: str) -> Any:
         try:

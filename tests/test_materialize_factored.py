@@ -212,3 +212,9 @@ def test_the_pnet_and_the_genome_are_not_touched() -> None:
     assert type(pnet.get_submodule("0")) is nn.Linear
     assert_close(dict(pnet.state_dict()), dict(before))
     assert torch.equal(leaf, held)
+
+
+def test_torch_jit_script_is_refused() -> None:
+    _, factored, _ = nets("mlp")
+    with pytest.raises(TypeError, match="knows no factored layers"):
+        torch.jit.script(factored)

@@ -100,6 +100,27 @@ def test_a_state_dict_goes_through_a_file_into_another_module() -> None:
     assert torch.equal(other(batch), module(batch))
 
 
+def test_a_state_dict_of_another_plan_is_refused() -> None:
+    # Names and shapes of leaves are equal; the p-net's first weights set other scales.
+    plain, other = (
+        gb.GenomeModule(gb.make_plan(net, gb.periodic(2)), net) for net in (nn.Linear(40, 30), nn.Linear(40, 30))
+    )
+    outer = nn.Sequential(other)
+    with pytest.raises(RuntimeError, match="state dict is that of another plan"):
+        outer.load_state_dict(nn.Sequential(plain).state_dict(), strict=False)
+    outer.load_state_dict(copy.deepcopy(outer.state_dict()))
+    other.load_state_dict(dict(plain.state_dict()))
+    assert_same(plain.to_genome(), other.to_genome())
+
+
+@pytest.mark.parametrize("compiler", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 40))])
+def test_torch_jit_is_refused(compiler: Callable[[Any], Any]) -> None:
+    net = nn.Linear(40, 30)
+    module = gb.GenomeModule(gb.make_plan(net, gb.periodic(2)), net)
+    with pytest.raises(TypeError, match="torch.jit can neither script nor trace a GenomeModule"):
+        compiler(nn.Sequential(module))
+
+
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("name", ["conv_bn", "tied", "attention"])
 def test_copies_and_pickles_work_on(again: Callable[[Any], Any], name: str) -> None:

@@ -137,3 +137,30 @@ def test_a_folder_names_the_base(tmp_path: Path) -> None:
     assert torch.equal(other(tokens()), module(tokens()))
     with pytest.raises(ValueError, match=r"the genome's base 'someone/small' \(revision abc\) has digest"):
         gb.GenomeModule.from_pretrained(tmp_path, pnet=pretrained(1))
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_cast_reaches_the_base(dtype: torch.dtype, lazy: bool) -> None:
+    pnet, plan, genome = adapter()
+    module = gb.GenomeModule(plan, pnet, genome, lazy=lazy).eval()
+    cast = copy.deepcopy(module).to(dtype)
+    net = gb.materialize(plan, genome, pnet).eval().double()
+    tolerance = 1e-6 if dtype == torch.float64 else 0.05
+    for copied in (cast, copy.deepcopy(cast), pickle.loads(pickle.dumps(cast))):
+        outputs = copied(tokens())
+        assert outputs.dtype == dtype
+        torch.testing.assert_close(outputs.double(), net(tokens()), rtol=tolerance, atol=tolerance)
+    assert module(tokens()).dtype == pnet(tokens()).dtype == torch.float32, "a copy's base is its own"
+
+
+@needs_whole_graphs
+@pytest.mark.parametrize("lazy", [True, False, "auto"])
+def test_torch_export_takes_any_batch_and_leaves_the_base(lazy: Any) -> None:
+    pnet, plan, genome = adapter()
+    module = gb.GenomeModule(plan, pnet, genome, lazy=lazy).eval()
+    example = tokens().repeat(2, *[1] * (tokens().ndim - 1))
+    program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
+    torch.testing.assert_close(program(tokens()), module(tokens()))
+    many = tokens().repeat(40, *[1] * (tokens().ndim - 1))
+    torch.testing.assert_close(program(many), module(many))

@@ -158,6 +158,11 @@ class WeightForm(nn.Module):
         """Names of the inputs where the weight has this name."""
         return tuple(f"{name}_form.{k}" for k in self.inputs)
 
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(
+            "torch.jit.script knows no factored layers: give it that of factored=False, or use torch.jit.trace"
+        )
+
     def of(self, sources: Sequence[Source]) -> Params:
         """What the g-nets give, by `keys`."""
         raise NotImplementedError
