@@ -14,6 +14,7 @@ from gbfunc.parallel.dry_run import DryRun
 from gbfunc.parallel.planner import DeviceSpec
 from gbfunc.parallel.planner_costs import Footprint, Model, RankLayout
 from gbfunc.tasks.pnets.gpt import GPT
+from tests.support.pipeline_nets import Blocks, Leaves, by_the_side, unet
 from tests.support.planner_cases import AXES, LAYOUTS, make_case
 from tests.support.ranks import run_ranks
 from tests.support.tensor_cases import next_token
@@ -102,6 +103,29 @@ def test_pipelines_that_cannot_be_are_refused_with_a_reason() -> None:
     uneven = gb.plan_parallel(plan, pnet, batch[:15], ranks=4, loss_fn=next_token, microbatches=4)
     reason = dict(uneven.refused)["data 2 x pipeline 2 x tensor 1, gpipe"]
     assert reason == "no number of microbatches from 2 on divides 7.5 rows"
+
+
+@needs_pipelines
+def test_what_skips_a_stage_is_counted_or_refused() -> None:
+    batch = torch.zeros(8, 6, dtype=torch.int64)
+
+    def planned(*made_of: Any) -> Any:
+        pnet = Blocks(*made_of)
+        return gb.plan_parallel(gb.make_plan(pnet), pnet, batch, ranks=2, loss_fn=next_token, microbatches=2)
+
+    (found,) = (p for p in planned(unet).fits if p.layout.schedule == "gpipe")
+    # The embedding and both blocks' outputs for 5 words of 6 numbers.
+    assert found.sent["pipeline"] == 8 * 3 * 5 * 6 * 4
+    assert "return it" in dict(planned(by_the_side, Leaves).refused)["data 1 x pipeline 2 x tensor 1, gpipe"]
+
+
+def test_a_forward_that_needs_values_is_no_raw_error() -> None:
+    pnet = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False)
+    mask = nn.Transformer.generate_square_subsequent_mask(4, device="meta")
+    with pytest.raises(ValueError, match="on the meta device, where tensors have no values: Tensor.item"):
+        gb.plan_parallel(
+            gb.make_plan(pnet), pnet, torch.zeros(4, 4, 8), ranks=2, loss_fn=lambda net, x: net(x, mask=mask).sum()
+        )
 
 
 def test_one_rank_takes_equal_microbatches() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from itertools import accumulate
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gbfunc.parallel.absent import Absent, Provenance, Source, absent, hide
+from gbfunc.parallel.absent import Absent, Provenance, Source, absent, hide, refuse
 from gbfunc.pnet import RunnableNet, StopForward
 from gbfunc.types import Params
 
@@ -48,8 +51,6 @@ class Chain(NamedTuple):
     names: tuple[str, ...]  # Of the blocks, in their order
     # Operations of each, with what follows it until the next; what comes before the first is in the first
     flops: tuple[float, ...]
-    # Shape and dtype of what each block gets, for one microbatch
-    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     # After which block (-1: before the first) each parameter is used, by name
     places: Mapping[str, frozenset[int]]
     calls: tuple[UnitCall, ...] = ()  # Of the units, in the order of a forward
@@ -105,7 +106,7 @@ def trace_chain(
     Raises:
         ValueError: if the blocks do not run once each, in their order, or what happens depends on absent values.
     """
-    net, inputs, marks, begun = RunnableNet(pnet), [], [], list[nn.Module]()
+    net, marks, begun = RunnableNet(pnet), [], list[nn.Module]()
     net.submodule_call_error = SUBMODULE_CALL_ERROR
     skeleton, order, calls, mode = net.skeleton, [], [], Provenance()
 
@@ -121,7 +122,6 @@ def trace_chain(
                     raise ValueError(f"a block's first argument must be activations, got a {type(x).__name__}")
                 order.append(blocks.index(name))
                 marks.append(mode.flops)
-                inputs.append((tuple(x.shape), x.dtype))
             inside, flat = Source("inside", name, len(calls)), pytree.tree_leaves((args, kwargs))
             with mode.unit(inside):
                 out = forward(*args, **kwargs)
@@ -169,9 +169,7 @@ def trace_chain(
     marks[0] = 0
     flops = [b - a for a, b in zip(marks, [*marks[1:], mode.flops], strict=True)]
     places = _places(skeleton, blocks, [*((c.cell, c.needs) for c in calls), (len(blocks) - 1, last)])
-    return Chain(
-        tuple(blocks), tuple(map(float, flops)), tuple(inputs), places, tuple(calls), last, frozenset(mode.changed)
-    )
+    return Chain(tuple(blocks), tuple(map(float, flops)), places, tuple(calls), last, frozenset(mode.changed))
 
 
 def replace_units(skeleton: nn.Module, blocks: Sequence[str], make: Callable[[str, Any], Any]) -> None:
@@ -222,3 +220,43 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
             for end in range(min(best) + 1, n + 1)
         }
     return best[n][1]
+
+
+def stage_of(starts: Sequence[int], cell: int) -> int:
+    """The stage of what runs after a block; what comes before the first block is in the first stage."""
+    return bisect_right(starts, max(cell, 0)) - 1
+
+
+def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[Output]:
+    """What is made before a stage and needed in it, or after; `starts` are as of `balanced_stages`.
+
+    Raises:
+        ValueError: for what is needed and cannot be sent.
+    """
+    calls, drawn, last = chain.calls, dict[Source, int](), len(starts) - 2
+    reads = [*((stage_of(starts, c.cell), c.needs) for c in calls), (last, chain.end)]
+    for name, leaves in ((c.name, c.leaves) for c in calls if stage_of(starts, c.cell) < last):
+        for x in leaves:
+            if x is not None and not isinstance(x, Argument) and known_of(x) is None:
+                raise ValueError(
+                    f"in a pipeline {name!r} must return tensors, which are sent, or plain values, got a "
+                    f"{type(x).__name__}: other stages do not have it"
+                )
+    needed: set[Source] = set()
+    for reader, needs in reads:
+        for source in needs:
+            if source.kind == "output" and reader >= stage > stage_of(starts, calls[source.call].cell):
+                needed.add(source)
+            elif source.kind == "inside" and stage_of(starts, calls[source.call].cell) != reader:
+                raise refuse([source], "another stage needs a tensor that no module returns: return it")
+            elif source.kind == "noise" and drawn.setdefault(source, reader) != reader:
+                words = "random numbers that several stages use must be drawn by one module, where they are in the"
+                raise refuse([source], f"{words} shape of activations, or of a torch.Generator")
+    return [x for c in calls for x in c.leaves if isinstance(x, Output) and x.source in needed]
+
+
+def known_of(x: Any) -> Any:
+    """What a stage that does not run a unit takes for known of a leaf of its output: a plain value, or a shape."""
+    if isinstance(x, Output | Tensor):
+        return (*x.shape,), x.dtype
+    return x if isinstance(x, Number | str | bytes | Enum | torch.dtype | torch.device) else None

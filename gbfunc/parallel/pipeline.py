@@ -19,11 +19,8 @@ meta device.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from functools import reduce
-from numbers import Number
 from typing import Any
 
 import torch
@@ -39,8 +36,11 @@ from gbfunc.parallel.chain import (
     Output,
     UnitCall,
     balanced_stages,
+    crossing,
     find_blocks,
+    known_of,
     replace_units,
+    stage_of,
     trace_chain,
 )
 from gbfunc.parallel.mesh import Mesh
@@ -54,13 +54,6 @@ __all__ = ["SCHEDULES", "Chain", "Pipeline", "find_blocks", "balanced_stages", "
 
 class _StageEnd(StopForward):
     """The first unit of the next stage has been reached."""
-
-
-def _known(x: Any) -> Any:
-    """What a stage that does not run a unit takes for known of a leaf of its output: a plain value, or a shape."""
-    if isinstance(x, Output | Tensor):
-        return (*x.shape,), x.dtype
-    return x if isinstance(x, Number | str | bytes | Enum | torch.dtype | torch.device) else None
 
 
 class _Stage(nn.Module):
@@ -115,7 +108,7 @@ class _Received(torch.autograd.Function):
         return grads[0].contiguous()
 
 
-class _Parcel:
+class Parcel:
     """What a stage gets of the ones before it, as one tensor [n], which has the gradients of all.
 
     Its dtype is the widest of the differentiable ones; the bytes of integers and masks are sent as they are. A single
@@ -135,6 +128,11 @@ class _Parcel:
         item = self.dtype.itemsize
         numbers = [(math.prod(shape), dtype) for _, shape, dtype in values]
         self.sizes = [n if _differentiable(dtype) else -(-n * dtype.itemsize // item) for n, dtype in numbers]
+
+    @property
+    def n_bytes(self) -> int:
+        """Its size."""
+        return sum(self.sizes) * self.dtype.itemsize
 
     @property
     def like(self) -> Tensor:
@@ -225,7 +223,7 @@ class Pipeline:
             )
         self.stage, self.microbatch, self.position, self._inside = 0, 0, 0, False
         self.values: dict[Source, Tensor] = {}
-        self.parcels: list[_Parcel] = []
+        self.parcels: list[Parcel] = []
         self.leaves: Params = {}
         self.call: Callable[[int], Tensor] = lambda number: torch.zeros(())
         self.draw_alike: Callable[[int, int], None] = lambda microbatch, position: None
@@ -248,44 +246,18 @@ class Pipeline:
                 even = balanced_stages(chain.flops, self.stages)
                 self._starts = even if self._splits is None else (0, *begins, len(self._blocks))
                 self.names = self._needed()
-            self.parcels = [_Parcel(self._crossing(stage)) for stage in range(self.stages)]
+            self.parcels = [Parcel(crossing(chain, self._starts, stage)) for stage in range(self.stages)]
             if not all(parcel.values for parcel in self.parcels[1:]):
                 raise ValueError("in a pipeline each stage must need a tensor of the ones before it: take fewer ranks")
             self._built[key] = chain, self.parcels, self._make_schedule()
         self.chain, self.parcels, self._schedule = self._built[key]
-
-    def _stage_of(self, cell: int) -> int:
-        return bisect_right(self._starts, max(cell, 0)) - 1
-
-    def _crossing(self, stage: int) -> list[Output]:
-        """What is made before a stage and needed in it, or after; raises for what is needed and cannot be sent."""
-        calls, drawn = self.chain.calls, dict[Source, int]()
-        reads = [*((self._stage_of(c.cell), c.needs) for c in calls), (self.stages - 1, self.chain.end)]
-        for name, leaves in ((c.name, c.leaves) for c in calls if self._stage_of(c.cell) < self.stages - 1):
-            for x in leaves:
-                if x is not None and not isinstance(x, Argument) and _known(x) is None:
-                    raise ValueError(
-                        f"in a pipeline {name!r} must return tensors, which are sent, or plain values, got a "
-                        f"{type(x).__name__}: other stages do not have it"
-                    )
-        needed: set[Source] = set()
-        for reader, needs in reads:
-            for source in needs:
-                if source.kind == "output" and reader >= stage > self._stage_of(calls[source.call].cell):
-                    needed.add(source)
-                elif source.kind == "inside" and self._stage_of(calls[source.call].cell) != reader:
-                    raise refuse([source], "another stage needs a tensor that no module returns: return it")
-                elif source.kind == "noise" and drawn.setdefault(source, reader) != reader:
-                    words = "random numbers that several stages use must be drawn by one module, where they are in the"
-                    raise refuse([source], f"{words} shape of activations, or of a torch.Generator")
-        return [x for c in calls for x in c.leaves if isinstance(x, Output) and x.source in needed]
 
     def _needed(self) -> frozenset[str]:
         """Parameters of this rank's stages, tied ones by their first name."""
         names: dict[int, str] = {}
         parameters = self._pnet.named_parameters(remove_duplicate=False)
         named = [(names.setdefault(id(x), name), name) for name, x in parameters]
-        stages = {name: {*map(self._stage_of, self.chain.places[name])} for _, name in named}
+        stages = {name: {stage_of(self._starts, cell) for cell in self.chain.places[name]} for _, name in named}
         return frozenset(first for first, name in named if stages[name] & {*self.mine})
 
     def _make_schedule(self) -> Any:
@@ -325,7 +297,7 @@ class Pipeline:
                     f"in a pipeline the p-net must call its modules as in the trace: {name!r} ran in the place of "
                     f"{traced!r}"
                 )
-            stage = self._stage_of(calls[0].cell)
+            stage = stage_of(self._starts, calls[0].cell)
             if stage > self.stage:
                 raise _StageEnd
             if stage < self.stage:
@@ -369,14 +341,14 @@ class Pipeline:
         for leaf, x in zip(call.leaves, leaves, strict=True):
             if isinstance(x, Absent) and not isinstance(leaf, Argument):
                 raise refuse(x.sources, f"{call.name!r} needs what its rank does not have")
-            known = _known(given[leaf.index] if isinstance(leaf, Argument) else leaf)
+            known = known_of(given[leaf.index] if isinstance(leaf, Argument) else leaf)
             if isinstance(leaf, Argument) and isinstance(x, Tensor):
                 if x is not given[leaf.index] or x._version != versions[leaf.index]:
                     known = "its argument, as it came"
-            if known != _known(x):
+            if known != known_of(x):
                 raise ValueError(
                     f"in a pipeline {call.name!r} must return in every microbatch what it did in the trace, from which "
-                    f"alone other stages know it: {known}, got {_known(x)}"
+                    f"alone other stages know it: {known}, got {known_of(x)}"
                 )
             if isinstance(leaf, Output) and leaf.source in needed:
                 self.values[leaf.source] = self._kept(leaf.source, x)
@@ -439,5 +411,5 @@ class Pipeline:
         """Count what this rank sends: activations forward, their gradients back."""
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
-        n_bytes = sum(sum(parcel.sizes) * parcel.dtype.itemsize for parcel in sent)
+        n_bytes = sum(parcel.n_bytes for parcel in sent)
         self._mesh.traffic.add("p2p", n_bytes * self._microbatches, "pipeline")

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.costs import all_reduce_bytes
+from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, trace_chain
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes
 from gbfunc.parallel.mesh import Mesh
-from gbfunc.parallel.pipeline import Chain, balanced_stages, find_blocks, trace_chain
+from gbfunc.parallel.pipeline import Parcel
 from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks
 from gbfunc.parallel.placement import Placement, gather_bytes, operations, placement_cost, products, shares_of
 from gbfunc.plan import DTYPES, Plan
@@ -67,7 +68,7 @@ class Footprint(NamedTuple):
     sent: Mapping[str, float]  # Most bytes of a rank in a step, by axis
     cells: Sequence[Cell]  # Of each stage, its costs for a microbatch
     weights: Sequence[Weights]  # Of each stage
-    hidden: float  # Bytes of the activations between stages, for a microbatch
+    hidden: float  # The most bytes between two stages, for a microbatch
 
 
 class Weights(NamedTuple):
@@ -80,7 +81,8 @@ class Weights(NamedTuple):
     operations: float = 0.0  # Of generation and its backward
 
 
-_REMEMBERED = ("dry", "cells", "made", "weights", "stages", "stage_costs", "genome", "_gathers", "why_not_split")
+_REMEMBERED = ("dry", "cells", "made", "weights", "stages", "crossing", "stage_costs", "genome")
+_REMEMBERED += ("_gathers", "why_not_split")
 """Methods of a model that many layouts ask for the same."""
 
 
@@ -121,9 +123,16 @@ class Model:
         except (RuntimeError, ValueError):  # Also where the loss function calls parts of the p-net.
             self.blocks, self.kinds = (), {}
             everywhere = {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)}
-            self._chain = Chain((), (), (), everywhere)
+            self._chain = Chain((), (), everywhere)
         self._small, self._firsts = self._share_blocks()
-        self.cells(1, lazy is not False, rows)  # An error of the p-net shows here.
+        try:  # An error of the p-net shows here.
+            self.cells(1, lazy is not False, rows)
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            raise ValueError(
+                f"layouts are planned on the meta device, where tensors have no values: {error}"
+            ) from error
         # In which cells each parameter is used, those after the last block in its cell.
         after = self._chain.places
         self._places = {t.name: frozenset(i + 1 for k in (t.name, *t.aliases) for i in after[k]) for t in plan.tensors}
@@ -193,7 +202,13 @@ class Model:
             schedule_class(schedule)
         except ValueError as error:
             return str(error)
-        return "" if stages <= len(self.blocks) else f"{stages} stages of {len(self.blocks)} blocks"
+        if stages > len(self.blocks):
+            return f"{stages} stages of {len(self.blocks)} blocks"
+        try:
+            self.crossing(stages)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def can_remat(self, placement: Placement) -> bool:
         """Whether there are weights that would be made again: those that do not stay factors."""
@@ -266,6 +281,15 @@ class Model:
         ends = [0, *starts[1:-1], len(self.blocks) + 1]
         return starts, tuple(frozenset(range(a + (a > 0), b + 1)) for a, b in pairwise(ends))
 
+    def crossing(self, n: int) -> list[float]:
+        """Bytes, for a row, that cross the start of each of n stages, and the end; ValueError for what cannot be sent.
+
+        Those that the loss alone needs of earlier stages are left out.
+        """
+        starts = self.stages(n)[0]
+        sent = [Parcel(crossing(self._chain, starts, stage)).n_bytes / _TRACED_ROWS for stage in range(n)]
+        return [*sent, 0.0]
+
     def stage_costs(self, tensor: int, factored: bool, rows: int, stages: int) -> list[Cell]:
         """Costs of every stage for a microbatch."""
         cells = self.cells(tensor, factored, rows)
@@ -283,18 +307,14 @@ class Model:
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))
         how = t, factored, remat, gnets
         rows = math.ceil(self.rows / (sizes["data"] * gnets * m))
-        starts, of_stage = self.stages(n)
-        cells = self.stage_costs(t, factored, rows, n)
-        inputs = [self._chain.inputs[start] for start in starts[1:-1]]
-        # The most between two stages.
-        hidden = max((math.prod(s) * d.itemsize * rows / _TRACED_ROWS for s, d in inputs), default=0.0)
-        parts = []
+        of_stage, cells = self.stages(n)[1], self.stage_costs(t, factored, rows, n)
+        hidden, parts = [rows * x for x in self.crossing(n)], []
         for rank, own in enumerate(mine):
             live = in_flight(layout.order, rank, p, m, n // p)
             flights = [list(zip(of, (cells[s] for s in own), strict=True)) for of in live]
             saved, formed = max((sum(k * c.saved for k, c in f), sum(k * c.formed for k, c in f)) for f in flights)
-            ends = sum((s > 0) + (s < n - 1) for s in own)
-            buffers = 2 * m * ends * hidden + max(cells[s].largest for s in own)
+            ends = sum(hidden[s] + hidden[s + 1] for s in own)
+            buffers = 2 * m * ends + max(cells[s].largest for s in own)
             used = self.weights(frozenset().union(*(of_stage[s] for s in own)), *how)
             parts.append(self._memory(layout, used.bytes + used.peak + formed, used.graph, saved, buffers))
         return Footprint(
@@ -302,7 +322,7 @@ class Model:
             self._sent(layout, cells, hidden),
             cells,
             [self.weights(of, *how) for of in of_stage],
-            hidden,
+            max(hidden),
         )
 
     def genome(self, gnets: int) -> tuple[float, float, float]:
@@ -337,12 +357,12 @@ class Model:
             "buffers": self.plan.buffer_bytes + flat + buffers,
         }
 
-    def _sent(self, layout: RankLayout, cells: Sequence[Cell], hidden: float) -> dict[str, float]:
+    def _sent(self, layout: RankLayout, cells: Sequence[Cell], hidden: Sequence[float]) -> dict[str, float]:
         """Most bytes that a rank sends in a step, by axis."""
         sizes, m, item, mine = layout.sizes, layout.microbatches, self.plan.dtype.itemsize, layout.stages
         world, gnets = math.prod(sizes.values()), sizes["gnets"]
         split, replicated, _ = self.genome(gnets)
-        ends = [sum((s + d not in own) and 0 <= s + d < len(cells) for s in own for d in (-1, 1)) for own in mine]
+        ends = [sum(hidden[s + d] for s in own for d in (0, 1) if s + 2 * d - 1 not in own) for own in mine]
         # Gathers of tiles or factors, and of their gradients.
         _, of_stage = self.stages(len(cells))
         used = {frozenset().union(*(of_stage[s] for s in own)) for own in mine}
@@ -353,7 +373,7 @@ class Model:
         numbers = replicated + 3 + self.dry(1, self.lazy is not False).aux + sum(math.prod(b.shape) for b in averaged)
         sent = {
             "tensor": m * max(sum(cells[s].sent + cells[s].sent_back for s in own) for own in mine),
-            "pipeline": m * hidden * max(ends),
+            "pipeline": m * max(ends),
             "gnets": max(times * out + back for out, back in gathers),
             "replicas": all_reduce_bytes(split * item, world // gnets),
             "world": all_reduce_bytes(numbers * item, world),
