@@ -235,13 +235,13 @@ def split_rows(batch: Any, n: int) -> list[Any]:
     """A batch in `n` shares, some maybe empty, the longer ones first; scalars and what is no tensor are in each.
 
     Raises:
-        ValueError: for a packed sequence, or another object that has tensors as attributes.
+        ValueError: for a packed sequence, an array that is no tensor, or another object with tensors as attributes.
     """
     refuse_packed(batch)
     leaves = tree_leaves(batch, "batch")
     for path, x in leaves:
-        if holds_tensors(x):
-            raise ValueError(f"{path} is a {type(x).__name__}, whose rows are not known: give its tensors as a dict")
+        if holds_tensors(x) or (not isinstance(x, Tensor) and getattr(x, "ndim", 0)):
+            raise ValueError(f"{path} is a {type(x).__name__}, whose rows are not known: give tensors, as a dict say")
     pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in leaves]
 
     def share(i: int) -> Any:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -203,6 +204,12 @@ def test_flags_are_in_each_microbatch_and_packed_sequences_are_refused() -> None
     for split in (split_batch, split_rows):
         with pytest.raises(ValueError, match="PackedSequence has no rows to split"):
             split({"x": [packed]}, 2)
+
+
+def test_arrays_that_are_no_tensors_are_not_in_each_share() -> None:
+    with pytest.raises(ValueError, match=re.escape("batch['y'] is a ndarray, whose rows are not known: give tensors")):
+        split_rows({"x": torch.ones(4), "y": np.ones(4)}, 2)
+    assert [share["n"] for share in split_rows({"x": torch.ones(4), "n": np.float64(3)}, 2)] == [3.0, 3.0]
 
 
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=6))

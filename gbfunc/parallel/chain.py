@@ -72,7 +72,7 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}
         if len(splits) != stages - 1 or len(parents) != 1:
-            raise ValueError(f"stages must name {stages - 1} blocks of one module, got {list(splits)}")
+            raise ValueError(f"stages must name {stages - 1} blocks of one module, got {splits!r}")
         parent = parents.pop()
     else:
         lists = {

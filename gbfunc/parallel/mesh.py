@@ -166,7 +166,7 @@ class Mesh:
                 first layer takes these (sequence parallelism).
 
         Raises:
-            ValueError: for a batch with an object, a dataclass say, that has tensors as attributes.
+            ValueError: for a batch with an array that is no tensor, or an object that has tensors as attributes.
         """
         rows = batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
         if sequence_dim is None:
