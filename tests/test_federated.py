@@ -129,6 +129,14 @@ def test_running_statistics_travel_and_counts_of_batches_stay() -> None:
         assert back.buffers["1.num_batches_tracked"].dtype == torch.int64
 
 
+def test_complex_numbers_do_not_stay_behind_in_silence() -> None:
+    pnet = nn.Linear(4, 4)
+    pnet.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    plan = gb.make_plan(pnet)
+    with pytest.raises(ValueError, match="messages hold real numbers, and of the genome direct/turn are complex"):
+        Wire(plan, gb.init_genome(plan, pnet))
+
+
 def test_damaged_records_are_refused(problem: Problem) -> None:
     wire = Wire(problem.plan, problem.genome)
     vector = wire.vector(problem.genome)

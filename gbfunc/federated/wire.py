@@ -78,7 +78,7 @@ class Wire:
         like: a genome of it: parts that do not travel are its own.
 
     Raises:
-        ValueError: if they do not fit together.
+        ValueError: if they do not fit together, or for complex numbers, which messages do not hold.
     """
 
     def __init__(self, plan: Plan, like: GenomeLike) -> None:
@@ -86,6 +86,8 @@ class Wire:
         self.plan, self.identity = plan, identity(plan)
         self._like, named = Genome(like.gnets, like.direct, like.buffers), stored_tensors(like)
         self._named = {k: named[k] for k in sorted(named)}
+        if left := [k for k, x in self._named.items() if x.is_complex()]:
+            raise ValueError(f"messages hold real numbers, and of the genome {', '.join(left)} are complex")
         self._sent = {k: x for k, x in self._named.items() if x.is_floating_point()}
         self.size = sum(x.numel() for x in self._sent.values())
         self._last: tuple[bytes, Vector] | None = None
