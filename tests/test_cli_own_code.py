@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -61,3 +62,93 @@ def test_errors_in_own_code_say_where(
     monkeypatch.delitem(sys.modules, "bad_code", raising=False)
     assert main(["train", *options, "--genome-params", "300", "--steps", "2"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(words)
+
+
+OWN = """from dataclasses import dataclass, replace
+from itertools import count, islice
+import torch
+import torch.nn.functional as F
+from gbfunc.tasks import Split, endless_batches
+from gbfunc.tasks.digits import digits
+
+DIGITS = digits()
+
+def of(**parts):
+    return replace(DIGITS, name="own", **parts)
+
+def losing(metrics):
+    steps = count()
+    return of(loss=lambda net, batch: (F.cross_entropy(net(batch[0]), batch[1]), metrics(next(steps))))
+
+class Ragged(Split):
+    def batches(self, batch_size, generator):
+        order = torch.randperm(len(self), generator=generator)
+        yield from ((self.x[i], self.y[i]) for i in order.split(batch_size))
+
+    def to(self, device):
+        return self
+
+def numbers():
+    measure = lambda net, split: {"accuracy": torch.tensor(0.5), "count": torch.tensor([3])}
+    return replace(losing(lambda step: {"halves": step / 2}), evaluate=measure)
+
+def nothing():
+    return of(evaluate=lambda net, split: None)
+
+def another():
+    return of(evaluate=lambda net, split: {"hits": 1})
+
+def pair():
+    return of(val=(DIGITS.val.x, DIGITS.val.y))
+
+def vector():
+    return losing(lambda step: {"hits": torch.ones(3)})
+
+def twice():
+    return losing(lambda step: {"loss": torch.ones(())})
+
+def changing():
+    return losing(lambda step: {"hits": 1.0} if step else {})
+
+def ended():
+    return of(batches=lambda train, recipe, order, net: islice(endless_batches(train, 64, order), 1))
+
+def ragged():
+    return of(train=Ragged(DIGITS.train.x, DIGITS.train.y))
+"""
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command that trains a small genome on a task of `own_tasks`, which is to be named at its end."""
+    monkeypatch.chdir(tmp_path)
+    Path("own_tasks.py").write_text(OWN)
+    monkeypatch.delitem(sys.modules, "own_tasks", raising=False)
+    return ["train", "--sizes", "64", "20", "10", "--genome-params", "300", "--task"]
+
+
+def test_numbers_of_own_tasks_may_be_tensors(train: list[str]) -> None:
+    assert main([*train, "own_tasks:numbers", "--steps", "3", "--out", "out"]) == 0
+    metrics = json.loads(Path("out/metrics.json").read_text())
+    assert (metrics["val_accuracy"], metrics["test_count"]) == (0.5, 3)
+    assert ",0.5," in Path("out/history.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", "evaluate of the task own must return numbers by their names, ['accuracy'] among them, got None"),
+        ("another", "['accuracy'] among them, got {'hits': 1}"),
+        ("pair", "train, val and test of own_tasks:pair must be splits, such as gbfunc.tasks.Split, got tuple"),
+        ("vector", "beside the loss numbers by their names, none of them 'loss', got {'hits': tensor([1., 1., 1.])}"),
+        ("twice", "none of them 'loss', got {'loss': tensor(1.)}"),
+        ("changing", "must return the same metrics in all steps, got ['loss'], then ['hits', 'loss']"),
+        ("ended", "batches of the task own end after 1 steps, the training has 20"),
+        ("ragged", "a pass of 1197 examples has 18 full batches of 64, got 19"),
+    ],
+)
+def test_own_tasks_that_cannot_be_are_refused(
+    name: str, words: str, train: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*train, f"own_tasks:{name}", "--steps", "20"]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]

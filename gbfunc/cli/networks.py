@@ -104,7 +104,7 @@ def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, histor
 def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
     """All metrics of a network on validation and test data: `{prefix}val_accuracy`, `{prefix}test_accuracy`, ..."""
     splits = {"val": task.val, "test": task.test}
-    measured = {split: task.evaluate(net, data) for split, data in splits.items()}
+    measured = {split: task.measured(net, data) for split, data in splits.items()}
     return {f"{prefix}{split}_{name}": v for split, metrics in measured.items() for name, v in metrics.items()}
 
 

@@ -186,7 +186,7 @@ def train_genome(
             more = genome_trainer(job.plan, job.pnet, task, job.recipe, seed, rounding=output.dtype, **split)
             best = Best(best_path, task.metric, write)
             more = going_on(more, step.gather(result.state))
-            before = task.evaluate(more.net(more.state), task.val)
+            before = task.measured(more.net(more.state), task.val)
             tuned = run_fit(more, job, seed, "rounded", **hooks(None, best, step))
             if not better(task, before, tuned):
                 if step.mesh.rank == 0:

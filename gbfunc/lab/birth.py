@@ -93,7 +93,7 @@ def _taught(
         return sum(row[f"val_{metric.name}"] for row in rows) * (1 if metric.higher_is_better else -1)
 
     best = max(rates, key=all_along) if len(rates) > 1 else rates[0]
-    born = {"step": 0, "epoch": 0.0, **task.evaluate(start.eval(), tested.val)}
+    born = {"step": 0, "epoch": 0.0, **task.measured(start.eval(), tested.val)}
     net, history = trained(best, tested, "test")
     rows = [{k.removeprefix("val_"): v for k, v in row.items() if k != "seconds"} for row in history]
     return Taught([born, *rows], best * recipe.dense_lr, net)

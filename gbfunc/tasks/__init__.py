@@ -85,4 +85,6 @@ def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any])
         raise ValueError(f"{name} must return a gbfunc.tasks.Task, got {type(task).__name__}")
     if is_import_path(name):
         checked_name(task.pnet, task.interface)
+        if bad := [type(x).__name__ for x in (task.train, task.val, task.test) if not hasattr(x, "to")]:
+            raise ValueError(f"train, val and test of {name} must be splits, such as gbfunc.tasks.Split, got {bad[0]}")
     return task

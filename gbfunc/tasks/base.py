@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from types import MappingProxyType
@@ -301,6 +302,20 @@ class Task:
     def recipe(self, genome_params: float) -> Recipe:
         """Settings for a genome of a size."""
         return self.settings(self.pnet, genome_params)
+
+    def measured(self, net: Net, split: Any) -> dict[str, float]:
+        """What `evaluate` finds, as plain numbers.
+
+        Raises:
+            ValueError: if it returns anything else, or nothing for one of `metrics`.
+        """
+        found: Any = self.evaluate(net, split)
+        names = {metric.name for metric in self.metrics}
+        if isinstance(found, Mapping) and names <= found.keys():
+            with suppress(TypeError, ValueError, RuntimeError):
+                return {name: float(value) for name, value in found.items()}
+        expected = f"evaluate of the task {self.name} must return numbers by their names, {sorted(names)} among them"
+        raise ValueError(f"{expected}, got {found!r:.200}")
 
     def plan(self, module: nn.Module, hypernet: str | None = None, **size: Any) -> Plan:
         """Plan a genome for the p-net as is known to be good.

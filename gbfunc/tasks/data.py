@@ -125,9 +125,18 @@ def steps_per_epoch(data: Data, batch_size: int) -> int:
 def epoch_batches(
     data: Data, batch_size: int, generator: torch.Generator, augment: Augment | None = None
 ) -> Iterator[Batch]:
-    """One pass over the data in full batches, augmented; one CPU generator goes on from pass to pass."""
-    for x, y in data.batches(batch_size, generator):
-        yield (x if augment is None else augment(x, generator)), y
+    """One pass over the data in full batches, augmented; one CPU generator goes on from pass to pass.
+
+    Raises:
+        ValueError: at its end, for a split that gives fewer or more batches, of which none could be drawn again.
+    """
+    count, expected = 0, steps_per_epoch(data, batch_size)
+    for batch in data.batches(batch_size, generator):
+        count += 1
+        yield batch if augment is None else (augment(batch[0], generator), batch[1])
+    if count != expected:
+        got = f"a pass of {len(data)} examples has {expected} full batches of {batch_size}, got {count}"
+        raise ValueError(f"{got}: `batches` of a split must leave out what does not fill one")
 
 
 def endless_batches(

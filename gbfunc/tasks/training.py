@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from inspect import signature
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from gbfunc.tasks.base import Net, Recipe, Task
 from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.tasks.logs import OnLog
 from gbfunc.train import TrainStep
+from gbfunc.train.gradients.loss import loss_and_aux
 from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome, unflatten_tree
 from gbfunc.types import Genome
 
@@ -199,13 +201,13 @@ def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe)
     def step(done: int, batch: Any) -> tuple[int, Tensor, dict[str, Tensor]]:
         optimizer.param_groups[0]["lr"] = schedule(done)
         with torch.autocast(leaves[0].device.type, recipe.amp, enabled=recipe.amp is not None):
-            loss, aux = task.loss(net, batch)
+            loss, aux = loss_and_aux(task.loss(net, batch))
         optimizer.zero_grad()
         loss.backward()
         if recipe.clip_norm is not None:
             nn.utils.clip_grad_norm_(leaves, recipe.clip_norm)
         optimizer.step()
-        return done + 1, loss.detach(), {name: value.detach() for name, value in aux.items()}
+        return done + 1, loss.detach(), aux
 
     return Trainer(0, step, lambda _: net)
 
@@ -273,9 +275,18 @@ def fit(
         for i, steps in enumerate(range(done + more + 1, done + here + 1), more + 1):
             if (steps - 1) % a_pass == 0:
                 order = generator.get_state()
-            state, loss, metrics = trainer.step(state, next(batches))
-            for name, value in {"loss": loss, **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + value.double()
+            if (batch := next(batches, None)) is None:
+                raise ValueError(
+                    f"batches of the task {task.name} end after {steps - 1} steps, the training has {total}"
+                )
+            state, loss, metrics = trainer.step(state, batch)
+            found = _as_metrics(loss, metrics)
+            if sums and sums.keys() != found.keys():
+                words = f"{sorted(sums)}, then {sorted(found)}"
+                raise ValueError(
+                    f"the loss of the task {task.name} must return the same metrics in all steps, got {words}"
+                )
+            sums = {name: value + sums.get(name, 0.0) for name, value in found.items()}
             if steps % log_every == 0:
                 if on_log is not None:
                     on_log(steps, {f"train_{k}": float(v - logged.get(k, 0)) / (i - since) for k, v in sums.items()})
@@ -292,7 +303,7 @@ def fit(
         # Reading them waits for the device.
         means = {f"train_{name}": float(value) / here for name, value in sums.items()}
         stepping += time.perf_counter() - stretch
-        measured = task.evaluate(trainer.net(state), task.val) if validate else {}
+        measured = task.measured(trainer.net(state), task.val) if validate else {}
         seconds = time.perf_counter() - start
         passes = done / a_pass
         row = {"epoch": int(passes) if passes.is_integer() else round(passes, 3), "step": done, **task.counts(done)}
@@ -311,6 +322,17 @@ def fit(
         place = Position(total, 0, order, {}, history, seconds, stepping, _chosen(coder))
         checkpoints.save(state, total, place, wait=True)
     return Fit(state, history, seconds, total, stepping)
+
+
+def _as_metrics(loss: Tensor, metrics: Any) -> dict[str, Tensor]:
+    """Loss and other metrics of a batch by their names, float64; `ValueError` for what are no numbers."""
+    metrics = {} if metrics is None else metrics
+    if isinstance(metrics, Mapping) and "loss" not in metrics:
+        with suppress(TypeError, ValueError, RuntimeError):
+            named = {"loss": loss, **metrics}
+            return {name: torch.as_tensor(value).detach().double().reshape(()) for name, value in named.items()}
+    expected = "a task's loss must return beside the loss numbers by their names, none of them 'loss'"
+    raise ValueError(f"{expected}, got {metrics!r:.200}")
 
 
 def _as_tensors(sums: dict[str, float]) -> dict[str, Tensor]:

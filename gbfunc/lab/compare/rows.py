@@ -73,7 +73,7 @@ def of_problem(results: Results, problem: Problem, method: str) -> Results:
 
 def metric_of(problem: Problem, net: Net, split: Any) -> float:
     """The metric by which the task is judged."""
-    return problem.task.evaluate(net, split)[problem.task.metric.name]
+    return problem.task.measured(net, split)[problem.task.metric.name]
 
 
 def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
