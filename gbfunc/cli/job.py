@@ -171,6 +171,8 @@ def asked_recipe(recipe: Recipe, training: TrainingOptions) -> Recipe:
     if not 0 <= given.get("warmup", 0.0) <= 1:
         raise ValueError(f"--warmup must be a part of the steps, 0 to 1, got {given['warmup']}")
     config = read_json("--optimizer-config", training.optimizer_config)
+    if own := config.keys() & {"lr", "direct", *(["weight_decay"] if "weight_decay" in given else [])}:
+        raise ValueError(f"--optimizer-config has {sorted(own)}: --lr, --direct-lr and --weight-decay say these")
     given["optimizer_config"] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
     given |= {"schedule": SCHEDULES[training.schedule]} if training.schedule else {}
     given |= {"optimizer": find_optimizer(training.optimizer)} if training.optimizer else {}
