@@ -31,7 +31,13 @@ def test_the_command_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*options, "--rounds", "14"]) == 2
     assert "--resume goes on with it" in capsys.readouterr().err
     assert main([*options, "--rounds", "14", "--resume"]) == 0
-    assert json.loads((out / "metrics.json").read_text())["rounds"] == 14
+    again = json.loads((out / "metrics.json").read_text())
+    assert again["rounds"] == 14
+    # What was sent before the stop counts, too.
+    assert again["bytes_up"] > 1.1 * metrics["bytes_up"] and again["bytes_down"] > 1.1 * metrics["bytes_down"]
+    assert again["reached"]["90%"] is None or again["reached"]["90%"]["bytes_up"] > metrics["bytes_up"]
+    rounds = [int(line.split(",")[1]) for line in (out / "history.csv").read_text().splitlines()[1:]]
+    assert rounds == [0, 10, 12, 14]
 
 
 def test_clients_share_texts(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +62,7 @@ def test_clients_share_garments(tmp_path: Path) -> None:
         (["--strategy", "FedSGD"], "--strategy must be one of FedAdagrad, FedAdam, FedAvg"),
         (["--strategy-config", '{"etta": 1}'], "--strategy-config does not fit FedAvgM"),
         (["--up", "int9"], "up must be one of float32"),
+        (["--strategy-config", '{"min_train_nodes": 11}'], "asks for 11 min_train_nodes, there are 10 --clients"),
         (["--sample", "11"], "--sample 11 is more than --clients 10"),
         (["--alpha", "0"], "alpha > 0"),
         (["--rounds", "0"], "--rounds must be at least 1"),

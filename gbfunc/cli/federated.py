@@ -19,7 +19,7 @@ from gbfunc.cli.commands import Federated
 from gbfunc.cli.config import settings_of
 from gbfunc.cli.job import Job, find_optimizer, make_job, read_json
 from gbfunc.cli.networks import GENOME_FILE, genome_metrics, read_genome
-from gbfunc.cli.output import print_metrics, reporter, write_history, write_metrics
+from gbfunc.cli.output import print_metrics, read_history, reporter, write_history, write_metrics
 from gbfunc.cli.provenance import provenance
 from gbfunc.cli.train import results_folder
 from gbfunc.tasks.base import SCHEDULES
@@ -43,20 +43,23 @@ def run(options: Federated) -> None:
     job = make_job(options.data, options.genome, dense=options.dense)
     if not isinstance(job.task.train, _LABELLED):
         raise ValueError(f"federated is for tasks of examples with a class each, got --task {options.data.task}")
-    rows: list[dict[str, float]] = []
     with results_folder(options.out) as folder:
+        rows = read_history(folder / "history.csv") if options.resume else []
         strategy, grid = _federation(job, options)
         with _quiet(), grid, reporter("federated", options.rounds) as report:
 
             def measure(round_: int, arrays: Any) -> None:
                 done = strategy.done
-                if done % options.measure_every and done != options.rounds:
+                known = bool(rows) and rows[-1]["round"] == done
+                if known or (done % options.measure_every and done != options.rounds):
                     return
-                found = job.task.evaluate(gb.materialize(job.plan, strategy.genome, job.pnet).eval(), job.task.val)
+                found = job.task.measured(gb.materialize(job.plan, strategy.genome, job.pnet).eval(), job.task.val)
                 up, down = grid.traffic.up, grid.traffic.down
                 loss = strategy.rounds[-1].metrics.get("loss", float("nan")) if strategy.rounds else float("nan")
                 rows.append({"round": done, "train_loss": loss, "bytes_up": up, "bytes_down": down}
                             | {f"val_{k}": v for k, v in found.items()})  # fmt: skip
+                if options.out is not None:
+                    write_history(folder / "history.csv", {"federated": rows})
                 report(done, f"{up:,} bytes up", job.task.metric.show(found[job.task.metric.name]))
 
             strategy.train(grid, options.rounds, evaluate_fn=measure)
@@ -64,7 +67,6 @@ def run(options: Federated) -> None:
         gb.save(path, job.plan, strategy.genome, None, about(job.task, options.data))
         metrics = _metrics(job, options, path, strategy, grid, rows)
         if options.out is not None:
-            write_history(folder / "history.csv", {"federated": rows})
             write_metrics(folder / "metrics.json", metrics)
     print_metrics(metrics, job.task)
     _print_traffic(metrics)
@@ -145,6 +147,10 @@ def _strategy(options: Federated) -> Any:
     # A part of all nodes is rounded down: none, and at least so many.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
     given = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
+    if many := [k for k, x in given.items() if k.startswith("min_") and isinstance(x, int) and x > options.clients]:
+        raise ValueError(
+            f"--strategy-config asks for {given[many[0]]} {many[0]}, there are {options.clients} --clients"
+        )
     try:
         with _quiet():
             return getattr(strategies, name)(**given)

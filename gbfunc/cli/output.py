@@ -70,6 +70,15 @@ def write_history(path: Path, runs: Mapping[str, Sequence[Mapping[str, float]]])
     replace_file(path, text.getvalue().encode())
 
 
+def read_history(path: Path) -> list[dict[str, float]]:
+    """The rows of one run, as `write_history` wrote them; none where there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        rows = [{k: float(x) for k, x in row.items() if k != "run"} for row in csv.DictReader(file)]
+    return [{k: int(x) if x.is_integer() else x for k, x in row.items()} for row in rows]
+
+
 def write_figure(path: Path, figure: Figure) -> None:
     """A PNG."""
     content = io.BytesIO()

@@ -20,6 +20,7 @@ from safetensors.torch import save
 
 from gbfunc import Genome, Plan
 from gbfunc.federated.client import ARRAYS, IDENTITY, METRICS, RATE, REFUSED, SENT_AS
+from gbfunc.federated.simulation import LocalGrid, Traffic
 from gbfunc.federated.wire import NUMBERS, Vector, Wire, check_format, difference
 from gbfunc.files import replace_file
 from gbfunc.types import GenomeLike
@@ -84,7 +85,7 @@ class GenomeStrategy(Strategy):
         self.strategy, self.wire, self.rounds = strategy, Wire(plan, genome), list[Round]()
         self._lr: Callable[[int], float] = lr if callable(lr) else lambda round_: lr
         self._down, self._up, self._seed = down, up, seed
-        self._path, self._done = checkpoint, 0
+        self._path, self._done, self._grid = checkpoint, 0, None
         # Numbers that change are state, others are options.
         self._options = _numbers(strategy)
         self._vector = self.wire.vector(genome)
@@ -117,6 +118,7 @@ class GenomeStrategy(Strategy):
                 round refuse, as they would in the next one.
             OSError: if the checkpoint cannot be written.
         """
+        self._grid = grid if isinstance(grid, LocalGrid) else None
         if self._path is not None and self._path.exists():
             self._read(self._path)
         arrays = _record(self._vector)
@@ -215,6 +217,7 @@ class GenomeStrategy(Strategy):
                     tensors |= {f"{key}{k}": torch.from_numpy(np.array(x)) for k, x in value.items()}
         numbers = {k: x for k, x in _numbers(self.strategy).items() if x != self._options[k]}
         about = {"round": self._done, "id": self.wire.identity, "strategy": _name(self.strategy), "numbers": numbers}
+        about |= {} if self._grid is None else {"traffic": self._grid.traffic}
         replace_file(path, save(tensors, {"server": json.dumps(about)}))
 
     def _read(self, path: Path) -> None:
@@ -224,6 +227,7 @@ class GenomeStrategy(Strategy):
                 tensors = {k: file.get_tensor(k).numpy().copy() for k in file.keys()}  # noqa: SIM118 (not a dict)
             vector, done, there = tensors.pop(_VECTOR), int(about["round"]), str(about["id"])
             name, numbers = str(about["strategy"]), dict(about["numbers"])
+            traffic = Traffic(*about.get("traffic", ()))
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a checkpoint of a server: {error}") from error
         if (words := difference(self.wire.identity, there)) is not None:
@@ -242,6 +246,8 @@ class GenomeStrategy(Strategy):
                 raise ValueError(f"{path} holds {attribute!r}, which {name} has not: it is of another version of it")
             setattr(part, last, value)
         self._vector, self._done = self.wire.unpack(_record(vector)), done
+        if self._grid is not None:
+            self._grid.traffic = traffic
 
 
 def server_app(

@@ -50,7 +50,7 @@ class LocalGrid(Grid):
         nodes: the config of each node, as `flower-supernode --node-config` has it.
 
     Attributes:
-        traffic: what was sent so far.
+        traffic: what was sent so far, before a checkpoint that a `GenomeStrategy` goes on from, too.
     """
 
     def __init__(self, app: ClientApp, nodes: Iterable[Mapping[str, str | int | float | bool]]) -> None:
