@@ -54,6 +54,15 @@ def one(folder: Path) -> dict[str, Any]:
     return trained(1, folder, "one", *options)
 
 
+def test_ranks_of_other_options_or_data_are_refused(folder: Path) -> None:
+    for rank, text in enumerate((TEXT, TEXT.replace("and", "dna"))):
+        (folder / f"{rank}.txt").write_text(text)
+    for ended in train(2, folder, "unlike", "--data-dir", str(folder / "@rank.txt"), "--measure-every", "2@rank"):
+        assert ended.code == 2 and "ranks must have the same options and data: different from rank 0" in ended.err
+        assert "are rank 1 in data (" in ended.err and "), options (measure_every: 21, not 20)\n" in ended.err
+    assert not (folder / "unlike").exists()
+
+
 def genome_of(folder: Path, out: str) -> dict[str, torch.Tensor]:
     plan, genome = gb.load(folder / out / "genome.safetensors")
     return {name: tensor.double() for name, tensor in gb.generate(plan, genome).items()}

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.cli.config import options_of, values_of
 from gbfunc.cli.options import ExecutionOptions
-from gbfunc.parallel import Mesh, gather_objects
+from gbfunc.cli.provenance import data_digest
+from gbfunc.parallel import Mesh, check_equal, gather_objects, text_of
+from gbfunc.tasks import Task
 from gbfunc.tasks.pnets import import_factory
 from gbfunc.train.local import nesterov
 
@@ -101,6 +104,19 @@ def in_turn(mesh: Mesh, prepare: Callable[[], T]) -> T:
         if failed := [rank for rank, words in enumerate(failures) if words is not None]:
             raise ValueError(f"rank {failed[0]} cannot begin: {failures[failed[0]]}")
     return made[0]
+
+
+def check_alike(mesh: Mesh, options: Any, task: Task) -> None:
+    """Raise `ValueError` where ranks were given other options or have other data; paths may be others.
+
+    Ranks that save or measure after other steps would wait for each other, and those whose data are others would take
+    the same examples twice, or validate on what they train on.
+    """
+    own = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
+    own |= {"device", "resume", "pretrained", "log"}
+    said = {name: x is not None if name in own else x for name, x in values_of(options)}
+    texts = {"options": text_of(said), "data": data_digest(task) if mesh.world > 1 else ""}
+    check_equal(mesh, texts, "ranks must have the same options and data")
 
 
 def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_size: int) -> dict[str, Any]:

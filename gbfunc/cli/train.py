@@ -35,7 +35,7 @@ from gbfunc.cli.options import (
 )
 from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, print_reasons, reporter, write_run
 from gbfunc.cli.provenance import provenance
-from gbfunc.cli.ranks import amp_slowdown, amp_warning, find_device, in_turn, open_mesh, split_over
+from gbfunc.cli.ranks import amp_slowdown, amp_warning, check_alike, find_device, in_turn, open_mesh, split_over
 from gbfunc.lab.birth import RATES
 from gbfunc.plan import AUTO
 from gbfunc.tasks.logs import OnLog
@@ -61,6 +61,7 @@ def run(options: Train) -> None:
         # Data and models may be downloaded, or prepared in files, which all ranks then read.
         here, codes = with_codes(here)
         job = in_turn(mesh, lambda: job_of(here))
+        check_alike(mesh, here, job.task)
         if mesh.rank == 0:
             print_reasons(job.recipe, codes)
         with results_folder(output.out if mesh.rank == 0 else None) as folder:

@@ -24,14 +24,14 @@ class Ended(NamedTuple):
 
 
 def run(init_method: str, argv: Sequence[str]) -> tuple[object, str, str]:
-    """Run `gbfunc` with these arguments: what an `Ended` holds."""
+    """Run `gbfunc` with these arguments, in which `@rank` stands for the rank: what an `Ended` holds."""
     rank, world = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE"))
     if world > 1:
         dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            code: object = main(argv)
+            code: object = main([word.replace("@rank", str(rank)) for word in argv])
         except SystemExit as end:
             code = end.code
     if world > 1:
