@@ -138,6 +138,16 @@ def test_materialized_networks_and_weights_agree() -> None:
     assert type(dense.body[0]) is nn.Linear  # pyright: ignore[reportAttributeAccessIssue, reportIndexIssue]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norms_of_a_base_keep_their_vectors(norm: Callable[[nn.Module], nn.Module]) -> None:
+    pnet = nn.Sequential(norm(nn.Linear(6, 4)), nn.Linear(4, 3))
+    step = gb.make_train_step(gb.make_plan(pnet, gb.periodic(2), base="own"), pnet, loss_fn, SGD)
+    with torch.no_grad():
+        expected = loss_fn(pnet.eval(), x := torch.randn(5, 6))
+    torch.testing.assert_close(step(step.init(), x)[1].loss, expected)
+
+
 def test_what_is_frozen_is_in_no_plan_and_no_file(tmp_path: Path) -> None:
     pnet = headed()
     plan = gb.make_plan(pnet, gb.periodic(2), base="own", target_modules=["body.0"], modules_to_save=["classifier"])

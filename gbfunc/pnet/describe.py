@@ -27,8 +27,8 @@ _WRAPPERS = {
     "OptimizedModule": "pass the module before torch.compile (its ._orig_mod) and compile the training step instead",
 }
 _KEEPERS = (nn.Module, dict, list, set)
-_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v"})
-"""Buffers that layers update in training mode: batch norm's, and spectral norm's."""
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v", "weight_u", "weight_v"})
+"""Buffers that layers update in training mode: batch norm's, and spectral norm's, the older one's too."""
 
 
 class ParameterInfo(NamedTuple):
