@@ -41,9 +41,11 @@ def replace_file(path: Path, data: bytes) -> None:
                 os.replace(temporary, path)
         if fcntl is None:
             os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # A full disk does not say it.
         raise
     # The new name is on disk only when its folder is; not every system can open folders, nor flush them.
     with contextlib.suppress(OSError):
