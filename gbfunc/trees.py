@@ -216,8 +216,8 @@ def split_batch(batch: Any, n: int) -> list[Any]:
     Flags (bool, such as `return_loss=True`) are in each.
 
     Raises:
-        ValueError: for a leaf of another type that is no tensor, one whose first dimension `n` does not divide, or a
-            packed sequence.
+        ValueError: for a leaf of another type that is no tensor, one whose first dimension `n` does not divide or is
+            another than that of the others, or a packed sequence.
     """
     refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):
@@ -228,6 +228,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
             shape = f" of {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else ""
             what = "a tensor" if shape else f"an object of type {type(x).__name__}"
             raise ValueError(f"{expected}, got {what}{shape}: {path}")
+    n_rows(batch)
     return split_rows(batch, n)
 
 

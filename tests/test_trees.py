@@ -73,7 +73,9 @@ def test_a_genome_keeps_the_order_of_its_names() -> None:
 
 @given(st.integers(1, 5), st.integers(0, 3), SHAPES)
 def test_microbatches_are_equal_and_make_up_the_batch(n: int, each: int, shape: list[int]) -> None:
-    batch = Batch(torch.randn(n * each, *shape), {"a": torch.arange(n * each), "none": None, "pair": (torch.ones(n),)})
+    batch = Batch(
+        torch.randn(n * each, *shape), {"a": torch.arange(n * each), "none": None, "pair": (torch.ones(n * each),)}
+    )
     before = copy_tree(batch)
     parts = split_batch(batch, n)
     assert len(parts) == n and all(isinstance(part, Batch) for part in parts)
@@ -86,6 +88,11 @@ def test_microbatches_are_equal_and_make_up_the_batch(n: int, each: int, shape: 
 def test_what_cannot_be_split_is_refused(leaf: Any) -> None:
     with pytest.raises(ValueError, match="microbatches=2 must divide the first dimension of every tensor of the batch"):
         split_batch({"x": torch.ones(4), "y": leaf}, 2)
+
+
+def test_what_are_no_rows_of_the_batch_is_not_split() -> None:
+    with pytest.raises(ValueError, match=r"the same first dimension, got 2 of .*\[1\], 4 of .*\[0\]"):
+        split_batch((torch.ones(4, 3), torch.ones(2)), 2)
 
 
 class Picky(UserDict):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from gbfunc.trees import n_rows
 
 Batch = tuple[Tensor, Tensor]
 """Inputs [B, ...] and what is to be predicted: classes [B], or tokens [B, L]."""
@@ -127,16 +130,21 @@ def epoch_batches(
 ) -> Iterator[Batch]:
     """One pass over the data in full batches, augmented; one CPU generator goes on from pass to pass.
 
+    A last one that is not full is left out.
+
     Raises:
         ValueError: at its end, for a split that gives fewer or more batches, of which none could be drawn again.
     """
-    count, expected = 0, steps_per_epoch(data, batch_size)
-    for batch in data.batches(batch_size, generator):
-        count += 1
+    expected = steps_per_epoch(data, batch_size)
+    batches = iter(data.batches(batch_size, generator))
+    for count in range(expected):
+        if (batch := next(batches, None)) is None:
+            got = f"a pass of {len(data)} examples has {expected} full batches of {batch_size}, got {count}"
+            raise ValueError(f"{got}: a split must give as many")
         yield batch if augment is None else (augment(batch[0], generator), batch[1])
-    if count != expected:
-        got = f"a pass of {len(data)} examples has {expected} full batches of {batch_size}, got {count}"
-        raise ValueError(f"{got}: `batches` of a split must leave out what does not fill one")
+    rest = [n_rows(batch) or 0 for batch in islice(batches, 2)]
+    if len(rest) > 1 or batch_size in rest:
+        raise ValueError(f"a pass of {len(data)} examples has {expected} full batches of {batch_size}, got more")
 
 
 def endless_batches(
