@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from gbfunc.encoding import Grid, PerAxis
 from gbfunc.plan import Plan, TensorPlan
 from gbfunc.plan.slots import Slot
 from tests.support.strategies import Conv1D
+from tests.support.zoo import SGD
 
 api: Any = gb
 
@@ -187,6 +189,21 @@ def test_what_has_no_real_numbers_stays_direct(value: torch.Tensor, dtype: str) 
     with pytest.raises(ValueError, match=rf"'table' \(torch.{dtype}, {value.numel()} entries\) cannot be generated"):
         gb.make_plan(pnet, include=["table"])
     assert generated(gb.make_plan(pnet, include=["t"], exclude=["table"])) == {"weight"}
+
+
+def test_what_is_frozen_stays_unless_it_is_named() -> None:
+    pnet = net()
+    names = ["1.weight", "3.weight"]
+    pnet.get_parameter(names[0]).requires_grad_(False)
+    plan = gb.make_plan(pnet)
+    assert names[0] not in generated(plan) and names[1] in generated(plan)
+    assert by_name(plan)[names[0]].note == "frozen"
+    step = gb.make_train_step(plan, pnet, lambda net, x: sum(w.square().sum() for w in net.parameters()), SGD)
+    state, _ = step(step.init(), torch.ones(1))
+    assert torch.equal(state.direct[names[0]], pnet.get_parameter(names[0]))
+    assert names[0] in generated(gb.make_plan(pnet, include=[rf"^{re.escape(names[0])}$"]))
+    # The p-net is a shape alone.
+    assert set(names) <= generated(gb.make_plan(pnet.requires_grad_(False)))
 
 
 def test_integer_weights_of_a_linear_layer_stay_direct() -> None:

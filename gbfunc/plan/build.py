@@ -65,7 +65,8 @@ def make_plan(
     are direct parameters; of those that would take over a quarter of a size target, embeddings become products of two
     thin matrices (`low_rank`), and the longest vectors are generated. At most one size target may be given, and none
     with an explicit size of `hypernet` (those in `rules` are kept); with neither, every matrix has one tile and its
-    type's default size (32 features, 32 hidden units, rank 4, 8 genes).
+    type's default size (32 features, 32 hidden units, rank 4, 8 genes). Where some of the p-net's parameters require
+    grad and others do not, the others are direct and stay as they are, unless `include` or `rules` name them.
 
     With `base="own"` the p-net's present weights are the base, and the genome an adapter: `weights = base + delta`. The
     deltas are generated and start at exactly zero; all that has no delta is frozen, and neither trained, nor counted,

@@ -122,6 +122,8 @@ def choose(
     Of a p-net that is a base, those alone that change or are new.
     """
     infos = parameter_infos(pnet)
+    # Where some require grad and others do not, the others are to stay.
+    some_trained = targets is None and any(info.tensor.requires_grad for info in infos)
     included = set[str]().union(*_matches("include", include, infos))
     excluded = set[str]().union(*_matches("exclude", exclude, infos))
     for rule in rules:
@@ -143,6 +145,8 @@ def choose(
             chosen, note = by_rule[name], "by rule"
         elif name in included:
             chosen, note = hypernet, "included"
+        elif some_trained and not weights.requires_grad:
+            chosen, note = None, "frozen"
         else:
             # What is new beside a base is direct, unless a size target has it generated.
             generated = kind.selected if targets is None else base and targets.changes(info, kind)
