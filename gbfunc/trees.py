@@ -268,13 +268,16 @@ def n_rows(batch: Any) -> int | None:
 def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
     """The mean of every number over trees of one structure, in floating point; `weights`, of sum 1, weigh the trees.
 
-    What is no number is the last tree's. ValueError for trees of other structures.
+    What is no number is the last tree's. ValueError for trees of other structures or shapes.
     """
 
     def mean(*values: Any) -> Any:
         if not all(isinstance(x, Tensor | Number) for x in values):
             return values[-1]
-        stacked = torch.stack([torch.as_tensor(x) for x in values])
+        numbers = [torch.as_tensor(x) for x in values]
+        if len(shapes := {tuple(x.shape) for x in numbers}) > 1:
+            raise ValueError(f"aux must have tensors of the same shapes for all microbatches, got {sorted(shapes)}")
+        stacked = torch.stack(numbers)
         stacked = stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()
         if weights is None or len(set(weights)) == 1:
             return stacked.mean(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import optree
@@ -318,3 +319,8 @@ def test_a_device_chooses_as_the_processor_does(
     read = states_of()
     monkeypatch.setattr(TrainStep, "_reads", staticmethod(lambda device: False))
     assert same_bits(states_of(), read)
+
+
+def test_a_copy_of_what_holds_a_step_has_that_step() -> None:
+    step, _ = step_of(next(iter(ZOO.values())))
+    assert deepcopy({"step": step})["step"] is step

@@ -238,3 +238,5 @@ def test_what_is_no_number_has_no_mean() -> None:
     assert mean_tree([torch.tensor(1j), torch.tensor(2.0 + 1j)]) == 1.0 + 1j
     with pytest.raises(ValueError, match="aux must have the same entries for all microbatches"):
         mean_tree([{"a": 1.0}, {"b": 1.0}])
+    with pytest.raises(ValueError, match=r"aux must have tensors of the same shapes.* got \[\(1,\), \(2,\)\]"):
+        mean_tree([torch.ones(2), torch.ones(1)])

@@ -139,6 +139,10 @@ class TrainStep:
         new._options = options
         return new
 
+    def __deepcopy__(self, memo: Any) -> TrainStep:
+        # As of any function: what contains a step is copied, its state is elsewhere.
+        return self
+
     @property
     def placement(self) -> Placement:
         """Where the genome lives: `"replicated"`, `"sharded"` or `"factors"`."""
