@@ -79,6 +79,15 @@ def test_leaves_of_no_numbers_may_be_left_out(hypernet: Hypernet) -> None:
     assert torch.equal(found, tiles_of(hypernet, dims, leaves, row, col))
 
 
+def test_tiles_of_one_weight_may_have_other_codes() -> None:
+    """No code of an axis of one has any width, and none has a row that could be counted by it."""
+    pnet = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    plan = gb.make_plan(pnet, gb.gnet((3,)), encodings={"0.weight": (gb.gray(), gb.grid(1))})
+    assert [codes.shape for codes in plan.ensembles[0].codes] == [(2, 1, 0)] * 2
+    weights = gb.generate(plan, gb.init_genome(plan, pnet))
+    assert all(weights[f"{i}.weight"].isfinite() for i in range(2))
+
+
 def slot_of(hypernet: Hypernet, grid: TileGrid, row: Encoding, col: Encoding, seed: int = 0) -> Tensor:
     """The matrix of one slot as `init_leaves` makes it."""
     slot = Slot(hypernet, grid, row, col, scale=1.0)

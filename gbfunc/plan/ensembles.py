@@ -99,7 +99,7 @@ class Ensemble:
             codes = codes_utk[:, None] if other else codes_utk[None]
             library = torch if isinstance(codes, Tensor) else np
             codes = library.broadcast_to(codes, (grid.n_rows, grid.n_cols, *codes_utk.shape[1:]))
-            full.append(codes.reshape(-1, *codes_utk.shape[1:]))
+            full.append(codes.reshape(grid.n_tiles, *codes_utk.shape[1:]))
         return full[0] if len(full) == 1 else torch.cat(full) if isinstance(full[0], Tensor) else np.concatenate(full)
 
 
