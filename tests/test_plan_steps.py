@@ -205,6 +205,19 @@ def test_codes_that_are_larger_get_finer_weights() -> None:
     assert part.finer == (0, 6)
 
 
+@pytest.mark.parametrize("size", [1e-150, 1e8])
+def test_codes_of_any_size_have_steps(size: float) -> None:
+    own = size * (-1.0) ** torch.arange(32, dtype=torch.float64)[:, None]
+    pnet = nn.Linear(32, 32, bias=False)
+    plan = gb.make_plan(pnet, gb.periodic(3), encodings={"weight": (own, None)})
+    leaves = flat_genome(gb.init_genome(plan, pnet))
+    for index in (-128, 127):
+        steps = Steps.of(parts_of(plan), [-128, *(index for _ in parts_of(plan)[1:])])
+        for one, _ in quantise(plan, leaves, steps):
+            fewer = (one.steps * 2.0 ** (one.shifts / 2)).double()
+            torch.testing.assert_close(fewer, torch.full_like(fewer, 2 ** (steps.of_parts([one.part])[0] / 8)))
+
+
 def test_phases_are_stored_in_one_period() -> None:
     pnet = nn.Linear(32, 32, bias=False)
     plan = gb.make_plan(pnet, gb.periodic(40))
@@ -291,6 +304,15 @@ def test_what_has_no_gradient_is_kept_well() -> None:
     near, _ = as_stored(plan, leaves, allocate(plan, leaves, squares, 200.0))
     for name in leaves.keys() - squares.keys():
         torch.testing.assert_close(near[name], leaves[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e9])
+def test_what_is_not_trained_and_fits_no_steps_is_refused(size: float) -> None:
+    plan, genome = made(gb.periodic(4))
+    leaves = flat_genome(genome) | {"direct/3.bias": torch.full((20,), -size)}
+    squares = {k: torch.ones_like(x) for k, x in leaves.items() if k != "direct/3.bias"}
+    with pytest.raises(ValueError, match="'direct/3.bias', which is not trained, holds .*: no codes do"):
+        allocate(plan, leaves, squares, 200.0)
 
 
 def test_steps_of_another_plan_are_refused(tmp_path: Path) -> None:

@@ -33,12 +33,15 @@ from gbfunc.plan.steps import (
     sizes_of,
 )
 from gbfunc.plan.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
+from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 
 _BALANCE = math.log(2) / 12
 """A bit more halves `step^2` of two numbers in the loss's sum."""
 _STATISTIC = -32
 """The largest index of a statistic's step, 1/16 of a deviation: nothing is trained around their rounding."""
+_FROZEN_ERROR = 1 / 64
+"""The largest, relative to the largest number of a parameter that is not trained."""
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
 
@@ -100,6 +103,9 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
         bits: of all integers.
         examples: of a batch, whose gradients these are; with them, a bit's weight is that at which a bit more, spent on
             smaller steps, lowers the loss as much.
+
+    Raises:
+        ValueError: for a parameter that is not trained, of numbers too large or too small for any steps.
     """
     # Far beyond what gradients of a training that goes well need: squares may have grown by a spike of the loss.
     low, high = -40.0, 88.0
@@ -132,7 +138,13 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
             mean = float(even.mean()) if even.numel() else 0.0
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
         indices.append(max(LEAST, least, min(coarsest, index)))
-        bits += _width_and_bits(quantise_part(part, leaf, indices[-1], seen)[0])[1]
+        one, held = quantise_part(part, leaf, indices[-1], seen)
+        bits += _width_and_bits(one)[1]
+        if found is None and part.leaf.startswith(DIRECT) and numbers.numel():
+            largest = float(numbers.abs().max())
+            if float((held - numbers).abs().max()) > _FROZEN_ERROR * largest:
+                cure = "register it as a buffer, which is stored as it is"
+                raise ValueError(f"{part.leaf!r}, which is not trained, holds {largest:g}: no codes do; {cure}")
     return Steps.of(parts, indices), bits
 
 

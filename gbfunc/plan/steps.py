@@ -45,6 +45,8 @@ OCTAVE, LEAST, MOST = 8, -128, 127
 LARGEST = 2047
 """Largest integer."""
 _REACH = 400
+_COARSEST, _FINEST = -68, 44
+"""Half octaves by which codes make steps finer: within reach of all indices, beside those of the largest amplitude."""
 # Not of the user's default dtype and device, as whatever a file is made of or read with.
 _STEPS = torch.tensor(
     [math.ldexp(2 ** (i % OCTAVE / OCTAVE), i // OCTAVE) for i in range(-_REACH, _REACH + 1)],
@@ -179,7 +181,8 @@ def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
     if leaf.codes is None:
         return ()
     squares = np.asarray(ensemble.codes[leaf.codes == "col"], np.float64) ** 2
-    return tuple(round(math.log2(x)) if x > 0 else 0 for x in squares.mean(axis=(0, 1)).tolist())
+    means = squares.mean(axis=(0, 1)).tolist()
+    return tuple(min(_FINEST, max(_COARSEST, round(math.log2(x)))) if x > 0 else 0 for x in means)
 
 
 def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,8 @@ def allocate_steps(
 
     Raises:
         ValueError: for an optimizer without squares or before its first step, squares that are not finite, a state that
-            does not fit the plan, or bytes that are too few for the plan alone.
+            does not fit the plan, bytes that are too few for the plan alone, or a parameter that is not trained and
+            holds numbers that no steps hold.
         TypeError: for anything but a state.
 
     >>> steps = gb.allocate_steps(plan, state, genome_bytes=1_000, batch_size=128)  # doctest: +SKIP
