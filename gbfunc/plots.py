@@ -263,15 +263,17 @@ def weight_images(nets: Mapping[str, Mapping[str, Tensor]], image_shape: tuple[i
     shown as a mosaic: output channels down, input channels across. Of many tensors four are shown.
 
     Args:
-        nets: the weights of each net by label, then by parameter name: [R, C], or [out, in, height, width]; others are
-            left out.
+        nets: the weights of each net by label, then by parameter name: [R, C], or [out, in, height, width]; others,
+            empty ones and those that are not real are left out.
         image_shape: rows and columns of the image that the first matrix reads; its first rows are then shown
             as such images too (what each hidden unit responds to), and its columns are not sorted.
     """
     weights = {
-        label: {name: w.detach().float().cpu().numpy() for name, w in tensors.items() if w.ndim in (2, 4)}
+        label: {k: w.detach().float().cpu().numpy() for k, w in tensors.items() if _is_shown(w)}
         for label, tensors in nets.items()
     }
+    if broken := {k for by_name in weights.values() for k, m in by_name.items() if not np.isfinite(m).all()}:
+        raise ValueError(f"weight_images expects finite weights, and {sorted(broken)} are not")
     shapes = [{name: m.shape for name, m in by_name.items()} for by_name in weights.values()]
     if not shapes or not shapes[0] or any(s != shapes[0] for s in shapes):
         raise ValueError(f"weight_images expects nets with the same weight matrices or kernels, got {shapes}")
@@ -309,6 +311,10 @@ def _mosaic(images: NDArray[np.float32]) -> NDArray[np.float32]:
     mosaic = np.full((down, h + 1, across, w + 1), np.nan, np.float32)
     mosaic[:, :h, :, :w] = images.transpose(0, 2, 1, 3)
     return mosaic.reshape(down * (h + 1), across * (w + 1))[:-1, :-1]
+
+
+def _is_shown(weight: Tensor) -> bool:
+    return weight.ndim in (2, 4) and weight.numel() > 0 and weight.is_floating_point()
 
 
 def _show_sorted(axes: Axes, weight_RC: NDArray[np.float32], title: str, *, sort_columns: bool) -> None:

@@ -150,7 +150,9 @@ def test_similar_rows_and_columns_come_together_and_large_matrices_are_thinned()
 
 def test_kernels_of_convolutions_are_a_mosaic_and_deep_nets_show_four_tensors() -> None:
     kernels = torch.randn(16, 3, 3, 3)
-    figure = weight_images({"net": {"conv": kernels, "bias": torch.randn(16)}})
+    others = {"bias": torch.randn(16), "empty": torch.zeros(0, 3), "complex": torch.ones(2, 2, dtype=torch.complex64)}
+    figure = weight_images({"net": {"conv": kernels, **others}})
+    assert len([a for a in figure.axes if a.get_title()]) == 1
     image = shown(figure.axes[0])
     assert image.shape == (8 * 4 - 1, 3 * 4 - 1) and figure.axes[0].get_title() == "net: kernels of conv"
     assert torch.equal(image[4:7, 8:11], kernels[1, 2])
@@ -189,6 +191,8 @@ def test_nothing_to_draw_is_an_error() -> None:
             weight_images(nets)
     with pytest.raises(ValueError, match="same weight matrices"):
         weight_images({"a": {"w": torch.zeros(3, 2)}, "b": {"w": torch.zeros(2, 3)}})
+    with pytest.raises(ValueError, match=r"finite weights, and \['w'\] are not"):
+        weight_images({"a": {"w": torch.full((3, 2), torch.nan)}})
     with pytest.raises(ValueError, match="rows of 2 weights are no images"):
         weight_images({"a": {"w": torch.zeros(3, 2)}}, (3, 3))
 
