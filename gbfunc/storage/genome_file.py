@@ -258,7 +258,7 @@ def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
     # What is less than a rounding error of the leaf's largest number would not be missed.
     lost = size[(stored == 0) & (size > torch.finfo(stored.dtype).eps / 2 * size.amax())] if size.numel() else size
     if lost.numel():
-        words = "it would be 0; dtype='bfloat16' and codes hold smaller ones"
+        words = "it would be 0; dtype='bfloat16' holds smaller ones"
         raise ValueError(f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}: {words}")
 
 
