@@ -353,14 +353,17 @@ def test_wrong_targets_are_refused() -> None:
         ({"base": "own", "target_modules": "("}, "regular expression"),
         ({"base": "own", "modules_to_save": ["nothing"]}, "names no module"),
         ({"base": "own", "target_modules": [], "modules_to_save": []}, "nothing of the p-net"),
-        ({"base": "own", "target_modules": ["body.1"]}, "nothing of the p-net"),
+        ({"base": "own", "target_modules": ["body.0", "body.1"]}, "'body.1' names no linear"),
+        ({"base": "own", "target_modules": ["body.0", "body"]}, "'body' names no linear"),
     ]
     for options, words in wrong:
         with pytest.raises(ValueError, match=words):
             gb.make_plan(pnet, **options)
-    for options in ({"modules_to_save": "classifier"}, {"target_modules": [3]}):
+    for options in ({"modules_to_save": "classifier"}, {"target_modules": [3]}, {"target_modules": 3}):
         with pytest.raises(TypeError):
             gb.make_plan(pnet, base="own", **options)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="modules_to_save must be a list"):
+        gb.make_plan(pnet, base="own", modules_to_save=None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="names no module with a parameter or buffer"):
         gb.make_plan(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), base="own", modules_to_save=["1"])
     with pytest.raises(ValueError, match="meta device"):

@@ -342,6 +342,14 @@ def test_adapters_of_one_base(hypernet: Any) -> None:
         gb.materialize_many(plan, genomes, pnet)
 
 
+def test_a_cast_reaches_the_base() -> None:
+    pnet, plan, genomes = adapters(gb.periodic(1), ["0"])
+    net, x = gb.materialize_many(plan, genomes, pnet), vectors(5, 8)
+    want = one_by_one(plan, genomes, pnet, INDEX, x)[0]
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-5)):
+        assert_close(net.to(dtype)(INDEX, x.to(dtype)).double(), want, tolerance)
+
+
 def test_a_sum_of_deltas() -> None:
     pnet, plan, genomes = adapters(gb.periodic(1), ["0", "2"])
     shares = [1.5, -0.5, 0.25, 1.0]

@@ -58,6 +58,27 @@ def test_rows_that_alone_go_another_branch(name: str) -> None:
         assert_close(net(INDEX, x), one_by_one(plan, genomes, pnet, INDEX, x)[0], 1e-10)
 
 
+class Centred(nn.Module):
+    """Takes the rows together where an input for all of them says so."""
+
+    def __init__(self, ask: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.ask = nn.Linear(8, 8), nn.Linear(8, 4), ask
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(h - h.mean(0) if self.ask(t) else h)
+
+
+@pytest.mark.parametrize("ask", [lambda t: t > 1, lambda t: float(t) > 1, lambda t: (t > 1).any()])
+def test_an_input_for_all_rows_decides_a_branch(ask: Callable[[Tensor], Any]) -> None:
+    pnet, plan, genomes = planned(partial(Centred, ask), [])
+    net, nets = gb.materialize_many(plan, genomes, pnet), [gb.materialize(plan, g, pnet) for g in genomes]
+    for t in map(torch.tensor, (0, 2, 0)):
+        rows = [nets[i](X[b : b + 1], t) for b, i in enumerate(INDEX.tolist())]
+        assert_close(net(INDEX, X, t), torch.cat(rows), 1e-10)
+
+
 class Masked(nn.Module):
     """Leaves a mask out that masks nothing, in whichever way it is asked."""
 

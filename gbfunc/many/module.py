@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ from gbfunc.plan import Plan
 from gbfunc.pnet import PureNet, skeleton_of
 from gbfunc.trees import flat_genome, tree_leaves, tree_map
 from gbfunc.types import GenomeLike, Params
+
+Self = TypeVar("Self", bound="ManyGenomes")
 
 _RANDOM = "a row gives another result each time (random numbers in eval mode, or tensors kept from call to call?)"
 
@@ -86,7 +88,7 @@ class ManyGenomes(nn.Module):
     """A p-net with many genomes: `net(index, *args, **kwargs)`, with the number of its genome for each row.
 
     Made by `materialize_many`. It is for inference: always in eval mode; gradients reach the inputs, not the genomes.
-    Tensors are on the device of the genomes and move with `to`.
+    Tensors are on the device of the genomes and move, or are cast, with `to`, a base's too.
 
     Attributes:
         n_genomes: number of genomes.
@@ -126,6 +128,13 @@ class ManyGenomes(nn.Module):
         self._built: dict[tuple[str, ...], _Way] = {}
         self._proven: dict[Any, _Proof] = {}
         self._alone = self._way([]).net
+
+    def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self._frame.base is not None and (base := self._frame.base.cast(fn)) is not None:
+            self._frame = self._frame._replace(base=base)
+            self._build()
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: x for k, x in self.__dict__.items() if k not in ("_lock", "_built", "_proven", "_alone")}
@@ -382,8 +391,8 @@ def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module)
     rows alone against a batch. Where they differ, modules further out run under `vmap`, in the end the p-net itself,
     and what `vmap` cannot run goes row after row, with a warning. `row_wise` and `looped` name these modules. Operators
     that take rows together count as a difference whatever the values. What the p-net asks of all rows (`any`, `all`: is
-    anything padded?) is noted in later calls too, and a batch whose rows answer as none did before is proven again. So
-    `torch.compile` leaves the net as it is, between its graphs.
+    anything padded?), and of inputs for all rows (`if t > 1`), is noted in later calls too, and a batch that answers as
+    none did before is proven again. So `torch.compile` leaves the net as it is, between its graphs.
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
     `src_key_padding_mask`, where they may give zeros, outputs are those of the layers' own forward.

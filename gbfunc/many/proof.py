@@ -153,14 +153,14 @@ def _random_states() -> list[Tensor]:
 
 
 class Questions(TorchDispatchMode):
-    """Notes what the p-net asks of all rows outside of some modules: `any` and `all` of what has the rows first.
+    """Notes what the p-net asks outside of some modules: `any` and `all` of what has the rows first, and numbers.
 
     Its branches hang on the answers, and a row alone may answer otherwise than its batch. A number of true entries that
-    is compared with the number of all is `all`.
+    is compared with the number of all is `all`. A number that leaves torch (`if t > 1`, `int(t)`) is one for all rows.
 
     Attributes:
-        of_rows: whether each question is of the rows, in order; given, it says so of the first ones.
-        answers: bool [n_rows + 1] for each: of the rows alone and of the batch.
+        of_rows: whether each question is of the rows, or a number, in order; given, it says so of the first ones.
+        answers: [n_rows + 1] for each: of the rows alone and of the batch.
     """
 
     def __init__(self, n_rows: int, modules: Sequence[RowWise], of_rows: Iterable[bool] = ()) -> None:
@@ -180,7 +180,11 @@ class Questions(TorchDispatchMode):
         self._asks(func.overloadpacket.__name__, args, out)
 
     def _asks(self, name: str, args: Any, out: Any) -> bool:
-        """Note a question of the rows."""
+        """Note a question; whether it is of the rows."""
+        if name == "_local_scalar_dense":
+            self.of_rows += [True] * (len(self.of_rows) <= len(self.answers))
+            self.answers.append(args[0].detach().reshape(1).expand(self._n_rows + 1))
+            return False
         if not isinstance(out, Tensor) or out.numel() != 1 or not args or not isinstance(args[0], Tensor):
             return False
         x = args[0]

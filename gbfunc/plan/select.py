@@ -6,7 +6,7 @@ The latter in PEFT's terms.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -43,6 +43,8 @@ class Targets(NamedTuple):
         if self.modules is None or self.modules == "all-linear":
             return kind.selected and (self.modules is None or kind.name in _ALL_LINEAR_KINDS)
         layers = [name.rpartition(".")[0] for name in (info.name, *info.aliases)]
+        if not (info.tensor.numel() and info.tensor.is_floating_point()):
+            return False
         named = any(_named(self.modules, layer.partition(".parametrizations")[0]) for layer in layers)
         return named and (kind.selected or kind.name == "embedding")
 
@@ -62,9 +64,10 @@ def check_targets(
     """
     if base not in (None, "own"):
         raise ValueError(f"base must be None or 'own' (the p-net's present weights), got {base!r}")
-    if isinstance(new, str) or not all(isinstance(n, str) for n in new):
+    if not isinstance(new, Collection) or isinstance(new, str) or not all(isinstance(n, str) for n in new):
         raise TypeError(f"modules_to_save must be a list of names of modules, got {new!r}")
-    if not (modules is None or isinstance(modules, str) or all(isinstance(n, str) for n in modules)):
+    several = isinstance(modules, Collection) and all(isinstance(n, str) for n in modules)
+    if not (modules is None or several):
         raise TypeError(f"target_modules must be a list of names, a regular expression or None, got {modules!r}")
     if base is None:
         if modules is not None or new:
@@ -89,7 +92,14 @@ def check_targets(
     if modules is None or modules == "all-linear":
         return Targets(None if modules is None else "all-linear", added)
     words, regular = ([modules], True) if isinstance(modules, str) else (modules, False)
-    return Targets([pattern("target_modules", word, regular) for word in words], added)
+    changed = [pattern("target_modules", word, regular) for word in words]
+    infos = [(x, layer_kind(x.module, x.attribute, tuple(x.tensor.shape))) for x in parameter_infos(pnet)]
+    for word, found in zip(words, changed, strict=True):
+        if not any(Targets([found], []).changes(*pair) for pair in infos):
+            what = "no linear, convolution, attention or embedding layer of floating-point weights"
+            cure = "name its parameters by include, the layers inside of it, or it in modules_to_save"
+            raise ValueError(f"target_modules {word!r} names {what}: {cure}")
+    return Targets(changed, added)
 
 
 @dataclass
