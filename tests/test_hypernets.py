@@ -278,6 +278,14 @@ def normalised(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 1), nn.BatchNorm1d(1))
 
 
+def frozen(width: int) -> nn.Module:
+    return nn.Linear(width, 1).requires_grad_(False)
+
+
+def with_dropout(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 1), nn.Dropout())
+
+
 def no_module(width: int) -> Any:
     return width
 
@@ -304,6 +312,8 @@ def no_module(width: int) -> Any:
         (lambda: api.from_module(3), TypeError, "expects a callable"),
         (lambda: api.from_module(two_outputs), ValueError, r"\[3, 2\] gave \[3, 2\]"),
         (lambda: api.from_module(normalised), ValueError, "no buffers"),
+        (lambda: api.from_module(frozen), ValueError, r"\['weight', 'bias'\] are frozen"),
+        (lambda: api.from_module(with_dropout), ValueError, "no random numbers"),
         (lambda: api.from_module(no_module), ValueError, "must return an nn.Module, got int"),
         (lambda: api.from_module(lambda n: nn.Linear(n, 1)).to_json(), ValueError, "importable by name"),
     ],

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state
+from torch.func import functional_call, stack_module_state, vmap
 
 from gbfunc.hypernets.base import Hypernet, Leaf
 from gbfunc.hypernets.kernels import chunked_apply
@@ -80,7 +80,8 @@ class FromModule(Hypernet):
 
     Raises:
         TypeError: if it is not callable.
-        ValueError: if what it builds is no module of one output without buffers, or names a parameter gain or shift.
+        ValueError: if what it builds is no module of one output without buffers, draws random numbers in its forward,
+            has a frozen parameter, or names one gain or shift.
     """
 
     factory: Factory
@@ -99,7 +100,14 @@ class FromModule(Hypernet):
             raise ValueError("a g-net module must have no buffers (batch norm is out of place there)")
         if {_GAIN, _SHIFT} & {name for name, _ in module.named_parameters()}:
             raise ValueError(f"a g-net module must not have parameters called {_GAIN!r} or {_SHIFT!r}")
-        out = module(torch.empty(3, 2, device="meta"))
+        if frozen := [name for name, p in module.named_parameters() if not p.requires_grad]:
+            raise ValueError(f"a g-net's parameters are trained, all of them; the module's {frozen} are frozen")
+        try:
+            out = vmap(module)(torch.empty(1, 3, 2, device="meta"))[0]
+        except RuntimeError as error:
+            if "random" not in str(error):
+                raise
+            raise ValueError("a g-net module must draw no random numbers (dropout is out of place there)") from error
         if tuple(out.shape) != (3, 1):
             raise ValueError(f"the factory's module must map [..., width] to [..., 1]; [3, 2] gave {list(out.shape)}")
 
