@@ -325,3 +325,13 @@ def test_groups_are_numbered_in_the_order_of_their_first_tiles() -> None:
     (ensemble,) = plan.ensembles
     assert ensemble.groups.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7]
     assert ensemble.n_groups == 8
+
+
+def test_the_smallest_genome_can_be_asked_for() -> None:
+    """An embedding within its share of it, direct, would need more parameters than it has."""
+    net = nn.Sequential(nn.Embedding(23, 5), nn.Linear(5, 140), nn.Linear(140, 3))
+    with pytest.raises(ValueError, match="the smallest possible genome here has 753 parameters"):
+        gb.make_plan(net, genome_params=700, exclude=[r"1\.weight"])
+    assert gb.make_plan(net, genome_params=753, exclude=[r"1\.weight"]).genome_params == 753
+    with pytest.raises(ValueError, match="at most 250 bytes cannot be reached: the smallest genome's file has"):
+        gb.make_plan(net, genome_bytes=250, stored="int2", exclude=[r"1\.weight"])

@@ -137,18 +137,19 @@ def make_plan(
         fresh = [replace(c) for c in choices]
         if params is not None:
             if targets is None:
-                _factor_embeddings(fresh, params)
-                _promote(fresh, direct_share * params, hypernet, max_tile)
+                _factor_embeddings(fresh, params if direct_share >= 0 else 0)
+                _promote(fresh, max(0.0, direct_share) * params, hypernet, max_tile)
             else:
                 alone = periodic() if hypernet.shares else hypernet
-                _promote(fresh, direct_share * params, alone, max_tile, _HEAD_SHARE * params)
+                _promote(fresh, max(0.0, direct_share) * params, alone, max_tile, _HEAD_SHARE * params)
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen)
         except TargetTooSmall:
-            # With every vector generated that is smaller so: what fails then is below the smallest genome.
-            if not direct_share:
+            # With every vector generated that is smaller so, and then with embeddings of rank 1, too: what fails then
+            # is below the smallest genome.
+            if direct_share < 0:
                 raise
-        return build(params, 0.0)
+        return build(params, direct_share - _DIRECT_SHARE)
 
     if stored is not None and genome_bytes is None:
         raise ValueError(f"stored={stored!r} says what genome_bytes are of: give genome_bytes too")
