@@ -133,23 +133,23 @@ def make_plan(
     asked = None if compression is None else f"a compression of {compression:,.10g}x"
     codes = _check_encodings(encodings or {}, choices, promotes=target is not None)
 
-    def build(params: int | None, direct_share: float = _DIRECT_SHARE) -> Plan:
-        fresh = [replace(c) for c in choices]
+    def build(params: int | None, squeezed: int = 0) -> Plan:
+        # 1: every vector is generated that is smaller so; 2: embeddings are of rank 1, too.
+        share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
         if params is not None:
             if targets is None:
-                _factor_embeddings(fresh, params if direct_share >= 0 else 0)
-                _promote(fresh, max(0.0, direct_share) * params, hypernet, max_tile)
+                _factor_embeddings(fresh, 0 if squeezed == 2 else params)
+                _promote(fresh, share * params, hypernet, max_tile)
             else:
                 alone = periodic() if hypernet.shares else hypernet
-                _promote(fresh, max(0.0, direct_share) * params, alone, max_tile, _HEAD_SHARE * params)
+                _promote(fresh, share * params, alone, max_tile, _HEAD_SHARE * params)
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen)
         except TargetTooSmall:
-            # With every vector generated that is smaller so, and then with embeddings of rank 1, too: what fails then
-            # is below the smallest genome.
-            if direct_share < 0:
+            # What fails at last is below the smallest genome.
+            if squeezed == 2:
                 raise
-        return build(params, direct_share - _DIRECT_SHARE)
+        return build(params, squeezed + 1)
 
     if stored is not None and genome_bytes is None:
         raise ValueError(f"stored={stored!r} says what genome_bytes are of: give genome_bytes too")
