@@ -349,7 +349,7 @@ def test_a_loss_of_the_pnet_itself_is_refused(mode: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda net, x: (net(x).mean(), {}, 1), r"scalar tensor of real numbers, or \(scalar tensor, aux\), got a tuple of 3"),
+        (lambda net, x: (net(x).mean(), {}, 1), r"of real numbers, or \(scalar tensor, aux\), got a tuple of 3"),
         (lambda net, x: (net(x).mean(),), "got a tuple of 1"),
         (lambda net, x: [net(x).mean(), {}], "got list"),
         (lambda net, x: None, "got NoneType"),
