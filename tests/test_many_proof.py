@@ -70,7 +70,17 @@ class Centred(nn.Module):
         return self.second(h - h.mean(0) if self.ask(t) else h)
 
 
-@pytest.mark.parametrize("ask", [lambda t: t > 1, lambda t: float(t) > 1, lambda t: (t > 1).any()])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda t: t > 1,
+        lambda t: float(t) > 1,
+        lambda t: (t > 1).any(),
+        lambda t: t.tolist() > 1,
+        lambda t: t.numpy() > 1,
+        lambda t: torch.equal(t, torch.tensor(2)),
+    ],
+)
 def test_an_input_for_all_rows_decides_a_branch(ask: Callable[[Tensor], Any]) -> None:
     pnet, plan, genomes = planned(partial(Centred, ask), [])
     net, nets = gb.materialize_many(plan, genomes, pnet), [gb.materialize(plan, g, pnet) for g in genomes]

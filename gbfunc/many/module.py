@@ -391,8 +391,8 @@ def materialize_many(plan: Plan, genomes: Sequence[GenomeLike], pnet: nn.Module)
     rows alone against a batch. Where they differ, modules further out run under `vmap`, in the end the p-net itself,
     and what `vmap` cannot run goes row after row, with a warning. `row_wise` and `looped` name these modules. Operators
     that take rows together count as a difference whatever the values. What the p-net asks of all rows (`any`, `all`: is
-    anything padded?), and of inputs for all rows (`if t > 1`), is noted in later calls too, and a batch that answers as
-    none did before is proven again. So `torch.compile` leaves the net as it is, between its graphs.
+    anything padded?), and of inputs for all rows (`if t > 1`, `t.tolist()`), is noted in later calls too, and a batch
+    that answers as none did before is proven again. So `torch.compile` leaves the net as it is, between its graphs.
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: at padded positions of
     `src_key_padding_mask`, where they may give zeros, outputs are those of the layers' own forward.

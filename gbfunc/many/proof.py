@@ -34,7 +34,8 @@ _ALONG = frozenset(
 )
 """Operators that take what lies along a dimension together, and keep it."""
 
-_LEAVING = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr])
+_COPYING = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
+_LEAVING = _COPYING | {Tensor.__dlpack__, Tensor.data_ptr}
 """Functions that take numbers out of torch, where no operator is seen."""
 
 Pairs = dict[tuple[tuple[bool, ...], tuple[bool, ...]], int]
@@ -156,7 +157,7 @@ class Questions(TorchDispatchMode):
     """Notes what the p-net asks outside of some modules: `any` and `all` of what has the rows first, and numbers.
 
     Its branches hang on the answers, and a row alone may answer otherwise than its batch. A number of true entries that
-    is compared with the number of all is `all`. A number that leaves torch (`if t > 1`, `int(t)`) is one for all rows.
+    is compared with the number of all is `all`. Numbers that leave torch (`if t > 1`, `t.tolist()`) are for all rows.
 
     Attributes:
         of_rows: whether each question is of the rows, or a number, in order; given, it says so of the first ones.
@@ -169,6 +170,15 @@ class Questions(TorchDispatchMode):
         self._n_rows, self._modules = n_rows, modules
         # With the tensors themselves, whose numbers would be used again.
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._leaving = _Leaving(self)
+
+    def __enter__(self) -> Any:
+        self._leaving.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._leaving.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
@@ -176,15 +186,27 @@ class Questions(TorchDispatchMode):
             self._see(func, args, kwargs or {}, out)
         return out
 
+    def leaves(self, func: Any, x: Tensor) -> None:
+        """See the function that takes a tensor's numbers out of torch."""
+        if func in _COPYING and not any(module.running for module in self._modules):
+            content = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._number(torch.tensor(hash(content.numpy().tobytes()) % 2**52, dtype=torch.float64))
+
+    def _number(self, x: Tensor) -> None:
+        self.of_rows += [True] * (len(self.of_rows) <= len(self.answers))
+        self.answers.append(x.detach().reshape(1).expand(self._n_rows + 1))
+
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self._asks(func.overloadpacket.__name__, args, out)
 
     def _asks(self, name: str, args: Any, out: Any) -> bool:
         """Note a question; whether it is of the rows."""
         if name == "_local_scalar_dense":
-            self.of_rows += [True] * (len(self.of_rows) <= len(self.answers))
-            self.answers.append(args[0].detach().reshape(1).expand(self._n_rows + 1))
+            self._number(args[0])
             return False
+        if isinstance(out, bool):
+            # That of `torch.equal`.
+            self._number(torch.tensor(out))
         if not isinstance(out, Tensor) or out.numel() != 1 or not args or not isinstance(args[0], Tensor):
             return False
         x = args[0]
@@ -226,15 +248,7 @@ class RowsTogether(Questions):
     def __init__(self, n_rows: int, modules: Sequence[RowWise], running: list[str]) -> None:
         super().__init__(n_rows, modules)
         self.found: str | None = None
-        self._running, self._leaving = running, _Leaving(self)
-
-    def __enter__(self) -> Any:
-        self._leaving.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._leaving.__exit__(*error)
+        self._running = running
 
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if not self._asks(func.overloadpacket.__name__, args, out) and self.found is None:
@@ -242,10 +256,11 @@ class RowsTogether(Questions):
             if self._together(func, args, kwargs, read, out):
                 self._find()
 
-    def see_leave(self, x: Tensor) -> None:
-        """Numbers of all rows leave torch: no operator says what they are for."""
-        outside = not any(module.running for module in self._modules)
-        if outside and self.found is None and (id(x) in self._counts or self._have_rows(x)):
+    def leaves(self, func: Any, x: Tensor) -> None:
+        """See it; of the numbers of all rows no operator says what they are for."""
+        if id(x) not in self._counts and not self._have_rows(x):
+            super().leaves(func, x)
+        elif self.found is None and not any(module.running for module in self._modules):
             self._find()
 
     def _find(self) -> None:
@@ -280,15 +295,15 @@ class RowsTogether(Questions):
 
 
 class _Leaving(TorchFunctionMode):
-    """Shows a `RowsTogether` the tensors whose numbers leave torch."""
+    """Shows `Questions` the tensors whose numbers leave torch."""
 
-    def __init__(self, together: RowsTogether) -> None:
+    def __init__(self, questions: Questions) -> None:
         super().__init__()
-        self._together = together
+        self._questions = questions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LEAVING:
-            self._together.see_leave(args[0])
+            self._questions.leaves(func, args[0])
         return func(*args, **kwargs or {})
 
 
