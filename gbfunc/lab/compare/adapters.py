@@ -33,13 +33,13 @@ from gbfunc.tasks.pnets.base import seeded
 from gbfunc.types import Params, TensorMap
 
 _KINDS = {
-    "query": r"(.*\.)?(query|q_proj|q_lin)",
-    "key": r"(.*\.)?(key|k_proj|k_lin)",
-    "value": r"(.*\.)?(value|v_proj|v_lin)",
+    "query": r"(.*\.)?(query|q_proj|q_lin|q)",
+    "key": r"(.*\.)?(key|k_proj|k_lin|k)",
+    "value": r"(.*\.)?(value|v_proj|v_lin|v)",
     "up": r"(.*\.)?(intermediate\.dense|fc1|up_proj|lin1)",
     "down": r"output\.dense|(.*\.)?(fc2|down_proj|lin2)",
 }
-"""What the layers of a transformer's block are called in BERT, RoBERTa, DistilBERT, Llama and others."""
+"""What the layers of a transformer's block are called in BERT, RoBERTa, DistilBERT, Llama, MPNet and others."""
 
 
 class Linears(NamedTuple):
