@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gbfunc.lab.compare import METHODS, Problem
+from gbfunc.lab.compare import METHODS, NAMED, Problem
 from gbfunc.lab.compare.base import in_use, matrices, restore, state_of
 from gbfunc.lab.compare.dense import coded_bytes, decode_levels, encode_levels
 from gbfunc.lab.compare.levels import (
@@ -23,6 +23,7 @@ from gbfunc.lab.compare.levels import (
     to_levels,
     vector_levels,
 )
+from gbfunc.lab.compare.nnc import decode_nnc, encode_nnc
 from gbfunc.lab.compare.pruned import decode_sparse, encode_sparse, most_entries
 from gbfunc.tasks import TASKS
 from gbfunc.tasks.pnets import find_pnet
@@ -56,6 +57,20 @@ def test_sparse_matrices_come_back(first: tuple, second: tuple) -> None:
     assert list(back) == list(state) and torch.equal(back["n"], state["n"])
     assert torch.equal(back["norm"], from_levels(vector_levels(state["norm"])))
     assert all(torch.equal(back[name], from_levels(of)) for name, of in coded.items())
+
+
+def test_tensors_come_back_from_the_standards_bitstream() -> None:
+    pytest.importorskip("nncodec", reason="Neural Network Coding is a package of its own")
+    state = {"0.weight": sparse(30, 20, 1.0, 0), "0.bias": torch.randn(30), "scale": torch.tensor([0.5])}
+    sizes = []
+    for qp in (-40, -20):
+        code = encode_nnc(state, qp)
+        back = decode_nnc(code, state)
+        # Dependent quantisation has two grids of twice the step.
+        assert all(back[name].shape == x.shape for name, x in state.items())
+        assert max(float((back[name] - x).abs().max()) for name, x in state.items()) <= 2 * 2 ** (qp / 4)
+        sizes.append(len(code))
+    assert sizes[1] < sizes[0] < 4 * 631
 
 
 def test_the_code_is_about_as_short_as_its_entropy() -> None:
@@ -165,13 +180,15 @@ def test_norms_in_use_are_scales_and_shifts() -> None:
     assert torch.allclose(again(x), net.eval()(x), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "pruned"])
+@pytest.mark.parametrize("name", ["int8", "int4", "pruned", "nnc"])
 def test_training_for_the_rounding_fills_the_budget_and_learns(name: str) -> None:
     task = TASKS["digits"]()
     task = task.with_pnet(find_pnet("mlp", task.interface, {"hidden": (100,), "bandwidth": 3.0}))
     problem = Problem(task, 400, 1_600, torch.float32, replace(task.recipe(400), epochs=4))
-    method = METHODS[name]
-    settings = max(method.candidates(problem), key=lambda s: (s["lr"], -s["pnet"]["hidden"][0]))
+    if name in NAMED:
+        pytest.importorskip("nncodec", reason="Neural Network Coding is a package of its own")
+    method = {**METHODS, **NAMED}[name]
+    settings = max(method.candidates(problem), key=lambda s: (s["lr"], len(s["pnet"]["hidden"]) == 1))
     made = method.train(problem, settings, 0)
     assert 0.85 * 1_600 < len(made.data) <= 1_600
     assert task.evaluate(method.load(made.data, task), task.val)["accuracy"] > 0.8

@@ -18,6 +18,7 @@ from gbfunc.lab.compare.adapters import ADAPTERS, FULL
 from gbfunc.lab.compare.base import BudgetTooSmall, Method, Problem, Settings, Stored, Trained, is_pretrained
 from gbfunc.lab.compare.dense import Dense, Quantised
 from gbfunc.lab.compare.genome import GenomeOf, reference_bytes, size_within
+from gbfunc.lab.compare.nnc import Coded
 from gbfunc.lab.compare.pruned import Pruned
 from gbfunc.lab.compare.published import PUBLISHED, Published
 from gbfunc.lab.compare.rows import (
@@ -36,6 +37,7 @@ from gbfunc.tasks import Task
 
 __all__ = [
     "METHODS",
+    "NAMED",
     "PRETRAINED_METHODS",
     "PUBLISHED",
     "REFERENCES",
@@ -81,6 +83,9 @@ METHODS: Mapping[str, Method] = {
     "xox": GenomeOf("xox", _RATES),
 }
 """Every way to a small network by its name."""
+
+NAMED: Mapping[str, Method] = {"nnc": Coded()}
+"""More of them, which need a package of their own: run where they are named."""
 
 PRETRAINED_METHODS: Mapping[str, Method] = {
     "genome": GenomeOf("bilinear"),
