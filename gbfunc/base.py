@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.pnet import buffers_of
+from gbfunc.trees import differentiable
 from gbfunc.types import Params
 
 _DIGEST_CHARS = 32
@@ -79,7 +80,7 @@ class BaseTensors:
 
     def cast(self, change: Callable[[Tensor], Tensor]) -> BaseTensors | None:
         """The base in the dtypes to which `nn.Module.to` casts with `change`; None where these are its own."""
-        kinds = {x.dtype for tensors in self._first for x in tensors.values() if x.is_floating_point()}
+        kinds = {x.dtype for tensors in self._first for x in tensors.values() if differentiable(x.dtype)}
         casts = {kind: new for kind in kinds if (new := change(torch.empty(0, dtype=kind)).dtype) != kind}
         if not casts:
             return None

@@ -27,6 +27,11 @@ class TensorSpec(NamedTuple):
     device: torch.device | None = None
 
 
+def differentiable(dtype: torch.dtype) -> bool:
+    """Whether numbers are real or complex, and no counters, flags or places."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def spec_of(x: Tensor) -> TensorSpec:
     """Shape, dtype and device of a tensor."""
     return TensorSpec(tuple(x.shape), x.dtype, x.device)
@@ -278,7 +283,7 @@ def mean_tree(trees: Sequence[Any], weights: Sequence[float] | None = None) -> A
         if len(shapes := {tuple(x.shape) for x in numbers}) > 1:
             raise ValueError(f"aux must have tensors of the same shapes for all microbatches, got {sorted(shapes)}")
         stacked = torch.stack(numbers)
-        stacked = stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()
+        stacked = stacked if differentiable(stacked.dtype) else stacked.float()
         if weights is None or len(set(weights)) == 1:
             return stacked.mean(0)
         return torch.stack([w * x for w, x in zip(weights, stacked, strict=True)]).sum(0)

@@ -342,6 +342,18 @@ def test_adapters_of_one_base(hypernet: Any) -> None:
         gb.materialize_many(plan, genomes, pnet)
 
 
+def test_complex_numbers_are_summed() -> None:
+    pnet = nn.Linear(3, 2, dtype=torch.complex64)
+    pnet.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    plan = gb.make_plan(pnet)
+    genomes = [gb.init_genome(plan, pnet, seed) for seed in range(2)]
+    genomes[1].direct["weight"].mul_(2j)
+    genomes[1].buffers["phase"].mul_(3j)
+    state = gb.merge_genomes(plan, genomes, pnet, [0.75, 0.25]).state_dict()
+    assert_close(state["weight"], (0.75 + 0.5j) * genomes[0].direct["weight"], 1e-6)
+    assert_close(state["phase"], (0.75 + 0.75j) * genomes[0].buffers["phase"], 1e-6)
+
+
 def test_a_cast_reaches_the_base() -> None:
     pnet, plan, genomes = adapters(gb.periodic(1), ["0"])
     net, x = gb.materialize_many(plan, genomes, pnet), vectors(5, 8)

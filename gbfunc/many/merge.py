@@ -12,7 +12,7 @@ from gbfunc.generate import make_generator
 from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.pnet import watch_first_call, with_weights
-from gbfunc.trees import flat_genome
+from gbfunc.trees import differentiable, flat_genome
 from gbfunc.types import GenomeLike, Params
 
 
@@ -63,10 +63,11 @@ def merge_genomes(
 
     def summed(name: str, values: list[Tensor], dtype: torch.dtype) -> Tensor:
         # Counters are not for sums.
-        if not dtype.is_floating_point or len(values) == 1 == shares[0]:
+        if not differentiable(dtype) or len(values) == 1 == shares[0]:
             return values[first].to(dtype)
-        start = present[name].to(values[0]).double() if name in present else values[0].new_zeros(()).double()
-        total = sum((a * (x.detach().double() - start) for a, x in zip(shares, values, strict=True)), start)
+        wide = [x.detach().to(torch.complex128 if dtype.is_complex else torch.float64) for x in values]
+        start = present[name].to(wide[0]) if name in present else wide[0].new_zeros(())
+        total = sum((a * (x - start) for a, x in zip(shares, wide, strict=True)), start)
         return torch.as_tensor(total).to(dtype)
 
     tensors = {name: made[0][name] for name in generator.unchanged}

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbfunc.many.row_wise import PLAIN, RowWise
 from gbfunc.pnet.reads import storages_of, tensors_in
-from gbfunc.trees import tree_leaves
+from gbfunc.trees import differentiable, tree_leaves
 
 VARIANTS = 3
 """Sets of tensors of a proof."""
@@ -68,7 +68,7 @@ def varied(x: Tensor) -> Tensor:
     """Variants of a tensor of genomes: [N, ...] -> [VARIANTS, ...], each entry times a number in [1/2, 1]."""
     draw = torch.Generator().manual_seed(0)
     x = x[torch.arange(VARIANTS) % len(x)]
-    if not x.is_floating_point():
+    if not differentiable(x.dtype):
         return x
     by = (1 - torch.rand(x.shape, generator=draw) / 2).to(x)
     return x * by if x.any() else by / 10
@@ -346,7 +346,7 @@ def _same(rows: list[Any], x: Any, strict: bool, tolerance: float) -> bool:
 
 def tolerance_of(tensors: Iterable[Tensor]) -> float:
     """Rounding by another order of sums, relative to the largest entry: 1e-6, 2e-3, and 0.1 in half precision."""
-    floating = [x for x in tensors if x.is_floating_point()]
+    floating = [x for x in tensors if differentiable(x.dtype)]
     dtypes = {x.dtype for x in floating}
     for device in {x.device.type for x in floating}:
         dtypes |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()

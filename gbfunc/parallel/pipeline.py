@@ -46,7 +46,7 @@ from gbfunc.parallel.chain import (
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline_order import SCHEDULES, schedule_class, stage_ranks
 from gbfunc.pnet import StopForward
-from gbfunc.trees import tree_leaves, tree_map
+from gbfunc.trees import differentiable, tree_leaves, tree_map
 from gbfunc.types import Params
 
 __all__ = ["SCHEDULES", "Chain", "Pipeline", "find_blocks", "balanced_stages", "trace_chain"]
@@ -121,13 +121,13 @@ class Parcel:
     def __init__(self, values: Sequence[Output]) -> None:
         self.values = values
         self.sources = {value.source for value in values}
-        dtypes = [value.dtype for value in values if _differentiable(value.dtype)]
+        dtypes = [value.dtype for value in values if differentiable(value.dtype)]
         self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
         self.single = len(values) == 1 and dtypes == [self.dtype]
         # Numbers that each takes.
         item = self.dtype.itemsize
         numbers = [(math.prod(shape), dtype) for _, shape, dtype in values]
-        self.sizes = [n if _differentiable(dtype) else -(-n * dtype.itemsize // item) for n, dtype in numbers]
+        self.sizes = [n if differentiable(dtype) else -(-n * dtype.itemsize // item) for n, dtype in numbers]
 
     @property
     def n_bytes(self) -> int:
@@ -151,7 +151,7 @@ class Parcel:
                     f"a stage must give {source} as {shape} of {dtype}, got {tuple(x.shape)} of {x.dtype}: activations "
                     "must be whole on every tensor rank, and of one dtype"
                 )
-            if not _differentiable(dtype):
+            if not differentiable(dtype):
                 data = x.detach().reshape(-1).contiguous().view(torch.uint8)
                 x = F.pad(data, (0, n * self.dtype.itemsize - len(data))).view(self.dtype)
             parts.append(x if self.single else x.reshape(-1).to(self.dtype))
@@ -168,17 +168,13 @@ class Parcel:
             return {self.values[0].source: received}
         found = {}
         for (source, shape, dtype), x in zip(self.values, sent.split(self.sizes), strict=True):
-            if _differentiable(dtype):
+            if differentiable(dtype):
                 x = x.real if x.is_complex() and not dtype.is_complex else x
                 found[source] = x.reshape(shape).to(dtype)
             else:
                 data = x.detach().view(torch.uint8)[: math.prod(shape) * dtype.itemsize]
                 found[source] = data.clone().view(dtype).reshape(shape)
         return found
-
-
-def _differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 class Pipeline:

@@ -39,6 +39,7 @@ from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.tensor_layers import Split, install_layer
 from gbfunc.pnet import skeleton_of
 from gbfunc.tiling import Piece
+from gbfunc.trees import differentiable
 from gbfunc.types import Params
 
 Styles = Mapping[str, ParallelStyle]
@@ -293,8 +294,8 @@ class TensorParallel:
         return placed
 
     def watch(self, what: str, x: Tensor) -> None:
-        """Record a floating-point tensor of the first step, which must be equal on all ranks."""
-        if self._alike is not None and x.is_floating_point():
+        """Record a tensor of real or complex numbers of the first step, which must be equal on all ranks."""
+        if self._alike is not None and differentiable(x.dtype):
             self._alike.setdefault(what, []).append(x)
 
     def _watch(self, name: str) -> list[Tensor] | None:

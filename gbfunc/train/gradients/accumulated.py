@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gbfunc.layers.forms import outside_autocast
 from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Given, Gradients, Result, detached
-from gbfunc.trees import DIRECT, mean_tree, n_rows, split_batch, split_rows
+from gbfunc.trees import DIRECT, differentiable, mean_tree, n_rows, split_batch, split_rows
 from gbfunc.types import Params
 
 Split = Callable[[Any, int], list[tuple[Any, float]]]
@@ -58,8 +58,8 @@ class Regenerated(Kept):
         """The weights without a graph, and the names of those that may take gradients."""
         with torch.no_grad():
             weights = self._loss.weights(given)
-        differentiable = (k for k, w in weights.items() if w.is_floating_point() or w.is_complex())
-        return weights, [k for k in differentiable if k not in self._loss.generator.frozen]
+        numbers = (k for k, w in weights.items() if differentiable(w.dtype))
+        return weights, [k for k in numbers if k not in self._loss.generator.frozen]
 
     def again(self, given: Given, weights: Params) -> Params:
         """The weights with their graph."""

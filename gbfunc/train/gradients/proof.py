@@ -20,6 +20,7 @@ from gbfunc.parallel import Layout, gather_objects, sum_ranks
 from gbfunc.parallel.mesh import AxisName, Mesh
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, seeded
+from gbfunc.trees import differentiable
 from gbfunc.types import Params
 
 Part = Callable[[Given, list[Tensor]], Gradients]
@@ -100,7 +101,7 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 def rounding_of(plan: Plan, amp: torch.dtype | None = None) -> float:
     """How far gradients of a p-net may be apart by rounding, relative to their norm."""
     dtypes = {plan.dtype, *(DTYPES[t.dtype] for t in plan.tensors)} | ({amp} if amp else set())
-    return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point or dtype.is_complex) ** 0.4
+    return max(torch.finfo(dtype).eps for dtype in dtypes if differentiable(dtype)) ** 0.4
 
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
@@ -222,7 +223,7 @@ def gradient_and_changes(part: Part, given: Given, wanted: list[Tensor], seed: i
 
 def changes_of(before: Params, after: Params) -> Tensor:
     """The change of buffers, flat, of those with another shape what they are; what is not a number counts as zero."""
-    pairs = [(x, after[k].detach()) for k, x in before.items() if x.is_floating_point()]
+    pairs = [(x, after[k].detach()) for k, x in before.items() if differentiable(x.dtype)]
     changes = [y - x if x.shape == y.shape else y for x, y in pairs]
     return as_vector([x.nan_to_num(0.0, 0.0, 0.0) for x in changes], changes)
 
