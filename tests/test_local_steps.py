@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -190,6 +191,9 @@ def test_inputs_stay_as_they_are() -> None:
     second, _ = step(state, data()[1])
     assert_same(flatten_tree(state), before)
     assert_same(flatten_tree(first), flatten_tree(second))
+    torch.save((first, step.gather(first)), file := io.BytesIO())
+    kept, _ = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert_same(flatten_tree(kept), flatten_tree(first))
 
 
 def test_rounding_goes_with_local_steps() -> None:

@@ -56,6 +56,9 @@ class WholeLocalState(NamedTuple):
     ranks: Params
 
 
+torch.serialization.add_safe_globals([LocalState, WholeLocalState])
+
+
 class LocalTrainStep(TrainStep):
     """A `TrainStep` that exchanges nothing but the genomes' changes, after every `local_steps` steps.
 

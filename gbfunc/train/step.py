@@ -58,6 +58,10 @@ class TrainState(NamedTuple):
     seed: Tensor
 
 
+# `torch.load` reads them as it reads a state dict.
+torch.serialization.add_safe_globals([Genome, OptState, TrainState])
+
+
 class StepInfo(NamedTuple):
     """What a step reports.
 
