@@ -175,7 +175,10 @@ def trace_chain(
 def replace_units(skeleton: nn.Module, blocks: Sequence[str], make: Callable[[str, Any], Any]) -> None:
     """Give blocks, and layers outside of them, the forward that `make(name, forward)` returns."""
     inside = tuple(f"{name}." for name in blocks)
-    for name, module in skeleton.named_modules():
+    # Modules come by their first names, and a block may be listed elsewhere before.
+    of_blocks = {id(skeleton.get_submodule(name)): name for name in reversed(blocks)}
+    for first, module in skeleton.named_modules():
+        name = of_blocks.get(id(module), first)
         outside = name and not name.startswith(inside) and not [*module.children()]
         if name in blocks or outside:
             module.__dict__["forward"] = make(name, module.forward)
@@ -225,6 +228,15 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 def stage_of(starts: Sequence[int], cell: int) -> int:
     """The stage of what runs after a block; what comes before the first block is in the first stage."""
     return bisect_right(starts, max(cell, 0)) - 1
+
+
+def shared_within(chain: Chain, starts: Sequence[int]) -> list[str]:
+    """Parameters that several blocks of a stage use, the first stage apart.
+
+    Torch's zero-bubble schedule cannot divide the backward of what lies between; that of the first stage is whole.
+    """
+    stages = {name: [stage_of(starts, cell) for cell in cells] for name, cells in chain.places.items()}
+    return [name for name, of in stages.items() if len({*of} - {0}) < len([s for s in of if s])]
 
 
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[Output]:

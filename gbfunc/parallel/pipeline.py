@@ -40,6 +40,7 @@ from gbfunc.parallel.chain import (
     find_blocks,
     known_of,
     replace_units,
+    shared_within,
     stage_of,
     trace_chain,
 )
@@ -388,7 +389,9 @@ class Pipeline:
                 schedule.step(numbers, target=numbers)
         except RuntimeError as error:
             if self._order == "zbv" and "the graph a second time" in str(error):
-                words = "torch's zero-bubble schedule cannot divide the backward of this p-net (a recurrent layer?)"
+                names = ", ".join(map(repr, shared_within(self.chain, self._starts)))
+                why = f"several blocks of a stage use {names}" if names else "a recurrent layer, or one used twice?"
+                words = f"torch's zero-bubble schedule cannot divide the backward of this p-net ({why})"
                 raise ValueError(f"{words}: take another pipeline= than 'zbv'") from error
             # Torch's words are about itself; what failed inside is the cause.
             if error.__cause__ is None or isinstance(error, ConnectionError):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.costs import all_reduce_bytes
-from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, trace_chain
+from gbfunc.parallel.chain import Chain, balanced_stages, crossing, find_blocks, shared_within, trace_chain
 from gbfunc.parallel.dry_run import Cell, DryRun, DryWire, RunLoss, factor_shapes
 from gbfunc.parallel.mesh import Mesh
 from gbfunc.parallel.pipeline import Parcel
@@ -208,7 +208,8 @@ class Model:
             self.crossing(stages)
         except ValueError as error:
             return str(error)
-        return ""
+        shared = shared_within(self._chain, self.stages(stages)[0]) if schedule == "zbv" else []
+        return f"several blocks of a stage use {shared[0]!r}, whose backward zbv cannot divide" if shared else ""
 
     def can_remat(self, placement: Placement) -> bool:
         """Whether there are weights that would be made again: those that do not stay factors."""

@@ -40,6 +40,14 @@ def run_blocks(net: Any, x: Any) -> list[Any]:
     return found
 
 
+class Listed(Blocks):
+    """Its first and last block have other names too, by which modules come."""
+
+    def __init__(self) -> None:
+        super().__init__(straight)
+        self._modules = {"ends": nn.Sequential(self.blocks[0], self.blocks[3]), **self._modules}
+
+
 def straight(net: Any, x: Tensor, tokens: Tensor) -> Tensor:
     for block in net.blocks:
         x = block(x)
@@ -383,6 +391,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     ),
     "shift in place": (partial(Blocks, shifted), next_token),
     "tuples": (partial(Blocks, tuples, Routed), next_token),
+    "blocks listed twice": (Listed, next_token),
     "loss of hidden": (partial(Blocks, hidden), of_hidden),
     "stem": (Stemmed, next_token),
     "detached": (partial(Blocks, detached), next_token),
