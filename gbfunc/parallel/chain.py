@@ -236,7 +236,7 @@ def shared_within(chain: Chain, starts: Sequence[int]) -> list[str]:
     Torch's zero-bubble schedule cannot divide the backward of what lies between; that of the first stage is whole.
     """
     stages = {name: [stage_of(starts, cell) for cell in cells] for name, cells in chain.places.items()}
-    return [name for name, of in stages.items() if len({*of} - {0}) < len([s for s in of if s])]
+    return sorted(name for name, of in stages.items() if len({*of} - {0}) < len([s for s in of if s]))
 
 
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[Output]:
