@@ -241,13 +241,17 @@ def split_rows(batch: Any, n: int) -> list[Any]:
     """A batch in `n` shares, some maybe empty, the longer ones first; scalars and what is no tensor are in each.
 
     Raises:
-        ValueError: for a packed sequence, an array that is no tensor, or another object with tensors as attributes.
+        ValueError: for a packed sequence, a sparse or nested tensor, an array that is no tensor, or another object with
+            tensors as attributes.
     """
     refuse_packed(batch)
     leaves = tree_leaves(batch, "batch")
     for path, x in leaves:
         if holds_tensors(x) or (not isinstance(x, Tensor) and getattr(x, "ndim", 0)):
             raise ValueError(f"{path} is a {type(x).__name__}, whose rows are not known: give tensors, as a dict say")
+        if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested):
+            what = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+            raise ValueError(f"{path} is {what}, whose rows torch cannot split: give dense tensors, or their parts")
     pieces = [x.tensor_split(n) if isinstance(x, Tensor) and x.ndim else (x,) * n for _, x in leaves]
 
     def share(i: int) -> Any:

@@ -213,9 +213,13 @@ def test_flags_are_in_each_microbatch_and_packed_sequences_are_refused() -> None
             split({"x": [packed]}, 2)
 
 
-def test_arrays_that_are_no_tensors_are_not_in_each_share() -> None:
+def test_arrays_that_are_no_dense_tensors_are_not_in_each_share() -> None:
     with pytest.raises(ValueError, match=re.escape("batch['y'] is a ndarray, whose rows are not known: give tensors")):
         split_rows({"x": torch.ones(4), "y": np.ones(4)}, 2)
+    with pytest.raises(
+        ValueError, match=re.escape("batch['y'] is a tensor of layout torch.sparse_coo, whose rows torch")
+    ):
+        split_rows({"x": torch.ones(4), "y": torch.eye(4).to_sparse()}, 2)
     assert [share["n"] for share in split_rows({"x": torch.ones(4), "n": np.float64(3)}, 2)] == [3.0, 3.0]
 
 
