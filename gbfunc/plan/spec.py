@@ -90,6 +90,12 @@ class Plan:
         return sum(math.prod(b.shape) * DTYPES[b.dtype].itemsize for b in self.buffers)
 
     @property
+    def averaged(self) -> tuple[BufferPlan, ...]:
+        """Buffers that are means over ranks: running statistics. Caches, which are not persistent, are each rank's."""
+        numbers = (b for b in self.buffers if b.persistent)
+        return tuple(b for b in numbers if DTYPES[b.dtype].is_floating_point or DTYPES[b.dtype].is_complex)
+
+    @property
     def dense_bytes(self) -> int:
         """Bytes of the dense state dict in the p-net's dtypes, tied parameters once."""
         parameters = sum(t.numel * DTYPES[t.dtype].itemsize for t in self._new)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gbfunc.genome import check_genome
 from gbfunc.parallel import Layout, check_equal, make_layout, single_rank_mesh, stack_ranks, taken_off, weighted_mean
-from gbfunc.plan import DTYPES, Stored
+from gbfunc.plan import Stored
 from gbfunc.train.gradients import Objective
 from gbfunc.train.gradients.ranks import RANK_MIX, SAME_STATE
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer
@@ -74,8 +74,7 @@ class LocalTrainStep(TrainStep):
         self._inner = TrainStep(pnet, objective, optimizer, alone, options)
         self._outer = options.outer or nesterov()
         self._length, self._checked = options.local_steps, False
-        floating = {b.name for b in layout.plan.buffers if b.persistent and DTYPES[b.dtype].is_floating_point}
-        self._exchanged = [*self._trained, *(f"{BUFFERS}{name}" for name in sorted(floating))]
+        self._exchanged = [*self._trained, *sorted(f"{BUFFERS}{b.name}" for b in layout.plan.averaged)]
 
     @property
     def settings(self) -> dict[str, Any]:

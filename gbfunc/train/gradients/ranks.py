@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from gbfunc.parallel import CollectiveError, Entries, Layout, check_equal, reduce_step, text_of, zero_uncounted
-from gbfunc.plan import DTYPES
 from gbfunc.train.gradients.loss import Given, LossAndGrads, Objective, Strategy, detached, noise_of
 from gbfunc.train.gradients.proof import Proof
 from gbfunc.trees import n_rows, tree_map
@@ -29,9 +28,7 @@ class RankObjective(Objective):
         super().__init__(layout.plan, strategy, scale)
         self._layout, self._check_every, self._checked, self._proof = layout, check_every, False, proof
         self._proven, self._entries = False, Entries()
-        # Running statistics; caches, which are not persistent, stay each rank's.
-        buffers = layout.plan.buffers
-        self._averaged = [b.name for b in buffers if b.persistent and DTYPES[b.dtype].is_floating_point]
+        self._averaged = [b.name for b in layout.plan.averaged]
 
     def __call__(
         self, leaves: Params, trained: Params, buffers: Params, batch: Any, seed: int, step: int
