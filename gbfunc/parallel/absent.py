@@ -125,7 +125,8 @@ def operate(func: Any, args: Any, kwargs: Mapping[str, Any], more: set[Source]) 
         out = func(*low, **named)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" in str(error).lower():
-            why = f"{func} needs the values of an absent tensor (keep to tensors: no .item(), no if)"
+            why = f"{func} needs the values of an absent tensor (keep to tensors whose shapes no values decide: no "
+            why += ".item(), if, nonzero, x[mask], nested tensor, or BatchNorm of momentum=None)"
             raise refuse(sources, why) from error
         raise
     if torch.Tag.inplace_view in func.tags:

@@ -65,10 +65,21 @@ def no_styles(mesh: Mesh) -> Any:
     return one_step(mesh, Toy().double(), None, ())
 
 
-@refused("tensor ranks must get the same batch: different from rank 0 are rank 1 in rows of the batch (4, not 6)")
-def other_rows(mesh: Mesh) -> Any:
+@refused("tensor ranks must get the same batch: different from rank 0 are rank 1 in shapes ([0]: '[4, 10], ")
+def other_rows_in_a_later_step(mesh: Mesh) -> Any:
+    pnet = Toy().double()
+    step = gb.make_train_step(gb.make_plan(pnet), pnet, squared, ADAMW, mesh=mesh, parallel=plain_styles())
+    state, _ = step(step.init(0), (draw(6, 10), draw(6, 5)))
     rows = 6 - 2 * mesh.rank
-    return one_step(mesh, Toy().double(), plain_styles(), (draw(rows, 10), draw(rows, 5)))
+    return step(state, (draw(rows, 10), draw(rows, 5)))
+
+
+@refused(
+    "over tensor ranks an operator failed (running_mean should contain 4 elements not 8): code between layers gets"
+)
+def statistics_of_a_part(mesh: Mesh) -> Any:
+    pnet = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)).double()
+    return one_step(mesh, pnet, {"0": ColwiseParallel(), "2": RowwiseParallel()}, (draw(6, 10), draw(6, 5)))
 
 
 @refused("ranks must have the same options: different from rank 0 are rank 1 in parallel (out_")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from gbfunc.parallel import gather_objects
@@ -59,17 +60,19 @@ class SplitLoss(GenomeLoss):
 
     @contextmanager
     def _unmixed(self) -> Iterator[None]:
-        """ValueError where torch refuses an operator of a split tensor and a plain one."""
+        """ValueError where torch refuses an operator of a split tensor and a plain one, or at first of a part."""
         try:
             yield
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            if "mixed torch.Tensor and DTensor" in str(error):
+                split = ", ".join([*self._split.shapes, "or a style's output"]).removeprefix("or ")
+                raise ValueError(
+                    f"an operator takes a plain tensor and one that is split over tensor ranks ({split}): give each "
+                    "layer that takes it a style, and a loss function x.full_tensor()"
+                ) from error
+            if self._known or isinstance(error, torch.OutOfMemoryError):
                 raise
-            split = ", ".join(self._split.shapes)
-            raise ValueError(
-                f"an operator takes a plain tensor and one that is split over tensor ranks ({split}, or a style's "
-                "output): give each layer that takes it a style, and a loss function x.full_tensor()"
-            ) from error
+            raise ValueError(f"over tensor ranks an operator failed ({error}): {SPLIT_CAUSE}") from error
 
 
 def split_proof(whole: Callable[[], GenomeLoss], loss: GenomeLoss, split: TensorParallel) -> Proof:
