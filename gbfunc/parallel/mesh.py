@@ -158,7 +158,8 @@ class Mesh:
 
         The first shards get what does not divide; shards can be empty: a step then computes the loss of rows of zeros,
         which do not count, to take part in the collectives. Ranks along the tensor and pipeline axes have
-        the same rows. Scalars and what is no tensor are kept.
+        the same rows. Scalars and what is no tensor are in each share as they are: a list of plain values, such as the
+        strings of a `DataLoader`, whole.
 
         Args:
             batch: a pytree of tensors.

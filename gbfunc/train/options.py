@@ -39,7 +39,8 @@ class StepOptions:
             cannot; the first step takes long, and calls the p-net and the loss function three times, after which what
             these keep in Python's values is put back.
         mesh: the ranks (`gb.mesh`) that take each step together, each on its share of the batch: the loss is the mean
-            over the global batch, and all ranks call with the same arguments. None is this process alone.
+            over the global batch (of the shares' losses by their rows, whatever `loss_fn` takes the mean over), and all
+            ranks call with the same arguments. None is this process alone.
         placement: where the genome lives on the mesh: `"replicated"`, each rank generates every weight, and only the
             genome's gradient is summed; `"sharded"`, each rank along the g-net axis holds an equal share of every
             ensemble's tiles, which are gathered; `"factors"`, the same, but types that have factors gather those;
