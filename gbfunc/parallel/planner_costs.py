@@ -370,12 +370,8 @@ class Model:
         gathers = [sent for cells in used for sent in self._gathers(gnets, layout.placement, cells)]
         times = 2 if layout.remat == "layer" else 1
         # Numbers that the loss function returns and running statistics are averaged too.
-        numbers = (
-            replicated
-            + 3
-            + self.dry(1, self.lazy is not False).aux
-            + sum(math.prod(b.shape) for b in self.plan.averaged)
-        )
+        statistics = sum(math.prod(b.shape) for b in self.plan.averaged)
+        numbers = replicated + 3 + self.dry(1, self.lazy is not False).aux + statistics
         sent = {
             "tensor": m * max(sum(cells[s].sent + cells[s].sent_back for s in own) for own in mine),
             "pipeline": m * max(ends),

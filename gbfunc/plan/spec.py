@@ -17,7 +17,7 @@ from gbfunc.plan.report import report
 from gbfunc.plan.serial import plan_from_json, plan_to_json
 from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan, dtype_name
 from gbfunc.plan.steps import Stored
-from gbfunc.trees import BUFFERS, DIRECT, GNET
+from gbfunc.trees import BUFFERS, DIRECT, GNET, differentiable
 from gbfunc.types import GenomeLike, Params
 
 
@@ -92,8 +92,7 @@ class Plan:
     @property
     def averaged(self) -> tuple[BufferPlan, ...]:
         """Buffers that are means over ranks: running statistics. Caches, which are not persistent, are each rank's."""
-        numbers = (b for b in self.buffers if b.persistent)
-        return tuple(b for b in numbers if DTYPES[b.dtype].is_floating_point or DTYPES[b.dtype].is_complex)
+        return tuple(b for b in self.buffers if b.persistent and differentiable(DTYPES[b.dtype]))
 
     @property
     def dense_bytes(self) -> int:
