@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import gbfunc as gb
 from gbfunc.trees import flat_genome, flatten_tree
@@ -237,7 +238,8 @@ def test_a_compiled_module_gives_the_same(name: str, lazy: bool) -> None:
     _, module, batch = module_of(name, lazy=lazy)
     other = copy.deepcopy(module)
     torch._dynamo.reset()
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(other, backend=counter, fullgraph=True)
     optimizers = [torch.optim.SGD(m.parameters(), lr=RATE) for m in (module, other)]
     for _ in range(2):
         losses = [loss_fn(net, batch) for net in (module, compiled)]
@@ -246,6 +248,7 @@ def test_a_compiled_module_gives_the_same(name: str, lazy: bool) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+    assert counter.frame_count == 1
     for x, y in zip(flatten_tree(other.to_genome()).values(), flatten_tree(module.to_genome()).values(), strict=True):
         torch.testing.assert_close(x, y)
 

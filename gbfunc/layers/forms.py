@@ -60,8 +60,10 @@ class Call:
     `used` are names of weights that layers have used in this call without their being dense.
     """
 
-    cache: dict[str, Tensor] | None = None
-    used: set[str] = set()  # noqa: RUF012 (replaced for each call)
+    def __init__(self) -> None:
+        # Not of the class: a compiled call would be compiled again when they become the object's.
+        self.cache: dict[str, Tensor] | None = None
+        self.used: set[str] = set()
 
 
 class Source(Protocol):
