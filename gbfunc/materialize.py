@@ -28,9 +28,10 @@ def materialize(
         pnet: the p-net the plan was made for; it is not changed. The copy keeps its training mode.
         factored: keep the factors of weights whose factors are smaller, as parameters `NAME_form.left` and
             `NAME_form.right` of layers that apply them, instead of forming the weights: less memory, and less time
-            where the factors are thin. `layer.weight` then is a property that multiplies them out, at each read anew: a
-            forward that changes a weight in place needs the copy without, and so does `save_pretrained` of Hugging
-            Face, which knows weights by the p-net's names. That is a plain module with nothing of gbfunc in it.
+            where the factors are thin. `layer.weight` then is a property that multiplies them out, at each read anew,
+            and refuses changes in place, which would be lost: who makes them (a forward, PEFT's `merge_and_unload`)
+            needs the copy without, and so does `save_pretrained` of Hugging Face, which knows weights by the p-net's
+            names. That is a plain module with nothing of gbfunc in it.
         noise: of stochastic g-nets, from `gb.sample_noise(plan, generator)`: each draw makes another network of the
             one genome. None gives the mean weights.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -183,6 +184,49 @@ def test_factors_can_be_trained(name: str, optimizer: Any) -> None:
         trainer.step()
     assert float(loss_of(factored).detach()) < before
     assert all(not torch.equal(v, start[k]) for k, v in factors(factored).items())
+
+
+def _set_data(weight: Tensor) -> None:
+    weight.data += 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.init.ones_,
+        nn.init.kaiming_uniform_,
+        _set_data,
+        lambda weight: weight.data.fill_(1),
+        lambda weight: weight.detach().zero_(),
+        lambda weight: weight.__setitem__(0, 1.0),
+    ],
+)
+@torch.no_grad()
+def test_a_change_of_a_weight_that_would_be_lost_is_refused(change: Callable[[Tensor], Any]) -> None:
+    dense, net, x = nets("mlp")
+    with pytest.raises(RuntimeError, match="would change a weight that its layer makes of factors"):
+        change(net[0].weight)
+    assert_close(net[0].weight, dense[0].weight)
+    assert type(net[0].weight * 2) is Tensor
+    assert_close(net(x), dense(x))
+
+
+@pytest.mark.parametrize("name", [name for name in NETS if name != "encoder"])
+def test_factors_that_are_loaded_for_the_call_of_their_module(name: str) -> None:
+    dense, net, x = nets(name)
+    for module in [m for m in net.modules() if m._parameters]:
+        kept = dict(module._parameters)
+
+        def load(module: nn.Module, args: Any, kept: dict[str, Any] = kept) -> None:
+            module._parameters.update(kept)
+
+        def unload(module: nn.Module, *args: Any, kept: dict[str, Any] = kept) -> None:
+            module._parameters.update({k: p if p is None else nn.Parameter(p * math.nan) for k, p in kept.items()})
+
+        module.register_forward_pre_hook(load)
+        module.register_forward_hook(unload)
+        unload(module)
+    assert_close(net(x), dense(x))
 
 
 def test_tied_weights_are_one_pair_of_factors() -> None:

@@ -72,7 +72,7 @@ def _is_usual(
 def project(layer: Any, attribute: str, x: Tensor, bias: Tensor | None, rows: slice = slice(None)) -> Tensor:
     """`x @ W[rows].T + bias` with a weight of a layer in whatever form it has."""
     form = layer._modules.get(f"{attribute}_form")
-    return F.linear(x, getattr(layer, attribute)[rows], bias) if form is None else form.linear(x, bias, rows)
+    return F.linear(x, getattr(layer, attribute)[rows], bias) if form is None else form("linear", x, bias, rows)
 
 
 def _attend(

@@ -14,6 +14,7 @@ gives the dense tensor, with its graph, to whoever reads it; for the rest of tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -177,6 +178,10 @@ class WeightForm(nn.Module):
         """Take copies of the inputs as parameters of the form's, as a module for serving has them."""
         self.__dict__["_parameters"] = {k: nn.Parameter(x.detach().clone()) for k, x in tensors.items()}
 
+    def forward(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        """A method by name: what loads a module's parameters before its call, as offloading does, finds the inputs."""
+        return getattr(self, operation)(*args, **kwargs)
+
     def make(self) -> Tensor:
         """The weight in its layer's shape, in the graph of the inputs."""
         raise NotImplementedError
@@ -246,6 +251,38 @@ class WeightForm(nn.Module):
         return weight
 
 
+class _AnyTensor(type(Tensor)):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        # `torch.testing` compares tensors of related types alone.
+        return isinstance(instance, Tensor)
+
+
+class MadeWeight(Tensor, metaclass=_AnyTensor):
+    """A dense weight that a layer made for who reads it, and makes anew for the next: changes of it are refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operator on a plain tensor; `RuntimeError` for one that changes it."""
+        if _CHANGES.fullmatch(func.__name__):
+            raise RuntimeError(
+                f"{func.__name__!r} would change a weight that its layer makes of factors at each read, and be lost: "
+                "change the factors, or take gb.materialize(..., factored=False)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs or {})
+        return out.as_subclass(cls) if func in _SAME_MEMORY else out
+
+
+_SAME_MEMORY = frozenset({vars(torch._C.TensorBase)["data"].__get__, Tensor.detach})
+_CHANGES = re.compile(r"__(set|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__|\w*[^_]_")
+
+
+def made(weight: Tensor) -> Tensor:
+    """A weight as one who reads it of a layer for serving gets it; graphs hold the tensor itself."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return weight if traced or type(weight) is not Tensor else weight.as_subclass(MadeWeight)
+
+
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """What switches a caller's autocast off for a device: it is for the p-net, not for what makes its weights."""
     on = device.type != "meta" and torch.is_autocast_enabled(device.type)
@@ -260,7 +297,7 @@ def dense_linear(weight: Tensor, transposed: bool, rows: slice, x: Tensor, bias:
 
 def linear_forward(layer: Any, input: Tensor) -> Tensor:
     """The forward of `nn.Linear` on whatever form its weight has."""
-    return layer.weight_form.linear(input, layer.bias)
+    return layer.weight_form("linear", input, layer.bias)
 
 
 def conv_forward(layer: Any, input: Tensor) -> Tensor:
@@ -270,12 +307,12 @@ def conv_forward(layer: Any, input: Tensor) -> Tensor:
     if layer.padding_mode != "zeros":
         input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
         options["padding"] = (0,) * len(layer.kernel_size)
-    return layer.weight_form.conv(conv, input, layer.bias, **options)
+    return layer.weight_form("conv", conv, input, layer.bias, **options)
 
 
 def embedding_forward(layer: Any, input: Tensor) -> Tensor:
     """The forward of `nn.Embedding` on whatever form its weight has."""
-    return layer.weight_form.embedding(input, layer.padding_idx)
+    return layer.weight_form("embedding", input, layer.padding_idx)
 
 
 class Parameters(dict[str, Any]):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from gbfunc.layers.attention import attention_forward
-from gbfunc.layers.forms import Parameters, WeightForm, conv_forward, embedding_forward, linear_forward
+from gbfunc.layers.forms import Parameters, WeightForm, conv_forward, embedding_forward, linear_forward, made
 
 
 class LayerForm(NamedTuple):
@@ -84,7 +84,12 @@ def formable(layer: nn.Module, attribute: str) -> bool:
 @lru_cache(maxsize=256)
 def _form_class(stock: type[nn.Module], form: LayerForm, attributes: tuple[str, ...], shown: bool) -> type[nn.Module]:
     """A subclass of a layer's class that computes on the forms of these weights."""
-    own: dict[str, Any] = {a: property(lambda self, a=a: self._modules[f"{a}_form"].read()) for a in attributes}
+
+    def reader(attribute: str) -> Any:
+        form = f"{attribute}_form"
+        return property(lambda self: self._modules[form].read() if shown else made(self._modules[form]("read")))
+
+    own: dict[str, Any] = {a: reader(a) for a in attributes}
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # No name leads to this class: pickles make it again.
