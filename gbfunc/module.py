@@ -142,8 +142,11 @@ class GenomeModule(nn.Module):
         return cls(plan, pnet, genome, **options)
 
     def to_genome(self) -> Genome:
-        """The genome as it is now: copies without a graph, for `gb.save`, `gb.generate` and `gb.materialize`."""
-        leaves, buffers = ({k: x.detach().clone() for k, x in part.items()} for part in self._tensors())
+        """The genome as it is now: copies without a graph, for `gb.save`, `gb.generate` and `gb.materialize`.
+
+        Of a module under `fully_shard` (FSDP2) the shards are gathered: all ranks must call it.
+        """
+        leaves, buffers = ({k: _gathered(x.detach()).clone() for k, x in part.items()} for part in self._tensors())
         return unflat_genome(self.plan, leaves, buffers)
 
     @property
@@ -175,6 +178,10 @@ class GenomeModule(nn.Module):
     def _on_weights(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the p-net on the weights that the genome generates now; buffers are those after it."""
         leaves, buffers = self._tensors()
+        if not torch.compiler.is_compiling() and any(hasattr(x, "full_tensor") for x in leaves.values()):
+            raise RuntimeError(
+                "the genome is sharded during this call: give fully_shard the whole module, and call the module itself"
+            )
         weights = self._generator(leaves, self._noise(leaves))
         after = dict(buffers)
         out = call(weights, after, *args, **kwargs)
@@ -351,6 +358,12 @@ class GenomeModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._build()
+
+
+def _gathered(x: Tensor) -> Tensor:
+    """A tensor as a whole, of which each rank has a shard (a DTensor)."""
+    full = getattr(x, "full_tensor", None)
+    return x if full is None else full()
 
 
 def _draw(plan: Plan, like: Tensor) -> Noise:

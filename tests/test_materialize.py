@@ -57,6 +57,7 @@ def test_factored_equals_dense_with_fewer_numbers(case: str, max_tile: int | Non
 
     assert dense.state_dict().keys() == pnet.state_dict().keys()
     assert numbers(factored) < numbers(dense) == plan.pnet_params
+    assert all(p.is_contiguous() for p in factored.parameters())
     with torch.no_grad():
         torch.testing.assert_close(factored(x), dense(x), rtol=1e-11, atol=1e-12)
         again = copy.deepcopy(factored)

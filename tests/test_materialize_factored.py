@@ -89,6 +89,7 @@ def test_the_same_outputs_from_fewer_numbers(name: str, max_tile: int | None) ->
 def test_every_weight_can_be_read(name: str) -> None:
     dense, factored, _ = nets(name)
     for path, weight in dense.named_parameters(remove_duplicate=False):
+        assert weight.is_contiguous()
         prefix, _, attribute = path.rpartition(".")
         assert_close(getattr(factored.get_submodule(prefix), attribute), weight)
 

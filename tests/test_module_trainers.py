@@ -1,4 +1,4 @@
-"""Trainers of modules train genomes: DDP on two ranks, Hugging Face's Trainer, Accelerate."""
+"""Trainers of modules train genomes: DDP and FSDP2 on two ranks, Hugging Face's Trainer, Accelerate."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def test_ddp_trains_as_the_functional_step_does_and_sends_the_genome_alone(
     for leaf, x in first["genome"].items():
         assert torch.equal(x, second["genome"][leaf]), f"ranks differ in {leaf}"
         torch.testing.assert_close(x, first["state"][leaf], rtol=1e-5, atol=1e-5)
+
+
+def test_fsdp_trains_as_the_functional_step_does_and_gives_the_whole_genome(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for leaf, x in rank["mlp"]["sharded"].items():
+            torch.testing.assert_close(x, rank["mlp"]["state"][leaf], rtol=1e-5, atol=1e-5)
+        assert "give fully_shard the whole module" in rank["part of a module"]
 
 
 def language_model() -> nn.Module:

@@ -175,8 +175,9 @@ class WeightForm(nn.Module):
         return {k: tensors[key] for k, key in zip(self.inputs, self.keys, strict=True)}
 
     def keep_inputs(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take copies of the inputs as parameters of the form's, as a module for serving has them."""
-        self.__dict__["_parameters"] = {k: nn.Parameter(x.detach().clone()) for k, x in tensors.items()}
+        """Take contiguous copies of the inputs as parameters of the form's, as a module for serving has them."""
+        copies = {k: x.detach().clone(memory_format=torch.contiguous_format) for k, x in tensors.items()}
+        self.__dict__["_parameters"] = {k: nn.Parameter(x) for k, x in copies.items()}
 
     def forward(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """A method by name: what loads a module's parameters before its call, as offloading does, finds the inputs."""

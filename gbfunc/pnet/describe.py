@@ -255,4 +255,13 @@ def copy_of(pnet: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
     """A copy of the module with copies of these weights and buffers, those in `bare` as they are; ties are kept."""
     both = {**weights, **buffers}
-    return _copy_with(pnet, lambda name, _: both[name].detach() if name in bare else both[name].detach().clone())
+
+    def copied(name: str, own: Tensor) -> Tensor:
+        x = both[name].detach()
+        if name in bare:
+            return x
+        # Safetensors and FSDP take contiguous tensors alone, and matrices may be generated transposed.
+        alike = x.layout == own.layout == torch.strided and own.is_contiguous()
+        return x.clone(memory_format=torch.contiguous_format if alike else torch.preserve_format)
+
+    return _copy_with(pnet, copied)

@@ -1,4 +1,4 @@
-"""The module of a genome under DDP, and the functional step, on the same ranks and the same rows."""
+"""The module of a genome under DDP and FSDP2, and the functional step, on the same ranks and the same rows."""
 
 # Annotations are no strings here: DDP reads those of its hooks.
 from typing import Any
@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import gbfunc as gb
+from gbfunc.lab.bench.dense_parallel import fully_shard
 from gbfunc.parallel import Mesh
 from gbfunc.trees import flatten_tree
 from tests.support.adapters import RATE, adapter, tokens, trained
@@ -43,6 +45,20 @@ def by_step(plan: gb.Plan, pnet: nn.Module, share: Tensor, mesh: Mesh) -> tuple[
     return losses, state
 
 
+def by_fsdp(plan: gb.Plan, pnet: nn.Module, share: Tensor) -> tuple[gb.Genome, str]:
+    """The genome at the end, right after a step, and what is said of a call on a part that is sharded by itself."""
+    mesh = init_device_mesh("cpu", (2,))
+    module, parts = gb.GenomeModule(plan, pnet), gb.GenomeModule(plan, pnet)
+    fully_shard(module, mesh=mesh)
+    fully_shard(parts.gnets, mesh=mesh)
+    trained(module, share, STEPS)
+    try:
+        parts(share)
+    except RuntimeError as error:
+        return module.to_genome(), str(error)
+    return module.to_genome(), ""
+
+
 def case(name: str) -> tuple[nn.Module, gb.Plan, Tensor]:
     """An animal of the zoo, or a pretrained p-net with a genome beside it, and a batch."""
     if name == "adapter":
@@ -72,4 +88,7 @@ def run(init_method: str) -> dict[str, Any]:
                 "genome": flatten_tree(gb.Genome(genome.gnets, genome.direct, {})),
                 "state": flatten_tree(gb.Genome(state.gnets, state.direct, {})),
             }
+            if name == "mlp":
+                genome, found["part of a module"] = by_fsdp(plan, pnet, share)
+                found[name]["sharded"] = flatten_tree(gb.Genome(genome.gnets, genome.direct, {}))
     return found
