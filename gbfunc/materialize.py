@@ -29,9 +29,9 @@ def materialize(
         factored: keep the factors of weights whose factors are smaller, as parameters `NAME_form.left` and
             `NAME_form.right` of layers that apply them, instead of forming the weights: less memory, and less time
             where the factors are thin. `layer.weight` then is a property that multiplies them out, at each read anew,
-            and refuses changes in place, which would be lost: who makes them (a forward, PEFT's `merge_and_unload`)
-            needs the copy without, and so does `save_pretrained` of Hugging Face, which knows weights by the p-net's
-            names. That is a plain module with nothing of gbfunc in it.
+            and refuses changes in place, which would be lost (but for those of its `data`): who makes them (a forward,
+            PEFT's `merge_and_unload`) needs the copy without, and so does `save_pretrained` of Hugging Face, which
+            knows weights by the p-net's names. That is a plain module with nothing of gbfunc in it.
         noise: of stochastic g-nets, from `gb.sample_noise(plan, generator)`: each draw makes another network of the
             one genome. None gives the mean weights.
 

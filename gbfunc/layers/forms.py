@@ -259,29 +259,37 @@ class _AnyTensor(type(Tensor)):
 
 
 class MadeWeight(Tensor, metaclass=_AnyTensor):
-    """A dense weight that a layer made for who reads it, and makes anew for the next: changes of it are refused."""
+    """A dense weight that a layer made for who reads it, and makes anew for the next: changes of it are refused.
+
+    What `detach()` and `data` give is a plain tensor, to be kept, changed and saved; setting `data` is refused.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operator on a plain tensor; `RuntimeError` for one that changes it."""
-        if _CHANGES.fullmatch(func.__name__):
+        """The operator on a plain tensor; `RuntimeError` for one that changes the weight."""
+        kwargs = kwargs or {}
+        if _CHANGES.fullmatch(func.__name__) and type([*args, *kwargs.values()][0]) is cls:
             raise RuntimeError(
                 f"{func.__name__!r} would change a weight that its layer makes of factors at each read, and be lost: "
                 "change the factors, or take gb.materialize(..., factored=False)"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **kwargs or {})
-        return out.as_subclass(cls) if func in _SAME_MEMORY else out
+            return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A file has the plain tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-_SAME_MEMORY = frozenset({vars(torch._C.TensorBase)["data"].__get__, Tensor.detach})
 _CHANGES = re.compile(r"__(set|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__|\w*[^_]_")
 
 
 def made(weight: Tensor) -> Tensor:
     """A weight as one who reads it of a layer for serving gets it; graphs hold the tensor itself."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    return weight if traced or type(weight) is not Tensor else weight.as_subclass(MadeWeight)
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(weight) is not Tensor:
+        return weight
+    tracing: Callable[[], bool] = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
+    return weight if tracing() else weight.as_subclass(MadeWeight)
 
 
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
