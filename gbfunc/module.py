@@ -178,7 +178,7 @@ class GenomeModule(nn.Module):
     def _on_weights(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the p-net on the weights that the genome generates now; buffers are those after it."""
         leaves, buffers = self._tensors()
-        if not torch.compiler.is_compiling() and any(hasattr(x, "full_tensor") for x in leaves.values()):
+        if not torch.compiler.is_compiling() and any(map(_is_shard, leaves.values())):
             raise RuntimeError(
                 "the genome is sharded during this call: give fully_shard the whole module, and call the module itself"
             )
@@ -360,10 +360,13 @@ class GenomeModule(nn.Module):
         self._build()
 
 
-def _gathered(x: Tensor) -> Tensor:
-    """A tensor as a whole, of which each rank has a shard (a DTensor)."""
-    full = getattr(x, "full_tensor", None)
-    return x if full is None else full()
+def _is_shard(x: Any) -> bool:
+    return type(x).__name__ == "DTensor"  # whose import takes a while
+
+
+def _gathered(x: Any) -> Tensor:
+    """A tensor as a whole, of which each rank has a shard."""
+    return x.full_tensor() if _is_shard(x) else x
 
 
 def _draw(plan: Plan, like: Tensor) -> Noise:
