@@ -53,19 +53,16 @@ def generate_piece(
         raise ValueError(f"{name!r} has the parts {[*range(len(grids))]}, got {part!r}")
     if any(s.step not in (None, 1) for s in (rows, cols)):
         raise ValueError(f"rows and cols must be slices without a step, got {rows} and {cols}")
-    chosen = range(len(grids)) if part is None else [part]
+    chosen = [*range(len(grids))] if part is None else [part]
     (a, b, _), (c, d, _) = rows.indices(sum(grids[i].rows for i in chosen)), cols.indices(grids[0].cols)
-    blocks, first = [], 0
+    pieces, first = dict[int, Piece](), 0
     for i in chosen:
-        last = first + grids[i].rows
-        here = min(max(a, first), last) - first, min(max(b, first), last) - first
-        piece = Piece(((here[0], max(here)),), (c, max(c, d)))
-        if here[1] > here[0] or len(chosen) == 1:
-            blocks.append(_block(plan, genome, tensor, i, piece, noise or {}, kernel))
-        first = last
-    return (
-        torch.cat(blocks) if blocks else _block(plan, genome, tensor, 0, Piece(((0, 0),), (c, max(c, d))), {}, kernel)
-    )
+        start, stop = (min(max(n - first, 0), grids[i].rows) for n in (a, b))
+        pieces[i] = Piece(((start, max(start, stop)),), (c, max(c, d)))
+        first += grids[i].rows
+    # Of an empty block, one part says the columns.
+    met = [i for i in chosen if pieces[i].shape[0]] or chosen[:1]
+    return torch.cat([_block(plan, genome, tensor, i, pieces[i], noise or {}, kernel) for i in met])
 
 
 def _block(
