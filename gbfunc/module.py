@@ -294,9 +294,8 @@ class GenomeModule(nn.Module):
         return leaves, buffers
 
     def _noise(self, leaves: Params) -> Noise | None:
-        if not self.training or not self.plan.stochastic:
-            return None
-        return _drawn(self.plan, next(iter(leaves.values())))
+        drawn = self.training and self.plan.stochastic
+        return _drawn(self.plan, next(iter(leaves.values()))) if drawn else None  # pyright: ignore[reportCallIssue]
 
     def _build(self) -> None:
         """Make what is not kept in a copy or a pickle."""
@@ -369,12 +368,10 @@ def _gathered(x: Any) -> Tensor:
     return x.full_tensor() if _is_shard(x) else x
 
 
-def _draw(plan: Plan, like: Tensor) -> Noise:
+@torch.compiler.disable
+def _drawn(plan: Plan, like: Tensor) -> Noise:
     """Noise from torch's default generator, which no graph can hold."""
     return sample_noise(plan, torch.default_generator, like)
-
-
-_drawn: Callable[[Plan, Tensor], Noise] = torch.compiler.disable(_draw)  # pyright: ignore[reportAssignmentType]
 
 
 def _with_signature(cls: type[GenomeModule], pnet: nn.Module) -> type[GenomeModule]:
