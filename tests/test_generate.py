@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -330,3 +331,13 @@ def test_a_piece_of_nothing_is_refused() -> None:
         generate_piece(plan, genome, "in_proj_weight", part=3)
     with pytest.raises(ValueError, match="without a step"):
         generate_piece(plan, genome, "in_proj_weight", slice(0, 4, 2))
+
+
+@HYPERNETS
+def test_an_unknown_kernel_is_refused(hypernet: Hypernet) -> None:
+    pnet = nn.Linear(6, 5)
+    plan = gb.make_plan(pnet, hypernet)
+    genome, kernel = gb.init_genome(plan, pnet), cast(Any, "fast")
+    for generate in (gb.generate, partial(generate_piece, name="weight")):
+        with pytest.raises(ValueError, match=r"kernel must be one of .*'compiled'.*, got 'fast'"):
+            generate(plan, genome, kernel=kernel)

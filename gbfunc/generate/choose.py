@@ -213,7 +213,8 @@ def generate(
             For many calls, and inside of `torch.func` transforms, `plan.base_tensors(pnet)`, which is checked once.
 
     Raises:
-        ValueError: if the genome's leaves or the noise are not those of the plan, or the base is not the plan's.
+        ValueError: if the genome's leaves or the noise are not those of the plan, or the base is not the plan's, or for
+            a kernel that is none.
 
     >>> import gbfunc as gb
     >>> pnet = torch.nn.Linear(30, 20)

@@ -12,7 +12,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, k rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -81,6 +81,8 @@ class Stack:
     """
 
     def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
+        if kernel not in get_args(Kernel):
+            raise ValueError(f"kernel must be one of {get_args(Kernel)}, got {kernel!r}")
         self.ensemble, self.needs = ensemble, needs
         self._kernel: Kernel = kernel
         grids = [p.slot.grid for p in ensemble.spans]

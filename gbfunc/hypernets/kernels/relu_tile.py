@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ from gbfunc.hypernets.kernels.eager import compute_dtype, reference_tiles, trace
 from gbfunc.hypernets.kernels.native import have_memory
 from gbfunc.tiling import TileGrid, join_stack, split_stack
 from gbfunc.types import Kernel
-
-KERNELS: tuple[str, ...] = get_args(Kernel)
 
 COMPILE_WORK = 2**20
 """Hidden activations T r c H from which `kernel="auto"` compiles: a training then repays the seconds that it takes."""
@@ -136,9 +134,7 @@ class _ReluTiles(InputsOnly):
         return join_stack(tile_tangents, ctx.what.grid)
 
 
-def _check(A: Tensor, B: Tensor, v: Tensor, b: Tensor, kernel: Kernel, grid: TileGrid | None) -> None:
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {list(KERNELS)}, got {kernel!r}")
+def _check(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid | None) -> None:
     if not (A.dtype == B.dtype == v.dtype == b.dtype and A.is_floating_point()):
         got = f"{A.dtype}, {B.dtype}, {v.dtype} and {b.dtype}"
         raise TypeError(f"A, B, v and b must have one floating-point dtype, got {got}")
@@ -175,9 +171,9 @@ def relu_tiles(
     Raises:
         RuntimeError: if "compiled" is asked for on a CPU, and there is no C++ compiler that works.
         TypeError: if the dtypes differ or are not floating point.
-        ValueError: if the shapes do not fit or `kernel` is unknown.
+        ValueError: if the shapes do not fit.
     """
-    _check(A, B, v, b, kernel, grid)
+    _check(A, B, v, b, grid)
     if kernel == "reference" or torch.compiler.is_compiling() or not A.numel() * B.numel():
         tiles = (reference_tiles if kernel == "reference" else traced_tiles)(A, B, v, b)
         return tiles if grid is None else join_stack(tiles, grid)
