@@ -139,7 +139,7 @@ def test_what_would_change_the_net_is_refused_in_compiled_steps_too(compile: boo
     "call", [lambda net, x: net[0](x), lambda net, x: net.own(x), lambda net, x: net[1].forward(x)]
 )
 def test_parts_alone_are_refused_in_a_pipeline(call: Callable[..., Any]) -> None:
-    from gbfunc.parallel.pipeline import find_blocks, trace_chain
+    from gbfunc.parallel.chain import find_blocks, trace_chain
 
     class Chain(nn.Sequential):
         def own(self, x: Tensor) -> Tensor:

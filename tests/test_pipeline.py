@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.parallel.pipeline import Chain, balanced_stages, find_blocks, trace_chain
+from gbfunc.parallel.chain import Chain, balanced_stages, find_blocks, trace_chain
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support import pipeline_cases, pipeline_nets
 from tests.support.rank_cases import TYPES

@@ -159,7 +159,8 @@ def pipeline_bubble(
 
     A stage takes as long as it has operations, twice that backward; messages and generation take no time.
     """
-    from gbfunc.parallel.pipeline import SCHEDULES, balanced_stages, find_blocks, trace_chain
+    from gbfunc.parallel.chain import balanced_stages, find_blocks, trace_chain
+    from gbfunc.parallel.pipeline_order import SCHEDULES
 
     each = SCHEDULES[kind][1]
     part = shards * microbatches

@@ -32,7 +32,6 @@ from gbfunc.parallel.absent import Absent, Source, absent, refuse
 from gbfunc.parallel.chain import (
     SUBMODULE_CALL_ERROR,
     Argument,
-    Chain,
     Output,
     UnitCall,
     balanced_stages,
@@ -49,8 +48,6 @@ from gbfunc.parallel.pipeline_order import SCHEDULES, schedule_class, stage_rank
 from gbfunc.pnet import StopForward
 from gbfunc.trees import differentiable, tree_leaves, tree_map
 from gbfunc.types import Params
-
-__all__ = ["SCHEDULES", "Chain", "Pipeline", "find_blocks", "balanced_stages", "trace_chain"]
 
 
 class _StageEnd(StopForward):
@@ -97,18 +94,6 @@ class _Joined(torch.autograd.Function):
         return grads[0], None
 
 
-class _Received(torch.autograd.Function):
-    """What was sent; its gradient, which is sent back, is contiguous, as torch's zero-bubble schedule needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor) -> Tensor:
-        return sent.view_as(sent)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].contiguous()
-
-
 class Parcel:
     """What a stage gets of the ones before it, as one tensor [n], which has the gradients of all.
 
@@ -142,6 +127,7 @@ class Parcel:
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     def pack(self, given: Mapping[Source, Tensor]) -> Tensor:
+        """The tensor of these values; ValueError for one that this rank does not have, or of another form."""
         parts = []
         for (source, shape, dtype), n in zip(self.values, self.sizes, strict=True):
             x = given.get(source)
@@ -165,7 +151,9 @@ class Parcel:
     def unpack(self, sent: Tensor) -> dict[Source, Tensor]:
         """The values again, some of them views."""
         if self.single:
-            received: Any = _Received.apply(sent)
+            received = sent.view_as(sent)
+            # The gradient, which is sent back: torch's zero-bubble schedule needs it so.
+            received.register_hook(Tensor.contiguous)
             return {self.values[0].source: received}
         found = {}
         for (source, shape, dtype), x in zip(self.values, sent.split(self.sizes), strict=True):
