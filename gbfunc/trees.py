@@ -11,7 +11,7 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from gbfunc.types import GenomeLike, Params
@@ -103,6 +103,18 @@ def like_genome(flat: Params, genome: GenomeLike) -> Any:
     """Undo `flat_genome`: a `Genome` or `TrainState` with the values of `flat` in place of its leaves."""
     gnets, direct = unflatten_tree(flat, genome.gnets, GNET), unflatten_tree(flat, genome.direct, DIRECT)
     return genome._replace(gnets=gnets, direct=direct)
+
+
+def have_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether a compiled program can read them: fake and meta tensors hold nothing, others bring own operations."""
+    try:
+        for x in tensors:
+            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+                return False
+            x.data_ptr()
+    except RuntimeError:  # batched by `torch.autograd.grad(is_grads_batched=True)`, or of a transform of `torch.func`
+        return False
+    return True
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from gbfunc.hypernets import Hypernet
-from gbfunc.hypernets.kernels.native import have_memory
 from gbfunc.hypernets.kernels.waves import period_of, waves
 from gbfunc.hypernets.periodic import Waves
 from gbfunc.tiling import TileGrid, join_all, join_tiles
+from gbfunc.trees import have_memory
 from gbfunc.types import Factors, Kernel, Params, TileDims
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gbfunc.files import replace_file
 from gbfunc.hypernets.kernels.eager import compute_dtype, warn_of_use
@@ -76,18 +76,6 @@ def is_available(*, warn: bool = True) -> bool:
     except (OSError, RuntimeError) as error:
         if warn:
             warn_of_use(str(error), "a C++ compiler")
-        return False
-    return True
-
-
-def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether a compiled program can read them: fake and meta tensors hold nothing, others bring own operations."""
-    try:
-        for x in tensors:
-            if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-                return False
-            x.data_ptr()
-    except RuntimeError:  # batched by `torch.autograd.grad(is_grads_batched=True)`, or of a transform of `torch.func`
         return False
     return True
 

@@ -24,8 +24,8 @@ from gbfunc.hypernets.base import project
 from gbfunc.hypernets.kernels import eager, native
 from gbfunc.hypernets.kernels.chunked import InputsOnly, RowMap, Tensors, batch_tiles, filled_tangents
 from gbfunc.hypernets.kernels.eager import compute_dtype, reference_tiles, traced_tiles
-from gbfunc.hypernets.kernels.native import have_memory
 from gbfunc.tiling import TileGrid, join_stack, split_stack
+from gbfunc.trees import have_memory
 from gbfunc.types import Kernel
 
 COMPILE_WORK = 2**20

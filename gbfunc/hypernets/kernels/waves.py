@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 
 from gbfunc.hypernets.kernels import native
 from gbfunc.hypernets.kernels.chunked import Tensors
+from gbfunc.trees import have_memory
 from gbfunc.types import Kernel
 
 
@@ -205,7 +206,7 @@ class _Waves(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         leaves = ctx.saved_tensors  # Raises if one was changed: they are those of the sides.
-        if torch.is_grad_enabled() or not native.have_memory(cotangents):
+        if torch.is_grad_enabled() or not have_memory(cotangents):
             pull: Any = torch.func.vjp(functools.partial(_in_parts, ctx.kernels.sides), *leaves)[1]
             return None, *pull(cotangents)
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaves]
@@ -223,7 +224,7 @@ def _is_native(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) 
     dtype = leaves[0].dtype
     if dtype not in (torch.float32, torch.float64) or not all(x.is_cpu and x.dtype == dtype for x in leaves):
         return False
-    alike = all(side.codes.dtype == dtype for side in sides) and native.have_memory(leaves)
+    alike = all(side.codes.dtype == dtype for side in sides) and have_memory(leaves)
     return alike and (kernel == "compiled" or native.is_available(warn=False))
 
 
