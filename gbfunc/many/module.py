@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -229,7 +229,9 @@ class ManyGenomes(nn.Module):
     def _answered(self, proof: _Proof, n_rows: int, given: Params, args: Any, kwargs: Any) -> tuple[Any, Pairs]:
         """The outputs, and answers of rows and batch to the way's questions that are not proven."""
         asked = Questions(n_rows, proof.way.modules, proof.questions)
-        with asked if proof.questions else nullcontext():
+        with ExitStack() as modes:
+            for mode in (asked.leaving, asked) if proof.questions else ():
+                modes.enter_context(mode)
             out = self._run(proof.way, n_rows, given, args, kwargs)
         return out, {k: b for k, b in asked.pairs(range(n_rows)).items() if k not in proof.known}
 
@@ -275,7 +277,7 @@ class ManyGenomes(nn.Module):
             watch, problem = Watch(batch), None
             together = RowsTogether(len(batch.rows), way.modules, watch.running)
             try:
-                with watch.of(way.net.skeleton), together:
+                with watch.of(way.net.skeleton), together.leaving, together:
                     self._run(way, len(batch.rows), *part([*range(len(batch.rows))], batch.variants))
                 failed = together.found
                 if failed is None:

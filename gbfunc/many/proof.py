@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -91,17 +91,14 @@ class Watch:
     @contextmanager
     def of(self, net: nn.Module) -> Iterator[None]:
         """Watch the calls inside of this; of a batch the rows that are checked are kept."""
-        handles = []
-        for path, module in net.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            handles.append(module.register_forward_pre_hook(lambda m, a, path=path: self.running.append(path)))
-            handles.append(module.register_forward_hook(lambda m, a, out, path=path: self._record(path, out)))
-        try:
+        with ExitStack() as hooks:
+            for path, module in net.named_modules():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    before = module.register_forward_pre_hook(lambda m, a, path=path: self.running.append(path))
+                    hooks.enter_context(before)
+                    after = module.register_forward_hook(lambda m, a, out, path=path: self._record(path, out))
+                    hooks.enter_context(after)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _record(self, path: str, out: Any) -> None:
         self.running.pop()
@@ -162,6 +159,7 @@ class Questions(TorchDispatchMode):
     Attributes:
         of_rows: whether each question is of the rows, or a number, in order; given, it says so of the first ones.
         answers: [n_rows + 1] for each: of the rows alone and of the batch.
+        leaving: a mode beside this one, which sees what takes numbers out of torch.
     """
 
     def __init__(self, n_rows: int, modules: Sequence[RowWise], of_rows: Iterable[bool] = ()) -> None:
@@ -170,15 +168,7 @@ class Questions(TorchDispatchMode):
         self._n_rows, self._modules = n_rows, modules
         # With the tensors themselves, whose numbers would be used again.
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
-        self._leaving = _Leaving(self)
-
-    def __enter__(self) -> Any:
-        self._leaving.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._leaving.__exit__(*error)
+        self.leaving = _Leaving(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
