@@ -173,14 +173,8 @@ class _Kernels:
 
 def _filled(sides: Sequence[Side], leaves: Sequence[Tensor]) -> list[Side]:
     """The sides with other leaves, those of one after those of the other."""
-    found, filled = iter(leaves), []
-    for side in sides:
-        weight = next(found)
-        phase = None if side.phase is None else next(found)
-        sine = None if side.sine is None else next(found)
-        cosine = None if side.cosine is None else next(found)
-        filled.append(side._replace(weight=weight, phase=phase, sine=sine, cosine=cosine))
-    return filled
+    found, names = iter(leaves), Side._fields[1:5]
+    return [side._replace(**{k: next(found) for k in names if getattr(side, k) is not None}) for side in sides]
 
 
 def _in_parts(sides: Sequence[Side], *leaves: Tensor) -> Tensors:
