@@ -46,8 +46,6 @@ def _skeleton(factory: Factory, width: int, thread: int) -> nn.Module:
 def _linear_leaves(factory: Factory, width: int) -> frozenset[str]:
     """Parameters of the `nn.Linear` of one output that ends the module; none where something else follows it."""
     module = _build(factory, width, 0)
-    if not isinstance(module, nn.Module):
-        return frozenset()
     weights = {name: p.detach().double() for name, p in module.named_parameters()}
     random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
     x = random(8, width)
