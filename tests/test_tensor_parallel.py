@@ -11,8 +11,11 @@ from zlib import crc32
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+from gbfunc.layers.factored import from_thin, thin_product
 from gbfunc.parallel.styles import pad_vocabulary, tensor_styles
 from gbfunc.tasks.pnets.gpt import GPT
 from tests.support.ranks import run_ranks
@@ -91,3 +94,18 @@ def test_a_vocabulary_is_padded_without_probability_for_the_new_words() -> None:
 def test_an_unknown_pnet_has_no_styles() -> None:
     with pytest.raises(ValueError, match="there are styles for GPT, GPT2LMHeadModel, LlamaForCausalLM, got a Linear"):
         tensor_styles(nn.Linear(2, 2))
+
+
+@settings(max_examples=50)
+@given(tiles=st.tuples(*[st.integers(1, 3)] * 2), tile=st.tuples(*[st.integers(1, 4)] * 2), data=st.data())
+def test_thin_products_of_ranks_make_the_whole(tiles: Any, tile: Any, data: st.DataObject) -> None:
+    (nr, nc), (r, c), k = tiles, tile, 2
+    left, right = (torch.randn(nr, nc, n, k, dtype=torch.float64) for n in (r, c))
+    weight = (left @ right.mT).transpose(1, 2).reshape(nr * r, nc * c)
+    x = torch.randn(3, nc * c, dtype=torch.float64)
+    # Some ranks may have no features at all, the last one too.
+    rows, cols = ([0, *sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))), n] for n in (nr * r, nc * c))
+    parts = [thin_product(x[:, a:b], right, (a, b)) for a, b in zip(cols, cols[1:], strict=False)]
+    thin = torch.stack(parts).sum(0)
+    y = torch.cat([from_thin(thin, left, ((a, b),)) for a, b in zip(rows, rows[1:], strict=False)], 1)
+    torch.testing.assert_close(y, x @ weight.T, rtol=1e-12, atol=1e-12)

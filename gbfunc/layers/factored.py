@@ -259,9 +259,14 @@ def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
     nr, nc, c, k = right.shape
     if nr == nc == 1:
         return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
-    thin_Bijk = _thin_tiles(x, right, cols).permute(1, 2, 0, 3)
-    first = cols[0] // c
-    return F.pad(thin_Bijk, (0, 0, first, nc - first - thin_Bijk.shape[2])).reshape(*x.shape[:-1], nr * nc * k)
+    # Of the tiles that they meet; at least one, also where there are none.
+    batch, first = math.prod(x.shape[:-1]), min(cols[0] // c, nc - 1)
+    last = max(-(-cols[1] // c), first + 1)
+    padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
+    right_jct = right[:, first:last].permute(1, 2, 0, 3).flatten(2)
+    thin_jBt = padded.unflatten(1, (last - first, c)).transpose(0, 1) @ right_jct
+    thin_Bijk = thin_jBt.unflatten(2, (nr, k)).permute(1, 2, 0, 3)
+    return F.pad(thin_Bijk, (0, 0, first, nc - last)).reshape(*x.shape[:-1], nr * nc * k)
 
 
 def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
@@ -271,27 +276,13 @@ def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -
     thin_iBt = thin.reshape(batch, nr, nc * k).transpose(0, 1)
     parts = []
     for a, b in ranges:
-        i, n = a // r, max(-(-b // r) - a // r, 1)
-        parts.append(_rows_of(thin_iBt[i : i + n], left[i : i + n])[:, a - i * r : b - i * r])
+        met = slice(a // r, max(-(-b // r), a // r + 1))
+        # The inner dimension t = (j, k) holds the sum over tile columns.
+        left_itr = left[met].transpose(2, 3).flatten(1, 2)
+        y_Br = (thin_iBt[met] @ left_itr).transpose(0, 1).flatten(1)
+        parts.append(y_Br[:, a - met.start * r : b - met.start * r])
     y = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     return y.reshape(*lead, y.shape[-1])
-
-
-def _thin_tiles(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
-    """The input's columns c..d times the right factors of the tiles that they meet: -> [nc', batch, nr, k]."""
-    nr, _, c, k = right.shape
-    batch, first, last = math.prod(x.shape[:-1]), cols[0] // c, max(-(-cols[1] // c), cols[0] // c + 1)
-    n = last - first
-    padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
-    thin = padded.reshape(batch, n, c).transpose(0, 1) @ right[:, first:last].permute(1, 2, 0, 3).reshape(n, c, nr * k)
-    return thin.reshape(n, batch, nr, k)
-
-
-def _rows_of(thin_iBt: Tensor, left: Tensor) -> Tensor:
-    """The second product, whose inner dimension (j, k) holds the sum over tile columns: -> [batch, nr * r]."""
-    nr, nc, r, k = left.shape
-    y_iBr = thin_iBt @ left.transpose(2, 3).reshape(nr, nc * k, r)
-    return y_iBr.transpose(0, 1).reshape(thin_iBt.shape[1], nr * r)
 
 
 def _positions(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -> int:
