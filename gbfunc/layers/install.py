@@ -50,17 +50,14 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
 def layer_form(layer: nn.Module) -> LayerForm | None:
     """The form that can take the place of a layer; None where its forward is not the stock one."""
     form = _class_form(layer)
-    return form if form is not None and form.plain(layer) and not _patched(layer) else None
+    # A method may have been replaced on the layer itself.
+    patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
+    return form if form is not None and form.plain(layer) and not patched else None
 
 
 def _class_form(layer: nn.Module) -> LayerForm | None:
     """The form for the forward of a layer's class, whatever the layer's options."""
     return FORMS.get(nn.Linear.forward if transposed(layer) else _forward(layer))
-
-
-def _patched(layer: nn.Module) -> bool:
-    """Whether a method was replaced on the layer itself."""
-    return any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
 
 
 def transposed(layer: nn.Module) -> bool:
