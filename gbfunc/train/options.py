@@ -88,10 +88,9 @@ class StepOptions:
     outer: Optimizer | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("microbatches", 1), ("check_every", 0), ("local_steps", 1)):
+        counts = {"microbatches": 1, "check_every": 0} | ({} if self.local_steps is None else {"local_steps": 1})
+        for name, least in counts.items():
             value = getattr(self, name)
-            if value is None and name == "local_steps":
-                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -113,13 +112,12 @@ class StepOptions:
         if self.outer is not None and (self.local_steps is None or not isinstance(self.outer, Optimizer)):
             words = "an optimizer from gb.torch_optimizer, and one for local_steps="
             raise ValueError(f"outer must be {words}, got {type(self.outer).__name__}, local_steps={self.local_steps}")
-        for name in ("pipeline", "parallel"):
-            if self.local_steps is not None and getattr(self, name) is not None:
-                raise ValueError(f"local_steps= needs the whole p-net on each rank: it does not go with {name}=")
         if self.pipeline is None and self.stages is not None:
             raise ValueError("stages= are those of a pipeline: say pipeline=")
-        for name in ("pipeline", "parallel"):
-            if self.compile and getattr(self, name) is not None:
+        for name in (name for name in ("pipeline", "parallel") if getattr(self, name) is not None):
+            if self.local_steps is not None:
+                raise ValueError(f"local_steps= needs the whole p-net on each rank: it does not go with {name}=")
+            if self.compile:
                 raise ValueError(f"compile=True and {name}= do not go together")
         if self.compile and (self.microbatches > 1 or self.remat != "none"):
             raise ValueError("compile=True decides itself what to keep: it needs microbatches=1 and remat='none'")
