@@ -307,9 +307,7 @@ def _tensors(
         unit.larger -= 1
         sized = unit.hypernet if unit.fixed else unit.hypernet.with_size(size)
         slots.setdefault(name, []).append(Slot(sized, unit.tiling(unit.cut)[0], *unit.codes, *scale, unit.group))
-    return tuple(
-        replace(c.tensor, slots=tuple(made), base=c.base) for c in choices for made in [slots.get(c.tensor.name, ())]
-    )
+    return tuple(replace(c.tensor, slots=tuple(slots.get(c.tensor.name, ())), base=c.base) for c in choices)
 
 
 def _too_small(choices: list[Candidate], target: int, direct: int, least: int, asked: str | None) -> TargetTooSmall:
