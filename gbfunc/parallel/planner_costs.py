@@ -198,13 +198,10 @@ class Model:
         """Why the p-net cannot be cut so; empty where it can."""
         if not self.blocks:
             return "the p-net has no list of layers that run in their order"
-        try:
-            schedule_class(schedule)
-        except ValueError as error:
-            return str(error)
         if stages > len(self.blocks):
             return f"{stages} stages of {len(self.blocks)} blocks"
         try:
+            schedule_class(schedule)
             self.crossing(stages)
         except ValueError as error:
             return str(error)
