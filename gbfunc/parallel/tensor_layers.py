@@ -91,22 +91,17 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
         x, at = wire.move(x, "split", "whole", -1, sizes), Replicate()
     width = x.shape[-1]
     form = _thin(layer, x.numel() // max(1, width), width, x.requires_grad)
+    how: Any = ("split", "used in part", at.dim, sizes) if isinstance(at, Shard) else ("whole", "used in part")
     if form is None:
-        x = (
-            wire.move(x, "split", "used in part", at.dim, sizes)
-            if isinstance(at, Shard)
-            else wire.move(x, "whole", "used in part")
-        )
+        x = wire.move(x, *how)
         return _outgoing(layer, _dense(layer, x, bias), Shard(x.ndim - 1), split.sizes)
     # Pieces of the whole factors get summands of the gradient, what all ranks compute alike gets its part of it.
     alike = isinstance(at, Replicate) and x.requires_grad
     left, right = form.by_tile(form.given)
     right = right if alike else scale_gradient(right, wire.axis.size)
     thin = thin_product(x, right, (0, width))
-    if alike:
-        thin = wire.move(thin, "whole", "used in part")
-    elif isinstance(at, Shard):
-        thin = wire.move(thin, "split", "used in part", at.dim, sizes)
+    if alike or isinstance(at, Shard):
+        thin = wire.move(thin, *how)
     y = from_thin(thin, scale_gradient(left, wire.axis.size), split.piece.rows)
     y = y if bias is None else y + bias.to(y.dtype)
     return _outgoing(layer, y, Shard(y.ndim - 1), split.sizes)
