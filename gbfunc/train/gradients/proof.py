@@ -60,10 +60,8 @@ class Proof(NamedTuple):
         nets = (loss.net.skeleton for loss in (whole, self.loss()) if loss is not None)
         for mode in nullcontext(), _evaluating(*nets) if "tensor" in self.axes else _SameDraws():
             with mode:
-                found, alone = (
-                    gradient_and_changes(self.part, given, wanted, 0),
-                    gradient_and_changes(plainly(whole), given, wanted, 0),
-                )
+                found = gradient_and_changes(self.part, given, wanted, 0)
+                alone = gradient_and_changes(plainly(whole), given, wanted, 0)
                 for axis in self.axes:
                     sum_ranks(mesh, found[0], axis)
                 worst = [*map(apart, found, alone)]
@@ -93,9 +91,8 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     """Gradients as one vector, float64; zeros for None."""
     dense = (torch.zeros_like(x) if g is None else g.to_dense() for g, x in zip(found, like, strict=True))
     parts = (torch.view_as_real(x) if x.is_complex() else x for x in dense)
-    return torch.cat(
-        [torch.zeros(0, device=like[0].device if like else "cpu"), *(x.reshape(-1) for x in parts)]
-    ).double()
+    none = torch.zeros(0, device=like[0].device if like else "cpu")
+    return torch.cat([none, *(x.reshape(-1) for x in parts)]).double()
 
 
 def rounding_of(plan: Plan, amp: torch.dtype | None = None) -> float:
@@ -154,14 +151,8 @@ def restored(net: nn.Module, function: Callable[..., Any], kinds: tuple[type, ..
     cells = [(cell, cell.cell_contents) for cell in getattr(body, "__closure__", None) or () if cell != CellType()]
     names = body.__code__.co_names if isinstance(body, FunctionType) else ()
     globals_ = [body.__globals__[k] for k in names if k in body.__globals__]
-    state = [
-        *filter(_is_collection, kept),
-        function,
-        getattr(function, "__self__", None),
-        *globals_,
-        *(x for _, x in cells),
-    ]
-    undo = [_undo(x) for x in state]
+    objects = function, getattr(function, "__self__", None)
+    undo = [_undo(x) for x in (*filter(_is_collection, kept), *objects, *globals_, *(x for _, x in cells))]
     try:
         yield
     finally:
