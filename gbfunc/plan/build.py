@@ -284,14 +284,8 @@ def _tensors(
                 # A flattened image, say: tiles cut its channels, as they do a convolution's.
                 matrix = matrix._replace(kernel=(pair[1].n_positions,))
             # Beside a base's matrix a delta needs no rank.
-            key = (
-                matrix,
-                hypernet,
-                pair,
-                tile,
-                hypernet.group(name, part, matrix[:2]),
-                hypernet.spreads and not choice.base,
-            )
+            group, spreads = hypernet.group(name, part, matrix[:2]), hypernet.spreads and not choice.base
+            key = matrix, hypernet, pair, tile, group, spreads
             unit = units.setdefault(key, Unit(*key))
             unit.count += 1
             parts.append((name, scale if hypernet.standardised else (1.0, 0.0), unit))
