@@ -57,16 +57,14 @@ class RankObjective(Objective):
         return LossAndGrads(loss, aux, gradients, buffers, norm)
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        """Loss, aux, gradients of the sum of the rows' losses, and rows."""
         try:
             found = super()._found(given, trained, seed)
         except Exception as error:
             if given.counts or isinstance(error, CollectiveError):
                 raise
-            words = (
-                "rank {} has no row of the batch, and computes the loss of rows of zeros to take part in what all do"
-            )
-            raise ValueError(f"{words.format(self._layout.mesh.rank)}, which failed: {error}") from error
+            where = f"rank {self._layout.mesh.rank} has no row of the batch"
+            what = "computes the loss of rows of zeros to take part in what all do"
+            raise ValueError(f"{where}, and {what}, which failed: {error}") from error
         if not self._proven:
             with self._layout.mesh.traffic.uncounted():
                 self._prove(found[0], given, trained)

@@ -103,7 +103,6 @@ class SplitObjective(RankObjective):
         self._split, self.takes_parts = split, split.takes_parts
 
     def _found(self, given: Given, trained: Params, seed: int) -> tuple[Tensor, Any, Params, float]:
-        """Loss, aux, gradients of the sum of the rows' losses, and rows."""
         # Of what all tensor ranks draw, too, the same is to come: torch's generators alone are not all.
         with seeded_elsewhere(seed):
             loss, aux, gradients, counted = super()._found(given, trained, seed)
