@@ -132,9 +132,8 @@ class Stack:
             return torch.from_numpy(groups).to(device, torch.int64)
         first = np.flatnonzero(np.diff(groups, prepend=-2) != 1)
         offsets = (groups[first] - first).tolist()
-        return _of_spans(first.tolist(), offsets, len(groups), torch.int64, device) + torch.arange(
-            len(groups), device=device
-        )
+        offsets_T = _of_spans(first.tolist(), offsets, len(groups), torch.int64, device)
+        return offsets_T + torch.arange(len(groups), device=device)
 
     def evaluation(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Evaluation:
         """This rank's tiles, from its leaves, among others flat by name, and the noise of all tiles."""

@@ -115,9 +115,9 @@ class Target(NamedTuple):
 
     def block(self, weight: Tensor) -> Tensor:
         """The block of a tensor that is whole."""
-        return (
-            weight if self.piece is None else self.kind.fold([self.piece.of(self.kind.unfold(weight)[0])], self.shape)
-        )
+        if self.piece is None:
+            return weight
+        return self.kind.fold([self.piece.of(self.kind.unfold(weight)[0])], self.shape)
 
 
 def added(base: Tensor, delta: Tensor) -> Tensor:

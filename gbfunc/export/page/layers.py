@@ -61,9 +61,8 @@ def _norm(norm: nn.BatchNorm1d | nn.BatchNorm2d, name: str) -> Layer | None:
 
 
 def _layer_norm(norm: nn.LayerNorm, name: str) -> Layer | None:
-    return (
-        ["layer_norm", name if norm.elementwise_affine else None, norm.eps] if len(norm.normalized_shape) == 1 else None
-    )
+    learnt = name if norm.elementwise_affine else None
+    return ["layer_norm", learnt, norm.eps] if len(norm.normalized_shape) == 1 else None
 
 
 def _max_pool(pool: nn.MaxPool2d, name: str) -> Layer | None:
