@@ -68,7 +68,9 @@ def no_styles(mesh: Mesh) -> Any:
 @refused("tensor ranks must get the same batch: different from rank 0 are rank 1 in shapes ([0]: '[4, 10], ")
 def other_rows_in_a_later_step(mesh: Mesh) -> Any:
     pnet = Toy().double()
-    step = gb.make_train_step(gb.make_plan(pnet), pnet, squared, ADAMW, mesh=mesh, parallel=plain_styles())
+    step = gb.make_train_step(
+        gb.make_plan(pnet), pnet, squared, ADAMW, mesh=mesh, parallel=plain_styles(), check_every=1
+    )
     state, _ = step(step.init(0), (draw(6, 10), draw(6, 5)))
     rows = 6 - 2 * mesh.rank
     return step(state, (draw(rows, 10), draw(rows, 5)))

@@ -40,7 +40,6 @@ class RankObjective(Objective):
             CollectiveError: if a rank is missing.
             ValueError: as for one process, and for ranks that differ in what must be equal.
         """
-        self._check_shapes(batch)
         if not self._checked or (self._check_every and step % self._check_every == 0):
             self._check(trained, batch, seed, step)
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
@@ -76,18 +75,14 @@ class RankObjective(Objective):
         if self._proof is not None:
             self._proof.compare(self._layout, given, trained)
 
-    def _check_shapes(self, batch: Any) -> None:
-        """Compare, in every step, what messages take their sizes from: gloo aborts a process that gets a longer one."""
-        mesh = self._layout.mesh
-        axes: list[AxisName] = ["pipeline"] if self.takes_parts else ["tensor", "pipeline"]
-        for axis in axes:
-            if mesh.axis(axis).size > 1:
-                forms = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
-                with mesh.traffic.uncounted():
-                    check_equal(mesh, {"shapes": text_of(forms)}, f"{axis} ranks must get the same batch", axis)
-
     def _check(self, trained: Params, batch: Any, seed: int, step: int) -> None:
         self._checked, mesh, split = True, self._layout.mesh, self._layout.split
+        forms = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
+        axes: list[AxisName] = ["pipeline"] if self.takes_parts else ["tensor", "pipeline"]
+        for axis in axes:
+            # Messages take their sizes from them, and gloo aborts a process that gets a longer one.
+            with mesh.traffic.uncounted():
+                check_equal(mesh, {"shapes": text_of(forms)}, f"{axis} ranks must get the same batch", axis)
         if mesh.sizes["pipeline"] > 1:
             # Stages read different parts of it.
             what = "in a pipeline all ranks must get the same batch"
