@@ -127,6 +127,19 @@ def test_hidden_units_of_a_perceptron_start_at_lower_frequencies() -> None:
     assert pairs == [(0.5, 1.0), (0.5, 0.5), (1.0, 0.5)]
 
 
+def test_a_genome_of_lenet_begins_unsure() -> None:
+    interface = Interface((1, 28, 28), 10)
+    pnet = find_pnet("lenet5", interface, {})
+    net = pnet.build(0)
+    plan = gb.make_plan(net, **pnet.plan(2_000)._asdict(), genome_params=2_000)
+    # Smooth images, as digits are.
+    x = torch.randn(20, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.nn.functional.interpolate(x, (28, 28), mode="bicubic")
+    with torch.no_grad():
+        found = [gb.materialize(plan, gb.init_genome(plan, net, seed), net)(x) for seed in range(3)]
+    assert max(float(y.std()) for y in found) < 1
+
+
 def test_published_sizes() -> None:
     assert n_params(find_pnet("allconv", IMAGE, {"norm": False}).build(0)) == 1_369_738
     assert n_params(find_pnet("mlp", Interface((1, 28, 28), 10), {}).build(0)) == 636_010

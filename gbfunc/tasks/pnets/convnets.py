@@ -65,7 +65,9 @@ class LeNet5(nn.Sequential):
     """LeNet-5 in the form that is usual in work on compression (Caffe's, after LeCun et al., 1998).
 
     Two convolutions of 5 x 5 with max pooling, the second of `width` channels, and two linear layers with ReLU between
-    them: 20 and 50 channels, 500 units and 431,080 parameters on MNIST by default.
+    them: 20 and 50 channels, 500 units and 431,080 parameters on MNIST by default. The last layer's weights begin at a
+    tenth of torch's: a genome's first weights are smooth, as images are, so that what they make of these adds up, and
+    of logits of 5 at first many a training came to a state without an active unit.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
@@ -80,6 +82,8 @@ class LeNet5(nn.Sequential):
             nn.ReLU(),
             nn.Linear(hidden, classes),
         )
+        with torch.no_grad():
+            self[-1].weight.mul_(0.1)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
 
 
 class ConvNet(nn.Sequential):
