@@ -203,14 +203,16 @@ def _set_data(weight: Tensor) -> None:
 @torch.no_grad()
 def test_a_change_of_a_weight_that_would_be_lost_is_refused(change: Callable[[Tensor], Any]) -> None:
     dense, net, x = nets("mlp")
+    layer: Any = net.get_submodule("0")
+    weight, expected = layer.weight, dense.get_parameter("0.weight")
     with pytest.raises(RuntimeError, match="would change a weight that its layer makes of factors"):
-        change(net[0].weight)
-    assert_close(net[0].weight, dense[0].weight)
+        change(weight)
+    assert_close(layer.weight, expected)
     # What is made of it is torch's own, and may be changed.
-    own = [net[0].weight * 2, net[0].weight.detach(), nn.Parameter(net[0].weight.data), dense[0].weight.clone()]
+    own = [weight * 2, weight.detach(), nn.Parameter(weight.data), expected.clone()]
     assert {type(x) for x in own} == {Tensor, nn.Parameter}
-    own[-1].copy_(net[0].weight)
-    torch.save(net[0].weight, file := io.BytesIO())
+    own[-1].copy_(weight)
+    torch.save(weight, file := io.BytesIO())
     file.seek(0)
     assert_close(torch.load(file, weights_only=True), own[-1])
     assert_close(net(x), dense(x))
