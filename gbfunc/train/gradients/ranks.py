@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from gbfunc.parallel import CollectiveError, Entries, Layout, check_equal, reduce_step, text_of, zero_uncounted
-from gbfunc.parallel.mesh import AxisName
 from gbfunc.train.gradients.loss import Given, LossAndGrads, Objective, Strategy, detached, noise_of
 from gbfunc.train.gradients.proof import Proof
 from gbfunc.trees import n_rows, tree_map
@@ -77,12 +76,11 @@ class RankObjective(Objective):
 
     def _check(self, trained: Params, batch: Any, seed: int, step: int) -> None:
         self._checked, mesh, split = True, self._layout.mesh, self._layout.split
-        forms = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
-        axes: list[AxisName] = ["pipeline"] if self.takes_parts else ["tensor", "pipeline"]
-        for axis in axes:
+        if not self.takes_parts:
             # Messages take their sizes from them, and gloo aborts a process that gets a longer one.
+            forms = tree_map(lambda x: f"{[*x.shape]}, {x.dtype}" if isinstance(x, Tensor) else x, batch)
             with mesh.traffic.uncounted():
-                check_equal(mesh, {"shapes": text_of(forms)}, f"{axis} ranks must get the same batch", axis)
+                check_equal(mesh, {"shapes": text_of(forms)}, "tensor ranks must get the same batch", "tensor")
         if mesh.sizes["pipeline"] > 1:
             # Stages read different parts of it.
             what = "in a pipeline all ranks must get the same batch"
