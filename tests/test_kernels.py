@@ -201,6 +201,8 @@ def test_memory_of_the_relu_tile_is_that_of_its_weights() -> None:
 
 def test_relu_tiles_say_what_they_expect() -> None:
     _, A, B, v, b = draw((2, 3, 4, 5))
+    with pytest.raises(ValueError, match="kernel must be one of .* got 'fast'"):
+        relu_tiles(A, B, v, b, kernel="fast")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"got \[2, 3, 5\], \[2, 4, 4\], \[2, 5\] and \[2\]"):
         relu_tiles(A, B[..., 1:], v, b)
     with pytest.raises(ValueError, match="equal leading dimensions"):

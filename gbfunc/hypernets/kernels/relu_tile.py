@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -171,8 +171,10 @@ def relu_tiles(
     Raises:
         RuntimeError: if "compiled" is asked for on a CPU, and there is no C++ compiler that works.
         TypeError: if the dtypes differ or are not floating point.
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes do not fit or `kernel` is unknown.
     """
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"kernel must be one of {get_args(Kernel)}, got {kernel!r}")
     _check(A, B, v, b, grid)
     if kernel == "reference" or torch.compiler.is_compiling() or not A.numel() * B.numel():
         tiles = (reference_tiles if kernel == "reference" else traced_tiles)(A, B, v, b)
