@@ -16,7 +16,6 @@ from gbfunc.types import Params
 
 _SQUARES = ("exp_avg_sq", "square_avg")
 """What torch's optimizers call the running mean of a gradient's squares."""
-_ROUNDS = 12
 
 
 def allocate_steps(
@@ -64,14 +63,15 @@ def allocate_steps(
     coarsest = len(compact.pack_with_steps(text, plan, leaves, steps)[0])
     if coarsest > genome_bytes:
         raise ValueError(f"genome_bytes={genome_bytes:,} is too little: what is no code takes {coarsest:,} bytes")
-    left = 8.0 * (genome_bytes - coarsest) + code_bits(plan, leaves, steps)
-    for _ in range(_ROUNDS):
-        steps = allocate(plan, leaves, squares, left, batch_size)
+    over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
+    while True:
+        # From what was taken, not from what was allowed: fewer bits may be allowed and as many taken.
+        bits = max(0.0, bits - 8.0 * over)
+        steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack_with_steps(text, plan, leaves, steps)[0]) - genome_bytes
-        if over <= 0:
+        if over <= 0 or bits == 0:
             return steps
-        left = max(0.0, left - 8.0 * over)
-    return allocate(plan, leaves, squares, 0.0, batch_size)
+        bits = code_bits(plan, leaves, steps)
 
 
 def _squares(opt: OptState) -> Params:
