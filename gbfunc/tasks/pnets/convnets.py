@@ -66,8 +66,8 @@ class LeNet5(nn.Sequential):
 
     Two convolutions of 5 x 5 with max pooling, the second of `width` channels, and two linear layers with ReLU between
     them: 20 and 50 channels, 500 units and 431,080 parameters on MNIST by default. The last layer's weights begin at a
-    tenth of torch's: a genome's first weights are smooth, as images are, so that what they make of these adds up, and
-    of logits of 5 at first many a training came to a state without an active unit.
+    tenth of torch's: a genome's first weights are smooth, as images are, so that what they make of these adds up: with
+    logits of 5 at first the first epochs teach less.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
