@@ -268,7 +268,8 @@ SEVERAL: Mapping[str, Operation] = {
     "modules_isinstance": pair(_isinstance),
     "deepcopied_net": pair(lambda net, x: chain(net, x) + chain(copy.deepcopy(net), x), may_refuse=True),
     "layer_attributes": pair(lambda net, x: chain(net, x[:, : net.a.in_features]) * net.b.out_features),
-    "state_between_calls": pair(_remembers, unseeded=_twice),
+    # A second microbatch reads what the first one left, which is refused.
+    "state_between_calls": pair(_remembers, unseeded=_twice, may_refuse=True),
     "weight_kept_on_module": pair(_keeps_weight, unseeded=_twice),
     "calls_counted": pair(_counts),
     "net_called_twice": pair(chain, unseeded=_twice),
