@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.train.gradients.proof import Rounding
 from tests.support.zoo import SGD
 
 pytestmark = pytest.mark.usefixtures("graphs_alone")
@@ -123,3 +124,13 @@ def test_a_number_that_changes_at_every_step_ends_no_training() -> None:
     with config.patch({name: 1}):
         found, expected = (losses(lambda: nn.Linear(6, 3), cooling(), compile, steps=3)[0] for compile in (True, False))
     assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_gradients_may_be_as_far_apart_as_the_coarsest_precision_of_a_forward_rounds() -> None:
+    """The two codes round a forward under autocast differently, by more than float32 does."""
+    net = nn.Linear(6, 3)
+    rounding = Rounding(gb.make_plan(net, gb.low_rank(2)))
+    assert rounding.most == torch.finfo(torch.float32).eps ** 0.4
+    with rounding, torch.autocast("cpu", torch.bfloat16):
+        net(torch.ones(2, 6))
+    assert rounding.most == torch.finfo(torch.bfloat16).eps ** 0.4

@@ -17,12 +17,12 @@ from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, 
 from gbfunc.train.gradients.proof import (
     NUMBERS,
     PLAIN,
+    Rounding,
     as_vector,
     changes_of,
     gradient_and_changes,
     largest_distance,
     restored,
-    rounding_of,
 )
 
 _FAILS = "compiled by torch.compile, the step fails, and the code as it is does not: pass compile=False"
@@ -42,7 +42,7 @@ class CompiledGraph(OneGraph):
 
     def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, amp: torch.dtype | None, *, joint: bool) -> None:
         super().__init__(loss, scale)
-        self._tolerance = rounding_of(layout.plan, amp)
+        self._rounding = Rounding(layout.plan, amp)
         self._apart = _compiled(loss.__call__)
         self._joint = [_compiled(loss.with_gradients, fullgraph=True, cpp_wrapper=on_cpu) for on_cpu in (False, True)]
         self._graphs: list[Graph] = [self._as_one, self._as_two] if joint else [self._as_two]
@@ -84,7 +84,7 @@ class CompiledGraph(OneGraph):
                 found = as_vector(result.gradients, wanted), changes_of(given.buffers, fresh.buffers)
                 distances = (largest_distance(self._layout.mesh, x, y) for x, y in zip(found, eager, strict=True))
                 apart = dict(zip(("gradient", "change of buffers"), distances, strict=True))
-                if max(apart.values()) <= self._tolerance:
+                if max(apart.values()) <= self._rounding.most:
                     given.buffers.update(fresh.buffers)
                     self._graphs = self._graphs[i:]
                     return result
@@ -140,7 +140,8 @@ class CompiledGraph(OneGraph):
             with net.kept_open(), restored(net.skeleton, self.loss.function, NUMBERS):
                 sys.setprofile(called if profile is None else profile)
                 try:
-                    loss, aux = self.loss(given)
+                    with self._rounding:
+                        loss, aux = self.loss(given)
                 finally:
                     sys.setprofile(profile)
                 return self._result(given, wanted, loss, aux).gradients

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gbfunc.parallel import Layout, gather_objects, sum_ranks
 from gbfunc.parallel.mesh import AxisName, Mesh
 from gbfunc.plan import DTYPES, Plan
+from gbfunc.pnet.reads import tensors_in
 from gbfunc.train.gradients.loss import GenomeLoss, Given, Gradients, OneGraph, seeded
 from gbfunc.trees import differentiable
 from gbfunc.types import Params
@@ -52,23 +53,24 @@ class Proof(NamedTuple):
             ValueError: on every rank, if they differ by more than rounding does.
         """
         mesh, whole, wanted = layout.mesh, self.whole(), [*trained.values()]
+        rounding, apart = Rounding(layout.plan), partial(largest_distance, mesh)
         # The net of steps has been watched.
         whole.net.compiled = True
         given = given._replace(batch=self.few(given.batch), rows=1)
-        rounding, apart = rounding_of(layout.plan), partial(largest_distance, mesh)
         # Of features that are split other numbers are drawn than of whole ones: there, none are.
         nets = (loss.net.skeleton for loss in (whole, self.loss()) if loss is not None)
         for mode in nullcontext(), _evaluating(*nets) if "tensor" in self.axes else _SameDraws():
             with mode:
                 found = gradient_and_changes(self.part, given, wanted, 0)
-                alone = gradient_and_changes(plainly(whole), given, wanted, 0)
+                with rounding:
+                    alone = gradient_and_changes(plainly(whole), given, wanted, 0)
                 for axis in self.axes:
                     sum_ranks(mesh, found[0], axis)
                 worst = [*map(apart, found, alone)]
-                if max(worst) <= rounding:
+                if max(worst) <= rounding.most:
                     return
                 again, other = (gradient_and_changes(plainly(whole), given, wanted, seed) for seed in (0, 1))
-                varies, drawn = (max(map(apart, x, alone)) > rounding for x in (again, other))
+                varies, drawn = (max(map(apart, x, alone)) > rounding.most for x in (again, other))
             if varies:
                 raise ValueError(
                     f"over {' and '.join(self.axes)} ranks the p-net's forward must be a function of its weights, "
@@ -95,10 +97,24 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     return torch.cat([none, *(x.reshape(-1) for x in parts)]).double()
 
 
-def rounding_of(plan: Plan, amp: torch.dtype | None = None) -> float:
-    """How far gradients of a p-net may be apart by rounding, relative to their norm."""
-    dtypes = {plan.dtype, *(DTYPES[t.dtype] for t in plan.tensors)} | ({amp} if amp else set())
-    return max(torch.finfo(dtype).eps for dtype in dtypes if differentiable(dtype)) ** 0.4
+class Rounding(TorchDispatchMode):
+    """How far gradients of a p-net may be apart by rounding, in its precisions and those of operators inside of it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, plan: Plan, amp: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._dtypes = {plan.dtype, *(DTYPES[t.dtype] for t in plan.tensors)} | ({amp} if amp else set())
+
+    @property
+    def most(self) -> float:
+        """Relative to their norm."""
+        return max(torch.finfo(dtype).eps for dtype in self._dtypes if differentiable(dtype)) ** 0.4
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        self._dtypes |= {x.dtype for x in tensors_in(out)}
+        return out
 
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
