@@ -165,7 +165,8 @@ def narrowed(pnet: PNet, params: int) -> PNet:
         return pnet.scaled(low)
     while size(high) < params:
         high *= 2
-    for _ in range(40):
+    # Widths are whole numbers, of millions at most.
+    for _ in range(22):
         middle = (low + high) / 2
         low, high = (low, middle) if size(middle) >= params else (middle, high)
     return pnet.scaled(high)
