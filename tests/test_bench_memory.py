@@ -96,6 +96,7 @@ def test_remat_by_layer_keeps_an_eighth() -> None:
     assert peaks["periodic remat layer"] <= peaks["periodic materialised"] / 8
 
 
+@pytest.mark.process
 def test_peak_memory_of_another_process() -> None:
     found = measure_memory(deep(1, 1024, counted=4 * 1024 * 1024), "dense", CPU)
     # Weights, gradients and two moments, of 4 MiB each.
@@ -114,6 +115,7 @@ def group(pid: int) -> list[str]:
     return found
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_bench_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
     words = "-m gbfunc bench --quick --cases generation --out".split()

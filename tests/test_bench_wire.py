@@ -89,6 +89,7 @@ def generated_bytes() -> int:
     return 4 * sum(t.numel for t in gb.make_plan(CASE.net(), CASE.periodic.hypernet).generated)
 
 
+@pytest.mark.process
 def test_the_dense_schemes_count_what_their_formulas_say(found: ByVariant) -> None:
     # On two ranks half of everything leaves a rank in each pass, and an all-reduce is two passes.
     assert mean(ranks_of(found, "ddp"), "counted_bytes") == dense_bytes()
@@ -98,6 +99,7 @@ def test_the_dense_schemes_count_what_their_formulas_say(found: ByVariant) -> No
     assert torchgb == dense_bytes() + generated_bytes() / 2
 
 
+@pytest.mark.process
 @needs_links
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_interface_sends_what_is_counted(variant: str, found: ByVariant) -> None:
@@ -116,6 +118,7 @@ def test_the_interface_sends_what_is_counted(variant: str, found: ByVariant) -> 
     assert counted < wire < most
 
 
+@pytest.mark.process
 def test_placements_send_less_than_ddp(found: ByVariant) -> None:
     ddp = mean(ranks_of(found, "ddp"), "counted_bytes")
     sent = {p: mean(ranks_of(found, p), "counted_bytes") for p in PLACEMENTS}
@@ -143,11 +146,13 @@ def assert_learns_alike(ranks: list[Measured], case: Case, genome: bool) -> None
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("variant", ["ddp", "fsdp2", *PLACEMENTS])
 def test_ranks_learn_what_one_process_does(variant: str, found: ByVariant) -> None:
     assert_learns_alike(ranks_of(found, variant), CASE, variant in PLACEMENTS)
 
 
+@pytest.mark.process
 def test_torchgb_s_scheme_learns(found: ByVariant) -> None:
     losses = [m.losses for m in ranks_of(found, "torchgb")]
     assert sum(own[-1] for own in losses) < sum(own[0] for own in losses)
@@ -176,11 +181,13 @@ def purpose(measured: list[Measured], name: str) -> float:
     return sum(m.purposes[name] for m in measured) / len(measured)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "ranks", "variant"), SHARED)
 def test_ranks_that_share_layers_learn_what_one_process_does(name: str, ranks: int, variant: str) -> None:
     assert_learns_alike(shared_layers(name, ranks)[variant], CASES["quick"][name], SCHEMES[variant].kind == "genome")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("width", [128, pytest.param(2048, marks=pytest.mark.slow)])
 def test_an_mlp_on_tensor_ranks_is_that_of_one_process(width: int) -> None:
     expected = wire_cases.train(None, width)
@@ -188,6 +195,7 @@ def test_an_mlp_on_tensor_ranks_is_that_of_one_process(width: int) -> None:
         assert_equal(found, expected, 1e-12)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "ranks", "variant"), SHARED)
 def test_all_that_is_sent_has_a_purpose(name: str, ranks: int, variant: str) -> None:
     measured = shared_layers(name, ranks)[variant]
@@ -196,6 +204,7 @@ def test_all_that_is_sent_has_a_purpose(name: str, ranks: int, variant: str) -> 
     assert by_purpose["weights" if SCHEMES[variant].kind == "genome" else "genome"] == 0 < by_purpose["activations"]
 
 
+@pytest.mark.process
 def test_an_mlp_s_thin_products_are_an_eighth_of_its_activations() -> None:
     found = shared_layers("mlp_tensor", 2)
     # The output of the row-parallel layer [64, 128], all-reduced by two ranks; 4 features make factors of width 8.
@@ -203,6 +212,7 @@ def test_an_mlp_s_thin_products_are_an_eighth_of_its_activations() -> None:
     assert purpose(found["tensor"], "activations") == 64 * 8 * 4
 
 
+@pytest.mark.process
 def test_a_gpt_sends_a_third_of_fsdp_and_tensor_parallelism() -> None:
     found = shared_layers("gpt_tensor", 4)
     dense = found["dense_tensor_fsdp"]
@@ -214,6 +224,7 @@ def test_a_gpt_sends_a_third_of_fsdp_and_tensor_parallelism() -> None:
         assert mean(found[variant], "counted_bytes") < mean(dense, "counted_bytes") / 3
 
 
+@pytest.mark.process
 @needs_links
 @pytest.mark.parametrize(("name", "ranks", "variant"), SHARED)
 def test_the_interface_sends_what_is_counted_of_shared_layers(name: str, ranks: int, variant: str) -> None:
@@ -286,6 +297,7 @@ def script(folder: Path, rank: int, then: str) -> list[str]:
     return ["bash", "-c", f"echo $$ > {folder}/{rank}; {wait}; {then}"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("then", "timeout", "message"),
     [
@@ -307,6 +319,7 @@ def test_all_ranks_end_when_one_dies(then: str, timeout: float, message: str, tm
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.process
 def test_ranks_that_end_well_are_told_apart(tmp_path: Path) -> None:
     run_ranks([["bash", "-c", f"echo $A > {tmp_path}/{i}"] for i in range(3)], timeout=60, env={"A": "seen"})
     assert [(tmp_path / str(i)).read_text() for i in range(3)] == ["seen\n"] * 3
@@ -317,6 +330,7 @@ def namespaces(pid: int) -> set[str]:
     return {p.name for p in folder.iterdir() if p.name.startswith(f"gbfunc-{pid}-")} if folder.is_dir() else set()
 
 
+@pytest.mark.process
 @needs_links
 def test_namespaces_are_deleted_after_an_error() -> None:
     with pytest.raises(KeyError), open_switch(2) as ports, open_loopback(2):
@@ -328,6 +342,7 @@ def test_namespaces_are_deleted_after_an_error() -> None:
     assert not namespaces(os.getpid())
 
 
+@pytest.mark.process
 @needs_links
 def test_namespaces_of_killed_processes_are_swept() -> None:
     code = "import os\nfrom gbfunc.lab.bench.links import open_switch\nwith open_switch(1): os.kill(os.getpid(), 9)"

@@ -443,6 +443,7 @@ def test_help_names_every_option_with_its_default(command: str, capsys: pytest.C
     assert ("--epochs" in text) == (command in ("demo", "train"))
 
 
+@pytest.mark.process
 def test_python_dash_m() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gbfunc", "plan", "--nope"], check=False, capture_output=True, text=True

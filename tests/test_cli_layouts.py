@@ -54,6 +54,7 @@ def one(folder: Path) -> dict[str, Any]:
     return trained(1, folder, "one", *options)
 
 
+@pytest.mark.process
 def test_ranks_of_other_options_or_data_are_refused(folder: Path) -> None:
     for rank, text in enumerate((TEXT, TEXT.replace("and", "dna"))):
         (folder / f"{rank}.txt").write_text(text)
@@ -75,6 +76,7 @@ def assert_same_genome(folder: Path, out: str, tolerance: float = 2e-3) -> None:
         assert error <= tolerance * torch.linalg.vector_norm(expected), name
 
 
+@pytest.mark.process
 def test_one_rank_tells_its_speed_and_a_profile(folder: Path, one: dict[str, Any]) -> None:
     context, width, words = 16, 16, len(set(TEXT))
     # Linear layers of four blocks, both products of attention, and the head; 2 operations a weight and a token.
@@ -91,6 +93,7 @@ def test_one_rank_tells_its_speed_and_a_profile(folder: Path, one: dict[str, Any
     assert "ProfilerStep" in (folder / "profile one" / "table.txt").read_text()
 
 
+@pytest.mark.process
 def test_two_tensor_ranks(folder: Path, one: dict[str, Any]) -> None:
     made = trained(2, folder, "tensor", "--mesh", "tensor=2", "--profile", str(folder / "profile tensor"))
     assert_same_genome(folder, "tensor")
@@ -103,6 +106,7 @@ def test_two_tensor_ranks(folder: Path, one: dict[str, Any]) -> None:
     assert sorted(p.name for p in (folder / "profile tensor").iterdir()) == ["rank-0.json", "rank-1.json", "table.txt"]
 
 
+@pytest.mark.process
 @needs_pipelines
 @pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("gpipe", "zbv"))])
 def test_two_pipeline_ranks(schedule: str, folder: Path, one: dict[str, Any]) -> None:
@@ -116,6 +120,7 @@ def test_two_pipeline_ranks(schedule: str, folder: Path, one: dict[str, Any]) ->
     assert made["bytes_sent_per_step_by_axis"]["pipeline"] == 8 * 16 * 16 * 4 * (2 if schedule == "zbv" else 1)
 
 
+@pytest.mark.process
 @needs_pipelines
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
@@ -127,6 +132,7 @@ def test_four_ranks_on_two_axes(schedule: str, folder: Path, one: dict[str, Any]
     assert {"pipeline", "tensor"} < made["bytes_sent_per_step_by_axis"].keys()
 
 
+@pytest.mark.process
 @needs_pipelines
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "data=2,pipeline=2", "data=1,gnets=2,tensor=2"])
@@ -135,6 +141,7 @@ def test_four_ranks_split_the_batch_too(mesh: str, folder: Path, one: dict[str, 
     assert_same_genome(folder, mesh)
 
 
+@pytest.mark.process
 @needs_pipelines
 @pytest.mark.slow
 def test_a_training_goes_on_in_another_layout(folder: Path, one: dict[str, Any]) -> None:
@@ -175,6 +182,7 @@ def test_what_cannot_be_is_told_in_one_line(options: list[str], words: str, caps
     assert code == 2 and told.count("\n") == 1 and words in told, told
 
 
+@pytest.mark.process
 def test_heads_that_do_not_divide(tmp_path: Path) -> None:
     # A later option takes the place of an earlier one.
     options = ("--mesh", "tensor=2", "--pnet-config", '{"layers": 2, "width": 18, "heads": 3}')
@@ -211,6 +219,7 @@ def test_microbatches_that_do_not_fit(arguments: tuple[Any, ...], words: str) ->
         pipeline_microbatches(*arguments)
 
 
+@pytest.mark.process
 def test_one_rank_prepares_files_before_the_others_read_them(tmp_path: Path) -> None:
     reports = run_ranks(3, "rank_turns:prepare_files", arguments={"folder": str(tmp_path)})
     assert [report["written"] for report in reports] == [True, False, False]

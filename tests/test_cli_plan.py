@@ -109,6 +109,7 @@ def test_errors_are_one_line(arguments: list[str], words: str, capsys: pytest.Ca
     assert words in told.err and told.err.count("\n") == 1 and told.out == ""
 
 
+@pytest.mark.process
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="a process that was in a gloo group of torch 2.5 may never end")
 def test_calibrate_prints_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("gbfunc.lab.bench.calibrate.measure_ceilings", lambda device, rounds: {"gflops": 2, "gb_s": 3})

@@ -48,6 +48,7 @@ def metrics_of(out: Path) -> dict[str, Any]:
     return json.loads((out / "metrics.json").read_text())
 
 
+@pytest.mark.process
 def test_two_ranks_train_the_genome_that_one_trains(
     two: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +63,7 @@ def test_two_ranks_train_the_genome_that_one_trains(
     assert two[1].count("test accuracy") == capsys.readouterr().out.count("test accuracy") == 1, "rank 0 alone speaks"
 
 
+@pytest.mark.process
 def test_what_two_ranks_have_trained_one_goes_on_with(
     two: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +81,7 @@ def test_what_two_ranks_have_trained_one_goes_on_with(
     assert capsys.readouterr().err.count("other settings: seed 0, now 1") == 1
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path: Path) -> None:
     options = ("--out", str(tmp_path), "--resume", "auto", "--epochs", "40")

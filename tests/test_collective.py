@@ -35,6 +35,7 @@ def every(world: int, event: str) -> list[Any]:
 WORLDS = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 
 
+@pytest.mark.process
 @WORLDS
 def test_a_gather_is_right_in_every_graph(world: int) -> None:
     assert len(ROWS) >= world
@@ -42,11 +43,13 @@ def test_a_gather_is_right_in_every_graph(world: int) -> None:
         assert {k: off for k, off in found.items() if off > 1e-12} == {}
 
 
+@pytest.mark.process
 @WORLDS
 def test_a_rank_that_does_not_count_gives_zeros(world: int) -> None:
     assert all(set(found.values()) == {0.0} for found in every(world, "uncounted"))
 
 
+@pytest.mark.process
 @WORLDS
 def test_ranks_with_other_options_are_told_which(world: int) -> None:
     for found in every(world, "configurations"):
@@ -62,6 +65,7 @@ def test_ranks_with_other_options_are_told_which(world: int) -> None:
         assert found["device mesh"] == "gnets"
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_error_of_the_users_in_a_compiled_step_stays_one() -> None:
@@ -69,6 +73,7 @@ def test_an_error_of_the_users_in_a_compiled_step_stays_one() -> None:
         assert "nothing stored yet" in words
 
 
+@pytest.mark.process
 @WORLDS
 def test_a_nan_on_one_rank_stops_or_skips_all(world: int) -> None:
     for found in every(world, "not_finite"):
@@ -77,6 +82,7 @@ def test_a_nan_on_one_rank_stops_or_skips_all(world: int) -> None:
             assert "loss nan" in found[f"{placement} raise"]
 
 
+@pytest.mark.process
 @WORLDS
 def test_what_cannot_be_is_refused_in_words(world: int) -> None:
     for found in every(world, "refusals"):
@@ -96,6 +102,7 @@ def test_what_cannot_be_is_refused_in_words(world: int) -> None:
         assert "batch is a SimpleNamespace, whose rows are not known" in found["object"]
 
 
+@pytest.mark.process
 @WORLDS
 def test_dropout_differs_between_ranks_and_noise_does_not(world: int) -> None:
     first, second = every(world, "randomness")[:2]
@@ -103,6 +110,7 @@ def test_dropout_differs_between_ranks_and_noise_does_not(world: int) -> None:
     torch.testing.assert_close(first["noise"], second["noise"], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.process
 @WORLDS
 def test_batch_norm_buffers_are_averaged_by_rows(world: int) -> None:
     found = every(world, "batch_norm")
@@ -114,6 +122,7 @@ def test_batch_norm_buffers_are_averaged_by_rows(world: int) -> None:
         assert int(f["buffers"]["1.num_batches_tracked"]) == 1
 
 
+@pytest.mark.process
 def test_bytes_are_those_of_the_placement() -> None:
     """Two ranks in float64: a gather sends each tile or factor once, backward as many bytes; the rest is one sum."""
     plan = gb.make_plan(pnet_of(), gb.periodic(1), max_tile=(4, 4))
@@ -129,6 +138,7 @@ def test_bytes_are_those_of_the_placement() -> None:
         assert {k: n for k, n in f["replicated"].items() if n} == {"all_reduce": 8 * (plan.genome_params + head)}
 
 
+@pytest.mark.process
 @WORLDS
 def test_tiles_of_a_narrow_p_net_travel_narrow(world: int) -> None:
     expected = narrow(None)
@@ -144,6 +154,7 @@ def test_tiles_of_a_narrow_p_net_travel_narrow(world: int) -> None:
         assert sum(f["sent"][kind] for f in found) == 2 * tiles * (world - 1)
 
 
+@pytest.mark.process
 @WORLDS
 def test_complex_and_half_precision_numbers_are_summed_whole(world: int) -> None:
     """Imaginary parts take part, and a loss times its rows may be larger than float16 has numbers."""
@@ -154,6 +165,7 @@ def test_complex_and_half_precision_numbers_are_summed_whole(world: int) -> None
             assert_equal(found[name], of_one, 2e-2 if name == "half" else 1e-5)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["killed", "skewed", pytest.param("stuck", marks=pytest.mark.slow)])
 def test_a_missing_rank_is_named_within_the_timeout(how: str, tmp_path: Path) -> None:
     # Torch's own timeout is half an hour: who waits for that is ended before.

@@ -17,6 +17,8 @@ import torch
 from tests.support.rank_cases import CASES, COMPILED, EAGER
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.process
+
 WORLDS = {2: 1, 3: 1, 4: 2}
 """Data axis by number of ranks."""
 

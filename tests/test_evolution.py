@@ -133,6 +133,7 @@ def test_a_subspace_is_searched_by_its_own_numbers() -> None:
     torch.testing.assert_close(moved, p.start_P + p.steps_P * basis[1])
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore::UserWarning:evotorch", "ignore::DeprecationWarning:evotorch")  # of its CMA-ES
 @pytest.mark.parametrize("name", LEARNERS)
 def test_algorithms_lower_the_loss_without_a_gradient(name: str) -> None:
@@ -246,6 +247,7 @@ def test_networks_act_as_they_would_alone(env: str, actions: int) -> None:
     torch.testing.assert_close(p.returns(solution, 3, 5)[0], torch.from_numpy(alone), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.process
 def test_a_controller_evolves() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -357,6 +357,7 @@ def test_the_same_genome_gives_the_same_bytes(tmp_path: Path) -> None:
     assert torch.export.load(io.BytesIO((tmp_path / "a.pt2").read_bytes())).example_inputs is None
 
 
+@pytest.mark.process
 def test_iree_runs_it(tmp_path: Path) -> None:
     pytest.importorskip("iree.compiler")
     pytest.importorskip("iree.runtime")
@@ -365,6 +366,7 @@ def test_iree_runs_it(tmp_path: Path) -> None:
     assert made.max_error is not None and made.max_error <= 1e-5
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_aot_inductor_runs_it(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ class Every(nn.Module):
         randomise(self.norm)
 
 
+@pytest.mark.process
 @needs_node
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("dtype", [None, "int7", "auto"])
@@ -147,6 +148,7 @@ def test_weights_of_every_type(tmp_path: Path, name: str, dtype: str | None) -> 
     check_weights(one_in_node(path), path)
 
 
+@pytest.mark.process
 @needs_node
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_every_stored_dtype(tmp_path: Path, dtype: str | None) -> None:
@@ -177,6 +179,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.process
 @needs_node
 @pytest.mark.parametrize(("name", "made"), VARIANTS)
 def test_outputs_of_every_network(tmp_path: Path, name: str, made: tuple[Interface, dict[str, Any]]) -> None:
@@ -230,6 +233,7 @@ def own_nets() -> dict[str, nn.Sequential]:
     }  # fmt: skip
 
 
+@pytest.mark.process
 @needs_node
 @pytest.mark.parametrize("name", ["plain", "nested", "twice", "means"])
 def test_outputs_of_networks_of_ones_own(tmp_path: Path, name: str) -> None:
@@ -250,6 +254,7 @@ def test_outputs_of_networks_of_ones_own(tmp_path: Path, name: str) -> None:
     assert (torch.stack(said["outputs"]) - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.process
 @needs_node
 def test_a_description_of_another_network_is_refused(tmp_path: Path) -> None:
     plan, genome = grown(nn.Sequential(nn.Linear(6, 5)), hypernet=gb.periodic(2))
@@ -265,6 +270,7 @@ def test_a_description_of_another_network_is_refused(tmp_path: Path) -> None:
         assert one_in_node(path, [torch.zeros(1, 6)], networks={"mine": page.network(layers, {})})["refused"] == message
 
 
+@pytest.mark.process
 @needs_node
 def test_a_description_is_of_its_options_alone(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
@@ -329,6 +335,7 @@ def tables() -> dict[str, list[str]]:
     return dict(zip(("types", "networks"), json.loads(done.stdout), strict=True))
 
 
+@pytest.mark.process
 @needs_node
 def test_python_knows_what_the_page_knows() -> None:
     assert {key: sorted(names) for key, names in tables().items()} == {
@@ -337,6 +344,7 @@ def test_python_knows_what_the_page_knows() -> None:
     }
 
 
+@pytest.mark.process
 @needs_node
 def test_what_the_page_does_not_know_is_named(tmp_path: Path) -> None:
     path = tmp_path / "genome.safetensors"
@@ -363,6 +371,7 @@ def test_what_the_page_does_not_know_is_named(tmp_path: Path) -> None:
     assert "does not say which network" in one_in_node(path, [torch.zeros(1, 6)])["refused"]
 
 
+@pytest.mark.process
 @needs_node
 @pytest.mark.parametrize("dtype", [None, "int5", "auto"])
 def test_damaged_files_are_refused(tmp_path: Path, dtype: str | None) -> None:
@@ -378,6 +387,7 @@ def test_damaged_files_are_refused(tmp_path: Path, dtype: str | None) -> None:
             assert "\n" not in said["refused"]
 
 
+@pytest.mark.process
 @needs_node
 @pytest.mark.parametrize("dtype", [None, "int7", "auto"])
 def test_codes_of_ones_own(tmp_path: Path, dtype: str | None) -> None:
@@ -389,6 +399,7 @@ def test_codes_of_ones_own(tmp_path: Path, dtype: str | None) -> None:
     check_weights(one_in_node(path), path)
 
 
+@pytest.mark.process
 @needs_node
 @pytest.mark.parametrize("name", [name for name in FORMER if "tied" not in name])
 def test_files_of_former_versions(tmp_path: Path, name: str) -> None:
@@ -397,6 +408,7 @@ def test_files_of_former_versions(tmp_path: Path, name: str) -> None:
     check_weights(one_in_node(path), path)
 
 
+@pytest.mark.process
 @needs_node
 def test_more_codes_than_a_piece_and_than_runs_may_hold(tmp_path: Path) -> None:
     for rows in (20, 500):

@@ -22,7 +22,7 @@ from gbfunc.tasks.pnets import Interface, find_pnet, import_factory
 playwright = pytest.importorskip("playwright.sync_api")
 image = pytest.importorskip("PIL.Image")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
 
 SEEN = "#network:not([hidden]), #alert:not([hidden])"
 

@@ -157,6 +157,7 @@ def test_a_push_uploads_the_same_folder(module: gb.GenomeModule, monkeypatch: py
     assert b'"numbers":"float16"' in uploaded["genome.safetensors"]
 
 
+@pytest.mark.process
 def test_without_the_package_folders_work_and_the_hub_says_what_to_install(tmp_path: Path) -> None:
     script = """
 import sys

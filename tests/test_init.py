@@ -57,6 +57,7 @@ found("matplotlib.pyplot")
 """
 
 
+@pytest.mark.process
 def test_what_a_program_does_not_use_is_not_imported() -> None:
     """In one process, as an import of torch takes seconds: the library, a module, help on a command, figures."""
     done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, check=True)

@@ -79,6 +79,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 _WIDTHS = ("DEFAULT", "AVX2", "AVX512")
 
 
+@pytest.mark.process
 @NEEDS_COMPILER
 @pytest.mark.parametrize("width", _WIDTHS)
 def test_every_width_of_vectors_makes_the_matrix(
@@ -111,6 +112,7 @@ def test_every_width_of_vectors_makes_the_matrix(
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * float(y.detach().abs().max()))
 
 
+@pytest.mark.process
 @NEEDS_COMPILER
 @pytest.mark.usefixtures("compiled")
 def test_processes_that_compile_at_once_leave_one_kernel(cache: Path) -> None:

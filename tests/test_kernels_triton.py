@@ -16,6 +16,8 @@ import torch
 triton: Any = pytest.importorskip("triton", reason="triton is not installed (extra `triton`, Linux only)")
 form: Any = pytest.importorskip("gbfunc.hypernets.kernels.triton")
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -48,6 +48,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [k for k, x in expected.items() if not torch.equal(found[k], x)] == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_do_what_is_done_by_hand(name: str, on_two: list[Any]) -> None:
     """Uneven shares, running statistics, a rate that falls."""
@@ -61,11 +62,13 @@ def test_two_ranks_do_what_is_done_by_hand(name: str, on_two: list[Any]) -> None
         assert_close(found[name], expected)
 
 
+@pytest.mark.process
 def test_a_local_step_of_plain_sgd_is_a_step_of_all(on_two: list[Any]) -> None:
     for found in on_two:
         assert_close(found["every"], found["ordinary"])
 
 
+@pytest.mark.process
 def test_microbatches_need_not_divide_the_rows_of_a_rank(on_two: list[Any]) -> None:
     for found in on_two:
         assert_close(found["uneven parts"], found["without parts"])
@@ -79,6 +82,7 @@ def test_one_rank_does_what_is_done_by_hand(length: int) -> None:
     assert_close(named(step.gather(trained(step, 6))), expected)
 
 
+@pytest.mark.process
 def test_a_rank_that_is_not_finite_counts_for_nothing(on_two: list[Any]) -> None:
     """In its round; where none is finite the genome stays."""
     assert [found["nan"]["finite"] for found in on_two] == [[False] * 4, [True, True, False, False]]
@@ -95,6 +99,7 @@ def test_a_rank_that_is_not_finite_counts_for_nothing(on_two: list[Any]) -> None
     assert_same(on_two[1]["nan"]["second"], on_two[1]["nan"]["first"])
 
 
+@pytest.mark.process
 def test_a_training_goes_on_where_it_was_saved(on_two: list[Any], folder: Path) -> None:
     """Each rank with what it had, in the middle of a round; the states of ranks differ."""
     for found in on_two:
@@ -106,6 +111,7 @@ def test_a_training_goes_on_where_it_was_saved(on_two: list[Any], folder: Path) 
     assert_same(named(state), on_two[0]["own"][0])
 
 
+@pytest.mark.process
 def test_checkpoints_without_local_steps_are_told_apart(folder: Path, on_two: list[Any]) -> None:
     plain, local = make(None), make(None, local_steps=3)
     with pytest.raises(ValueError, match="it is of a training with local steps"):
@@ -122,6 +128,7 @@ def test_checkpoints_without_local_steps_are_told_apart(folder: Path, on_two: li
     assert int(trained(local, 7, begun).step) == 7
 
 
+@pytest.mark.process
 def test_a_rank_dies_and_all_go_on(tmp_path: Path, on_two: list[Any]) -> None:
     folder = tmp_path / "dying"
     ended = launch(2, "local_cases:die_and_go_on", _made(folder), 60, {"folder": folder, "dying": True})
@@ -138,6 +145,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_bytes_are_those_of_a_step_in_six(on_two: list[Any]) -> None:
     """The loss, the norm and the rows are sent with a gradient, the rows alone with a change."""
     sent = [(found["replicated"], found["local"]) for found in on_two]
@@ -145,6 +153,7 @@ def test_bytes_are_those_of_a_step_in_six(on_two: list[Any]) -> None:
     assert sent == [(6 * 8 * (numbers + 3), 8 * (numbers + 1))] * 2
 
 
+@pytest.mark.process
 def test_what_ranks_must_have_alike(on_two: list[Any]) -> None:
     words = ("must have the same options.*local_steps: 3, not 2", "must have the same options.*lr: 1.5, not 0.5")
     words += ("whole genome on each rank: take placement='replicated', got 'sharded'", "ranks must hold the same state")
@@ -218,6 +227,7 @@ def test_the_command_refuses(given: dict[str, Any], words: str) -> None:
         local_steps(ExecutionOptions(**given))
 
 
+@pytest.mark.process
 def test_the_command_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it sends is divided by the steps; another length of rounds is another training."""
     command = [*TRAIN, "--out", str(tmp_path), "--mesh", "data=2", "--local-steps", "4"]

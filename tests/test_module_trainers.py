@@ -25,6 +25,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(2, "tests.support.module_ranks:run")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", NAMES)
 def test_ddp_trains_as_the_functional_step_does_and_sends_the_genome_alone(
     ranks: list[dict[str, Any]], name: str
@@ -38,6 +39,7 @@ def test_ddp_trains_as_the_functional_step_does_and_sends_the_genome_alone(
         torch.testing.assert_close(x, first["state"][leaf], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.process
 def test_fsdp_trains_as_the_functional_step_does_and_gives_the_whole_genome(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for leaf, x in rank["mlp"]["sharded"].items():

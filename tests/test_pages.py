@@ -36,6 +36,7 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and name_of(p) != RANKS], ids=name_of)
 def test_python_of_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -62,6 +63,7 @@ def test_python_of_a_page_runs_from_top_to_bottom(
         assert names["accuracy"] > 0.95
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("i", "ranks"), [(0, 2), pytest.param(1, 4, marks=needs_pipelines)])
 def test_scripts_of_many_ranks_run_as_the_page_starts_them(i: int, ranks: int, tmp_path: Path) -> None:
     page = ROOT / RANKS

@@ -58,6 +58,7 @@ def by_one(name: str) -> Any:
     return PIPELINES[name](None)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("axes", "name"),
     [
@@ -73,6 +74,7 @@ def test_stages_train_as_the_whole(axes: str, name: str) -> None:
         assert_equal(result[name], by_one(name), 1e-9)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_in_a_pipelined_step_is_named_by_all_others(victim: int, tmp_path: Path) -> None:
     # Torch's own timeout is half an hour: who waits for that is ended before.
@@ -129,6 +131,7 @@ def by_two_ranks() -> list[dict[str, Any]]:
     return run_ranks(2, "pipeline_cases:run_cases", timeout=120)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", pipeline_cases.CASES)
 def test_what_skips_a_stage_is_sent(name: str) -> None:
     """Gates, sorted places, masks, skips, tuples, changes in place, and losses of what earlier stages make."""
@@ -139,12 +142,14 @@ def test_what_skips_a_stage_is_sent(name: str) -> None:
         assert_equal(result[name], expected, 1e-9, equal_nan=name.startswith("stem"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", pipeline_nets.REFUSED)
 def test_what_cannot_be_sent_is_refused_by_name(name: str) -> None:
     for result in by_two_ranks():
         assert "in a pipeline" in result[name] and pipeline_nets.REFUSED[name][1] in result[name], result[name]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", pipeline_nets.UNPROVEN)
 def test_what_the_trace_does_not_see_is_found_by_the_first_step(name: str) -> None:
     """Which compares its gradient with that of the whole p-net, whose random numbers are drawn alike."""
@@ -154,6 +159,7 @@ def test_what_the_trace_does_not_see_is_found_by_the_first_step(name: str) -> No
         assert expected in result[name], result[name]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", pipeline_nets.CHANGES)
 def test_what_a_block_returns_otherwise_than_in_the_trace_is_refused(name: str) -> None:
     """Later stages know it from the trace alone."""
@@ -162,26 +168,31 @@ def test_what_a_block_returns_otherwise_than_in_the_trace_is_refused(name: str) 
     assert "rank 1 of 2" in second, second
 
 
+@pytest.mark.process
 def test_a_backward_that_the_zero_bubble_schedule_cannot_divide_is_refused() -> None:
     said = run_ranks(2, "pipeline_cases:refused_by_zbv", timeout=60)
     assert any("take another pipeline= than 'zbv'" in words for words in said), said
 
 
+@pytest.mark.process
 def test_half_precision_is_that_of_one_process() -> None:
     for result in by_two_ranks():
         assert_equal(result["half"], pipeline_cases.half(None), 1e-3)
 
 
+@pytest.mark.process
 def test_ranks_of_a_pipeline_get_the_same_batch() -> None:
     for result in by_two_ranks():
         assert "must get the same batch: different from rank 0 are rank 1 in the batch" in result["another batch"]
 
 
+@pytest.mark.process
 def test_code_on_a_part_of_the_features_is_refused_in_a_pipeline_too() -> None:
     for words in run_ranks(4, "pipeline_cases:softmax_over_a_part", timeout=90):
         assert "code between layers gets a rank's part of the features" in words, words
 
 
+@pytest.mark.process
 def test_rows_of_a_pipeline_are_divided_by_its_microbatches_or_none() -> None:
     pnet = language_model("gpt", 4).double()
     plan = gb.make_plan(pnet, TYPES["periodic"], max_tile=10)

@@ -386,6 +386,7 @@ def test_files_do_not_depend_on_defaults(dtype: torch.dtype, device: str | None,
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.process
 def test_the_table_of_steps_does_not_depend_on_defaults_at_import() -> None:
     code = "import torch; torch.set_default_dtype(torch.float16); import gbfunc.plan.steps as s; print(s._STEPS.dtype)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

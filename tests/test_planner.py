@@ -50,11 +50,13 @@ def busiest(name: str, what: str) -> Any:
     return {axis: max(result["sent"].get(axis, 0) for result in results) for axis in axes}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_that_ranks_send(name: str) -> None:
     assert planned(name).sent == pytest.approx(busiest(name, "sent"), rel=0.01)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_what_ranks_keep(name: str) -> None:
     """Genome and optimizer, and what graphs keep for backward: of generation (weights), and of the p-net."""
@@ -66,6 +68,7 @@ def test_memory_is_what_ranks_keep(name: str) -> None:
         assert memory["weights"] == pytest.approx(busiest(name, "weights"), rel=0.1)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
 def test_peak_memory_is_that_of_all_tensors_alive(name: str) -> None:
     assert sum(planned(name).memory.values()) == pytest.approx(busiest(name, "live"), rel=0.1)

@@ -47,6 +47,7 @@ def test_threads_wait_passively_unless_the_user_says_how(
     assert environ.get("OMP_WAIT_POLICY") == policy
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("start", "policy"), [(["-m", "gbfunc", "demo"], "passive"), (["-c", "import gbfunc"], None)])
 def test_only_the_command_line_sets_the_environment(start: list[str], policy: str | None, tmp_path: Path) -> None:
     # A torch that only tells what it finds when it is imported.
@@ -64,6 +65,7 @@ def test_only_the_command_line_sets_the_environment(start: list[str], policy: st
     assert done.stdout == f"{policy}\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("argv", "code", "expected"),
     [
@@ -82,6 +84,7 @@ def test_help_and_wrong_options_need_no_torch(argv: list[str], code: int, expect
     assert done.returncode == code and expected in done.stdout + done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("signum", "words"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM")])
 def test_signals_during_the_imports_end_with_a_line(signum: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(SLOW_TORCH)

@@ -37,6 +37,7 @@ def crash(folder: Path, rounds: int, seed: int, timeout: float) -> dict[str, Any
     return json.loads(done.stdout)
 
 
+@pytest.mark.process
 def test_a_kill_leaves_the_newest_valid(tmp_path: Path) -> None:
     found = crash(tmp_path, 25, 0, 100)
     assert found["rounds"] == 25
@@ -44,6 +45,7 @@ def test_a_kill_leaves_the_newest_valid(tmp_path: Path) -> None:
     assert found["files"][0] == ".lock" and len(found["files"]) == 3
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_kills_leave_the_newest_valid(tmp_path: Path) -> None:

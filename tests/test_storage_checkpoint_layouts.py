@@ -14,6 +14,8 @@ from tests.support.ranks import run_ranks
 from tests.support.versions import needs_pipelines
 from tests.test_storage_checkpoint_ranks import assert_close_trees
 
+pytestmark = pytest.mark.process
+
 UNTIL, SAVED = 5, 3
 ON_TWO = tuple(name for name in LAYOUTS if " and " not in name)
 ON_FOUR = tuple(name for name in LAYOUTS if " and " in name)

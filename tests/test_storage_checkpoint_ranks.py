@@ -17,6 +17,8 @@ import gbfunc as gb
 from tests.support.rank_checkpoints import PLACEMENTS, course, make
 from tests.support.ranks import PATIENCE, ROOT, SUPPORT, launch, run_ranks
 
+pytestmark = pytest.mark.process
+
 UNTIL, SAVED = 6, 3
 
 

@@ -46,6 +46,7 @@ def by_one(name: str) -> Any:
     return CASES[name](None)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("world", "name"),
     [
@@ -70,6 +71,7 @@ def said() -> list[dict[str, str]]:
     return run_ranks(2, "tensor_refusals:run_refused", timeout=60)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_would_go_wrong_is_refused(words: str) -> None:
     for by_rank in said():

@@ -12,6 +12,8 @@ from tests.support.tensor_cases import SHARDED
 from tests.support.versions import with_pipelines
 from tests.test_distributed import assert_equal
 
+pytestmark = pytest.mark.process
+
 
 @lru_cache
 def by_ranks(pipeline: bool) -> list[dict[str, Any]]:
