@@ -33,7 +33,7 @@ GROUPS = {
     "Files": "save load load_metadata export Checkpointer load_checkpoint",
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
     "Many ranks": "mesh plan_parallel",
-    "What these take and return": "plan.Steps train.TrainStep train.StepInfo train.Optimizer train.Population "
+    "What these take and return": "formats.Steps train.TrainStep train.StepInfo train.Optimizer train.Population "
     "train.UpdateAlignment pnet.GrownNet fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint export.Exported "
     "parallel.Mesh parallel.CollectiveError parallel.planner.DeviceSpec parallel.planner.ParallelPlan "
     "parallel.styles.tensor_styles parallel.styles.pad_vocabulary",

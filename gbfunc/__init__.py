@@ -5,7 +5,6 @@ weight; only the genome, which is the g-nets' parameters and the few direct ones
 """
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -104,35 +103,17 @@ _LATER = {
         "update_alignment",
     ),
 }
-"""Where names are that are imported when they are first used, as their rooms are; none is a room's name, too."""
-
-_MOVED = {
-    "gbfunc.export": ("Exported",),
-    "gbfunc.fit": ("Fit",),
-    "gbfunc.generate": ("generate_piece",),
-    "gbfunc.many": ("ManyGenomes",),
-    "gbfunc.parallel": ("CollectiveError", "Mesh"),
-    "gbfunc.parallel.planner": ("DeviceSpec", "ParallelPlan"),
-    "gbfunc.parallel.styles": ("pad_vocabulary", "tensor_styles"),
-    "gbfunc.pnet": ("GrownNet",),
-    "gbfunc.storage.checkpoint": ("Checkpoint",),
-    "gbfunc.tiling": ("TileGrid", "join_tiles", "split_tiles", "tile_grid"),
-    "gbfunc.train": ("Optimizer", "Population", "StepInfo", "TrainStep", "UpdateAlignment"),
-}
-"""Where names are that `gbfunc` had in the release before: until the next one they are found here, with a warning."""
+"""Modules of the names that are imported at their first use; no name is also the name of a module of gbfunc."""
 
 
 def __getattr__(name: str) -> Any:
     if any(f"{module}.".startswith(f"gbfunc.{name}.") for module in _LATER):
         return importlib.import_module(f"gbfunc.{name}")
-    places = {n: module for table in (_MOVED, _LATER) for module, names in table.items() for n in names}
-    if name not in places:
-        raise AttributeError(f"module 'gbfunc' has no attribute {name!r}")
-    module = places[name]
-    if name not in __all__:
-        warnings.warn(f"gbfunc.{name} is now {module}.{name}", DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module(module), name)
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'gbfunc' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

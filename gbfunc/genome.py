@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from gbfunc.hypernets.base import normal
 from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, is_exporting, joined
 from gbfunc.plan import Ensemble, Plan
-from gbfunc.plan.slots import dtype_name
 from gbfunc.pnet import ParameterInfo, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid
 from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
-from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params
+from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
 
 Noise = Mapping[str, Params]
 """`{ensemble: {name: [T, ...]}}`: standard normal noise of the stochastic ensembles."""

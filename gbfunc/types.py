@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 Params: TypeAlias = dict[str, Tensor]
@@ -24,6 +25,15 @@ Lazy: TypeAlias = bool | Literal["auto"]
 """Whether weights stay factors: wherever they can, nowhere, or where it pays."""
 
 JSON: TypeAlias = dict[str, Any]
+
+_NAMES = "int64 float64 complex64 float32 int32 bfloat16 float16 int16 int8 uint8 bool"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
+"""Dtypes of a p-net's tensors that files hold, in the order of safetensors, which writes wider ones first."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `"float32"`."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Genome(NamedTuple):

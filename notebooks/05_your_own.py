@@ -33,8 +33,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import gbfunc as gb
+from gbfunc.formats import file_bytes
 from gbfunc.hypernets import Factors, Leaf, Sized, draw
-from gbfunc.plan import file_bytes
 from gbfunc.plots import MARKERS, PALETTE
 from gbfunc.tasks.digits import digits
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.cli import main
-from gbfunc.plan import Steps, as_stored, file_bytes
+from gbfunc.formats import Steps, as_stored, file_bytes
 from gbfunc.tasks import TASKS
 from gbfunc.tasks.training import genome_trainer
 from gbfunc.trees import flat_genome, like_genome

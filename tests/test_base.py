@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.formats import genome_file_bytes
 from gbfunc.generate import generate_piece
-from gbfunc.plan import genome_file_bytes
 from tests.support.dense_oracle import assert_same, dense_answer, moved_deltas, step_answer, weights_of
 from tests.support.sweep_nets import HYPERNETS, NETS, Setting
 from tests.support.zoo import SGD, loss_fn

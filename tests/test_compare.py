@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gbfunc.formats import genome_file_bytes
 from gbfunc.lab.compare import (
     METHODS,
     BudgetTooSmall,
@@ -27,7 +28,6 @@ from gbfunc.lab.compare import (
 )
 from gbfunc.lab.compare.base import blanks, grid, largest, narrow_pnets, pack, text_of, unpack
 from gbfunc.lab.compare.genome import GenomeOf
-from gbfunc.plan import genome_file_bytes
 from gbfunc.tasks import TASKS, Net, Task, accuracy, find_task
 from gbfunc.tasks.pnets import find_pnet, n_params
 

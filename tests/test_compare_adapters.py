@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.cli import main
+from gbfunc.formats import bytes_each
 from gbfunc.lab.compare import (
     METHODS,
     PRETRAINED_METHODS,
@@ -26,7 +27,6 @@ from gbfunc.lab.compare import (
 )
 from gbfunc.lab.compare.adapters import ADAPTERS, FULL, Adapted, linears_of
 from gbfunc.lab.compare.base import HEAD, Stored, unpack
-from gbfunc.plan import bytes_each
 from gbfunc.tasks import Recipe, Split, Task, accuracy
 from gbfunc.tasks.pnets import Interface, PlanOptions, PNet
 

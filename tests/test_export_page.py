@@ -22,7 +22,6 @@ from gbfunc.export.page import NETWORK, script
 from gbfunc.export.page.layers import layers_in_a_row
 from gbfunc.tasks.pnets import Interface, find_pnet
 from gbfunc.types import Genome
-from tests.support.former_files import FORMER
 from tests.support.step_cases import stored_with
 from tests.support.strategies import linear_end
 
@@ -396,15 +395,6 @@ def test_codes_of_ones_own(tmp_path: Path, dtype: str | None) -> None:
     encodings = {"weight": (own, gb.per_axis(gb.table([[1, 2], [0, -3], [5, 5]]), gb.grid(2, 2), 4))}
     plan, genome = grown(net, hypernet=gb.periodic(3), encodings=encodings, max_tile=(5, 1))
     gb.save(path, plan, genome, dtype=stored_with(plan, genome, dtype))
-    check_weights(one_in_node(path), path)
-
-
-@pytest.mark.process
-@needs_node
-@pytest.mark.parametrize("name", [name for name in FORMER if "tied" not in name])
-def test_files_of_former_versions(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "former"
-    path.write_bytes(base64.b85decode(FORMER[name][2]))
     check_weights(one_in_node(path), path)
 
 

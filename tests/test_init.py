@@ -1,4 +1,4 @@
-"""The names of `gbfunc` itself: those that left it are found where they are now, with a warning."""
+"""The names of `gbfunc` itself."""
 
 from __future__ import annotations
 
@@ -10,27 +10,9 @@ import pytest
 
 import gbfunc as gb
 
-MOVED = [(name, place) for place, names in gb._MOVED.items() for name in names]
 
-
-@pytest.mark.parametrize(("name", "place"), MOVED)
-def test_a_moved_name_is_found_with_a_warning(name: str, place: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"gbfunc.{name} is now {place}.{name}") as caught:
-        found = getattr(gb, name)
-    assert found is getattr(importlib.import_module(place), name)
-    assert caught[0].filename == __file__
-
-
-def test_a_moved_name_is_imported_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match=r"gbfunc.tile_grid is now gbfunc\.tiling\.tile_grid") as caught:
-        from gbfunc import tile_grid
-    assert tile_grid is gb.tiling.tile_grid
-    assert caught[0].filename == __file__
-
-
-def test_names_at_the_top_are_there_without_a_warning() -> None:
-    assert all(getattr(gb, name) is not None for name in gb.__all__)
-    assert not {name for name, _ in MOVED} & set(gb.__all__)
+def test_names_at_the_top_are_there_and_shown() -> None:
+    assert dir(gb) == sorted({*gb.__all__}) and all(getattr(gb, name) is not None for name in gb.__all__)
 
 
 UNUSED = """
@@ -42,7 +24,7 @@ def found(*names):
 
 import gbfunc as gb
 found("optree", *(f"gbfunc.{room}" for room in ("fit", "many", "module", "parallel", "storage", "train")))
-print(set(gb.__all__) - set(dir(gb)), gb.train.make_train_step is gb.make_train_step)
+print(gb.train.make_train_step is gb.make_train_step)
 found("torch.distributed.tensor", "torch.utils.flop_counter", "torch.export")
 gb.GenomeModule
 found("huggingface_hub", "peft", "transformers", "accelerate")
@@ -62,7 +44,7 @@ def test_what_a_program_does_not_use_is_not_imported() -> None:
     """In one process, as an import of torch takes seconds: the library, a module, help on a command, figures."""
     done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, check=True)
     first, second, third, fourth, *text, fifth, sixth = done.stdout.splitlines()
-    assert second == "set() True" and "--epochs INT" in "".join(text)
+    assert second == "True" and "--epochs INT" in "".join(text)
     assert [first, third, fourth, fifth, sixth] == ["[]"] * 5
 
 

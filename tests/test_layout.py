@@ -16,7 +16,7 @@ PACKAGE = ROOT / "gbfunc"
 LEVELS = (
     {"startup", "types", "costs", "extras"},
     {"trees", "tiling", "encoding", "files"},
-    {"hypernets"},
+    {"hypernets", "formats"},
     {"layers"},
     {"pnet"},
     {"base"},

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.formats import file_bytes
 from gbfunc.parallel.planner import DeviceSpec
-from gbfunc.plan import file_bytes
 from tests.support import oracles
 from tests.support.trees_equal import same_bits
 

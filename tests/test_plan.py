@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.plan import Plan, genome_file_bytes
+from gbfunc.formats import genome_file_bytes
+from gbfunc.plan import Plan
 from tests.support.plans import PLANS, Tied, plans
 from tests.support.strategies import ALL_EXAMPLES, FACTORIES, Conv1D, named, pnets
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.formats import genome_file_bytes
 from gbfunc.hypernets import Hypernet, ensemble_params
-from gbfunc.plan import Plan, genome_file_bytes
+from gbfunc.plan import Plan
 from gbfunc.plan.slots import Slot
 from tests.support.strategies import Conv1D, pnets
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gbfunc as gb
-from gbfunc.plan import STORED_DTYPES, file_bytes
+from gbfunc.formats import STORED_DTYPES, file_bytes
 from tests.support.plans import PLANS
 from tests.support.strategies import ALL_EXAMPLES, named
 from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, genome_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gbfunc as gb
-from gbfunc.plan.rounding import BITS, BLOCK, block_size, decode, encode, rounded
+from gbfunc.formats.rounding import BITS, BLOCK, block_size, decode, encode, rounded
 from gbfunc.train import TrainStep
 from gbfunc.trees import flat_genome
 from tests.support.trees_equal import same_bits

@@ -103,10 +103,10 @@ def test_mangled_json_is_a_value_error_or_a_valid_plan(name: str, seed: int) -> 
         ("[" * 100_000, "not a plan"),
         (
             '{"version": 99, "hypernets": [], "encodings": [], "tensors": []}',
-            "version 99 is not one of",
+            "version 99 is not the one known",
         ),
-        ('{"version": 1, "hypernets": [{"type": "x"}], "encodings": [], "tensors": []}', "not a hypernetwork"),
-        ('{"version": 1, "hypernets": [], "encodings": [{"type": "x"}], "tensors": []}', "not an encoding"),
+        ('{"version": 2, "hypernets": [{"type": "x"}], "encodings": [], "tensors": []}', "not a hypernetwork"),
+        ('{"version": 2, "hypernets": [], "encodings": [{"type": "x"}], "tensors": []}', "not an encoding"),
     ],
 )
 def test_what_is_no_plan(text: str, words: str) -> None:
@@ -149,6 +149,6 @@ def test_a_file_alone_makes_no_factory_run() -> None:
 
 
 def test_a_tensor_larger_than_torch_has_any_is_reported() -> None:
-    text = '{"version":1,"hypernets":[],"encodings":[],"tensors":[{"name":"w","shape":[1%s,4],"kind":"matrix"}]}'
+    text = '{"version":2,"hypernets":[],"encodings":[],"tensors":[{"name":"w","shape":[1%s,4],"kind":"matrix"}]}'
     report = Plan.from_json(text % ("0" * 18)).report()
     assert "dense 4,000,000,000,000,000,000 parameters" in report and "not to be saved" in report

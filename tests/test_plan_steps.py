@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.plan import Steps, allocate, as_stored, file_bytes
-from gbfunc.plan.statistics import counter_entries, read_counters
-from gbfunc.plan.step_stream import code_bits
-from gbfunc.plan.steps import bytes_each, parts_of, quantise, stored_as
-from gbfunc.plan.symbols import NARROWEST, WIDEST, Reader, geometric, geometric_bits, join
+from gbfunc.formats import Steps, allocate, as_stored, file_bytes
+from gbfunc.formats.statistics import counter_entries, read_counters
+from gbfunc.formats.step_stream import code_bits
+from gbfunc.formats.steps import bytes_each, parts_of, quantise, stored_as
+from gbfunc.formats.symbols import NARROWEST, WIDEST, Reader, geometric, geometric_bits, join
 from gbfunc.trees import flat_genome, flatten_tree, like_genome
 from gbfunc.types import Genome, Params
 from tests.support.step_cases import random_steps
@@ -388,6 +388,8 @@ def test_files_do_not_depend_on_defaults(dtype: torch.dtype, device: str | None,
 
 @pytest.mark.process
 def test_the_table_of_steps_does_not_depend_on_defaults_at_import() -> None:
-    code = "import torch; torch.set_default_dtype(torch.float16); import gbfunc.plan.steps as s; print(s._STEPS.dtype)"
+    code = (
+        "import torch; torch.set_default_dtype(torch.float16); import gbfunc.formats.steps as s; print(s._STEPS.dtype)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "torch.float32"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gbfunc.plan.symbols import PIECE, Reader, Run, _limits, most_runs_bytes, pack_runs
+from gbfunc.formats.symbols import PIECE, Reader, Run, _limits, most_runs_bytes, pack_runs
 
 
 @st.composite

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import zlib
-from base64 import b85decode
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gbfunc as gb
-from gbfunc.cli.eval import byte_report
-from gbfunc.plan import genome_file_bytes
-from gbfunc.plan.file_layout import WORDS, deflate
-from gbfunc.plan.rounding import rounded
+from gbfunc.formats import genome_file_bytes
+from gbfunc.formats.layout import DOCUMENTS, WORDS, deflate
+from gbfunc.formats.rounding import rounded
 from gbfunc.storage.genome_file import load_dtype
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
-from tests.support.former_files import FORMER
 from tests.support.plans import PLANS
 from tests.support.strategies import FACTORIES
 from tests.support.trees_equal import bytes_of, copy_tree, same_bits
 from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, genome_of
 
+ROOT = Path(__file__).parents[1]
 ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
 METADATA = {"classes": ["a", "ü"], "mean": [0.1, -3e-7], "nested": {"no": None, "yes": True}}
 
@@ -47,14 +44,6 @@ def body(genuine: Genuine) -> bytes:
 def forged(body: bytes) -> bytes:
     """A file with any body, and the checksum that fits it."""
     return b"GB5" + body[:1] + zlib.crc32(body).to_bytes(4, "little") + body[1:]
-
-
-def forged_3(body: bytes, name: str = "gbfunc-genome-3", **entry: Any) -> bytes:
-    """The same of the format before."""
-    data = hashlib.sha256(body).digest()[:16] + body
-    fields = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)], **entry}
-    text = json.dumps({name: fields}).encode()
-    return len(text).to_bytes(8, "little") + text + data
 
 
 # --- round trip ----------------------------------------------------------------------------------------------------
@@ -95,31 +84,6 @@ def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -
     assert same_bits(leaves_of(gb.load(tmp_path / "g")[1]), rounded(leaves_of(genome), "int8"))
 
 
-@pytest.mark.parametrize("name", FORMER)
-def test_files_of_former_versions_are_read(name: str, tmp_path: Path) -> None:
-    """Other words in the packer, or other rounding, would be another format."""
-    digest, params, text = FORMER[name]
-    (tmp_path / "former").write_bytes(b85decode(text))
-    plan, genome = gb.load(tmp_path / "former")
-    assert digest_of(genome) == digest and plan.genome_params == params
-    gb.save(tmp_path / "now", plan, genome)
-    again, same = gb.load(tmp_path / "now")
-    assert again == plan and same_bits(leaves_of(same), leaves_of(genome))
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_bytes_of_files_of_former_versions_are_reported(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "former"
-    path.write_bytes(b85decode(FORMER[name][2]))
-    size = path.stat().st_size
-    now = gb.save(tmp_path / "now", *gb.load(path), load_dtype(path), gb.load_metadata(path))
-    said, again = byte_report(path), byte_report(tmp_path / "now")
-    assert f"{now:,} bytes on disk" in again and "former" not in again
-    assert (
-        said == again + (now != size) * f"\nformat       a former one: the file has {size:,} bytes, saved again {now:,}"
-    )
-
-
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "int2", "int8"])
 def test_a_file_says_what_it_holds_numbers_in(dtype: str | None, tmp_path: Path, genuine: Genuine) -> None:
     gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype)
@@ -127,15 +91,22 @@ def test_a_file_says_what_it_holds_numbers_in(dtype: str | None, tmp_path: Path,
 
 
 def test_the_words_of_a_format_stay_as_they_are() -> None:
-    digests = {number: hashlib.sha256(words).hexdigest()[:16] for number, words in WORDS.items()}
-    assert digests == {
-        2: "1a4f4f1d9f983291",
-        3: "224355ebc001f984",
-        4: "d4157b7285083d5f",
-        5: "515c1ab3d5ba3441",
-    }
+    digests = [hashlib.sha256(words).hexdigest()[:16] for words in (WORDS, DOCUMENTS)]
+    assert digests == ["1a4f4f1d9f983291", "515c1ab3d5ba3441"]
     # What deflate can reach from the end of a long document.
-    assert max(map(len, WORDS.values())) <= 2**15 - 262
+    assert len(DOCUMENTS) <= 2**15 - 262
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"), {"gpt": "2f7e285a744c4629", "lenet5": "94a341f5120582ec", "mnist": "ec30b7420512c027"}.items()
+)
+def test_files_that_exist_are_read(name: str, digest: str, tmp_path: Path) -> None:
+    """Another coder, other words or other rounding would be another format."""
+    path = ROOT / f"notebooks/pages/{name}.genome"
+    plan, genome = gb.load(path)
+    assert digest_of(genome) == digest
+    gb.save(tmp_path / "again", plan, genome, load_dtype(path), gb.load_metadata(path))
+    assert same_bits(leaves_of(gb.load(tmp_path / "again")[1]), leaves_of(genome))
 
 
 def digest_of(genome: gb.Genome) -> str:
@@ -143,15 +114,6 @@ def digest_of(genome: gb.Genome) -> str:
     for name, leaf in sorted(leaves_of(genome).items()):
         digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode() + bytes_of(leaf))
     return digest.hexdigest()[:16]
-
-
-def test_a_file_of_format_3_with_metadata(tmp_path: Path) -> None:
-    (tmp_path / "former").write_bytes(FORMER_3)
-    plan, genome = gb.load(tmp_path / "former")
-    assert gb.load_metadata(tmp_path / "former") == {"task": "mnist", "classes": ["no", "yes"]}
-    assert same_bits(genome.direct["bias"], torch.tensor([1.0, -2.0, 0.3]).half().float())
-    values = [float(x) for leaves in genome.gnets.values() for leaf in leaves.values() for x in leaf.flatten()]
-    assert values == FORMER_VALUES
 
 
 def test_running_statistics_take_16_bits_where_these_are_enough(tmp_path: Path) -> None:
@@ -311,17 +273,6 @@ def test_more_codes_than_runs_may_hold(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("entry", [{"dtype": "I8"}, {"shape": [1, -1]}, {"shape": [0]}], ids=str)
-def test_tensors_that_are_not_of_bytes(entry: Any, body: bytes, tmp_path: Path) -> None:
-    entry = {k: [1, len(body) + 16] if v == [1, -1] else v for k, v in entry.items()}
-    refused_cheaply(forged_3(body, **entry), tmp_path, "")
-
-
-@pytest.mark.parametrize("name", ["gbfunc-genome-", "gbfunc-genome-2", "gbfunc-genome-4", "float32"])
-def test_other_names(name: str, body: bytes, tmp_path: Path) -> None:
-    refused_cheaply(forged_3(body, name), tmp_path, "it is a safetensors file, but not a genome")
-
-
 def test_metadata_of_what_is_no_plan(body: bytes, tmp_path: Path) -> None:
     for text in ("[]", "3", "[" * 5_000, "x", '{"metadata":'):
         packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
@@ -330,13 +281,3 @@ def test_metadata_of_what_is_no_plan(body: bytes, tmp_path: Path) -> None:
             gb.load_metadata(tmp_path / "g")
     with pytest.raises(FileNotFoundError):
         gb.load_metadata(tmp_path / "missing")
-
-
-FORMER_3 = (
-    b"H\x00\x00\x00\x00\x00\x00\x00"
-    b'{"gbfunc-genome-3":{"dtype":"U8","shape":[104],"data_offsets":[0,104]}} '
-    b'\xfc\xe3\x89\xa3\x9b\r\x90\x92R\xc2\xebx\x9f\xf4>v\x05#"r\xb1F\xa4!\xc1\xf6\x1d\xf6@\xc7'
-    b"\x08\x17c\x1d#,\xa1\x82\x14\x08@\x05\xd0 0\xb243\xb10573\xb047371\xc1\x08\x10\xb4\xf00"
-    b"\xc6\x1a xJ\\\xa4\x1a%/\x1f\xc8\xaf\x04\xb2\x81\x85?\x00\x00<\x00\xc0\xcd4\x04=\x04=\x04=\x04=\xf8>\x0f\x83\xe0X"
-)
-FORMER_VALUES = [-0.9990234375, -0.64453125, -0.9990234375, -0.9990234375, -0.9990234375]

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gbfunc as gb
+from gbfunc.formats import genome_file_bytes
 from gbfunc.hypernets import Hypernet
-from gbfunc.plan import genome_file_bytes
 from tests.support.forgery import Genuine, joined, leaves_of, refused
 from tests.support.strategies import ALL_EXAMPLES, FACTORIES, linear_end, named
 from tests.support.trees_equal import copy_tree, same_bits

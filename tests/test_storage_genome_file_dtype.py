@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gbfunc as gb
-from gbfunc.plan import STORED_DTYPES, genome_file_bytes
+from gbfunc.formats import STORED_DTYPES, genome_file_bytes
 from tests.support.forgery import Genuine, leaves_of
 from tests.support.plans import PLANS
 from tests.support.trees_equal import copy_tree, same_bits
@@ -20,26 +20,6 @@ from tests.support.zoo import ZOO, Animal, genome_of
 @pytest.fixture(scope="module")
 def genuine(tmp_path_factory: pytest.TempPathFactory) -> Genuine:
     return Genuine(tmp_path_factory.mktemp("genome") / "genome.safetensors")
-
-
-FORMER = (
-    b'(\x01\x00\x00\x00\x00\x00\x00{"__metadata__":{"format":"gbfunc-genome-2","numbers":"float16",'
-    b'"plan":"c=?wkU63Opa<N9FA<h`XALtn2Vyt6?B~*|C0jK~P1jeQ&Cgw&KCT504W)>Ev7y*J79>!P#q!s`gHcP$",'
-    b'"sha256":"602ea45902f96ef18dc00abd347b19c4a688712ab4fa2fbc935728852db6261b"},'
-    b'"float16":{"dtype":"F16","shape":[8],"data_offsets":[0,16]}}      '
-    b"\x00<\x00\xc0\xcd4f.f.f.f.f."
-)
-"""What `gb.save(..., numbers=torch.float16)` wrote before that argument was called dtype."""
-
-
-def test_a_file_of_the_former_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / "former").write_bytes(FORMER)
-    plan, genome = gb.load(tmp_path / "former")
-    assert [t.name for t in plan.direct] == ["bias"] and plan.generated[0].slots[0].hypernet == gb.periodic(1)
-    assert same_bits(genome.direct["bias"], torch.tensor([1.0, -2.0, 0.3]).half().float())
-    assert gb.save(tmp_path / "again", plan, genome, dtype=torch.float16) <= len(FORMER)
-    again, same = gb.load(tmp_path / "again")
-    assert again == plan and same_bits(leaves_of(same), leaves_of(genome))
 
 
 def narrowed(leaf: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gbfunc as gb
-from gbfunc.plan import TensorPlan, genome_file_bytes
+from gbfunc.formats import genome_file_bytes
+from gbfunc.plan import TensorPlan
 from tests.support.forgery import Genuine, forged, joined, refused, refused_cheaply, refused_or_usable
 from tests.support.trees_equal import same_bits
 

@@ -8,7 +8,6 @@ import gbfunc as gb
 from gbfunc.cli.commands import Eval
 from gbfunc.cli.networks import genome_metrics, read_genome
 from gbfunc.cli.output import print_metrics
-from gbfunc.plan.report import file_bytes
 from gbfunc.storage.genome_file import load_dtype
 
 
@@ -21,9 +20,6 @@ def run(options: Eval) -> None:
 
 
 def byte_report(path: Path) -> str:
-    """The plan's report with the bytes of its genome's file, and of such a file as it is written now."""
+    """The plan's report with the bytes of its genome's file."""
     plan, genome = gb.load(path)
-    dtype, metadata = load_dtype(path), gb.load_metadata(path)
-    report = plan.report(dtype, genome, metadata)
-    now, size = sum(file_bytes(plan, dtype, genome, metadata).values()), path.stat().st_size
-    return report + f"\nformat       a former one: the file has {size:,} bytes, saved again {now:,}" * (now != size)
+    return plan.report(load_dtype(path), genome, gb.load_metadata(path))

@@ -16,8 +16,8 @@ from gbfunc.cli.about import about
 from gbfunc.cli.options import DataOptions, DtypeName, GenomeOptions, PNetOptions, RunOptions, TrainingOptions
 from gbfunc.cli.plan_config import read_plan_config
 from gbfunc.cli.ranks import find_device
+from gbfunc.formats import AUTO, file_bytes
 from gbfunc.hypernets import HYPERNETS, Hypernet
-from gbfunc.plan import AUTO, file_bytes
 from gbfunc.tasks import TASKS, Recipe, Task, find_task
 from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.pnets import PlanOptions, find_pnet, options_for

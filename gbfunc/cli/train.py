@@ -36,8 +36,8 @@ from gbfunc.cli.options import (
 from gbfunc.cli.output import Best, open_folder, open_logs, print_metrics, print_reasons, reporter, write_run
 from gbfunc.cli.provenance import provenance
 from gbfunc.cli.ranks import amp_slowdown, amp_warning, check_alike, find_device, in_turn, open_mesh, split_over
+from gbfunc.formats import AUTO
 from gbfunc.lab.birth import RATES
-from gbfunc.plan import AUTO
 from gbfunc.tasks.logs import OnLog
 from gbfunc.tasks.rounding import better, going_on, joined, slowed
 from gbfunc.tasks.training import Fit, Trainer, fit, genome_trainer, total_steps

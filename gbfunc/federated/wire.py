@@ -15,9 +15,9 @@ from flwr.app import Array, ArrayRecord  # pyright: ignore[reportMissingImports]
 from numpy.typing import NDArray
 
 from gbfunc import Genome, Plan, __version__
+from gbfunc.formats.compact import Compact, pack
+from gbfunc.formats.rounding import BITS, rounded
 from gbfunc.genome import check_genome
-from gbfunc.plan.compact import Compact, pack
-from gbfunc.plan.rounding import BITS, rounded
 from gbfunc.trees import stored_tensors, unflatten_tree
 from gbfunc.types import GenomeLike, Params
 

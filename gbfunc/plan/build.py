@@ -19,17 +19,17 @@ from torch import nn
 
 from gbfunc.base import BaseTensors, hub_name
 from gbfunc.encoding import Encoding, PerAxis, binary, grid, per_axis, table
+from gbfunc.formats.sizes import genome_file_bytes
+from gbfunc.formats.steps import Stored, bytes_each
 from gbfunc.hypernets import Hypernet, bilinear, low_rank, periodic
 from gbfunc.layers import KINDS
 from gbfunc.plan.budget import Unit, allocate, spend
-from gbfunc.plan.report import genome_file_bytes
 from gbfunc.plan.select import Candidate, Rule, check_targets, choose
-from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_stored, dtype_name
+from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan, check_stored
 from gbfunc.plan.spec import Plan
-from gbfunc.plan.steps import Stored, bytes_each
 from gbfunc.pnet import buffers_of, check_pnet
 from gbfunc.tiling import MaxTile, check_max_tile
-from gbfunc.types import MatrixDims
+from gbfunc.types import MatrixDims, dtype_name
 
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None

@@ -14,8 +14,9 @@ from torch import nn
 
 from gbfunc.hypernets import Hypernet
 from gbfunc.layers import LayerKind, layer_kind
-from gbfunc.plan.slots import TensorPlan, dtype_name
+from gbfunc.plan.slots import TensorPlan
 from gbfunc.pnet import ParameterInfo, parameter_infos
+from gbfunc.types import dtype_name
 
 Rule = tuple[str, Hypernet | None]
 

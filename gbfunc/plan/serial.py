@@ -10,21 +10,18 @@ from typing import Any, TypeVar
 from gbfunc import encoding, hypernets
 from gbfunc.base import Base
 from gbfunc.encoding import Encoding, encoding_from_json
+from gbfunc.formats.layout import check_limits
 from gbfunc.hypernets import Hypernet, from_module, hypernet_from_json
-from gbfunc.plan.slots import DTYPES, BufferPlan, Slot, TensorPlan
+from gbfunc.plan.slots import BufferPlan, Slot, TensorPlan
 from gbfunc.tiling import TileGrid
-from gbfunc.types import JSON
+from gbfunc.types import DTYPES, JSON
 
 VERSION = 2
-"""Version 1, which is read too, has slots of another order, and says every kind."""
 
 _USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}
 """By the number of dimensions: such kinds are left out."""
 
-# What is read at most: whatever a file declares, it takes no more than a second and some MB to find out.
-_MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS, _MAX_TILES = 1 << 14, 64, 256, 1 << 24
-
-
+_MAX_TILES = 1 << 24
 C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 
 
@@ -119,12 +116,12 @@ def plan_from_json(
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = json.loads(text)
-        if data["version"] not in (1, VERSION):
-            raise ValueError(f"plan version {data['version']!r} is not one of those known here, 1 and {VERSION}")
+        if data["version"] != VERSION:
+            raise ValueError(f"plan version {data['version']!r} is not the one known here, {VERSION}")
         check_limits(data)
         hypernets = [hypernet_from_json(h, by_path) for h in data["hypernets"]]
         encodings = [encoding_from_json(e) for e in data["encodings"]]
-        tensors = tuple(_tensor(entry, hypernets, encodings, data["version"]) for entry in data["tensors"])
+        tensors = tuple(_tensor(entry, hypernets, encodings) for entry in data["tensors"])
         buffers = tuple(_buffer(*entry) for entry in data.get("buffers", []))
         target = _text(data.get("target", ""))
         base = _base(*data["base"]) if "base" in data else None
@@ -133,22 +130,6 @@ def plan_from_json(
     if (tiles := sum(s.grid.n_tiles for t in tensors for s in t.slots)) > _MAX_TILES:
         raise ValueError(f"the plan declares {tiles} tiles; at most {_MAX_TILES:,} are read")
     return tensors, buffers, target, base
-
-
-def check_limits(data: JSON) -> None:
-    """Raise `ValueError` for a plan, as JSON, that would take long to read."""
-    tensors, buffers, hypernets = data["tensors"], data.get("buffers", []), data["hypernets"]
-    shapes = [t["shape"] for t in tensors] + [b[1] for b in buffers]
-    options = [value for h in hypernets for value in h.values() if isinstance(value, list)]
-    for what, count, most in (
-        ("names of tensors", len(shapes) + sum(len(t.get("aliases", [])) for t in tensors), _MAX_TENSORS),
-        ("hypernetworks", len(hypernets), _MAX_TENSORS),
-        ("encodings", len(data["encodings"]), _MAX_TENSORS),
-        ("dimensions in a shape", max(map(len, shapes), default=0), _MAX_DIMS),
-        ("layers in a g-net", max(map(len, options), default=0), _MAX_LAYERS),
-    ):
-        if count > most:
-            raise ValueError(f"the plan has {count:,} {what}; a file holds at most {most:,}")
 
 
 def _text(value: Any) -> str:
@@ -176,17 +157,14 @@ def _base(digest: Any, params: Any, size: Any, name: Any, revision: Any) -> Base
     return Base(_text(digest), params, size, _text(name), _text(revision))
 
 
-def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding], version: int) -> TensorPlan:
+def _tensor(entry: JSON, hypernets: list[Hypernet], encodings: list[Encoding]) -> TensorPlan:
     aliases, note = tuple(map(_text, entry.get("aliases", []))), _text(entry.get("note", ""))
     name, shape, dtype = _text(entry["name"]), _shape(entry["shape"]), entry.get("dtype", "float32")
-    kind = entry["kind"] if version == 1 else entry.get("kind", _USUAL_KINDS.get(len(shape)))
+    kind = entry.get("kind", _USUAL_KINDS.get(len(shape)))
     bare = TensorPlan(name, shape, dtype, kind, aliases=aliases, note=note)
     base = entry.get("base", False) is True
     slots, matrices = [], bare.matrices if "slots" in entry else ()
     for values, matrix in zip(entry.get("slots", ()), matrices, strict=True):
-        if version == 1:
-            h, tile_rows, tile_cols, row_code, col_code, scale, offset, *group = values
-            values = [h, row_code, col_code, scale, offset, *(group or [""]), tile_rows, tile_cols]
         usual: list[Any] = [0.0, "", matrix.rows, matrix.cols]
         h, row_code, col_code, scale, offset, group, tile_rows, tile_cols = [*values, *usual[len(values) - 4 :]]
         grid = TileGrid(matrix.rows, matrix.cols, tile_rows, tile_cols)

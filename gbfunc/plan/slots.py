@@ -16,17 +16,7 @@ from gbfunc.layers import KINDS
 from gbfunc.layers.factored import DeltaWeight, FactoredWeight
 from gbfunc.layers.install import formable, transposed
 from gbfunc.tiling import TileGrid
-from gbfunc.types import Lazy, MatrixDims, TileDims
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `"float32"`."""
-    return str(dtype).removeprefix("torch.")
-
-
-_NAMES = "int64 float64 complex64 float32 int32 bfloat16 float16 int16 int8 uint8 bool"
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
-"""Of a p-net's tensors, by name; in the order of safetensors, which writes wider ones first."""
+from gbfunc.types import DTYPES, Lazy, MatrixDims, TileDims
 
 
 def check_stored(name: str, dtype: str) -> None:

@@ -12,13 +12,13 @@ import torch
 from torch import nn, optim
 
 from gbfunc.base import Base, BaseTensors
+from gbfunc.formats.steps import Stored
 from gbfunc.plan.ensembles import Ensemble, ensembles_of
 from gbfunc.plan.report import report
 from gbfunc.plan.serial import plan_from_json, plan_to_json
-from gbfunc.plan.slots import DTYPES, BufferPlan, TensorPlan, dtype_name
-from gbfunc.plan.steps import Stored
+from gbfunc.plan.slots import BufferPlan, TensorPlan
 from gbfunc.trees import BUFFERS, DIRECT, GNET, differentiable
-from gbfunc.types import GenomeLike, Params
+from gbfunc.types import DTYPES, GenomeLike, Params, dtype_name
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gbfunc.files import replace_file
-from gbfunc.genome import check_genome, unflat_genome
-from gbfunc.plan import AUTO, DTYPES, STORED_DTYPES, Plan, Steps, Stored, check_steps, compact, document, stored_as
-from gbfunc.plan.compact import Compact
-from gbfunc.plan.file_layout import (
-    COMPACT,
+from gbfunc.formats import AUTO, STORED_DTYPES, Steps, Stored, check_steps, compact, document, stored_as
+from gbfunc.formats.compact import Compact
+from gbfunc.formats.layout import (
     FORMAT,
     MAX_HEADER_BYTES,
     MAX_LEAVES,
@@ -33,11 +31,12 @@ from gbfunc.plan.file_layout import (
     stored_leaves,
     unpack_plan,
 )
-from gbfunc.plan.rounding import BITS, is_stat, narrow_stats
+from gbfunc.formats.rounding import BITS, is_stat, narrow_stats
+from gbfunc.genome import check_genome, unflat_genome
+from gbfunc.plan import Plan
 from gbfunc.plan.serial import check_readable
-from gbfunc.plan.slots import dtype_name
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, stored_tensors
-from gbfunc.types import Genome, GenomeLike, Params, TensorMap
+from gbfunc.types import DTYPES, Genome, GenomeLike, Params, TensorMap, dtype_name
 
 
 def save(
@@ -152,10 +151,10 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Compact | _Plain]:
 def is_genome(path: Path) -> bool:
     """Whether a file says that it is a genome; `SafetensorError` for one that is none and no safetensors file."""
     with path.open("rb") as file:
-        if file.read(len(compact.MAGIC)) in compact.FORMATS:
+        if file.read(len(compact.MAGIC)) == compact.MAGIC:
             return True
     with safe_open(path, framework="pt") as file:
-        return COMPACT in file.keys() or _says_genome(file.metadata())  # noqa: SIM118 (not a dict)
+        return _says_genome(file.metadata())
 
 
 def _says_genome(metadata: Mapping[str, str] | None) -> bool:
@@ -167,7 +166,7 @@ def _open(path: Path) -> Compact | _Plain:
         raise ValueError("it is not a file")
     with path.open("rb") as file:
         start = file.read(8)
-        if start[: len(compact.MAGIC)] in compact.FORMATS:
+        if start.startswith(compact.MAGIC):
             return Compact.parse(start + file.read())
         if (size := int.from_bytes(start, "little")) > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {size:,} bytes, over the limit of {MAX_HEADER_BYTES:,}")
@@ -175,7 +174,7 @@ def _open(path: Path) -> Compact | _Plain:
         metadata = file.metadata() or {}
         # Copies: what safetensors returns is the mapped file, which others may change.
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
-    return Compact.open(tensors) if COMPACT in tensors else _Plain.open(metadata, tensors)
+    return _Plain.open(metadata, tensors)
 
 
 class _Plain(NamedTuple):

@@ -15,8 +15,9 @@ from typing import Any
 
 from gbfunc.extras import import_extra
 from gbfunc.files import replace_file
-from gbfunc.plan import Plan, Stored
-from gbfunc.plan.file_layout import FORMAT
+from gbfunc.formats import Stored
+from gbfunc.formats.layout import FORMAT
+from gbfunc.plan import Plan
 from gbfunc.storage.genome_file import load, save
 from gbfunc.types import Genome, GenomeLike
 

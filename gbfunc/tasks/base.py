@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gbfunc import Plan, make_plan, torch_schedule
+from gbfunc.formats import bytes_each
 from gbfunc.hypernets import HYPERNETS
-from gbfunc.plan import bytes_each
 from gbfunc.tasks.data import Augment, Batch, Data, Split, Windows, endless_batches
 from gbfunc.tasks.pnets import Interface, PNet
 

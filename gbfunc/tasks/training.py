@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
+from gbfunc.formats import AUTO, Steps, Stored, as_stored, file_bytes
 from gbfunc.parallel import Mesh, Placement
-from gbfunc.plan import AUTO, Steps, Stored, as_stored, file_bytes
 from gbfunc.tasks.base import Net, Recipe, Task
 from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.tasks.logs import OnLog

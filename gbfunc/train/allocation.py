@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from gbfunc.formats import Steps, allocate, compact, document
+from gbfunc.formats.step_stream import code_bits
 from gbfunc.genome import check_genome
-from gbfunc.plan import Plan, Steps, allocate, compact, document
-from gbfunc.plan.step_stream import code_bits
+from gbfunc.plan import Plan
 from gbfunc.train.optimizers import OptState
 from gbfunc.train.step import TrainState
 from gbfunc.trees import stored_tensors
@@ -25,7 +26,7 @@ def allocate_steps(
 
     Of all parts of a genome (what each tensor has of each leaf), $\sqrt{\overline{g^2}}$ times the step of quantisation
     is made the same, where $\overline{g^2}$ is the mean square of its gradient as the optimizer has it: reverse
-    water-filling with the diagonal of Fisher's information (`gbfunc.plan.steps`). Codes of features with a large
+    water-filling with the diagonal of Fisher's information (`gbfunc.formats.steps`). Codes of features with a large
     amplitude get finer steps, and those of features whose amplitude is 0 take no bytes.
 
     The result says how `save` stores a genome, and what `make_train_step(rounding=)` trains: the loss then sees the

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gbfunc.formats import Stored
 from gbfunc.genome import check_genome
 from gbfunc.parallel import Layout, check_equal, make_layout, single_rank_mesh, stack_ranks, taken_off, weighted_mean
-from gbfunc.plan import Stored
 from gbfunc.train.gradients import Objective
 from gbfunc.train.gradients.ranks import RANK_MIX, SAME_STATE
 from gbfunc.train.optimizers import Optimizer, OptState, torch_optimizer

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from gbfunc.formats import Steps, check_steps
 from gbfunc.genome import check_plan
 from gbfunc.parallel import check_equal, make_layout, single_rank_mesh, text_of
-from gbfunc.plan import Plan, Steps, check_steps
+from gbfunc.plan import Plan
 from gbfunc.pnet import eval_mode_warning
 from gbfunc.train.gradients import LossFn, make_objective
 from gbfunc.train.local import LocalTrainStep

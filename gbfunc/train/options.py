@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from gbfunc.formats import AUTO, Stored, stored_as
 from gbfunc.parallel import Layout, Mesh, Placement
-from gbfunc.plan import AUTO, Stored, stored_as
 from gbfunc.train.optimizers import Optimizer
 from gbfunc.types import Kernel, Lazy
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gbfunc.formats import Steps, Stored, as_stored, check_steps
 from gbfunc.genome import check_genome, init_genome
 from gbfunc.parallel import Layout, Placement, Rows, from_rank_0, gather_state, shard_state
-from gbfunc.plan import Steps, Stored, as_stored, check_steps
 from gbfunc.pnet import parameter_infos
 from gbfunc.train.gradients import Objective
 from gbfunc.train.optimizers import Optimizer, OptState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import gbfunc as gb
-from gbfunc.plan import Steps, Stored, allocate
+from gbfunc.formats import Steps, Stored, allocate
 from gbfunc.trees import BUFFERS, flatten_tree
 from gbfunc.types import Genome
 

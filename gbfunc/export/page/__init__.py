@@ -17,13 +17,13 @@ from types import MappingProxyType
 from typing import Any
 
 from gbfunc.export.page.layers import Layer
+from gbfunc.formats.compact import EXPONENT, MAGIC, STEPS
+from gbfunc.formats.layout import DOCUMENTS, WORDS
+from gbfunc.formats.statistics import LEAST_VARIANCE
+from gbfunc.formats.steps import LARGEST
+from gbfunc.formats.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WIDEST
 from gbfunc.plan import Plan
-from gbfunc.plan.compact import DIGEST_BYTES, EXPONENT, FORMATS, STEPS
-from gbfunc.plan.file_layout import WORDS
 from gbfunc.plan.serial import VERSION
-from gbfunc.plan.statistics import LEAST_VARIANCE
-from gbfunc.plan.steps import LARGEST
-from gbfunc.plan.symbols import HALVINGS, NARROWEST, PIECE, POWERS, ROOTS, WIDEST
 from gbfunc.types import JSON
 
 NETWORK = ("read.js", "steps.js", "grow.js", "networks.js")
@@ -98,12 +98,9 @@ def script(*names: str) -> str:
     """Some of the page's scripts in one, after the constants that they need."""
     constants = {
         "version": VERSION,
-        "digest": DIGEST_BYTES,
-        "words": WORDS[2].decode("ascii"),
-        "formerWords": WORDS[3].decode("ascii"),
-        "compactWords": WORDS[4].decode("ascii"),
+        "words": WORDS.decode("ascii"),
         "documents": base64.b64encode(_documents()).decode("ascii"),
-        "magics": {magic.decode("ascii"): number for magic, number in FORMATS.items()},
+        "magic": MAGIC.decode("ascii"),
         "exponent": EXPONENT,
         "piece": PIECE,
         "powers": POWERS,
@@ -119,9 +116,9 @@ def script(*names: str) -> str:
 
 
 def _documents() -> bytes:
-    """What the words of format 5 have more than those of format 4, as raw deflate with these."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=WORDS[4])
-    return packer.compress(WORDS[5].removeprefix(WORDS[4])) + packer.flush()
+    """The documents that compact files refer to, as raw deflate with `WORDS`."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=WORDS)
+    return packer.compress(DOCUMENTS) + packer.flush()
 
 
 def _source(name: str) -> str:

@@ -5,8 +5,8 @@ const USUAL_KINDS = { 1: "vector", 2: "linear", 4: "conv" };
 /** A plan and the metadata beside it, from their JSON. */
 function parsePlan(text) {
   const data = JSON.parse(text);
-  if (![1, FORMAT.version].includes(data.version)) {
-    throw new Refusal(`its plan is of version ${data.version}, this page reads 1 and ${FORMAT.version}`);
+  if (data.version !== FORMAT.version) {
+    throw new Refusal(`its plan is of version ${data.version}, this page reads ${FORMAT.version}`);
   }
   if (data.base) throw new Refusal("not in the browser yet: a genome that changes a pretrained network");
   const tensors = data.tensors.map((entry) => {
@@ -16,8 +16,7 @@ function parsePlan(text) {
     const sizes = slots.length ? matricesOf(kind, shape) : [];
     const made = slots.map((values, part) => {
       const [rows, cols] = sizes[part];
-      const now = data.version === 1 ? [values[0], ...values.slice(3, 7), values[7] ?? "", values[1], values[2]] : values;
-      const [h, rowCode, colCode, scale, offset = 0, group = "", tileRows = rows, tileCols = cols] = now;
+      const [h, rowCode, colCode, scale, offset = 0, group = "", tileRows = rows, tileCols = cols] = values;
       const codes = { rowCode: data.encodings[rowCode], colCode: data.encodings[colCode] };
       const grid = { rows, cols, tileRows, tileCols, down: Math.ceil(rows / tileRows), across: Math.ceil(cols / tileCols) };
       return { hypernet: data.hypernets[h], grid, ...codes, scale, offset, group };

@@ -4,7 +4,7 @@
 class Refusal extends Error {}
 
 const LIMIT = 4 << 20; // bytes of a plan as JSON
-const FILES = { plain: "gbfunc-genome-2", compact: "gbfunc-genome-3" };
+const PLAIN = "gbfunc-genome-2";
 const ITEM_BYTES = {
   int64: 8, float64: 8, complex64: 8, float32: 4, int32: 4, bfloat16: 2, float16: 2, int16: 2, int8: 1, uint8: 1, bool: 1,
 };
@@ -34,8 +34,7 @@ function readGenome(bytes) {
 
 function readFile(bytes) {
   if (bytes.length < 9) throw new Refusal(`not a genome: ${bytes.length} bytes are too few`);
-  const number = FORMAT.magics[String.fromCharCode(...bytes.subarray(0, 3))];
-  if (number) return readHeaded(bytes, number);
+  if (String.fromCharCode(...bytes.subarray(0, 3)) === FORMAT.magic) return readCompact(bytes);
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);
   const start = 8 + Number(view.getBigUint64(0, true));
   if (start > bytes.length) throw new Refusal("not a genome, or cut short");
@@ -53,8 +52,7 @@ function readFile(bytes) {
     if (!(0 <= from && from <= to && start + to <= bytes.length)) throw new Refusal("the file is cut short");
     tensors[name] = { from: start + from, to: start + to, bytes: bytes.subarray(start + from, start + to) };
   }
-  if (FILES.compact in tensors) return readCompact(bytes, tensors[FILES.compact], start);
-  if (about.format === FILES.plain && about.plan) return readPlain(about, tensors, start);
+  if (about.format === PLAIN && about.plan) return readPlain(about, tensors, start);
   throw new Refusal("not a genome of a version that this page knows: save it again with the newest gbfunc");
 }
 
@@ -83,29 +81,15 @@ function readPlain(about, tensors, start) {
   return { plan, metadata, leaves: flat, parts };
 }
 
-/** A file of one tensor of bytes: digest, bits, plan, plain leaves, scales, and codes. */
-function readCompact(bytes, tensor, start) {
-  const origin = tensor.from + FORMAT.digest;
-  if (hex(sha256(bytes.subarray(origin, tensor.to)).subarray(0, FORMAT.digest)) !== hex(bytes.subarray(tensor.from, origin))) {
-    throw damaged();
-  }
-  const head = [["container", 0, start], ["digest", start, origin + 1]];
-  return readBody(bytes.subarray(0, tensor.to), origin + 1, bytes[origin], ascii(FORMAT.formerWords), head);
-}
-
 /** A file of a format of its own: bits, checksum, plan, plain leaves, and runs of codes. */
-function readHeaded(bytes, number) {
+function readCompact(bytes) {
   const start = 8;
-  const rest = joined([bytes.subarray(start - 5, start - 4), bytes.subarray(start)]);
-  if (crc32(rest) !== new DataView(bytes.buffer, bytes.byteOffset).getUint32(start - 4, true)) throw damaged();
-  const words = [ascii(FORMAT.compactWords)];
-  // Whole documents, packed with these words.
-  if (number > 4) words.push(inflate(ascii(atob(FORMAT.documents)), 0, words[0]).out);
-  return readBody(bytes, start, bytes[start - 5], joined(words), [["container", 0, start]]);
-}
-
-function readBody(bytes, start, flags, words, head) {
+  const checked = joined([bytes.subarray(start - 5, start - 4), bytes.subarray(start)]);
+  if (crc32(checked) !== new DataView(bytes.buffer, bytes.byteOffset).getUint32(start - 4, true)) throw damaged();
+  const flags = bytes[start - 5];
   const bits = flags & ~(NARROW | RUNS | IN_CODES);
+  // Whole documents, packed with the words.
+  const words = inflate(ascii(atob(FORMAT.documents)), 0, ascii(FORMAT.words)).out;
   const document = inflate(bytes, start, words);
   const { plan, metadata } = parsePlan(utf8(document.out));
   const specs = leavesOf(plan);
@@ -124,10 +108,10 @@ function readBody(bytes, start, flags, words, head) {
       at = end;
     }
   }
-  const rest = [["plan", start, document.end], ["direct", document.end, at]];
+  const parts = [["container", 0, start], ["plan", start, document.end], ["direct", document.end, at]];
   if (stepped) {
     Object.assign(flat, readSteps(bytes.subarray(at), plan, specs, inCodes));
-    return { plan, metadata, leaves: flat, parts: [...head, ...rest, ["codes", at, bytes.length]].filter(([, a, b]) => b > a) };
+    return { plan, metadata, leaves: flat, parts: [...parts, ["codes", at, bytes.length]].filter(([, a, b]) => b > a) };
   }
   const coded = names.filter((name) => dtypes[name] === null);
   const lengths = coded.map((name) => product(specs[name].shape));
@@ -141,12 +125,12 @@ function readBody(bytes, start, flags, words, head) {
     flat[name] = { shape: specs[name].shape, data: Float64Array.from({ length: lengths[i] }, (_, k) => number(k)) };
   });
   const last = [`codes of ${bits} bits, scales`, at, bytes.length];
-  return { plan, metadata, leaves: flat, parts: [...head, ...rest, last].filter(([, a, b]) => b > a) };
+  return { plan, metadata, leaves: flat, parts: [...parts, last].filter(([, a, b]) => b > a) };
 }
 
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
-/** Scales, zero points and codes of each leaf from a file of the former format, or one of too many codes for runs. */
+/** Scales, zero points and codes of each leaf from a file of too many codes for runs. */
 function readSymbols(bytes, counts, lengths, bits) {
   const end = 2 * sum(counts);
   const scales = numbersOf(bytes.subarray(0, end), "bfloat16");
@@ -178,7 +162,7 @@ function readRuns(bytes, counts, lengths, bits) {
   return leaves;
 }
 
-/** Runs of symbols that are one integer each piece (asymmetric numeral systems): as `gbfunc.plan.symbols`. */
+/** Runs of symbols that are one integer each piece (asymmetric numeral systems): as `gbfunc.formats.symbols`. */
 function runReader(data, total) {
   const tables = new Map();
   let [x, left, inPiece] = [1n, total, 0];
@@ -229,7 +213,7 @@ function runReader(data, total) {
 
 const damaged = () => new Refusal("damaged: its digest does not fit its content");
 
-/** What a leaf is stored in where `dtype` is asked for, null for codes: as `gbfunc.plan.rounding.stored_dtype`. */
+/** What a leaf is stored in where `dtype` is asked for, null for codes: as `gbfunc.formats.rounding.stored_dtype`. */
 function storedDtype(name, leaf, dtype, narrow) {
   const buffer = name.startsWith("buffers/");
   const statistic = buffer ? STATISTICS[name.split(".").pop()] : undefined;

@@ -1,4 +1,4 @@
-/** Codes whose steps training found: as `gbfunc.plan.steps`, whose comments say what they are. */
+/** Codes whose steps training found: as `gbfunc.formats.steps`, whose comments say what they are. */
 
 const OCTAVE = 8;
 const [NARROWEST, WIDEST] = FORMAT.widths;
@@ -31,7 +31,7 @@ function partsOf(plan, inCodes) {
   return [...found.filter((part) => !part.gain), ...found.filter((part) => part.gain), ...statistics];
 }
 
-/** Variances of norms, then their means: as `gbfunc.plan.statistics`. */
+/** Variances of norms, then their means: as `gbfunc.formats.statistics`. */
 function statisticsOf({ buffers }) {
   const shapes = Object.fromEntries(buffers.filter(({ dtype }) => FLOATS.includes(dtype)).map(({ name, shape }) => [name, shape]));
   const mean = (name) => name.replace(/running_var$/, "running_mean");

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gbfunc.formats.symbols import Reader, Run, most_runs_bytes, pack_runs
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import Problem, Settings, Trained, grid
 from gbfunc.lab.compare.levels import (
@@ -27,7 +28,6 @@ from gbfunc.lab.compare.levels import (
     largest_level,
     vector_levels,
 )
-from gbfunc.plan.symbols import Reader, Run, most_runs_bytes, pack_runs
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.pnets import PNet, n_params
 from gbfunc.types import Params

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import gbfunc as gb
+from gbfunc.formats import AUTO, Stored, StoredDtype, genome_file_bytes, stored_name
+from gbfunc.formats.layout import stored_leaves
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
-from gbfunc.plan import AUTO, Stored, StoredDtype, genome_file_bytes, stored_name
-from gbfunc.plan.file_layout import stored_leaves
 from gbfunc.tasks import Net, Task
 from gbfunc.tasks.rounding import going_on, slowed
 from gbfunc.tasks.training import fit, genome_trainer

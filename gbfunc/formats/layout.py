@@ -13,16 +13,12 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Mapping
 from importlib.resources import files
-from types import MappingProxyType
 
-from gbfunc.plan.rounding import stored_dtype
-from gbfunc.plan.serial import check_limits
-from gbfunc.plan.slots import DTYPES, dtype_name
-from gbfunc.types import Params, TensorMap
+from gbfunc.formats.rounding import stored_dtype
+from gbfunc.types import DTYPES, JSON, Params, TensorMap, dtype_name
 
-FORMAT, COMPACT = "gbfunc-genome-2", "gbfunc-genome-3"
+FORMAT = "gbfunc-genome-2"
 
 # What is read at most: a few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON,
 # takes 64 bytes; a leaf, of one number perhaps, takes 20 us.
@@ -30,6 +26,7 @@ MAX_PLAN_BYTES, _MAX_DICTS, _MAX_LISTS = 4 << 20, 1 << 16, 1 << 18
 _MAX_PACKED = MAX_PLAN_BYTES // 2
 MAX_HEADER_BYTES = _MAX_PACKED + (1 << 12)
 MAX_LEAVES = 1 << 15
+_MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS = 1 << 14, 64, 256
 
 _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
 """What safetensors calls the dtypes."""
@@ -75,13 +72,13 @@ def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: st
     return len(text).to_bytes(8, "little") + text
 
 
-_WORDS_2, _MORE_3, _MORE_4, *_DOCUMENTS = files("gbfunc.plan").joinpath("words.txt").read_text("ascii").splitlines()
-_TEXTS = {2: _WORDS_2, 3: _MORE_3 + _WORDS_2, 4: _MORE_3 + _WORDS_2 + _MORE_4}
-_TEXTS[5] = _TEXTS[4] + "\n".join(_DOCUMENTS)
-WORDS: Mapping[int, bytes] = MappingProxyType({number: text.encode() for number, text in _TEXTS.items()})
-"""Frequent text that packed plans refer to, by the number of a format: in format 5 whole documents of usual trainings.
+_WORDS, _BEFORE, _AFTER, *_DOCUMENTS = files("gbfunc.formats").joinpath("words.txt").read_text("ascii").splitlines()
+WORDS = _WORDS.encode()
+"""Frequent text of plans, which packed plans of safetensors files refer to."""
+DOCUMENTS = (_BEFORE + _WORDS + _AFTER + "\n".join(_DOCUMENTS)).encode()
+"""The same of compact files, with whole documents of usual trainings.
 
-Nothing of it may change, or older files cannot be read; deflate looks 32 kB back.
+Nothing of either may change, or files that exist cannot be read; deflate looks 32 kB back.
 """
 
 
@@ -91,7 +88,7 @@ def pack_plan(text: str) -> str:
     The same text gives the same result wherever the same zlib is in use; any result is read everywhere. Raises
     `ValueError` for one that is longer than what is read.
     """
-    return _checked(base64.b85encode(_compressed(text, 15, WORDS[2]))).decode()
+    return _checked(base64.b85encode(_compressed(text, 15, WORDS))).decode()
 
 
 def unpack_plan(packed: str) -> str:
@@ -101,7 +98,7 @@ def unpack_plan(packed: str) -> str:
         # An incomplete last group decodes to less than it says.
         if base64.b85encode(data).decode() != packed:
             raise ValueError("its last characters are none that base85 ends with")
-        text, rest = _decompressed(data, 15, WORDS[2])
+        text, rest = _decompressed(data, 15, WORDS)
         if rest:
             raise ValueError(f"{rest:,} bytes follow it")
         return text
@@ -112,13 +109,13 @@ def unpack_plan(packed: str) -> str:
 def deflate(text: str) -> bytes:
     """A plan's JSON as a raw deflate stream, which says itself where it ends; raises as `file_header`."""
     check_limits(json.loads(text))
-    return _checked(_compressed(text, -15, WORDS[5]))
+    return _checked(_compressed(text, -15, DOCUMENTS))
 
 
-def inflate(data: bytes, words: bytes) -> tuple[str, int]:
+def inflate(data: bytes) -> tuple[str, int]:
     """Undo `deflate`, and count the bytes that follow; `ValueError` for anything else, as `unpack_plan`."""
     try:
-        return _decompressed(data, -15, words)
+        return _decompressed(data, -15, DOCUMENTS)
     except (ValueError, zlib.error) as error:
         raise ValueError(f"its plan cannot be unpacked: {error}") from error
 
@@ -150,3 +147,19 @@ def _check_size(data: bytes) -> None:
         raise ValueError(f"the plan is longer than {MAX_PLAN_BYTES:,} bytes as JSON, the most that a file holds")
     if data.count(b"{") > _MAX_DICTS or data.count(b"[") > _MAX_LISTS:
         raise ValueError(f"the plan has over {_MAX_DICTS:,} dicts or {_MAX_LISTS:,} lists as JSON")
+
+
+def check_limits(data: JSON) -> None:
+    """Raise `ValueError` for a plan, as JSON, that would take long to read."""
+    tensors, buffers, hypernets = data["tensors"], data.get("buffers", []), data["hypernets"]
+    shapes = [t["shape"] for t in tensors] + [b[1] for b in buffers]
+    options = [value for h in hypernets for value in h.values() if isinstance(value, list)]
+    for what, count, most in (
+        ("names of tensors", len(shapes) + sum(len(t.get("aliases", [])) for t in tensors), _MAX_TENSORS),
+        ("hypernetworks", len(hypernets), _MAX_TENSORS),
+        ("encodings", len(data["encodings"]), _MAX_TENSORS),
+        ("dimensions in a shape", max(map(len, shapes), default=0), _MAX_DIMS),
+        ("layers in a g-net", max(map(len, options), default=0), _MAX_LAYERS),
+    ):
+        if count > most:
+            raise ValueError(f"the plan has {count:,} {what}; a file holds at most {most:,}")

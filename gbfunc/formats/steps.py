@@ -29,11 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gbfunc.plan.rounding import BITS, STORED_DTYPES, StoredDtype, rounded, stored_name
-from gbfunc.plan.slots import DTYPES
-from gbfunc.plan.statistics import coded, statistics_of, uncoded
+from gbfunc.formats.rounding import BITS, STORED_DTYPES, StoredDtype, rounded, stored_name
+from gbfunc.formats.statistics import coded, statistics_of, uncoded
 from gbfunc.trees import BUFFERS, DIRECT, GNET
-from gbfunc.types import Params, TensorMap
+from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
 

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gbfunc.plan.slots import DTYPES, dtype_name
 from gbfunc.trees import BUFFERS, DIRECT
-from gbfunc.types import Params, TensorMap
+from gbfunc.types import DTYPES, Params, TensorMap, dtype_name
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
 """Of a code, by the name of its dtype."""

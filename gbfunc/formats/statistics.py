@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gbfunc.plan.symbols import Entry, Reader
+from gbfunc.formats.symbols import Entry, Reader
 from gbfunc.trees import BUFFERS, DIRECT
 from gbfunc.types import Params, TensorMap
 

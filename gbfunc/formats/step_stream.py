@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gbfunc.plan.statistics import codable, coded, counter_entries, counters_of, read_counters, squares_of
-from gbfunc.plan.steps import (
+from gbfunc.formats.statistics import codable, coded, counter_entries, counters_of, read_counters, squares_of
+from gbfunc.formats.steps import (
     LARGEST,
     LEAST,
     MOST,
@@ -32,7 +32,7 @@ from gbfunc.plan.steps import (
     shifts_of,
     sizes_of,
 )
-from gbfunc.plan.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
+from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geometric, geometric_bits, join
 from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 

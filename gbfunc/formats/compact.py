@@ -16,20 +16,14 @@ batches are in it, too (`statistics`).
 
 In place of runs, where there are too many for them: the scales; zero points and codes in so many bits each, or in a
 stream of deflate (Huffman's codes alone, so at least one bit each), where that is shorter.
-
-Former files are read, too. Those of format 4 have other words in the deflate stream, and "GB4" before it. Those of
-format 3 have no runs, other words again, and are safetensors files of one tensor of bytes, with 16 bytes of a SHA-256
-in place of the CRC-32.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,22 +31,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gbfunc.plan.file_layout import COMPACT, WORDS, deflate, inflate, names_by_dtype, stored_leaves
-from gbfunc.plan.rounding import BITS, Codes, block_size, decode, encode, narrow_stats
-from gbfunc.plan.slots import DTYPES
-from gbfunc.plan.statistics import counters_of
-from gbfunc.plan.step_stream import pack_steps, unpack_steps
-from gbfunc.plan.steps import EXPECTED_BITS, EXPECTED_PART_BITS, Steps, parts_of
-from gbfunc.plan.symbols import LEAST_BITS, MAX_SYMBOLS, Reader, Run, most_runs_bytes, pack_runs
-from gbfunc.types import Params, TensorMap
+from gbfunc.formats.layout import deflate, inflate, names_by_dtype, stored_leaves
+from gbfunc.formats.rounding import BITS, Codes, block_size, decode, encode, narrow_stats
+from gbfunc.formats.statistics import counters_of
+from gbfunc.formats.step_stream import pack_steps, unpack_steps
+from gbfunc.formats.steps import EXPECTED_BITS, EXPECTED_PART_BITS, Steps, parts_of
+from gbfunc.formats.symbols import LEAST_BITS, MAX_SYMBOLS, Reader, Run, most_runs_bytes, pack_runs
+from gbfunc.types import DTYPES, Params, TensorMap
 
 MAGIC = b"GB5"
-FORMATS: Mapping[bytes, int] = MappingProxyType({b"GB4": 4, MAGIC: 5})
-"""By what files begin with."""
 _HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
-DIGEST_BYTES = 16
 _DEAD = 4096
 """Numbers of a feature without amplitude, at most: they take no bits."""
 _EMPTY = np.empty(0, np.uint8)
@@ -192,35 +182,16 @@ class Compact(NamedTuple):
 
     @staticmethod
     def parse(data: bytes) -> Compact:
-        """Read a file that begins with one of `FORMATS`; `ValueError` for a damaged one."""
+        """Read a file that begins with `MAGIC`; `ValueError` for a damaged one."""
         flags, rest = data[len(MAGIC) : len(MAGIC) + 1], data[_HEAD:]
         if len(data) < _HEAD or data[_HEAD - 4 : _HEAD] != zlib.crc32(flags + rest).to_bytes(4, "little"):
             raise ValueError("its checksum does not fit its content: the file is damaged")
-        return Compact._of(flags[0], rest, WORDS[FORMATS[data[: len(MAGIC)]]])
-
-    @staticmethod
-    def open(tensors: Mapping[str, Tensor]) -> Compact:
-        """Read the tensors of a file of format 3; `ValueError` for damaged ones."""
-        data = tensors[COMPACT]
-        if data.dtype != torch.uint8 or data.ndim != 1 or len(tensors) > 1:
-            raise ValueError(f"expected one tensor of bytes, got {len(tensors)}, of {data.dtype}, {tuple(data.shape)}")
-        stored = data.numpy().tobytes()
-        body = stored[DIGEST_BYTES:]
-        if stored[:DIGEST_BYTES] != hashlib.sha256(body).digest()[:DIGEST_BYTES]:
-            raise ValueError("its digest does not fit its content: the file is damaged")
-        flags = body[0] if body else 0
-        if flags & _RUNS:
-            raise ValueError("it has runs of codes, which format 3 has not")
-        return Compact._of(flags, body[1:], WORDS[3])
-
-    @staticmethod
-    def _of(flags: int, rest: bytes, words: bytes) -> Compact:
-        bits = flags & ~(_NARROW | _RUNS)
+        bits = flags[0] & ~(_NARROW | _RUNS)
         bits = STEPS if bits == STEPS + _STATISTICS else bits
         if bits not in (*BITS.values(), STEPS):
             raise ValueError(f"it has codes of {bits} bits, known here are 2 to 8")
-        document, n = inflate(rest, words)
-        return Compact(document, bits, flags, rest[len(rest) - n :])
+        document, n = inflate(rest)
+        return Compact(document, bits, flags[0], rest[len(rest) - n :])
 
     def max_params(self, dtype: torch.dtype) -> int:
         """The most parameters of g-nets that it can hold, of any dtype."""

@@ -1,0 +1,127 @@
+"""Where the bytes of a genome's file go, from shapes alone or from a genome's values."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from gbfunc.formats import compact
+from gbfunc.formats.layout import deflate, file_header, pack_plan, stored_leaves
+from gbfunc.formats.rounding import BITS
+from gbfunc.formats.steps import AUTO, Steps, Stored, stored_as
+from gbfunc.trees import BUFFERS, DIRECT, GNET, compare_trees, stored_tensors
+from gbfunc.types import GenomeLike
+
+PLAN, METADATA, SCALES, CONTAINER = "(plan)", "(metadata)", "(scales)", "(container)"
+
+
+def document(plan: Any, metadata: Any) -> str:
+    """The plan's JSON, with the metadata as one more entry, which a plan does not read; `ValueError` if not JSON."""
+    text = plan.to_json()
+    if metadata is None:
+        return text
+    try:
+        words = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
+        json.loads(words, object_pairs_hook=_once)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"metadata must be JSON: {error}") from error
+    return f'{text[:-1]},"metadata":{words}}}'
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError(f"two keys of a dict have one name in it, of {[key for key, _ in pairs]}")
+
+
+def file_bytes(
+    plan: Any, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None
+) -> dict[str, int]:
+    """Where the bytes of a genome's file go; their sum is the size of the file that `save` writes of the same.
+
+    Codes take as many bytes as their values need. With a genome the bytes are exact; without one those of `"int2"` to
+    `"int8"` are the most that any has, and those of `"auto"` what is to be expected. Where several tensors share a
+    byte, or a stream of codes, each gets its part of it.
+
+    Args:
+        plan: the plan.
+        dtype: as of `save`.
+        genome: what would be saved, where its values matter.
+        metadata: as of `save`.
+
+    Returns:
+        Bytes by name: tensors and buffers of the p-net, `(ensemble)` for what tiles share, and `(plan)`, `(metadata)`,
+        `(scales)` of codes, and `(container)`, which is all that is left.
+
+    Raises:
+        ValueError: as `save`, for a plan that cannot be saved or a genome that does not fit it.
+    """
+    name, leaves = None if dtype is None else stored_as(dtype), plan.leaves
+    if genome is not None:
+        leaves = stored_tensors(genome)
+        compare_trees(plan.leaves, leaves, "the genome does not fit the plan")
+    text, bare = document(plan, metadata), plan.to_json()
+    owners, parts = owners_of(plan), Counter[str]()
+    if name == AUTO or name in BITS:
+        if name in BITS:
+            given = text, leaves, BITS[name]
+            sizes = compact.most_bytes(*given) if genome is None else compact.pack(*given)[1]
+        elif genome is None:
+            sizes = compact.expected_bytes(text, plan)
+        elif isinstance(dtype, Steps):
+            sizes = compact.pack_with_steps(text, plan, leaves, dtype)[1]
+        else:
+            raise ValueError(f"{AUTO!r} says nothing of steps: give those of gb.allocate_steps")
+        packed = len(deflate(bare))
+        parts += {PLAN: packed, METADATA: sizes.document - packed, CONTAINER: sizes.head}
+        plain, codes = sizes.plain, [(SCALES, sizes.scales)]
+        for leaf, bits in sizes.bits.items():
+            at = 0
+            for owner, n in owners[leaf]:
+                codes.append((owner, float(bits[at : at + n].sum()) if isinstance(bits, np.ndarray) else n * bits))
+                at += n
+        for owner, size in _whole_bytes(codes, sizes.codes):
+            parts[owner] += size
+    else:
+        stored = stored_leaves(leaves, name)
+        plain = {leaf: x.nbytes for leaf, x in stored.items()}
+        head, packed = len(file_header(text, leaves, stored)), len(pack_plan(bare))
+        extra = len(pack_plan(text)) - packed
+        parts += {PLAN: packed, METADATA: extra, CONTAINER: head - packed - extra}
+    for leaf, size in plain.items():
+        numel = sum(n for _, n in owners[leaf])
+        for owner, n in owners[leaf]:
+            parts[owner] += size // max(1, numel) * n
+    return dict(parts)
+
+
+def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
+    """Bytes of a genome's file, header included, as of `file_bytes` without a genome."""
+    return sum(file_bytes(plan, dtype).values())
+
+
+def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
+    """Whose the numbers of each leaf are, and how many of each, in their order."""
+    owners = {f"{DIRECT}{t.name}": [(t.name, t.numel)] for t in plan.direct}
+    owners |= {f"{BUFFERS}{b.name}": [(b.name, math.prod(b.shape))] for b in plan.buffers}
+    for e in plan.ensembles:
+        for name, leaf in e.leaves.items():
+            each = math.prod(leaf.shape)
+            tiles = [(plan.tensors[s.tensor].name, s.slot.grid.n_tiles * each) for s in e.spans]
+            shared = e.hypernet.shares and leaf.scope == "group"
+            owners[f"{GNET}{e.name}/{name}"] = [(f"({e.name})", e.n_groups * each)] if shared else tiles
+    return owners
+
+
+def _whole_bytes(parts: Iterable[tuple[str, float]], total: int) -> Iterable[tuple[str, int]]:
+    """Parts of a stream in proportion to their bits, as bytes whose sum is `total`."""
+    parts = list(parts)
+    ends = np.cumsum([0.0, *(bits for _, bits in parts)])
+    places = np.round(ends / (ends[-1] or 1.0) * total).astype(int)
+    # Where nothing takes any, the first has it.
+    places[-1] = total
+    return [(owner, int(size)) for (owner, _), size in zip(parts, np.diff(places), strict=True)]
