@@ -25,7 +25,6 @@ from gbfunc.parallel.schedule import Kind, Span, Timeline
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX*"
-HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 # Diverging and without red-green contrast.
 WEIGHTS = "PuOr"
 _MAX_FIELDS, _MAX_SIDE, _MAX_COLUMNS = 64, 64, 4
@@ -222,36 +221,6 @@ def tradeoff_curves(
         figure.set_size_inches(7.6, 4.7 + 0.18 * len(hollow))
         others = [handles[label] for label in hollow]
         figure.legend(others, list(hollow), frameon=False, loc="outside lower left", fontsize="x-small")
-    return figure
-
-
-def grouped_bars(panels: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]]) -> Figure:
-    """Bars on logarithmic axes, side by side in groups, a panel for each quantity; equal quantities have one scale.
-
-    Args:
-        panels: label of the vertical axis, and values by group and by label, for each panel by its title. All groups
-            draw from the same labels; one that lacks a label has a gap there.
-    """
-    bars = [bar for _, groups in panels.values() for group in groups.values() for bar in group.items()]
-    if not bars or min(value for _, value in bars) <= 0:
-        raise ValueError("grouped_bars expects at least one panel, and positive values")
-    labels = list(dict(bars))
-    figure, (row,) = _figure(1.2 + 3.6 * len(panels), 3.9, columns=len(panels))
-    width = 0.8 / len(labels)
-    for axes, (title, (ylabel, groups)) in zip(row, panels.items(), strict=True):
-        for i, label in enumerate(labels):
-            places = [
-                x + (i - (len(labels) - 1) / 2) * width for x, group in enumerate(groups.values()) if label in group
-            ]
-            heights = [group[label] for group in groups.values() if label in group]
-            style = {"color": PALETTE[i % len(PALETTE)], "hatch": HATCHES[i % len(HATCHES)], "label": label}
-            axes.bar(places, heights, width, edgecolor="white", linewidth=0.4, **style)
-        axes.set(title=title, ylabel=ylabel, yscale="log", xticks=range(len(groups)), xticklabels=list(groups))
-        _finish(axes, axis="y")
-    for axes in row:
-        limits = [other.get_ylim() for other in row if other.get_ylabel() == axes.get_ylabel()]
-        axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    figure.legend(*row[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=len(labels))
     return figure
 
 

@@ -280,11 +280,6 @@ def test_every_case_can_be_built_from_its_names() -> None:
         (["--quick", "--cases", "nope"], "--cases nope: unknown; expected some of demo small_mlp"),
         (["--repeat", "0"], "--repeat must be at least 1"),
         (["--repeat", "2", "--calibrate"], "bench --calibrate takes device, threads: drop --repeat"),
-        (
-            ["--distributed", "--device", "cuda"],
-            "bench --distributed takes quick, cases, out, ranks, links: drop --device",
-        ),
-        (["--ranks", "2"], "bench takes quick, cases, repeat, device, threads, out: drop --ranks"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--device", "meta"], "--device 'meta' cannot be used"),
         (["--device", "flux"], "--device 'flux' cannot be used"),

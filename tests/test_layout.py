@@ -216,9 +216,7 @@ def test_cycles_are_seen(sources: dict[str, str], found: list[list[str]]) -> Non
 
 def test_only_parallel_uses_torch_distributed() -> None:
     users = {path for path in SOURCES if uses_distributed(parse(path), path)}
-    # What the library is measured against is built on it too, in one file.
-    baselines = "gbfunc/lab/bench/dense_parallel.py"
-    assert {room_of(path) for path in users - {baselines}} == {"parallel"}
+    assert {room_of(path) for path in users} == {"parallel"}
 
 
 def test_only_pnet_calls_the_pnet_functionally() -> None:

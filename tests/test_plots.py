@@ -16,7 +16,6 @@ from gbfunc.plots import (
     EVENTS,
     PALETTE,
     birth_curves,
-    grouped_bars,
     learning_curve,
     plot_schedule,
     return_curve,
@@ -159,17 +158,6 @@ def test_kernels_of_convolutions_are_a_mosaic_and_deep_nets_show_four_tensors() 
     deep = weight_images({"net": {f"{i}.weight": torch.randn(4, 4) for i in range(9)}})
     titles = [a.get_title() for a in deep.axes if a.get_title()]
     assert titles == ["net: 0.weight", "net: 3.weight", "net: 5.weight", "net: 8.weight"]
-
-
-def test_bars_of_one_quantity_have_one_scale() -> None:
-    panels = {
-        "bytes": ("bytes", {"2 ranks": {"a": 1e6, "b": 2e5}}),
-        "2 ranks": ("ms", {"fast": {"a": 1.0, "b": 20.0}}),
-        "4 ranks": ("ms", {"fast": {"a": 10.0, "b": 2000.0}}),
-    }
-    sent, two, four = grouped_bars(panels).axes
-    assert two.get_ylim() == four.get_ylim() != sent.get_ylim()
-    assert two.get_ylim()[0] <= 1.0 and two.get_ylim()[1] >= 2000.0
 
 
 def test_birth_curves_begin_at_birth() -> None:

@@ -1,7 +1,6 @@
 """`gbfunc bench`: what generation costs here, against the dense p-net and the naive implementation.
 
-With `--distributed`: what goes over the wire, and how long ranks wait for it. With `--calibrate`: what the planner must
-know of this machine.
+With `--calibrate`: what the planner must know of this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from gbfunc.lab.bench.variants import Setting, why_not
 _ROUNDS = 7
 _TAKEN = {
     None: ("quick", "cases", "repeat", "device", "threads", "out"),
-    "distributed": ("quick", "cases", "out", "ranks", "links"),
     "calibrate": ("device", "threads"),
 }
 """Options of what is measured: of cases side by side, or instead."""
@@ -36,7 +34,7 @@ _GROWTH = {"growth_weights": ("weights", "weights"), "growth_features": ("featur
 
 def run(options: Bench) -> None:
     """Run the cases, print one table, write the results."""
-    kind = "calibrate" if options.calibrate else "distributed" if options.distributed else None
+    kind = "calibrate" if options.calibrate else None
     given = [f.name for f in fields(Bench) if getattr(options, f.name) != f.default]
     if odd := [name for name in given if name not in (kind, *_TAKEN[kind])]:
         raise ValueError(f"bench{f' --{kind}' if kind else ''} takes {', '.join(_TAKEN[kind])}: drop --{odd[0]}")
@@ -46,10 +44,6 @@ def run(options: Bench) -> None:
         raise ValueError(f"--threads must be at least 1, got {options.threads}")
     if options.calibrate:
         print_device(find_device(options.device), options.threads)
-        return
-    if options.distributed:
-        with open_folder(options.out) as folder:
-            run_wire("quick" if options.quick else "full", options.cases, options.ranks, options.links, folder)
         return
     device = find_device(options.device)
     if device.type not in ("cpu", "cuda"):
@@ -185,113 +179,3 @@ def print_results(results: Mapping[str, Any]) -> None:
     )
     slopes = [f"{name}, exponent of the step's time: {_listed(slopes, '.2f')}" for name, slopes in r["slopes"].items()]
     _print_rows(r["rows"], ["case"], columns, [machine, *slopes, *r["skipped"]])
-
-
-def run_wire(
-    scale: cases.Scale, names: tuple[str, ...] | None, ranks: Sequence[int], links: Sequence[str], folder: Path
-) -> None:
-    """Measure every case on every number of ranks and link; print one table, write `wire.json` and the figures.
-
-    The loopback is measured always, as slow links are modelled from it.
-    """
-    from gbfunc.lab.bench import wire
-    from gbfunc.lab.bench.links import can_make_links
-    from gbfunc.plots import grouped_bars
-
-    chosen, pace = cases.choose(wire.CASES[scale], names, "--distributed --cases"), wire.PACES[scale]
-    if not ranks or min(ranks) < 2:
-        raise ValueError(f"--ranks must be 2 or more, got {' '.join(map(str, ranks)) or 'none'}")
-    print("1 rank", file=sys.stderr, flush=True)
-    results: dict[str, Any] = describe(torch.device("cpu"), 1)
-    alone = [case for case in chosen.values() if set(wire.PLACEMENTS) <= set(case.variants)]
-    results["one_rank"] = {case.name: wire.one_rank_ratios(case, rounds=pace.steps) for case in alone}
-    results["rows"] = []
-    orders: list[tuple[cases.Scale, str]] = [(scale, name) for name in chosen]
-    slow = [link for link in links if link != "loopback"]
-    can_limit = bool(slow) and can_make_links()
-    for n in ranks:
-        print(f"{n} ranks", file=sys.stderr, flush=True)
-        measured = wire.measure_ranks(orders, n, ["loopback"], pace)
-        if can_limit:
-            wait = wire.expected_seconds(measured, slow, pace)
-            print(f"{n} ranks on {' and '.join(slow)}, about {wait:,.0f} s", file=sys.stderr, flush=True)
-            measured |= wire.measure_ranks(orders, n, slow, pace)
-        peaks = (
-            {case.name: wire.measure_peaks(scale, name, n, pace) for name, case in chosen.items()}
-            if pace.memory
-            else {}
-        )
-        places = [(case.name, link) for case in chosen.values() for link in links]
-        results["rows"] += [
-            row for case, link in places for row in wire.rows_of(measured, case, n, link, peaks.get(case))
-        ]
-        write_metrics(folder / "wire.json", results)
-    for name, case in chosen.items():
-        panels = _panels(case.name, [row for row in results["rows"] if row["case"] == case.name])
-        write_figure(folder / f"wire_{name}.png", grouped_bars(panels))
-    print_wire(results)
-
-
-_WORDS = {
-    "ddp": "DDP",
-    "fsdp2": "FSDP2",
-    "torchgb": "torchGB's scheme",
-    "replicated": "genome on every rank",
-    "sharded": "genome split, tiles gathered",
-    "factors": "genome split, factors gathered",
-}
-"""What the figures call variants."""
-
-_Panels = dict[str, tuple[str, Mapping[str, Mapping[str, float]]]]
-
-
-def _panels(case: str, rows: Sequence[Mapping[str, Any]]) -> _Panels:
-    """Bytes by number of ranks, then time by link for each number of ranks."""
-    ranks = {n: [row for row in rows if row["ranks"] == n] for n in dict.fromkeys(row["ranks"] for row in rows)}
-    sent = {f"{n} ranks": {_words(r): r["counted_bytes"] for r in some} for n, some in ranks.items()}
-    panels: _Panels = {f"{case}: bytes": ("bytes that a rank sends per step", sent)}
-    for n, some in ranks.items():
-        times: dict[str, dict[str, float]] = {}
-        for row in some:
-            times.setdefault(row["link"], {})[_words(row)] = row["step_ms"]
-        panels[f"time, {n} ranks"] = ("time of a step (ms)", times)
-    return panels
-
-
-def _words(row: Mapping[str, Any]) -> str:
-    variant = str(row["variant"])
-    return _WORDS.get(variant, variant)
-
-
-def print_wire(results: Mapping[str, Any]) -> None:
-    """All rows as one table on standard output; modelled times are in brackets."""
-    step = _number("step_ms", ",.1f", " ms")
-    columns = [
-        ("step", lambda row: step(row) if row["timing"] == "measured" else f"({step(row)})"),
-        ("x first", _number("step_ratio", ".3g")),
-        ("modelled", _number("modelled_ms", ",.1f")),
-        ("counted kB", _number("counted_bytes", ",.1f", scale=1e-3)),
-        ("x first", _number("bytes_ratio", ".3g")),
-        ("wire kB", _number("wire_bytes", ",.1f", scale=1e-3)),
-        ("x first", _number("wire_ratio", ".3g")),
-    ]
-    machine = (
-        f"{results['machine']}, gloo, one thread per rank, torch {results['torch']}; kB are 1,000 bytes that a rank "
-        "sends per step: counted from the collectives' tensors, on the wire by its interface, headers included; x "
-        "first: to the case's first variant"
-    )
-    alone = [
-        f"{case}, step on a mesh of one rank over one without: {_listed(ratios, '.3f')}"
-        for case, ratios in results["one_rank"].items()
-    ]
-    details = dict.fromkeys(filter(None, map(_purposes, results["rows"])))
-    _print_rows(results["rows"], ["case", "ranks", "link"], columns, [machine, *alone, *details])
-
-
-def _purposes(row: Mapping[str, Any]) -> str:
-    """What a variant sends, and the memory of its rank that needs most, in words; the same on every link."""
-    sent = {name: row[f"{name}_bytes"] / 1e3 for name in ("activations", "weights", "genome")}
-    words = [f"kB of {_listed(sent, ',.1f')}"] if any(sent.values()) else []
-    if row["peak_bytes"] is not None:
-        words.append(f"peak memory {row['peak_bytes'] / 1e6:,.1f} MB, {row['peak_ratio']:.2f} x first")
-    return f"{row['case']}, {row['ranks']} ranks, {row['variant']}: {'; '.join(words)}" if words else ""

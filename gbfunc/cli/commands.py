@@ -232,17 +232,6 @@ class Bench(Command):
     out: Path = Path("bench")
     """Folder for bench.json and figures; such files are replaced."""
 
-    distributed: FlagCreatePairsOff[bool] = False
-    """Measure instead what training on several ranks sends, and how long a step takes on slow links (as root, with
-    iproute2; else modelled), beside DDP, FSDP2, torch's tensor parallelism and torchGB's scheme. Cases: mlp, gpt,
-    mlp_tensor, gpt_tensor, gpt_tensor_512, remat_tensor."""
-
-    ranks: tuple[int, ...] = (2, 4)
-    """Numbers of ranks, with --distributed."""
-
-    links: tuple[Literal["loopback", "100mbit", "10mbit"], ...] = ("loopback", "100mbit", "10mbit")
-    """Links between ranks, with --distributed."""
-
     calibrate: FlagCreatePairsOff[bool] = False
     """Measure instead what `gbfunc plan --device FILE` takes, and print it as JSON: a matrix product, a copy, and an
     all-reduce, between the ranks of torchrun or two processes on the loopback."""

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import gbfunc as gb
-from gbfunc.lab.bench.dense_parallel import fully_shard
 from gbfunc.parallel import Mesh
 from gbfunc.trees import flatten_tree
 from tests.support.adapters import RATE, adapter, tokens, trained
 from tests.support.ranks import PATIENCE
+from tests.support.versions import fully_shard
 from tests.support.zoo import ZOO, dtype_of, loss_fn
 
 NAMES = ("mlp", "conv_bn", "tied", "attention", "shared", "frozen", "float64", "adapter")

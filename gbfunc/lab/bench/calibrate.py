@@ -1,84 +1,72 @@
 """What this machine is like, for the planner: `gbfunc bench --calibrate`.
 
-A matrix product, a copy past the caches, small operators, and an all-reduce: between the ranks of `torchrun`, or else
-between two processes on the loopback, each of which runs this module: `python -m gbfunc.lab.bench.calibrate ORDER`.
+A matrix product, a copy past the caches, small operators, and an all-reduce: between the ranks of `torchrun`, otherwise
+between two processes on the loopback.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.spawn import spawn
 
 import gbfunc as gb
-from gbfunc.lab.bench.links import run_module
 from gbfunc.lab.bench.report import measure_ceilings
 from gbfunc.parallel import Mesh, sum_ranks
 from gbfunc.parallel.planner import DeviceSpec
 
 _SENT_BYTES = 2**25
 _TIMEOUT = 120.0
+_LAYERS = 100
 
 
 def calibrate(device: torch.device, *, rounds: int = 5) -> tuple[DeviceSpec, bool]:
-    """What a rank has on this machine, and whether this process is to say so (one of many ranks is)."""
+    """Measure what one rank has; also return whether this process is the one that reports."""
     ceilings = measure_ceilings(device, rounds=rounds)
-    launched = int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
     first = True
-    if launched:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
         with gb.mesh(device=device) as mesh:
-            link, latency, first = *measure_link(mesh, rounds), mesh.rank == 0
+            link, latency, first = *_measure_link(mesh, rounds), mesh.rank == 0
     else:
-        link, latency = loopback(rounds)
-    speeds = ceilings["gflops"] * 1e9, ceilings["gb_s"] * 1e9
-    spec = DeviceSpec(*speeds, link, memory_of(device), latency, measure_overhead(device, rounds))
-    return spec, first
-
-
-def memory_of(device: torch.device) -> float:
-    """Bytes of a GPU, or of the machine's memory."""
+        with TemporaryDirectory(prefix="gbfunc-") as folder:
+            spawn(_measure_loopback, (folder, rounds, _SENT_BYTES), nprocs=2)
+            link, latency = torch.load(Path(folder, "0"))
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    speeds = ceilings["gflops"] * 1e9, ceilings["gb_s"] * 1e9
+    return DeviceSpec(*speeds, link, float(memory), latency, _measure_overhead(device, rounds)), first
 
 
-class _Operators(TorchDispatchMode):
-    """Counts operators."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def measure_overhead(device: torch.device, rounds: int, layers: int = 100) -> float:
-    """Seconds of an operator on a few numbers, in forward and backward of a net of layers, module calls included."""
-    net = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(8, 8), nn.GELU()))).to(device)
+def _measure_overhead(device: torch.device, rounds: int) -> float:
+    """Measure the seconds per operator of a net of tiny layers, forward and backward, module calls included."""
+    net = nn.Sequential(*(m for _ in range(_LAYERS) for m in (nn.Linear(8, 8), nn.GELU()))).to(device)
     x, weights, times = torch.ones(4, 8, device=device), list(net.parameters()), []
-    with _Operators() as counted:
-        torch.autograd.grad(net(x).sum(), weights)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(net(x).sum(), weights)
+
+    operators = sum(node.op == "call_function" for node in make_fx(step)(x).graph.nodes)
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        torch.autograd.grad(net(x).sum(), weights)
+        step(x)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]) / counted.count
+    return statistics.median(times[1:]) / operators
 
 
-def measure_link(mesh: Mesh, rounds: int) -> tuple[float, float]:
-    """Bytes that a rank sends in a second of a large all-reduce, and seconds of one of a single number."""
-    large, small = (torch.zeros(n, device=mesh.device) for n in (_SENT_BYTES // 4, 1))
-    seconds = {}
-    for name, x in (("small", small), ("large", large)):
-        times = []
+def _measure_link(mesh: Mesh, rounds: int, sent_bytes: int = _SENT_BYTES) -> tuple[float, float]:
+    """Measure the bytes per second that a rank sends, and the seconds of an all-reduce of a single number."""
+    seconds = []
+    for n in (1, sent_bytes // 4):
+        x, times = torch.zeros(n, device=mesh.device), []
         for _ in range(rounds + 1):
             mesh.barrier()
             start = time.perf_counter()
@@ -86,25 +74,14 @@ def measure_link(mesh: Mesh, rounds: int) -> tuple[float, float]:
             if mesh.device.type == "cuda":
                 torch.cuda.synchronize(mesh.device)
             times.append(time.perf_counter() - start)
-        seconds[name] = statistics.median(times[1:])
-    sent = 2 * (mesh.world - 1) / mesh.world * large.nbytes
-    return sent / max(seconds["large"] - seconds["small"], 1e-9), seconds["small"]
+        seconds.append(statistics.median(times[1:]))
+    small, large = seconds
+    return 2 * (mesh.world - 1) / mesh.world * sent_bytes / max(large - small, 1e-9), small
 
 
-def loopback(rounds: int) -> tuple[float, float]:
-    """Measure the link between two processes on this machine: bytes in a second, and seconds of a small message."""
-    (link, latency), _ = run_module("gbfunc.lab.bench.calibrate", {"rounds": rounds}, 2, _TIMEOUT)
-    return link, latency
-
-
-def run_rank(order: str) -> None:
-    """Measure the link as one of two processes."""
-    asked = json.loads(order)
-    os.environ |= {"RANK": str(asked["rank"]), "WORLD_SIZE": "2"}
-    with gb.mesh(timeout=_TIMEOUT, init_method=f"file://{asked['folder']}/store") as mesh:
-        found = measure_link(mesh, asked["rounds"])
-    Path(asked["folder"], f"{asked['rank']}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    run_rank(sys.argv[1])
+def _measure_loopback(rank: int, folder: str, rounds: int, sent_bytes: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    with gb.mesh(timeout=_TIMEOUT, init_method=f"file://{folder}/store") as mesh:
+        found = _measure_link(mesh, rounds, sent_bytes)
+    torch.save(found, Path(folder, str(rank)))

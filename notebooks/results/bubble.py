@@ -1,0 +1,67 @@
+"""The bubble of a pipeline: `torchrun --nproc-per-node 4 notebooks/results/bubble.py gpipe`, a JSON row.
+
+Ranks that share cores do not compute side by side, so each block's forward and backward wait for a fixed time. The row
+shows the schedule's order and the overhead of sending, beside (p - 1) / (m + p - 1) for p ranks and m microbatches
+(Narayanan et al., 2021).
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gbfunc as gb
+from gbfunc.lab.bench.variants import genome_step
+
+WIDTH, STEPS, MICROBATCHES, FORWARD, BACKWARD = 8, 3, 8, 0.1, 0.2
+
+
+class Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0 if x.is_meta else FORWARD)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(BACKWARD)
+        return grad
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Wait.apply(self.layer(x))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with gb.mesh(pipeline=int(os.environ["WORLD_SIZE"]), timeout=120) as mesh:
+        ranks = mesh.sizes["pipeline"]
+        torch.manual_seed(0)
+        pnet = nn.Sequential(*(Block() for _ in range(ranks)))
+        batch = torch.ones(MICROBATCHES, WIDTH), torch.zeros(MICROBATCHES, dtype=torch.int64)
+        options = {"mesh": mesh, "pipeline": sys.argv[1], "microbatches": MICROBATCHES}
+        step = genome_step(gb.make_plan(pnet, gb.periodic(2)), pnet, batch, 1e-8, **options)
+        seconds = []
+        for _ in range(1 + STEPS):
+            mesh.barrier()
+            start = time.perf_counter()
+            float(step())
+            mesh.barrier()
+            seconds.append(time.perf_counter() - start)
+        busy = MICROBATCHES * (FORWARD + BACKWARD)
+        bubble = {
+            "measured": 1 - busy / statistics.median(seconds[1:]),
+            "formula": (ranks - 1) / (MICROBATCHES + ranks - 1),
+        }
+        if mesh.rank == 0:
+            print(json.dumps({"schedule": sys.argv[1], "ranks": ranks, **{k: round(v, 3) for k, v in bubble.items()}}))
