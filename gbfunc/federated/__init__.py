@@ -7,7 +7,7 @@ except ImportError as _error:
 
 from gbfunc.federated.client import client_app
 from gbfunc.federated.partition import partition
-from gbfunc.federated.server import GenomeStrategy, Round, server_app
+from gbfunc.federated.server import GenomeStrategy, Round
 from gbfunc.federated.simulation import LocalGrid, Traffic
 from gbfunc.federated.wire import FORMATS, Wire, identity
 
@@ -21,5 +21,4 @@ __all__ = [
     "client_app",
     "identity",
     "partition",
-    "server_app",
 ]

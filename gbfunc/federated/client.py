@@ -1,4 +1,4 @@
-"""The client: a genome comes in, trains on local examples, and its change goes back; an app that Flower runs."""
+"""The client: trains the genome of a message on local examples and replies with its change; an app that Flower runs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, 
 from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from torch import nn
 
-from gbfunc import Plan, TrainState, init_genome, make_train_step, materialize, torch_optimizer
+from gbfunc import Plan, init_genome, make_train_step, materialize, torch_optimizer
 from gbfunc.federated.wire import CODES, Vector, Wire, check_format, difference
 from gbfunc.tasks.base import Evaluate
 from gbfunc.tasks.data import Augment, Data, endless_batches
 from gbfunc.train import LossFn
 from gbfunc.trees import tree_map
 
-ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
-"""Names of the records of a message, those of Flower's strategies."""
+ARRAYS, CONFIG, METRICS, EXAMPLES = "arrays", "config", "metrics", "num-examples"
+"""Names of the records of a message, and of the weight of a reply, as Flower's strategies have them."""
 
 IDENTITY, RATE, SENT_AS, PROXIMAL = "id", "lr", "as", "proximal-mu"
-"""What a message's config says: `wire.identity`, learning rate, dtype of the reply, weight of FedProx's term."""
+"""Entries of a message's config: `wire.identity`, learning rate, dtype of the reply, weight of FedProx's term."""
 
 REFUSED = 100
 """Code of the error with which a client refuses a message; Flower's own are smaller."""
@@ -47,27 +47,27 @@ def client_app(
     seed: int = 0,
     mods: Sequence[Callable[..., Message]] = (),
 ) -> ClientApp:
-    """A `ClientApp` that trains genomes of a plan on what a node holds.
+    """Make a `ClientApp` that trains genomes of a plan on the examples of a node.
 
-    The server's message says the learning rate and the dtype of the reply (see `GenomeStrategy`). With float32 the
-    reply is the trained genome itself, which any strategy and differential privacy of Flower's take; otherwise it is
-    the change, in a narrower dtype or in codes, whose error stays in the node's `context.state` and is added the next
-    time (error feedback; Seide et al., 2014).
+    The server's message sets the learning rate and the dtype of the reply (see `GenomeStrategy`). In float32 the reply
+    is the trained genome itself, which any strategy and differential privacy of Flower's take. Otherwise the reply is
+    the change, in a narrower dtype or in codes; its error stays in the node's `context.state` and is added to the next
+    change (error feedback; Seide et al., 2014).
 
     Args:
         plan: the plan, as the genome's file has it on all sides.
-        pnet: its p-net; of an adapter the pretrained one.
-        loss_fn: as of `gb.make_train_step`.
-        examples: the examples of a node, from its context (`context.node_config`); it is asked for each message.
+        pnet: the p-net of the plan; for an adapter the pretrained one.
+        loss_fn: as for `gb.make_train_step`.
+        examples: gives the examples of a node from its context (`context.node_config`), for each message.
         steps: local steps of a round.
-        batch_size: examples of a step, or all of a node that has fewer.
+        batch_size: examples of a step, or all examples of a node that has fewer.
         optimizer: class of `torch.optim`, which starts afresh in every round.
-        options: of that class, as `gb.torch_optimizer` takes them.
-        evaluate: metrics of a network on the node's examples, for rounds of evaluation.
+        options: options of that class, as for `gb.torch_optimizer`.
+        evaluate: gives metrics of a network on the node's examples, for rounds of evaluation.
         augment: changes the inputs of a batch.
-        seed: of the order of the examples and of dropout, with the number of the node and of the round.
-        mods: of Flower's (`flwr.clientapp.mod`), around training: `fixedclipping_mod`, `LocalDpMod(...)`. They compare
-            the genome that comes with the one that goes, so messages in which these are not plain numbers are refused.
+        seed: seed of the order of the examples and of dropout, with the number of the node and of the round.
+        mods: mods of Flower (`flwr.clientapp.mod`) around training: `fixedclipping_mod`, `LocalDpMod(...)`. They
+            compare the genome that comes with the one that goes, so messages without plain numbers are refused.
 
     Raises:
         ValueError: if plan and p-net do not fit together, or for options out of range.
@@ -78,87 +78,71 @@ def client_app(
     made = torch_optimizer(optimizer, lr=lambda step: rate[0], **(options or {}))
     train_step = make_train_step(plan, pnet, loss_fn, made, donate=True)
     fresh = train_step.init(seed=seed)
-    wire = Wire(plan, init_genome(plan, pnet))
-    app = ClientApp()
+    wire, app = Wire(plan, init_genome(plan, pnet)), ClientApp()
 
-    def trained(sent: Vector, context: Context, round_: int, proximal: float) -> tuple[Vector, int, float]:
-        """The genome after its local steps, the examples that it saw come from, and the mean loss."""
-        data, genome = examples(context), wire.genome(sent)
-        if not len(data):
-            raise ValueError(f"node {context.node_id} has no examples")
-        number = np.random.SeedSequence([seed, context.node_id, round_]).generate_state(1, np.uint64)[0]
-        order = torch.Generator().manual_seed(int(number) >> 1)
-        state = tree_map(torch.clone, fresh)._replace(**genome._asdict(), seed=torch.tensor(int(number) >> 1))
-        start, losses = state if not proximal else tree_map(torch.clone, state), []
-        batches = endless_batches(data, min(batch_size, len(data)), order, augment)
-        for batch in islice(batches, steps):
+    def trained(sent: Vector, data: Data, node: int, round_: int, proximal: float) -> tuple[Vector, float]:
+        """Run the local steps on a genome; give the trained one and the mean loss."""
+        number = int(np.random.SeedSequence([seed, node, round_]).generate_state(1, np.uint64)[0]) >> 1
+        order = torch.Generator().manual_seed(number)
+        state = tree_map(torch.clone, fresh)._replace(**wire.genome(sent)._asdict(), seed=torch.tensor(number))
+        start, losses = wire.genome(sent), []
+        for batch in islice(endless_batches(data, min(batch_size, len(data)), order, augment), steps):
             state, info = train_step(state, batch)
             losses.append(info.loss)
             if proximal:
-                state = _nearer(state, start, rate[0] * proximal)
-        return wire.vector(state), len(data), float(torch.stack(losses).mean())
+                # The step of FedProx's term (Li et al., 2020): exactly its gradient's with SGD, otherwise decoupled.
+                pulled = tree_map(
+                    lambda x, y: x.lerp(y, rate[0] * proximal) if x.is_floating_point() else x,
+                    (state.gnets, state.direct),
+                    (start.gnets, start.direct),
+                )
+                state = state._replace(gnets=pulled[0], direct=pulled[1])
+        return wire.vector(state), float(torch.stack(losses).mean())
 
-    @app.train(mods=[*mods])
-    def train(message: Message, context: Context) -> Message:
-        try:
-            config, sent = _read(wire, message)
-            rate[0], dtype = float(config[RATE]), str(config[SENT_AS])
-            check_format(dtype, "the dtype that the server asks for")
-            coded = CODES in message.content.array_records[ARRAYS]
-            if mods and (dtype != "float32" or coded):
-                down = "codes" if coded else "numbers"
-                raise ValueError("mods compare the numbers of two genomes: up must be 'float32', and down no codes, "
-                                 f"got up={dtype!r} and {down} down")  # fmt: skip
-            after, count, loss = trained(sent, context, int(config["server-round"]), float(config.get(PROXIMAL, 0.0)))
-            if not (np.isfinite(after).all() and math.isfinite(loss)):
-                raise ValueError(f"training gave numbers that are not finite, at a learning rate of {rate[0]:g}")
-            reply = wire.pack(after, dtype) if dtype == "float32" else _coded(wire, after - sent, dtype, context)
-        except (ValueError, KeyError, TypeError) as error:
-            return Message(Error(REFUSED, _words(error)), reply_to=message)
-        metrics = MetricRecord({"num-examples": count, "loss": loss})
-        return Message(RecordDict({ARRAYS: reply, METRICS: metrics}), reply_to=message)
+    def train(config: Mapping[str, Any], arrays: ArrayRecord, data: Data, context: Context) -> dict[str, Any]:
+        rate[0], dtype = float(config[RATE]), str(config[SENT_AS])
+        check_format(dtype, "the dtype that the server asks for")
+        if mods and (dtype != "float32" or CODES in arrays):
+            down = "codes" if CODES in arrays else "numbers"
+            raise ValueError("mods compare the numbers of two genomes: up must be 'float32', and down no codes, "
+                             f"got up={dtype!r} and {down} down")  # fmt: skip
+        sent, proximal = wire.unpack(arrays), float(config.get(PROXIMAL, 0.0))
+        after, loss = trained(sent, data, context.node_id, int(config["server-round"]), proximal)
+        if not (np.isfinite(after).all() and math.isfinite(loss)):
+            raise ValueError(f"training gave numbers that are not finite, at a learning rate of {rate[0]:g}")
+        if dtype == "float32":
+            reply = wire.pack(after, dtype)
+        else:
+            before = context.state.array_records.get(_LEFT)
+            change = after - sent if before is None else after - sent + before[_LEFT].numpy()
+            reply = wire.pack(change, dtype)
+            context.state[_LEFT] = ArrayRecord({_LEFT: Array(change - wire.unpack(reply))})
+        return {ARRAYS: reply, METRICS: MetricRecord({EXAMPLES: len(data), "loss": loss})}
 
-    @app.evaluate()
-    def measure(message: Message, context: Context) -> Message:
-        try:
-            if evaluate is None:
-                raise ValueError("this client does not evaluate: give client_app(evaluate=), or fraction_evaluate=0")
-            _, sent = _read(wire, message)
-            data, net = examples(context), materialize(plan, wire.genome(sent), pnet).eval()
-            metrics = MetricRecord({"num-examples": len(data), **evaluate(net, data)})
-        except (ValueError, KeyError, TypeError) as error:
-            return Message(Error(REFUSED, _words(error)), reply_to=message)
-        return Message(RecordDict({METRICS: metrics}), reply_to=message)
+    def measure(config: Mapping[str, Any], arrays: ArrayRecord, data: Data, context: Context) -> dict[str, Any]:
+        if evaluate is None:
+            raise ValueError("this client does not evaluate: give client_app(evaluate=), or fraction_evaluate=0")
+        net = materialize(plan, wire.genome(wire.unpack(arrays)), pnet).eval()
+        return {METRICS: MetricRecord({EXAMPLES: len(data), **evaluate(net, data)})}
 
+    def answers(handle: Callable[..., dict[str, Any]]) -> Callable[[Message, Context], Message]:
+        """Answer a message with the records that `handle` gives, or with the error of a client that refuses."""
+
+        def answer(message: Message, context: Context) -> Message:
+            try:
+                config, arrays = message.content.config_records[CONFIG], message.content.array_records[ARRAYS]
+                if (words := difference(wire.identity, str(config[IDENTITY]))) is not None:
+                    raise ValueError(words)
+                data = examples(context)
+                if not len(data):
+                    raise ValueError(f"node {context.node_id} has no examples")
+                return Message(RecordDict(handle(config, arrays, data, context)), reply_to=message)
+            except (ValueError, KeyError, TypeError) as error:
+                words = f"the message has no {error}" if isinstance(error, KeyError) else str(error)
+            return Message(Error(REFUSED, words), reply_to=message)
+
+        return answer
+
+    app.train(mods=[*mods])(answers(train))
+    app.evaluate()(answers(measure))
     return app
-
-
-def _words(error: Exception) -> str:
-    return f"the message has no {error}" if isinstance(error, KeyError) else str(error)
-
-
-def _read(wire: Wire, message: Message) -> tuple[Mapping[str, Any], Vector]:
-    """The config of a message and the genome in it; `ValueError` for one that is not of this plan."""
-    config = message.content.config_records[CONFIG]
-    if (words := difference(wire.identity, str(config[IDENTITY]))) is not None:
-        raise ValueError(words)
-    return config, wire.unpack(message.content.array_records[ARRAYS])
-
-
-def _nearer(state: TrainState, start: TrainState, part: float) -> TrainState:
-    """A state after the step of FedProx's term (Li et al., 2020): with SGD exactly its gradient's, else decoupled."""
-    gnets, direct = tree_map(
-        lambda x, y: x.lerp(y, part) if x.is_floating_point() else x,
-        (state.gnets, state.direct),
-        (start.gnets, start.direct),
-    )
-    return state._replace(gnets=gnets, direct=direct)
-
-
-def _coded(wire: Wire, change: Vector, dtype: str, context: Context) -> ArrayRecord:
-    """A change as it is sent, with what is left of those before; what is left now stays in the context."""
-    if _LEFT in context.state.array_records:
-        change = change + context.state.array_records[_LEFT][_LEFT].numpy()
-    packed = wire.pack(change, dtype)
-    context.state[_LEFT] = ArrayRecord({_LEFT: Array(change - wire.rounded(change, dtype))})
-    return packed

@@ -10,33 +10,29 @@ from numpy.typing import ArrayLike, NDArray
 LEAST = 10
 """Examples that a client has at least: splits with fewer are drawn again (Li et al., 2021)."""
 
-_DRAWS = 1_000
-
 
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:
-    """Indices of the examples of each client: disjoint, and together all of them.
+    """Split the examples over clients; give the indices of each client's, the same for a seed on every machine.
 
     With a finite `alpha` every class is spread over the clients in parts drawn from a Dirichlet distribution of that
     concentration (Hsu, Qi and Brown, 2019): at 0.3 a client of MNIST has most of its examples from some three classes.
-    The same seed gives the same parts on every machine.
 
     Args:
         labels: class of each example [N].
-        clients: how many.
+        clients: number of clients.
         alpha: concentration, above 0; `math.inf` spreads examples alike, in parts of equal size.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Raises:
-        ValueError: for arguments out of range, or where `LEAST` examples for each client are not to be had.
+        ValueError: for arguments out of range, or if not every client can have `LEAST` examples.
 
     >>> [len(part) for part in partition([0, 1] * 50, clients=4)]
     [25, 25, 25, 25]
     """
     labels_N = np.asarray(labels)
     if labels_N.ndim != 1 or clients < 1 or not alpha > 0:
-        raise ValueError(
-            f"expected labels [N], clients >= 1 and alpha > 0, got {labels_N.shape}, {clients} and {alpha}"
-        )
+        got = f"{labels_N.shape}, {clients} and {alpha}"
+        raise ValueError(f"expected labels [N], clients >= 1 and alpha > 0, got {got}")
     if len(labels_N) < LEAST * clients:
         raise ValueError(f"{clients} clients need {LEAST} examples each, got {len(labels_N)} in all")
     # RandomState's stream is frozen across numpy versions; Generator's is not.
@@ -44,7 +40,7 @@ def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: in
     if math.isinf(alpha):
         return [np.sort(part) for part in np.array_split(draw.permutation(len(labels_N)), clients)]
     classes = [np.flatnonzero(labels_N == label) for label in np.unique(labels_N)]
-    for _ in range(_DRAWS):
+    for _ in range(1_000):
         pieces = []
         for members in classes:
             order, shares = draw.permutation(members), draw.dirichlet([alpha] * clients)

@@ -1,4 +1,4 @@
-"""The server: any of Flower's strategies on genomes that travel in few bytes; an app that Flower runs."""
+"""The server: any of Flower's strategies on genomes that travel in few bytes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict  # pyright: ignore[reportMissingImports]
-from flwr.serverapp import Grid, ServerApp  # pyright: ignore[reportMissingImports]
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict  # pyright: ignore[reportMissingImports]
+from flwr.serverapp import Grid  # pyright: ignore[reportMissingImports]
 from flwr.serverapp.strategy import Result, Strategy  # pyright: ignore[reportMissingImports]
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.numpy import save
 
 from gbfunc import Genome, Plan
-from gbfunc.federated.client import ARRAYS, IDENTITY, METRICS, RATE, REFUSED, SENT_AS
+from gbfunc.federated.client import ARRAYS, EXAMPLES, IDENTITY, METRICS, RATE, REFUSED, SENT_AS
 from gbfunc.federated.simulation import LocalGrid, Traffic
 from gbfunc.federated.wire import NUMBERS, Vector, Wire, check_format, difference
 from gbfunc.files import replace_file
@@ -27,45 +26,46 @@ from gbfunc.types import GenomeLike
 
 _LOG = logging.getLogger(__name__)
 
-_VECTOR, _STATE = "genome", "strategy/"
+_VECTOR = "genome"
 
 
 class Round(NamedTuple):
-    """What came back in a round of training.
+    """What came back in a round.
 
     Attributes:
-        round: its number, from 1.
-        used: clients whose changes were used.
-        left_out: why others were not, by the number of their node.
-        metrics: means over those that were used.
+        round: number of the round, from 1.
+        used: number of clients whose changes were used.
+        left_out: why clients were left out of training or evaluation, by the number of their node.
+        metrics: means over the clients whose changes were used.
     """
 
     round: int
     used: int
-    left_out: Mapping[int, str]
+    left_out: dict[int, str]
     metrics: Mapping[str, Any]
 
 
 class GenomeStrategy(Strategy):
     """A strategy of Flower's whose arrays are a genome, sent in few bytes each way.
 
-    The strategy inside sees genomes in float32 alone: what it is to send is rounded to `down`, and what comes back, a
-    change of what was sent, is added to the genome before it was rounded. Where both are float32, it may as well be
-    used without this class, with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config.
+    The strategy inside sees genomes in float32 alone: the genome that it sends is rounded to `down`, and a change that
+    comes back is added to the genome before rounding. Where both dtypes are float32, the strategy inside works without
+    this class too, with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config.
 
     Args:
-        strategy: FedAvg, FedAdam, FedProx, ..., also those of differential privacy.
+        strategy: FedAvg, FedAdam, FedProx, ..., also a strategy of differential privacy.
         plan: the plan.
-        genome: a genome of it.
+        genome: a genome of the plan.
         lr: the clients' learning rate, or a function of the round, which counts from 0.
         down: dtype in which the genome is sent (`wire.FORMATS`).
-        up: dtype in which clients send changes; or `topK`, the K largest numbers of one (`Wire.pack`).
-        checkpoint: a file that holds, after every round, all that the next one takes; `train` goes on from it where it
-            is there. Nothing of it is code.
-        seed: of the choice of clients; None leaves it to chance.
+        up: dtype in which clients send changes; or `topK`, the K largest numbers of a change (`Wire.pack`).
+        checkpoint: a file that holds, after every round, all that the next round needs; if the file exists, `train`
+            goes on from it. No part of the file is code.
+        seed: seed of the choice of clients; None leaves the choice to chance.
 
     Attributes:
         rounds: what came back, round by round, since this object was made.
+        done: number of finished rounds, including those before a checkpoint.
     """
 
     def __init__(
@@ -82,23 +82,17 @@ class GenomeStrategy(Strategy):
     ) -> None:
         check_format(down, "down", change=False)
         check_format(up, "up")
-        self.strategy, self.wire, self.rounds = strategy, Wire(plan, genome), list[Round]()
+        self.strategy, self.wire, self.rounds, self.done = strategy, Wire(plan, genome), list[Round](), 0
         self._lr: Callable[[int], float] = lr if callable(lr) else lambda round_: lr
-        self._down, self._up, self._seed = down, up, seed
-        self._path, self._done, self._grid = checkpoint, 0, None
-        # Numbers that change are state, others are options.
-        self._options = _numbers(strategy)
+        self._down, self._up = down, up
+        self._seed = random.getrandbits(64) if seed is None else seed
+        self._path, self._grid, self._options = checkpoint, None, _attributes(strategy)
         self._vector = self.wire.vector(genome)
 
     @property
     def genome(self) -> Genome:
-        """The genome as it is now."""
+        """The current genome."""
         return self.wire.genome(self._vector)
-
-    @property
-    def done(self) -> int:
-        """Rounds that are done, those before a checkpoint included."""
-        return self._done
 
     def summary(self) -> None:
         """Log the settings."""
@@ -106,196 +100,174 @@ class GenomeStrategy(Strategy):
         self.strategy.summary()
 
     def train(self, grid: Grid, rounds: int, **options: Any) -> Result:
-        """Train until so many rounds are done in all, from the checkpoint where there is one.
+        """Train until so many rounds are done in all, from the checkpoint if there is one.
 
         Args:
             grid: the nodes, as Flower gives them to a server's app.
-            rounds: in all.
-            **options: others of `Strategy.start`: `timeout`, `evaluate_fn`, ...
+            rounds: rounds in all.
+            **options: other options of `Strategy.start`: `timeout`, `evaluate_fn`, ...
 
         Raises:
             ValueError: for a checkpoint of another plan, library or strategy, or a damaged one; if all clients of a
-                round refuse, as they would in the next one.
+                round refuse, as they would in the next round.
             OSError: if the checkpoint cannot be written.
         """
         self._grid = grid if isinstance(grid, LocalGrid) else None
         if self._path is not None and self._path.exists():
             self._read(self._path)
-        arrays = _record(self._vector)
-        return self.start(grid, arrays, num_rounds=max(0, rounds - self._done), **options)
+        return self.start(grid, _record(self._vector), num_rounds=max(0, rounds - self.done), **options)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """What the strategy would send, in few bytes."""
+        """Give the messages of the strategy, in few bytes."""
         self._vector = self.wire.unpack(arrays)
-        config[RATE], config[SENT_AS] = float(self._lr(self._done)), self._up
-        return self._configured("configure_train", arrays, config, grid)
+        config[RATE], config[SENT_AS] = float(self._lr(self.done)), self._up
+        return self._configured(self.strategy.configure_train, self.done + 1, arrays, config, grid)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """What the strategy would send, in few bytes."""
-        # The round that these nodes are to measure is over.
-        return self._configured("configure_evaluate", arrays, config, grid, self._done)
+        """Give the messages of the strategy, in few bytes."""
+        return self._configured(self.strategy.configure_evaluate, self.done, arrays, config, grid)
 
     def _configured(
-        self, method: str, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, number: int | None = None
+        self, configure: Callable[..., Any], number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         config[IDENTITY] = self.wire.identity
-        number = self._done + 1 if number is None else number
+        # Flower draws nodes with the generator of the process.
         before = random.getstate()
-        if self._seed is not None:
-            # Flower draws nodes with the generator of the process.
-            random.seed(f"{self._seed}/{number}/{method}")
+        random.seed(f"{self._seed}/{number}/{configure.__name__}")
         try:
-            messages = list(getattr(self.strategy, method)(number, arrays, config, grid))
+            messages = list(configure(number, arrays, config, grid))
         finally:
-            if self._seed is not None:
-                random.setstate(before)
-        if messages:
-            packed = self.wire.pack(self._vector, self._down)
-            for message in messages:
-                records: dict[str, Any] = {ARRAYS: packed}
-                message.content = RecordDict(records | {k: v for k, v in message.content.items() if k != ARRAYS})
+            random.setstate(before)
+        packed = self.wire.pack(self._vector, self._down) if messages else None
+        for message in messages:
+            message.content = RecordDict({**message.content, ARRAYS: packed})
         return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """What the strategy makes of the clients' genomes; the checkpoint is written."""
-        used, left_out, refused = [], {}, 0
-        for reply in replies:
-            try:
-                used.append(self._whole(reply))
-            except ValueError as error:
-                left_out[reply.metadata.src_node_id] = str(error)
-                refused += reply.has_error() and reply.error.code == REFUSED
-        for node, words in left_out.items():
-            _LOG.warning("round %d: node %d is left out: %s", self._done + 1, node, words)
-        if refused and refused == len(left_out) and not used:
+        """Aggregate the clients' genomes by the strategy, and write the checkpoint."""
+        replies, number = list(replies), self.done + 1
+        used, left_out = self._usable(replies, number, [ARRAYS])
+        if replies and all(reply.has_error() and reply.error.code == REFUSED for reply in replies):
             node, words = next(iter(left_out.items()))
-            raise ValueError(f"round {self._done + 1}: all of {refused} clients refuse; node {node}: {words}")
-        arrays, metrics = self.strategy.aggregate_train(self._done + 1, used)
+            raise ValueError(f"round {number}: all of {len(replies)} clients refuse; node {node}: {words}")
+        arrays, metrics = self.strategy.aggregate_train(number, used)
         if arrays is not None:
             self._vector = self.wire.unpack(arrays)
-            # In float32 whatever the strategy computes in.
+            # The strategy may compute in another dtype.
             arrays = _record(self._vector)
-        self._done += 1
-        self.rounds.append(Round(self._done, len(used), left_out, dict(metrics or {})))
+        self.done = number
+        self.rounds.append(Round(number, len(used), left_out, dict(metrics or {})))
         if self._path is not None:
             self._write(self._path)
         return arrays, metrics
 
-    def _whole(self, reply: Message) -> Message:
-        """A client's reply with its genome in float32; `ValueError` for one that cannot be used."""
-        if reply.has_error():
-            raise ValueError(reply.error.reason or f"error {reply.error.code}")
-        records = reply.content.array_records, reply.content.metric_records
-        if [*records[0]] != [ARRAYS] or [*records[1]] != [METRICS]:
-            raise ValueError(f"expected the records {ARRAYS!r} and {METRICS!r}, got {[*reply.content]}")
-        vector, weight = self.wire.unpack(records[0][ARRAYS]), records[1][METRICS].get("num-examples")
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Aggregate the clients' metrics by the strategy."""
+        used, left_out = self._usable(replies, self.done, [])
+        self.rounds[-1].left_out.update({node: f"evaluation: {words}" for node, words in left_out.items()})
+        return self.strategy.aggregate_evaluate(self.done, used)
+
+    def _usable(
+        self, replies: Iterable[Message], number: int, arrays: list[str]
+    ) -> tuple[list[Message], dict[int, str]]:
+        """Separate the replies that can be used, with genomes in float32, from the reasons why others are left out."""
+        used, left_out = [], {}
+        for reply in replies:
+            try:
+                if reply.has_error():
+                    raise ValueError(reply.error.reason or f"error {reply.error.code}")
+                reply.content = self._whole(reply.content, arrays)
+                used.append(reply)
+            except ValueError as error:
+                left_out[reply.metadata.src_node_id] = str(error)
+        for node, words in left_out.items():
+            _LOG.warning("round %d: node %d is left out: %s", number, node, words)
+        return used, left_out
+
+    def _whole(self, content: RecordDict, arrays: list[str]) -> RecordDict:
+        if [*content.array_records] != arrays or [*content.metric_records] != [METRICS]:
+            raise ValueError(f"expected the records {', '.join((*arrays, METRICS))}, got {', '.join(content)}")
+        metrics = content.metric_records[METRICS]
+        weight = metrics.get(EXAMPLES)
         if not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"expected a number of examples above 0, got {weight!r}")
+        if bad := [name for name, value in metrics.items() if not np.isfinite(value).all()]:
+            raise ValueError(f"its {', '.join(bad)} is not finite")
+        if not arrays:
+            return RecordDict({METRICS: metrics})
+        vector = self.wire.unpack(content.array_records[ARRAYS])
         if self._up != "float32":
             vector = self._vector + vector
-        if not np.isfinite(vector).all():
-            raise ValueError("its genome holds numbers that are not finite")
-        reply.content = RecordDict({ARRAYS: _record(vector), METRICS: records[1][METRICS]})
-        return reply
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """What the strategy makes of the clients' metrics."""
-        return self.strategy.aggregate_evaluate(self._done, replies)
+        return RecordDict({ARRAYS: _record(vector), METRICS: metrics})
 
     def _write(self, path: Path) -> None:
-        tensors = {_VECTOR: torch.from_numpy(self._vector)}
-        for prefix, part in _parts(self.strategy):
-            for name, value in vars(part).items():
-                if isinstance(value, dict) and value and all(isinstance(x, np.ndarray) for x in value.values()):
-                    key = f"{_STATE}{prefix}{name}/"
-                    tensors |= {f"{key}{k}": torch.from_numpy(np.array(x)) for k, x in value.items()}
-        numbers = {k: x for k, x in _numbers(self.strategy).items() if x != self._options[k]}
-        about = {"round": self._done, "id": self.wire.identity, "strategy": _name(self.strategy), "numbers": numbers}
+        tensors, state = {_VECTOR: self._vector}, {}
+        for at, (_, value) in _attributes(self.strategy).items():
+            if hasattr(value, "load_state_dict"):
+                state[at] = value.state_dict()
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                # Numbers that change are state, others are options.
+                state |= {at: value} if value != self._options[at][1] else {}
+            else:
+                items = (
+                    value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+                )
+                tensors |= {f"{at}/{k}": np.array(x) for k, x in items if isinstance(x, np.ndarray)}
+        about = {"round": self.done, "id": self.wire.identity, "strategy": _name(self.strategy), "state": state}
         about |= {} if self._grid is None else {"traffic": self._grid.traffic}
         replace_file(path, save(tensors, {"server": json.dumps(about)}))
 
     def _read(self, path: Path) -> None:
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="np") as file:
                 about = json.loads((file.metadata() or {})["server"])
-                tensors = {k: file.get_tensor(k).numpy().copy() for k in file.keys()}  # noqa: SIM118 (not a dict)
+                tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (not a dict)
             vector, done, there = tensors.pop(_VECTOR), int(about["round"]), str(about["id"])
-            name, numbers = str(about["strategy"]), dict(about["numbers"])
-            traffic = Traffic(*about.get("traffic", ()))
+            name, state, traffic = str(about["strategy"]), dict(about["state"]), Traffic(*about.get("traffic", ()))
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a checkpoint of a server: {error}") from error
         if (words := difference(self.wire.identity, there)) is not None:
             raise ValueError(f"{path} cannot be gone on from: {words.replace('the server', 'its writer')}")
         if name != _name(self.strategy):
             raise ValueError(f"{path} is of the strategy {name}, got {_name(self.strategy)}")
-        state: dict[str, Any] = numbers
         for key, array in tensors.items():
-            attribute, _, entry = key.removeprefix(_STATE).rpartition("/")
-            state.setdefault(attribute, {})[entry] = array
-        parts = dict(_parts(self.strategy))
-        for attribute, value in state.items():
-            prefix, _, last = attribute.rpartition("/")
-            part = parts.get(f"{prefix}/" if prefix else "")
-            if last not in (() if part is None else vars(part)):
-                raise ValueError(f"{path} holds {attribute!r}, which {name} has not: it is of another version of it")
-            setattr(part, last, value)
-        self._vector, self._done = self.wire.unpack(_record(vector)), done
+            at, _, entry = key.rpartition("/")
+            state.setdefault(at, {})[entry] = array
+        attributes = _attributes(self.strategy)
+        if unknown := [at for at in state if at not in attributes]:
+            raise ValueError(f"{path} holds {unknown}, which {name} has not: it is of another version of it")
+        for at, value in state.items():
+            owner, current = attributes[at]
+            if hasattr(current, "load_state_dict"):
+                current.load_state_dict(value)
+                continue
+            if isinstance(value, dict) and all(map(str.isdigit, value)):
+                value = [value[k] for k in sorted(value, key=int)]
+            setattr(owner, at.rpartition("/")[2], value)
+        self._vector, self.done = self.wire.unpack(_record(vector)), done
         if self._grid is not None:
             self._grid.traffic = traffic
-
-
-def server_app(
-    make: Callable[[Context], GenomeStrategy],
-    rounds: int,
-    finish: Callable[[GenomeStrategy], None],
-    **options: Any,
-) -> ServerApp:
-    """A `ServerApp` that trains a genome.
-
-    Args:
-        make: the strategy, from the context of the run (`context.run_config`).
-        rounds: in all.
-        finish: what to do with the strategy, and its genome, at the end.
-        **options: others of `Strategy.start`.
-    """
-    app = ServerApp()
-
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        strategy = make(context)
-        strategy.train(grid, rounds, **options)
-        finish(strategy)
-
-    return app
 
 
 def _record(vector: Vector) -> ArrayRecord:
     return ArrayRecord({NUMBERS: Array(vector)})
 
 
-def _parts(strategy: Strategy, prefix: str = "") -> Iterator[tuple[str, Strategy]]:
-    """A strategy and those inside it (privacy's have one), by what their attributes' names begin with."""
-    yield prefix, strategy
-    for name, value in vars(strategy).items():
+def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, tuple[Strategy, Any]]:
+    """Owners and values of all attributes of a strategy, and of strategies inside it (privacy has one), by path."""
+    found = {f"{prefix}{name}": (strategy, value) for name, value in vars(strategy).items()}
+    for at, (_, value) in list(found.items()):
         if isinstance(value, Strategy):
-            yield from _parts(value, f"{prefix}{name}/")
-
-
-def _numbers(strategy: Strategy) -> dict[str, int | float]:
-    """All numbers of a strategy by their names."""
-    return {
-        f"{prefix}{name}": value
-        for prefix, part in _parts(strategy)
-        for name, value in vars(part).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+            found |= _attributes(value, f"{at}/")
+    return found
 
 
 def _name(strategy: Strategy) -> str:
-    return "/".join(type(part).__name__ for _, part in _parts(strategy))
+    parts = [value for _, value in _attributes(strategy).values() if isinstance(value, Strategy)]
+    return "/".join(type(part).__name__ for part in (strategy, *parts))
