@@ -16,8 +16,7 @@ from flwr.app import Array, ArrayRecord  # pyright: ignore[reportMissingImports]
 from numpy.typing import NDArray
 
 from gbfunc import Genome, Plan, __version__
-from gbfunc.formats.compact import Compact, pack
-from gbfunc.formats.rounding import BITS
+from gbfunc.formats import BITS, Compact, pack
 from gbfunc.genome import check_genome
 from gbfunc.trees import stored_tensors, unflatten_tree
 from gbfunc.types import GenomeLike, Params
