@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """Put `data` in the place of a file, also after a loss of power.
 
     The file that a symbolic link names is replaced, not the link; one that was there keeps its permissions. A kill
-    leaves `.<name>.<random>` beside it, which the next call for the same file removes.
+    leaves `.<name>.<random>` beside it (of a long name its digest), which the next call for the same file removes.
 
     Raises:
         OSError: if it cannot be written; what was there before is intact.
@@ -27,7 +28,7 @@ def replace_file(path: Path, data: bytes) -> None:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(f"{path} is no regular file (a device, a pipe), and would be replaced by one")
     with contextlib.suppress(OSError):
-        remove_leftovers(path.parent, re.escape(path.name))
+        remove_leftovers(path.parent, re.escape(_short(path.name)))
     temporary, descriptor = _open_beside(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -71,10 +72,15 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
             os.unlink(folder / name)
 
 
+def _short(name: str) -> str:
+    """The name, or its digest where a temporary name made of it would be too long for a file system."""
+    return name if len(os.fsencode(name)) < 200 else hashlib.sha256(os.fsencode(name)).hexdigest()
+
+
 def _open_beside(path: Path) -> tuple[Path, int]:
     """A new temporary file beside a file, and its descriptor, locked until it is closed."""
     while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        temporary = path.with_name(f".{_short(path.name)}.{secrets.token_hex(8)}")
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         if fcntl is None:
             return temporary, file

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from gbfunc.generate import make_generator
-from gbfunc.genome import check_genome, check_plan, codes_of, counter, init_leaves, stacked, unstacked
+from gbfunc.genome import (
+    check_genome,
+    check_plan,
+    check_seed,
+    check_type,
+    codes_of,
+    counter,
+    init_leaves,
+    stacked,
+    unstacked,
+)
 from gbfunc.hypernets.codeless import LowRank
 from gbfunc.hypernets.ensemble import Evaluation, dense_tiles
 from gbfunc.layers import KINDS
@@ -152,6 +162,7 @@ def fit_genome(
     >>> 0 < fit.errors["weight"] < 1
     True
     """
+    check_type(plan)
     if not any(e.leaves for e in plan.ensembles):
         raise ValueError("the plan generates no tensor by g-nets with parameters: there is nothing to fit")
     if steps < 0 or not lr > 0:
@@ -232,7 +243,7 @@ def _start(plan: Plan, start: GenomeLike | None, given: TensorMap, seed: int) ->
         check_genome(plan, start)
         gnets = start.gnets
     else:
-        generator = torch.Generator("cpu").manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(check_seed(seed))
         drawn = {e.name: init_leaves(e, plan.dtype, generator) for e in plan.ensembles if e.leaves}
         gnets = {name: {k: v.to(device) for k, v in leaves.items()} for name, leaves in drawn.items()}
     direct = {t.name: given[t.name].to(DTYPES[t.dtype], copy=True) for t in plan.direct}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple, cast
@@ -50,8 +51,8 @@ def check_genome(
         TypeError: if it is no genome.
         ValueError: naming what is missing, unknown or of a wrong shape.
     """
-    if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
-        raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {type(genome).__name__}")
+    check_type(plan)
+    _check_parts(genome)
     expected = dict(plan.leaf_shapes if shapes is None else shapes)
     flat = flat_genome(genome)
     if buffers:
@@ -78,8 +79,20 @@ def check_genome(
         raise ValueError(f"{error}{hint}") from None
 
 
+def check_type(plan: Plan) -> None:
+    """Raise `TypeError` for anything but a plan."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"expected a plan of gb.make_plan, got {type(plan).__name__}")
+
+
+def _check_parts(genome: GenomeLike) -> None:
+    if not all(isinstance(getattr(genome, part, None), Mapping) for part in Genome._fields):
+        raise TypeError(f"expected a Genome or a TrainState (gnets, direct, buffers), got {type(genome).__name__}")
+
+
 def check_plan(plan: Plan, pnet: nn.Module) -> None:
     """Raise `ValueError` if the plan was made for another p-net, naming what differs, or the p-net is wrapped."""
+    check_type(plan)
     check_pnet(pnet)
     given = {name: tuple(x.shape) for name, x in (*pnet.named_parameters(), *pnet.named_buffers())}
     expected = {t.name: t.shape for t in plan.tensors} | {b.name: b.shape for b in plan.buffers}
@@ -130,7 +143,7 @@ def init_genome(
     infos = {info.name: info for info in parameter_infos(pnet)}
     if device is None:
         device = next((info.tensor.device for info in infos.values() if not info.tensor.is_meta), "cpu")
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(check_seed(seed))
     count = counter(progress, sum(t.numel for t in plan.generated))
     gnets: GNets = {}
     for e in plan.ensembles:
@@ -140,6 +153,13 @@ def init_genome(
             gnets[e.name] = {k: v.to(device) for k, v in leaves.items()}
     direct = {t.name: _direct(infos[t.name], generator).to(device, copy=True) for t in plan.direct}
     return Genome(gnets, direct, {name: buffer.to(device, copy=True) for name, buffer in buffers.items()})
+
+
+def check_seed(seed: int) -> int:
+    """Return a seed as Python's integer, from numpy's too; `ValueError` for anything but 0 .. 2**63 - 1."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 1 << 63:
+        raise ValueError(f"seed must be an integer with 0 <= seed < 2**63, got {seed!r}")
+    return operator.index(seed)
 
 
 def counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
@@ -227,6 +247,7 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
     >>> len(vector) == plan.genome_params, gb.generate(plan, unflatten(0 * vector))["weight"].abs().max()
     (True, tensor(0.))
     """
+    _check_parts(genome)
     named = flat_genome(genome)
     leaves = {k: named[k] for k in sorted(named) if named[k].is_floating_point()}
     dtype = reduce(torch.promote_types, (x.dtype for x in leaves.values()), torch.float16)

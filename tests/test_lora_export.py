@@ -206,6 +206,16 @@ def test_what_cannot_be_exported_is_named() -> None:
         gb.save_lora("nowhere", plan, genome, pretrained(1))
 
 
+def test_adapters_that_peft_refuses_are_refused() -> None:
+    net = nn.ModuleDict({"inner": nn.Linear(4, 4), "head": nn.Linear(4, 2), "more": nn.ParameterList([torch.ones(2)])})
+    refused("the plan has new modules alone", net, modules_to_save=["head"], exclude=["inner"])
+    refused("with a forward, and 'more' is none", net, target_modules=["inner"], modules_to_save=["more"])
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 4}
+    mamba = transformers.MambaModel(transformers.MambaConfig(vocab_size=11, **sizes))
+    refused("it refuses 'layers.0.mixer.out_proj' of a mamba", mamba, target_modules=["out_proj"])
+
+
 def test_a_head_whose_name_ends_anothers_is_refused() -> None:
     pnet = nn.ModuleDict({"head": nn.Linear(4, 4), "subhead": nn.Linear(4, 4)})
     refused("peft would take .'subhead'. for 'head' too", pnet, target_modules=["subhead"], modules_to_save=["head"])

@@ -293,7 +293,7 @@ def test_the_seed_is_all_that_init_depends_on() -> None:
     assert same_bits(step.init(5), a) and not same_bits(step.init(6).gnets, a.gnets)
     assert step.init(2**63 - 1).seed == 2**63 - 1
     for seed in (-1, 2**63, 1.0, True, None):
-        with pytest.raises(ValueError, match="seed must be an int with 0 <= seed"):
+        with pytest.raises(ValueError, match="seed must be an integer with 0 <= seed"):
             step.init(seed)  # pyright: ignore[reportArgumentType]
 
 

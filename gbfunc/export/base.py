@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gbfunc.export.formats import FORMATS, Format
 from gbfunc.export.program import AUTO, BATCH, Inputs, Weights, module_of, ready, trace
 from gbfunc.files import replace_file
+from gbfunc.genome import check_genome, check_plan
 from gbfunc.plan import Plan
 from gbfunc.types import GenomeLike
 
@@ -83,6 +84,8 @@ def export(
         ValueError: for an unknown format, a p-net that cannot be traced, or a program whose outputs differ.
         OSError: if the file cannot be written.
     """
+    check_plan(plan, pnet)
+    check_genome(plan, genome)
     kind = _kind(Path(path), to)
     chosen = weights or ("dense" if kind == SAFETENSORS or plan.base is not None else "genome")
     if chosen not in ("genome", "dense"):

@@ -108,6 +108,8 @@ def make_plan(
             cannot be reached (it names the smallest genome and what stands in the way).
         TypeError: for arguments of a wrong type.
     """
+    if isinstance(pnet, torch.jit.ScriptModule):
+        raise TypeError("the p-net is a ScriptModule, whose weights are fixed: give the nn.Module that it was made of")
     check_pnet(pnet)
     check_max_tile(max_tile)
     if hypernet is None:
@@ -115,7 +117,7 @@ def make_plan(
     if not isinstance(hypernet, Hypernet):
         raise TypeError(f"hypernet must come from a factory such as gb.periodic(), got {hypernet!r}")
     targets = check_targets(pnet, base, target_modules, modules_to_save)
-    choices = choose(pnet, hypernet, include, exclude, rules, targets)
+    choices, left = choose(pnet, hypernet, include, exclude, rules, targets)
     buffers = tuple(
         BufferPlan(name, tuple(b.shape), dtype_name(b.dtype), saved)
         for name, (b, saved) in buffers_of(pnet).items()
@@ -144,7 +146,7 @@ def make_plan(
                 alone = periodic() if hypernet.shares else hypernet
                 _promote(fresh, share * params, alone, max_tile, _HEAD_SHARE * params)
         try:
-            return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen)
+            return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left)
         except TargetTooSmall:
             # What fails at last is below the smallest genome.
             if squeezed == 2:

@@ -50,6 +50,8 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
             f"genome       deltas of {deltas} tensors {plan.genome_params - head:,} parameters; "
             f"{len(new)} new tensors {head:,}",
         ]
+    if plan.left_out:
+        lines.append(f"left out     {', '.join(plan.left_out)}: no deltas for weights of this class or dtype")
     if plan.target:
         lines.append(f"asked for    {plan.target}")
     if poor := _poor(plan):

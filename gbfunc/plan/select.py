@@ -10,16 +10,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gbfunc.hypernets import Hypernet
-from gbfunc.layers import LayerKind, layer_kind
+from gbfunc.layers import KINDS, LayerKind, layer_kind
 from gbfunc.plan.slots import TensorPlan
 from gbfunc.pnet import ParameterInfo, parameter_infos
 from gbfunc.types import dtype_name
 
 Rule = tuple[str, Hypernet | None]
 
+_PACKED = (torch.int8, torch.uint8, torch.int32)
 _ALL_LINEAR_KINDS = frozenset({"linear", "transposed_linear"})
 
 
@@ -48,6 +50,13 @@ class Targets(NamedTuple):
             return False
         named = any(_named(self.modules, layer.partition(".parametrizations")[0]) for layer in layers)
         return named and (kind.selected or kind.name == "embedding")
+
+    def cannot_change(self, name: str, weight: Tensor, kind: LayerKind = KINDS["matrix"]) -> bool:
+        """Whether a weight is among the modules that change, but is of a class or dtype without deltas."""
+        layer = name.rpartition(".")[0].partition(".parametrizations")[0]
+        asked = self.modules is None or self.modules == "all-linear" or _named(self.modules, layer)
+        other = kind.name == "matrix" or (kind.selected and not weight.is_floating_point())
+        return asked and other and weight.ndim > 1 and weight.numel() > 0
 
 
 def _named(patterns: list[re.Pattern[str]], module: str) -> bool:
@@ -127,10 +136,10 @@ def choose(
     exclude: Sequence[str],
     rules: Sequence[Rule],
     targets: Targets | None,
-) -> list[Candidate]:
+) -> tuple[list[Candidate], tuple[str, ...]]:
     """Every parameter with its kind and hypernetwork: exclude beats rules, which beat include and the default.
 
-    Of a p-net that is a base, those alone that change or are new.
+    With a base, the parameters that change or are new; the second result names weights that cannot have a delta.
     """
     infos = parameter_infos(pnet)
     # Where some require grad and others do not, the others are to stay.
@@ -144,7 +153,7 @@ def choose(
     by_rule: dict[str, Hypernet | None] = {}
     for names, (_, ruled) in zip(_matches("rules", [r[0] for r in rules], infos), rules, strict=True):
         by_rule = dict.fromkeys(names, ruled) | by_rule
-    choices = []
+    choices, left = [], []
     for info in infos:
         name, weights, shape = info.name, info.tensor, tuple(info.tensor.shape)
         kind = layer_kind(info.module, info.attribute, shape)
@@ -169,12 +178,18 @@ def choose(
                 raise ValueError(f"{what} cannot be generated: exclude it")
             chosen, movable = None, False
         if base and chosen is None:
+            if not note and targets.cannot_change(name, weights, kind):
+                left.append(name)
             continue
         tensor = TensorPlan(name, shape, dtype_name(weights.dtype), kind.name, aliases=info.aliases, note=note)
         choices.append(Candidate(info, tensor, chosen, movable and not base, base))
     if targets is not None and not choices:
         raise ValueError("nothing of the p-net has a delta or is new: name layers by target_modules or include")
-    return choices
+    if targets is not None:
+        # Quantised layers of other libraries keep their weights in buffers.
+        packed = ((k, b) for k, b in pnet.named_buffers() if b.dtype in _PACKED and not targets.saved(k))
+        left += [name for name, b in packed if targets.cannot_change(name, b)]
+    return choices, tuple(left)
 
 
 def _matches(what: str, patterns: Sequence[str], infos: list[ParameterInfo]) -> list[set[str]]:

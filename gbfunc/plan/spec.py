@@ -30,12 +30,14 @@ class Plan:
         buffers: every buffer; with a base, those that the genome holds.
         target: the size target it was made for, in words, or "".
         base: whose deltas the genome holds, None where it holds all of the p-net.
+        left_out: weights of a base that would have a delta but for their class or dtype; no file holds the names.
     """
 
     tensors: tuple[TensorPlan, ...]
     buffers: tuple[BufferPlan, ...] = ()
     target: str = field(default="", compare=False)
     base: Base | None = None
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         names = [n for t in self.tensors for n in (t.name, *t.aliases)] + [b.name for b in self.buffers]

@@ -72,6 +72,7 @@ class Checkpointer:
     def __init__(self, folder: str | os.PathLike[str], train_step: TrainStep, *, keep: int = 3) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be an int >= 1, got {keep!r}")
+        _check_step(train_step)
         self._folder, self._keep, self._train_step = Path(folder), keep, train_step
         self._plan = json.dumps(_plan_summary(train_step.plan))
         self._unlock: Callable[[], object] = lambda: None
@@ -199,6 +200,7 @@ def load_checkpoint(
         CollectiveError: if a rank is missing.
         ValueError: for a file that is damaged; for a valid checkpoint of another plan or optimizer.
     """
+    _check_step(train_step)
     mesh, state = train_step.mesh, train_step.gather(like)
     flat = flatten_tree(state)
 
@@ -218,6 +220,11 @@ def load_checkpoint(
         return found._replace(state=like)
     restored = dict(zip(flat, from_rank_0(mesh, list(flat.values())), strict=True))
     return found._replace(state=train_step.shard(unflatten_tree(restored, state)))
+
+
+def _check_step(train_step: TrainStep) -> None:
+    if not isinstance(train_step, TrainStep):
+        raise TypeError(f"expected a step of gb.make_train_step, got {type(train_step).__name__}")
 
 
 def _restore(

@@ -36,6 +36,10 @@ from gbfunc.trees import flat_genome
 from gbfunc.types import GenomeLike, Params
 
 _PREFIX = "base_model.model."
+_MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+_MAMBA_LAYERS = ("conv1d", "out_proj")
+"""Layers that peft adapts in no network of these types, whose fused kernels read their weights."""
+_CONTAINERS = nn.ModuleDict | nn.ModuleList | nn.ParameterDict | nn.ParameterList
 _INSTEAD = "; gb.materialize(plan, genome, pnet) gives the whole network instead"
 
 
@@ -79,6 +83,8 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
     if base is None:
         raise ValueError(f"a LoRA adapter changes a base, and the plan has none (make_plan(base='own')){_INSTEAD}")
     deltas, heads = [t for t in plan.tensors if t.base], [t for t in plan.tensors if not t.base]
+    if not deltas:
+        raise ValueError(f"a LoRA adapter changes a layer, and the plan has new modules alone{_INSTEAD}")
     generator = make_generator(plan, pnet=pnet, lazy=True, base=base, names={t.name for t in deltas})
     with torch.no_grad():
         weights = generator(flat_genome(genome))
@@ -89,11 +95,10 @@ def lora_of(plan: Plan, genome: GenomeLike, pnet: nn.Module) -> tuple[dict[str, 
         if not isinstance(form, FactoredWeight):
             raise ValueError(_no_factors(tensor, plan))
         a, b = as_low_rank(*form.by_tile(form.taken(weights)), form.grid)
-        # Tied weights are of several layers, each of which has the matrices.
+        # Each layer of a tied weight has the matrices.
         for name in (tensor.name, *tensor.aliases):
-            layer, _, attribute = name.rpartition(".")
-            tensors |= _layer_tensors(name, layer, attribute, pnet.get_submodule(layer), a, b)
-            ranks[layer] = len(a)
+            tensors |= _layer_tensors(pnet, name, a, b)
+            ranks[name.rpartition(".")[0]] = len(a)
     # Copies: a file holds no tensor by two names.
     new = {name: dense[t.name].to(DTYPES[t.dtype], copy=True) for t in heads for name in (t.name, *t.aliases)}
     saved = _new_modules(pnet, new.keys())
@@ -122,9 +127,11 @@ def _no_factors(tensor: TensorPlan, plan: Plan) -> str:
     return f"the delta of {tensor.name!r} (a {tensor.kind} by {types}) has no factors, which LoRA needs{_INSTEAD}"
 
 
-def _layer_tensors(name: str, layer: str, attribute: str, module: nn.Module, a: Tensor, b: Tensor) -> Params:
+def _layer_tensors(pnet: nn.Module, name: str, a: Tensor, b: Tensor) -> Params:
     """A and B as peft stores them for a layer of its type."""
-    if (why := _unknown(module, attribute)) is not None:
+    layer, _, attribute = name.rpartition(".")
+    module = pnet.get_submodule(layer)
+    if (why := _unknown(pnet, layer, module, attribute)) is not None:
         raise ValueError(f"the delta of {name!r} has no place in a LoRA adapter of peft's: {why}{_INSTEAD}")
     key = f"{_PREFIX}{layer}.lora_"
     if isinstance(module, nn.Embedding):
@@ -136,8 +143,11 @@ def _layer_tensors(name: str, layer: str, attribute: str, module: nn.Module, a: 
     return {f"{key}A.weight": a, f"{key}B.weight": b}
 
 
-def _unknown(module: nn.Module, attribute: str) -> str | None:
+def _unknown(pnet: nn.Module, layer: str, module: nn.Module, attribute: str) -> str | None:
     """Why peft's LoRA cannot hold a delta of a layer; None where it can."""
+    model = getattr(getattr(pnet, "config", None), "model_type", None)
+    if model in _MAMBAS and layer.rpartition(".")[2] in _MAMBA_LAYERS:
+        return f"it refuses {layer!r} of a {model}"
     if isinstance(module, nn.MultiheadAttention):
         return "it adapts both projections of an nn.MultiheadAttention, by one rank, or neither"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -159,6 +169,10 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
     saved = sorted(h for h in holders if not any(h.startswith(f"{other}.") for other in holders if other != h))
     modules = [name for name, _ in pnet.named_modules(remove_duplicate=False)]
     for name in saved:
+        if isinstance(pnet.get_submodule(name), _CONTAINERS):
+            raise ValueError(
+                f"modules_to_save of a LoRA adapter are modules with a forward, and {name!r} is none{_INSTEAD}"
+            )
         # Peft takes every module whose name ends so, also within a word.
         others = [other for other in modules if other != name and other.endswith(name)]
         if others or not name:

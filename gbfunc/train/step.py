@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.formats import Steps, Stored, as_stored, check_steps
-from gbfunc.genome import check_genome, init_genome
+from gbfunc.genome import check_genome, check_seed, init_genome
 from gbfunc.parallel import Layout, Placement, Rows, from_rank_0, gather_state, shard_state
 from gbfunc.pnet import parameter_infos
 from gbfunc.train.gradients import Objective
@@ -112,8 +112,7 @@ class TrainStep:
             ValueError: for a seed out of range.
             CollectiveError: if a rank is missing.
         """
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise ValueError(f"seed must be an int with 0 <= seed < 2**63, got {seed!r}")
+        seed = check_seed(seed)
         if device is None and self.mesh.world > 1 and self.mesh.device.type != "cpu":
             device = self.mesh.device
         genome: Genome = init_genome(self.plan, self._pnet, seed, device=device)

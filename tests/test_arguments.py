@@ -1,0 +1,106 @@
+"""Arguments of public functions that stand in each other's place, and odd ones: one error that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gbfunc as gb
+from tests.support.trees_equal import same_bits
+
+PNET = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+PLAN = gb.make_plan(PNET, gb.low_rank(1))
+GENOME = gb.init_genome(PLAN, PNET)
+STEP = gb.make_train_step(
+    PLAN, PNET, lambda net, x: net(x).square().mean(), gb.torch_optimizer(torch.optim.SGD, lr=0.1)
+)
+A_PLAN, A_GENOME, A_STEP, A_MODULE = "of gb.make_plan", "a Genome or", "of gb.make_train_step", "must be an nn.Module"
+X: Any = None
+SWAPPED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "make_plan": (lambda path: gb.make_plan(gb.periodic(2), PNET), A_MODULE),
+    "init_genome": (lambda path: gb.init_genome(PNET, PLAN), A_PLAN),
+    "fit_genome": (lambda path: gb.fit_genome(PNET, PLAN), A_PLAN),
+    "export a genome": (lambda path: gb.export(path, GENOME, PLAN, PNET, X), A_PLAN),
+    "export a p-net": (lambda path: gb.export(path, PLAN, PNET, GENOME, X), A_MODULE),
+    "save_lora without a folder": (lambda path: gb.save_lora(PLAN, path, GENOME, PNET), A_PLAN),
+    "save_lora": (lambda path: gb.save_lora(path, GENOME, PLAN, PNET), A_PLAN),
+    "Checkpointer": (lambda path: gb.Checkpointer(STEP, path), A_STEP),
+    "Checkpointer of a plan": (lambda path: gb.Checkpointer(path, PLAN), A_STEP),
+    "load_checkpoint": (lambda path: gb.load_checkpoint(STEP, path, X), A_STEP),
+    "save without a path": (lambda path: gb.save(PLAN, path, GENOME), A_PLAN),
+    "save": (lambda path: gb.save(path, GENOME, PLAN), A_PLAN),
+    "flatten": (lambda path: gb.flatten(PLAN), A_GENOME),
+    "generate": (lambda path: gb.generate(GENOME, PLAN), A_PLAN),
+    "materialize": (lambda path: gb.materialize(GENOME, PLAN, PNET), A_PLAN),
+    "materialize_many": (lambda path: gb.materialize_many(GENOME, PLAN, PNET), A_PLAN),
+    "a script": (lambda path: gb.make_plan(torch.jit.script(PNET)), "is a ScriptModule"),
+    "a trace": (lambda path: gb.make_plan(torch.jit.trace(PNET, torch.ones(1, 6))), "is a ScriptModule"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("name", SWAPPED)
+def test_arguments_in_a_wrong_place_are_named(name: str, tmp_path: Path) -> None:
+    call, words = SWAPPED[name]
+    with pytest.raises(TypeError, match=words):
+        call(tmp_path / "net.onnx")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), np.uint8(3), torch.tensor(3)], ids=repr)
+def test_any_integer_is_a_seed(seed: Any) -> None:
+    assert same_bits(gb.init_genome(PLAN, PNET, seed), gb.init_genome(PLAN, PNET, 3))
+    assert same_bits(STEP.init(seed=seed), STEP.init(seed=3))
+    fitted = [gb.fit_genome(PLAN, PNET, seed=n, steps=0).genome for n in (seed, 3)]
+    assert same_bits(*fitted)
+
+
+@pytest.mark.parametrize("seed", [3.0, True, -1, 2**63, "3", None], ids=repr)
+def test_what_is_no_seed(seed: Any) -> None:
+    for call in (lambda: gb.init_genome(PLAN, PNET, seed), lambda: STEP.init(seed=seed)):
+        with pytest.raises(ValueError, match=r"seed must be an integer with 0 <= seed < 2\*\*63"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["x" * 240, "\u00fc" * 127, "x" * 255])
+def test_long_names_of_files(name: str, tmp_path: Path) -> None:
+    gb.save(tmp_path / name, PLAN, GENOME)
+    (tmp_path / f".{'x' * 64}.{'0' * 16}").write_bytes(b"another's")
+    gb.save(tmp_path / name, PLAN, GENOME)
+    assert same_bits(gb.load(tmp_path / name)[1], GENOME) and len([*tmp_path.iterdir()]) == 2
+    with pytest.raises(OSError, match="File name too long"):
+        gb.save(tmp_path / (name + "x" * 16), PLAN, GENOME)
+
+
+def test_weights_of_a_base_without_deltas_are_reported() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("qweight", torch.ones(6, 6, dtype=torch.int8))
+            self.register_buffer("mask", torch.ones(6, 6, dtype=torch.bool))
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 6))
+
+    whole = nn.Linear(6, 6)
+    whole.weight = nn.Parameter(torch.ones(6, 6, dtype=torch.uint8), requires_grad=False)
+    net = nn.ModuleDict({"a": nn.Linear(6, 6), "b": whole, "packed": Packed(), "own": Own(), "e": nn.Embedding(3, 6)})
+
+    def left_out(**options: Any) -> tuple[str, ...]:
+        plan = gb.make_plan(net, base="own", **options)
+        assert gb.Plan.from_json(plan.to_json()) == plan
+        assert plan.report().count("left out     " + ", ".join(plan.left_out)) == bool(plan.left_out)
+        return plan.left_out
+
+    assert left_out() == left_out(target_modules="all-linear") == ("b.weight", "own.weight", "packed.qweight")
+    assert left_out(target_modules=["a"]) == () and left_out(target_modules="a|b") == ("b.weight",)
+    assert left_out(exclude=["own"], modules_to_save=["packed"]) == ("b.weight",)
+    assert gb.make_plan(PNET).left_out == ()
