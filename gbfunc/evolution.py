@@ -1,9 +1,8 @@
 """Genomes that evolve: problems for EvoTorch's algorithms, whose solutions are genomes and need no gradient.
 
-A solution z is a genome's way from where the search starts, in units of its steps: `start + steps * z`, where `start`
-is the vector of `gb.flatten`. So a standard deviation of 1 is right for every algorithm, CMA-ES with its single one
-among them, and the steps say what that means for code weights, linear coefficients and direct parameters. The members
-of a generation grow and are judged by one `vmap`.
+A solution z is the genome `start + steps * z`, where `start` is the vector of `gb.flatten`. A standard deviation of 1
+therefore suits every algorithm, and the steps say what 1 means for code weights, linear coefficients and direct
+parameters. The members of a generation grow and are judged by one `vmap`.
 
 EvoTorch: N. E. Toklu et al., 2023 (https://docs.evotorch.ai).
 
@@ -22,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gbfunc.extras import import_extra
 from gbfunc.generate import make_generator
-from gbfunc.genome import Noise, check_genome, flatten, init_genome, sample_noise
+from gbfunc.genome import check_genome, check_plan, flatten, init_genome, sample_noise
 from gbfunc.materialize import materialize
 from gbfunc.plan import Plan
 from gbfunc.pnet import RunnableNet
@@ -36,37 +34,37 @@ from gbfunc.trees import DIRECT, GNET, flat_genome
 from gbfunc.types import Genome, GenomeLike, Params
 
 with warnings.catch_warnings():
-    # Of torch.jit, which EvoTorch uses.
+    # EvoTorch uses torch.jit.
     warnings.simplefilter("ignore", DeprecationWarning)
     import_extra("evotorch", "evolution", "gbfunc[evolve]")
     from evotorch import Problem, SolutionBatch
 
 STEPS: Mapping[str, float] = MappingProxyType({"code": 0.1, "linear": 0.1, "direct": 0.1})
-"""Steps by role of leaf, as parts of the deviation that a leaf has at the start."""
+"""Steps by role of leaf, as fractions of the standard deviation that a leaf has at the start."""
 
 
 class GenomeProblem(Problem):
-    """The numbers of a genome, to be found by their network's loss: `PGPE(GenomeProblem(...), stdev_init=1.0, ...)`.
+    """The search for the genome with the best loss: `PGPE(GenomeProblem(...), stdev_init=1.0, ...)`.
 
     The members of a generation see the same batch, the next one of `batches`, and the same noise of stochastic g-nets.
-    A loss that is not finite counts as the worst of its generation. New solutions are the start (z = 0) and, where more
-    are asked for, mutants of it, z being standard normal.
+    A loss that is not finite counts as the worst of its generation. New solutions are the start (z = 0) and standard
+    normal mutants of the start.
 
     Args:
-        plan: the plan. One whose rules keep every tensor direct makes a problem of the p-net's own weights.
-        pnet: the p-net that it was made for; its training mode counts. `vmap` must know its operations: it does not
-            know those of `nn.LSTM` and `nn.GRU`.
+        plan: the plan. Rules that keep every tensor direct make a problem of the p-net's own weights.
+        pnet: the p-net that the plan was made for, in the training mode that counts. `vmap` must know its operations:
+            it does not know those of `nn.LSTM` and `nn.GRU`.
         loss_fn: `(net, batch) -> loss` or `(loss, aux)`, as for `make_train_step`.
-        batches: a batch for each generation, in whatever form `loss_fn` takes; `itertools.repeat(batch)` for the same.
-        sense: whether the loss is to be as small as can be, or as large.
+        batches: a batch for each generation, in the form that `loss_fn` takes; `itertools.repeat(batch)` for the same.
+        sense: whether the loss is minimised or maximised.
         start: the genome where the search starts; None draws one from `seed`.
-        steps: by role of leaf (code, linear, direct), what z = 1 stands for: a part of the deviation that the numbers
-            of a leaf have at the start (of 1, where they are all alike).
-        subspace: numbers d of a solution and a function [d] -> [P] from it to z of all numbers, for a search in a part
-            of the genomes (see `gbfunc.lab.compare.subspace.Projection`); None searches all of them.
+        steps: what z = 1 means by role of leaf (code, linear, direct): a fraction of the standard deviation of the
+            leaf's numbers at the start (of 1, if they are all equal).
+        subspace: numbers d of a solution and a function [d] -> [P] from a solution to z of all numbers, for a search in
+            a part of the genomes (see `gbfunc.lab.compare.subspace.Projection`); None searches all of them.
         lazy: whether weights stay factors, as for `make_train_step`.
         chunk: members that grow at once, which bounds memory; None is all.
-        seed: of the start, of noise, and of what the algorithm draws.
+        seed: seed of the start, of noise, and of the algorithm's draws.
         options: EvoTorch's (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
 
     Attributes:
@@ -76,8 +74,8 @@ class GenomeProblem(Problem):
 
     Raises:
         TypeError: if `start` is no genome.
-        ValueError: if it, the p-net or the subspace does not fit the plan, for a step that is not positive or of an
-            unknown role, or, from the algorithm's step, if the batches are at an end.
+        ValueError: if `start`, the p-net or the subspace does not fit the plan, for a step that is not positive or of
+            an unknown role; from the algorithm's step, if the batches are at an end, or a forward changes buffers.
         FloatingPointError: from the algorithm's step, if no member of a generation has a finite loss.
     """
 
@@ -97,24 +95,19 @@ class GenomeProblem(Problem):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        fresh = init_genome(plan, pnet, seed)
-        genome = fresh if start is None else start
+        check_plan(plan, pnet)
+        genome = init_genome(plan, pnet, seed) if start is None else start
         check_genome(plan, genome)
-        for name, module in pnet.named_modules():
-            if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
-                raise ValueError(f"{name!r} changes its running statistics, which members share: pnet.eval()")
-        if chunk is not None and (type(chunk) is not int or chunk < 1):
-            raise ValueError(f"chunk must be a positive number of members, got {chunk!r}")
-        self.plan, self.evaluations, self._sense = plan, 0, sense
+        self.plan, self.pnet, self.evaluations, self._sense = plan, pnet, 0, sense
+        self._loss_fn, self._batches, self._chunk = loss_fn, iter(batches), chunk
         self.start_P, self._unflatten = flatten(genome)
         frozen = {f"{DIRECT}{k}" for k, p in pnet.named_parameters() if not p.requires_grad}
         self.steps_P = _steps(plan, genome, steps, frozen)
-        self.pnet, self._loss_fn, self._batches, self._chunk = pnet, loss_fn, iter(batches), chunk
         self._buffers = {k: v.detach() for k, v in genome.buffers.items()}
         base = plan.base_tensors(pnet)
         self._weights_of = make_generator(plan, pnet=pnet, lazy=lazy, base=base)
         self._call = RunnableNet(pnet, self._weights_of.forms, frozen=base)
-        self._noise_draws = torch.Generator().manual_seed(seed)
+        self._noise_draws, self._tried = torch.Generator().manual_seed(seed), False
         length, self._expand = subspace if subspace is not None else (len(self.start_P), None)
         if self._expand is not None and self._expand(self.start_P.new_zeros(length)).shape != self.start_P.shape:
             raise ValueError(f"the subspace must give {len(self.start_P)} numbers, got another shape")
@@ -141,23 +134,34 @@ class GenomeProblem(Problem):
         loss_fn = self._loss_fn
         if loss_fn is None:
             raise TypeError("a problem of control has no losses: see its method returns")
-        noise = self._drawn_noise()
+        grow = self._grower(lambda weights, buffers: self._call.run(weights, buffers, loss_fn, batch))
 
         def one(solution_z: Tensor) -> Tensor:
-            weights = self._grown(solution_z, noise)
-            return loss_and_aux(self._call.run(weights, dict(self._buffers), loss_fn, batch))[0].reshape(())
+            loss = self._call.run(grow(solution_z), dict(self._buffers), loss_fn, batch)
+            return loss_and_aux(loss)[0].reshape(())
 
-        chunk = None if self._chunk is None or len(solutions_nz) <= self._chunk else self._chunk
-        return vmap(one, randomness="different", chunk_size=chunk)(solutions_nz)
+        return vmap(one, randomness="different", chunk_size=self._chunk)(solutions_nz)
 
-    def _drawn_noise(self) -> Noise | None:
-        """Noise of stochastic g-nets, after the constants were made, which cannot be inside of `vmap`."""
-        self._weights_of.prepare(flat_genome(self._unflatten(self.start_P)))
-        return sample_noise(self.plan, self._noise_draws, self.start_P) if self.plan.stochastic else None
+    def _grower(self, call: Callable[[Params, Params], Any]) -> Callable[[Tensor], Params]:
+        """Give the function from a solution [z] to its weights, for one generation with one noise.
 
-    def _grown(self, solution_z: Tensor, noise: Noise | None) -> Params:
-        """The weights of a solution, in their forms."""
-        return self._weights_of(flat_genome(self._unflatten(self.vector(solution_z))), noise)
+        The first `call`, on the start's weights, shows which buffers a forward changes in place.
+        """
+        leaves = flat_genome(self._unflatten(self.start_P))
+        # Constants are made first, which cannot be done inside `vmap`.
+        self._weights_of.prepare(leaves)
+        noise = sample_noise(self.plan, self._noise_draws, self.start_P) if self.plan.stochastic else None
+        if not self._tried:
+            own = {k: x.clone() for k, x in self._buffers.items()}
+            call(self._weights_of(leaves, noise), dict(own))
+            same = {k: torch.equal(x.nan_to_num(), self._buffers[k].nan_to_num()) for k, x in own.items()}
+            if changed := [k for k in own if not same[k]]:
+                raise ValueError(
+                    f"the p-net's forward changes its buffers {', '.join(changed)} in place, and the members of a "
+                    "generation share them: pnet.eval() keeps the statistics of norms; keep other state elsewhere"
+                )
+            self._tried = True
+        return lambda solution_z: self._weights_of(flat_genome(self._unflatten(self.vector(solution_z))), noise)
 
     def _judged(self, solutions_nz: Tensor) -> Tensor:
         """Fitness [n] of a generation."""
@@ -182,44 +186,39 @@ class GenomeProblem(Problem):
 
 
 def _steps(plan: Plan, genome: GenomeLike, steps: Mapping[str, float], frozen: Collection[str]) -> Tensor:
-    """What z = 1 stands for, of every number of the genome's vector [P]; of what is frozen, nothing."""
-    bad = {k: v for k, v in steps.items() if k not in STEPS or not (math.isfinite(v) and v > 0)}
-    if bad or STEPS.keys() - steps.keys():
+    """What z = 1 means for every number of the genome's vector [P]; 0 for frozen ones."""
+    if steps.keys() != STEPS.keys() or not all(math.isfinite(v) and v > 0 for v in steps.values()):
         raise ValueError(f"steps must give a positive number for each of {', '.join(STEPS)}, got {dict(steps)}")
     roles = {f"{GNET}{e.name}/{k}": leaf.role for e in plan.ensembles for k, leaf in e.leaves.items()}
-    roles |= {f"{DIRECT}{t.name}": "direct" for t in plan.direct}
-    leaves: Params = flat_genome(genome)
-    sizes: Params = {}
-    for name, leaf in leaves.items():
-        x = leaf.detach()
+    sizes = []
+    for name, x in sorted(flat_genome(genome).items()):
         if x.is_floating_point():
-            deviation = float(x.std(correction=0)) if x.numel() > 1 else 0.0
-            size = 0.0 if name in frozen else steps[roles[name]] * (deviation if deviation > 0 else 1.0)
-            sizes[name] = torch.full_like(x, size)
-    return torch.cat([sizes[k].reshape(-1) for k in sorted(sizes)])
+            deviation = float(x.detach().std(correction=0)) if x.numel() > 1 else 0.0
+            size = 0.0 if name in frozen else steps[roles.get(name, "direct")] * (deviation or 1.0)
+            sizes.append(torch.full_like(x.detach(), size).reshape(-1))
+    return torch.cat(sizes)
 
 
 class ControlProblem(GenomeProblem):
-    """Genomes whose networks act in an environment of gymnasium's, to be found by their return.
+    """The search for the genome whose network has the largest return in an environment of gymnasium.
 
     All members act at once, each in as many environments as it has episodes, in one `gymnasium.vector.VectorEnv`. The
-    fitness is the mean undiscounted return of a generation's own episodes.
-
-    Attributes:
-        env_steps: steps of all environments so far, those of episodes that had not ended.
+    fitness is the mean undiscounted return of the episodes of a generation.
 
     Args:
         plan: the plan.
         pnet: `net(observations [E, O])` gives a number for each choice [E, A], of which the largest is taken, or the
             numbers of an action [E, A], which are clipped to the environment's range.
         env: the environment's name.
-        episodes: of each member in a generation.
-        options: as for `GenomeProblem`, but for `sense`.
+        episodes: episodes of each member in a generation.
+        options: options of `GenomeProblem` except `sense`.
+
+    Attributes:
+        env_steps: steps of all environments so far, in episodes that had not ended.
 
     Raises:
         ImportError: without gymnasium, or what the environment needs.
-        ValueError: for an environment that is not known or has no vectors as observations, or what `GenomeProblem`
-            refuses.
+        ValueError: for an unknown environment or one without vectors as observations, or what `GenomeProblem` refuses.
     """
 
     def __init__(self, plan: Plan, pnet: nn.Module, env: str, *, episodes: int = 1, **options: Any) -> None:
@@ -232,9 +231,9 @@ class ControlProblem(GenomeProblem):
 
     @torch.no_grad()
     def returns(self, solutions_nz: Tensor, episodes: int, seed: int) -> Tensor:
-        """Undiscounted returns [n, E] of some solutions [n, z] in fresh episodes, whose starts the seed decides."""
-        n, noise = len(solutions_nz), self._drawn_noise()
-        weights = vmap(lambda solution_z: self._grown(solution_z, noise))(solutions_nz)
+        """Undiscounted returns [n, E] of some solutions [n, z] in fresh episodes, whose starts depend on the seed."""
+        n, start_EO = len(solutions_nz), self.start_P.new_zeros((episodes, *self.env.inputs))
+        weights = vmap(self._grower(lambda weights, buffers: self._call(weights, buffers, start_EO)))(solutions_nz)
         act = vmap(lambda weights, obs_EO: self._call(weights, dict(self._buffers), obs_EO), randomness="different")
         envs = make_envs(self.env.id, n * episodes)
         returns_N, running_N = np.zeros(n * episodes), np.ones(n * episodes, bool)
