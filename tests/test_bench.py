@@ -21,12 +21,9 @@ import gbfunc as gb
 from gbfunc.cli import main
 from gbfunc.cli.bench import measure, print_results
 from gbfunc.generate import make_generator
-from gbfunc.hypernets import Hypernet
-from gbfunc.lab.bench.adapters import ADAPTERS
-from gbfunc.lab.bench.cases import BENCHES, VARIANTS, Case, Genes, choose, features, generation_case
-from gbfunc.lab.bench.naive import NaiveGenerator
+from gbfunc.lab.bench.cases import BENCHES, Case, Genes, choose, features, generation_case
 from gbfunc.lab.bench.report import growth_curves, log_slope, over_runs, run_bench, time_together
-from gbfunc.lab.bench.variants import Setting, build, first_net, plan_of, why_not
+from gbfunc.lab.bench.variants import VARIANTS, NaiveGNet, Setting, build, first_net, plan_of, why_not
 from gbfunc.plots import cost_curves
 from gbfunc.tasks import find_task
 from gbfunc.tasks.pnets.mlp import mlp
@@ -62,43 +59,26 @@ class Mixed(nn.Module):
 # The naive baseline.
 
 
-@pytest.mark.parametrize("include", [(), (r"bias",)])
-def test_naive_generates_what_the_library_does(include: tuple[str, ...]) -> None:
+def test_naive_generates_what_the_library_does_and_its_gradients() -> None:
     pnet = Mixed().double()
-    plan = gb.make_plan(pnet, gb.gnet((4,)), max_tile=3, include=include)
-    genome = gb.init_genome(plan, pnet, 1)
-    expected = gb.generate(plan, genome)
-    actual = NaiveGenerator(plan, torch.float64, torch.device("cpu"))(flat_genome(genome))
-    assert actual.keys() == expected.keys() and len(plan.generated) == (4 if include else 2)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_naive_gradients_are_the_library_s() -> None:
-    pnet = mlp((7, 9, 4), 0).double()
-    plan = gb.make_plan(pnet, gb.gnet((4,)), max_tile=4)
+    plan, naive = (gb.make_plan(pnet, g((4,)), max_tile=3, include=(r"bias",)) for g in (gb.gnet, NaiveGNet))
     genome = gb.init_genome(plan, pnet, 1)
     leaves = [leaf.requires_grad_() for own in genome.gnets.values() for leaf in own.values()]
+    assert len(plan.generated) == 4
 
-    def gradients(weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        total = sum((w * torch.arange(w.numel()).reshape(w.shape).sin()).sum() for w in weights.values())
-        assert isinstance(total, Tensor)
-        return torch.autograd.grad(total, leaves)
+    def found(plan: gb.Plan) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        weights = make_generator(plan, kernel="eager")(flat_genome(genome))
+        total = torch.cat([(w * torch.arange(w.numel()).reshape(w.shape).sin()).flatten() for w in weights.values()])
+        return weights, torch.autograd.grad(total.sum(), leaves)
 
-    naive = NaiveGenerator(plan, torch.float64, torch.device("cpu"))(flat_genome(genome))
-    expected = gradients(make_generator(plan)(flat_genome(genome)))
-    torch.testing.assert_close(gradients(naive), expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("hypernet", [gb.periodic(2), gb.gnet((3, 3)), gb.gnet((3,), "tanh"), gb.stochastic((3,))])
-def test_naive_knows_plain_relu_g_nets_alone(hypernet: Hypernet) -> None:
-    with pytest.raises(ValueError, match="expected ReLU g-nets of one hidden layer"):
-        NaiveGenerator(gb.make_plan(nn.Linear(4, 4), hypernet), torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(found(naive), found(plan), rtol=1e-10, atol=1e-12)
 
 
 # Every variant is the same training.
 
 
-TRAINING = [v for v in VARIANTS if "compiled" not in v and (v not in ADAPTERS or v == "lora rank 1")]
+SERVING = [v for v, (gnets, *_) in VARIANTS.items() if gnets == "adapter" and v not in ("adapter", "lora rank 1")]
+TRAINING = [v for v in VARIANTS if "compiled" not in v and v not in SERVING]
 
 
 @pytest.mark.parametrize("variant", TRAINING)
@@ -145,7 +125,7 @@ def test_genomes_together_are_those_one_by_one() -> None:
 
 
 def test_serving_gives_each_row_its_genome() -> None:
-    base, together, one_by_one, merged = (build(tiny((v,)), v, CPU).step() for v in ADAPTERS if v != "lora rank 1")
+    base, together, one_by_one, merged = (build(tiny((v,)), v, CPU).step() for v in SERVING)
     torch.testing.assert_close(together, torch.cat(one_by_one), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(merged, together[:1], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(base, together, rtol=1e-3)

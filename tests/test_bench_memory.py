@@ -19,8 +19,7 @@ from hypothesis import given, settings
 
 import gbfunc as gb
 from gbfunc.lab.bench.cases import Case, Genes, features, sequences
-from gbfunc.lab.bench.live import LiveBytes
-from gbfunc.lab.bench.memory import measure_memory, peak_resident
+from gbfunc.lab.bench.memory import LiveBytes, measure_memory, peak_resident
 from gbfunc.lab.bench.variants import Setting, build, loss_fn
 from gbfunc.tasks.pnets.convnets import ResNet18
 from gbfunc.tasks.pnets.gpt import GPT

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from gbfunc.costs import thin_rows
-from gbfunc.lab.bench.live import LiveBytes
+from gbfunc.lab.bench.memory import LiveBytes
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import formable, install
 from gbfunc.pnet import PureNet

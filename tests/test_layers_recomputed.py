@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gbfunc.lab.bench.live import LiveBytes
+from gbfunc.lab.bench.memory import LiveBytes
 from gbfunc.layers.recomputed import RecomputedWeight
 from tests.support.forms import assert_close, on_form, vectors
 

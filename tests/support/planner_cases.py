@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.generate import Generator
-from gbfunc.lab.bench.live import LiveBytes
+from gbfunc.lab.bench.memory import LiveBytes
 from gbfunc.parallel import CollectiveError
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.plan import Plan

@@ -28,67 +28,22 @@ class Genes(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One p-net with its batch, and the variants to measure on it. It can be sent to another process."""
+    """One p-net with its batch, and the variants to measure on it. Other processes can unpickle it."""
 
-    name: str  # its name
+    name: str
     net: Callable[[], nn.Module]  # makes the p-net
     batch: Callable[[], tuple[Tensor, Tensor]]  # makes the batch, on the CPU
     variants: tuple[str, ...]  # names of `VARIANTS`; ratios are to "dense" and "naive", where they are among them
     periodic: Genes | None = None  # the genome of the variants with periodic g-nets
-    relu: Genes | None = None  # the genome of those with ReLU g-nets, and of the naive one
+    relu: Genes | None = None  # the genome of the variants with ReLU g-nets, and of the naive one
     adapter: Genes | None = None  # the genome of deltas of the p-net, which is then frozen
-    # "step" measures training steps, "generation" the weights' generation alone, forward and backward.
-    kind: Literal["step", "generation"] = "step"
+    generation: bool = False  # whether to measure the weights' generation alone, forward and backward
     counted: int = 0  # bytes from which a tensor's memory is counted beside the process's peak; 0 counts nothing
 
-
-class Variant(NamedTuple):
-    """A way to run a case: its g-nets, options of its step, and a package that must be installed for it.
-
-    No g-nets is the dense p-net itself.
-    """
-
-    gnets: Literal["periodic", "relu", "adapter", ""]
-    options: Mapping[str, Any]
-    needs: str = ""
-
-
-VARIANTS: Mapping[str, Variant] = {
-    "dense": Variant("", {}),
-    "periodic materialised": Variant("periodic", {"lazy": False}),
-    "periodic lazy": Variant("periodic", {"lazy": True}),
-    "periodic auto": Variant("periodic", {"lazy": "auto"}),
-    "periodic without donate": Variant("periodic", {"lazy": "auto", "donate": False}),
-    "periodic module": Variant("periodic", {}),
-    "periodic saved": Variant("periodic", {"lazy": "auto"}),
-    "periodic compiled step": Variant("periodic", {"lazy": "auto", "compile": True}),
-    "periodic remat generate": Variant("periodic", {"lazy": False, "remat": "generate"}),
-    "periodic remat layer": Variant("periodic", {"lazy": False, "remat": "layer"}),
-    "relu eager": Variant("relu", {"kernel": "eager"}),
-    "relu compiled": Variant("relu", {"kernel": "compiled"}),
-    "relu auto": Variant("relu", {}),
-    "naive": Variant("relu", {}),
-    "adapter": Variant("adapter", {}),
-    "lora rank 1": Variant("adapter", {}, "peft"),
-    "base, all rows": Variant("adapter", {}),
-    "a genome per row, together": Variant("adapter", {}),
-    "a genome per row, one by one": Variant("adapter", {}),
-    "one genome merged, one row": Variant("adapter", {}),
-    "16 genomes together": Variant("periodic", {"lazy": "auto"}),
-    "16 genomes one by one": Variant("periodic", {"lazy": "auto"}),
-    "jax dense": Variant("periodic", {"thin": False}, "jax"),
-    "jax thin": Variant("periodic", {"thin": True}, "jax"),
-    "jax thin transposed": Variant("periodic", {"thin": True, "transposed": True}, "jax"),
-}
-"""Every variant by name. "naive" is `gbfunc.lab.bench.naive` and "jax" `gbfunc.lab.bench.jax_steps`, the others'
-generation is the library's. Its steps have `donate=True` unless they say otherwise; "periodic module" is a
-`gb.GenomeModule` with torch's AdamW; "periodic saved" begins to write a checkpoint before every step; "lora rank 1" is
-peft's, on the layers of the adapter; genomes together are a `gb.population`."""
 
 _MERGED = "one genome merged, one row"
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
 _RELU = ("relu eager", "relu compiled")
-_GROWTH = _PERIODIC[:3]
 _ALONE = ("periodic materialised", *_RELU, "naive")
 _REMAT = ("periodic materialised", "periodic remat generate", "periodic remat layer", "periodic lazy")
 # Tiles of 10,000 weights, the published implementations' default.
@@ -96,13 +51,13 @@ _RELU_TILE = 100
 
 
 def features(shape: tuple[int, ...], classes: int) -> tuple[Tensor, Tensor]:
-    """A batch of normal inputs [B, ...] with random classes [B]."""
+    """Draw a batch of normal inputs [B, ...] with random classes [B]."""
     draw = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=draw), torch.randint(classes, shape[:1], generator=draw)
 
 
 def sequences(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """A batch of random tokens [B, L] and the tokens after them [B, L]."""
+    """Draw a batch of random tokens [B, L] and the tokens after them [B, L]."""
     tokens = torch.randint(vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -118,103 +73,78 @@ def _case(
     include: tuple[str, ...] = (),
     **options: Any,
 ) -> Case:
-    """A case with periodic g-nets of `h` features and ReLU g-nets."""
+    """Make a case with periodic g-nets of `h` features and ReLU g-nets."""
     tiles, relu_tiles = ({"max_tile": most, "include": include} for most in (tile, _RELU_TILE))
     genes = Genes(periodic(h), tiles), Genes(gnet((32,)), relu_tiles)
     return Case(name, net, batch, tuple(variants), *genes, **options)
 
 
 def mlp_case(sizes: tuple[int, ...], batch: int, variants: Sequence[str], *, name: str = "", **options: Any) -> Case:
-    """Training steps of an MLP; its periodic g-nets are of whole matrices, unless options say so."""
+    """Make training steps of an MLP; a periodic g-net makes a whole matrix, unless options say otherwise."""
     name = name or "mlp " + "-".join(map(str, sizes))
     return _case(name, partial(mlp, sizes, 0), partial(features, (batch, sizes[0]), sizes[-1]), variants, **options)
 
 
 def generation_case(width: int, variants: Sequence[str]) -> Case:
-    """Generation alone of one square matrix, forward and backward."""
+    """Make the generation of one square matrix alone, forward and backward."""
     net, batch = partial(nn.Linear, width, width, bias=False), partial(features, (1, width), width)
-    return _case(f"generate {width}x{width}", net, batch, variants, kind="generation")
+    return _case(f"generate {width}x{width}", net, batch, variants, generation=True)
 
 
 def gpt_case(
-    batch: int,
-    length: int,
-    vocabulary: int,
-    layers: int,
-    heads: int,
-    width: int,
-    variants: Sequence[str],
-    *,
-    name: str = "",
-    **options: Any,
+    batch: int, length: int, words: int, layers: int, heads: int, width: int, variants: Sequence[str], **options: Any
 ) -> Case:
-    """Training steps of a GPT with biases, as torchGB's, its tied embedding generated too."""
-    net = partial(GPT, vocabulary, length, layers, width, heads, 4 * width, bias=True)
-    options["include"] = (r"^(tokens|positions)\.weight$",)
-    return _case(
-        name or f"gpt {layers}x{width}", net, partial(sequences, batch, length, vocabulary), variants, **options
-    )
+    """Make training steps of a GPT with biases, as torchGB's; its tied embedding is generated too."""
+    net = partial(GPT, words, length, layers, width, heads, 4 * width, bias=True)
+    options = {"name": f"gpt {layers}x{width}", "include": (r"^(tokens|positions)\.weight$",)} | options
+    return _case(net=net, batch=partial(sequences, batch, length, words), variants=variants, **options)
 
 
 def resnet_case(batch: int, width: int, *more: str) -> Case:
-    """Training steps of a ResNet-18 on images of 32 x 32."""
+    """Make training steps of a ResNet-18 on images of 32 x 32."""
     batches = partial(features, (batch, 3, 32, 32), 10)
     return _case(f"resnet18 {width}", partial(ResNet18, 3, width, 10), batches, (*_PERIODIC, *more))
 
 
-def remat_case(layers: int, width: int, batch: int) -> Case:
-    """Training steps of a deep MLP, the memory of its weights counted."""
+def _remat(layers: int, width: int, batch: int) -> Case:
     counted = 4 * width * width
     return mlp_case((width,) * (layers + 1), batch, _REMAT, name=f"remat {layers}x{width}", counted=counted)
 
 
-def adapter_case(layers: int, width: int, batch: int, length: int) -> Case:
-    """Training steps of an adapter of a GPT, with tokens as short as questions; dense is full fine-tuning."""
+def _adapter(layers: int, width: int, batch: int, length: int) -> Case:
+    """Make training steps of an adapter of a GPT; the texts are as short as questions, dense is full fine-tuning."""
     net = partial(GPT, 1_000, length, layers, width, width // 32, 4 * width, bias=True)
     variants, genes = ("dense", "adapter", "lora rank 1"), Genes(bilinear(5, share="shapes"))
     batches = partial(sequences, batch, length, 1_000)
     return Case(f"adapter of gpt {layers}x{width}", net, batches, variants, adapter=genes)
 
 
-def serving_case(layers: int, width: int, rows: int, length: int) -> Case:
-    """Forward passes of a GPT with an adapter for each row, and of its base."""
-    case = adapter_case(layers, width, rows, length)
-    variants = ("base, all rows", "a genome per row, together", "a genome per row, one by one")
-    return replace(case, name=f"{rows} genomes on gpt {layers}x{width}", variants=(*variants, _MERGED))
+def _serving(layers: int, width: int, rows: int, length: int) -> Case:
+    """Make forward passes of a GPT with an adapter for each row, and of its base."""
+    variants = ("base, all rows", "a genome per row, together", "a genome per row, one by one", _MERGED)
+    name = f"{rows} genomes on gpt {layers}x{width}"
+    return replace(_adapter(layers, width, rows, length), name=name, variants=variants)
 
 
-def checkpoint_case(h: int, tile: int) -> Case:
-    """Training steps of an MLP while their state is written, and while it is not."""
+def _checkpoint(h: int, tile: int) -> Case:
     name, variants = f"checkpoint 2048-2048-2048-10 tiles {tile}", ("periodic auto", "periodic saved")
     return mlp_case((2048, 2048, 2048, 10), 256, variants, name=name, h=h, tile=tile)
 
 
-def demo_case() -> Case:
-    """Training steps of the net and the genome of `gbfunc demo`: 64-1100-10, 450 parameters."""
+def _demo() -> Case:
+    """Make training steps of the net and the genome of `gbfunc demo`: 64-1100-10, 450 parameters."""
     sizes, variants = (64, 1100, 10), ("periodic without donate", "periodic auto", "periodic compiled step")
     options = mlp_plan(sizes, (1, 8, 8), 3.0)._asdict()
     genes = Genes(options.pop("hypernet"), options | {"genome_params": 450})
     return replace(mlp_case(sizes, 48, ("dense", *variants, "periodic module"), name="demo"), periodic=genes)
 
 
-def jax_case(sizes: tuple[int, ...], *, h: int = 32) -> Case:
-    """Training steps of an MLP, beside those that a user of JAX would write by hand."""
+def _jax(sizes: tuple[int, ...], h: int = 32) -> Case:
     variants = ("dense", "periodic auto", "periodic compiled step", "jax dense", "jax thin", "jax thin transposed")
     return mlp_case(sizes, 256, variants, name="jax, mlp " + "-".join(map(str, sizes)), h=h)
 
 
 Bench = tuple[Case, ...]
-
-
-def growth_weights(widths: tuple[int, ...], batch: int) -> Bench:
-    """Two square layers of growing width."""
-    return tuple(mlp_case((w, w, w), batch, _GROWTH) for w in widths)
-
-
-def growth_features(width: int, features_: tuple[int, ...], batch: int) -> Bench:
-    """Two square layers, generated by a growing number of features."""
-    return tuple(mlp_case((width,) * 3, batch, _GROWTH, name=f"mlp {width} H={h}", h=h) for h in features_)
-
 
 _SMALL = (784, 256, 256, 64, 10)
 
@@ -223,69 +153,72 @@ def _small(*more: str) -> Bench:
     return (mlp_case(_SMALL, 256, (*_PERIODIC, *more), h=16),)
 
 
-def _population(batch: int) -> Bench:
-    """A step of 16 genomes of a small net."""
+def _population(batch: int) -> Case:
     variants = ("dense", "16 genomes together", "16 genomes one by one")
-    return (mlp_case(_SMALL, batch, variants, name=f"population, batch {batch}", h=16),)
+    return mlp_case(_SMALL, batch, variants, name=f"population, batch {batch}", h=16)
 
 
 def _square(width: int, batch: int, *more: str) -> Bench:
     return (mlp_case((width, width, width, 10), batch, (*_PERIODIC, *more)),)
 
 
+def _growth(widths: tuple[int, ...], width: int, features_: tuple[int, ...], batch: int, rows: int) -> dict[str, Bench]:
+    """Make two square layers of growing width, and of one width generated by a growing number of features."""
+    by_features = (mlp_case((width,) * 3, rows, _PERIODIC[:3], name=f"mlp {width} H={h}", h=h) for h in features_)
+    by_width = (mlp_case((w, w, w), batch, _PERIODIC[:3]) for w in widths)
+    return {"growth_weights": tuple(by_width), "growth_features": tuple(by_features)}
+
+
 BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
     "full": {
-        "demo": (demo_case(),),
+        "demo": (_demo(),),
         "small_mlp": _small("periodic compiled step", *_RELU, "naive"),
-        "population": _population(256) + _population(64),
+        "population": (_population(256), _population(64)),
         "mlp_2048": _square(2048, 256, *_RELU, "naive"),
         "mlp_4096": _square(4096, 256),
-        "jax": (jax_case(_SMALL, h=16), jax_case((2048, 2048, 2048, 10)), jax_case((4096, 4096, 4096, 10))),
+        "jax": (_jax(_SMALL, 16), _jax((2048, 2048, 2048, 10)), _jax((4096, 4096, 4096, 10))),
         "generation": (generation_case(2048, _ALONE),),
         "gpt": (gpt_case(4, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
         "resnet18": (resnet_case(16, 64, "relu compiled"),),
-        "remat": (remat_case(24, 2048, 256),),
+        "remat": (_remat(24, 2048, 256),),
         # 81,418 parameters (103x), and 1,041,610.
-        "checkpoint": (checkpoint_case(32, 256), checkpoint_case(36, 64)),
-        "adapter": (adapter_case(6, 384, 32, 16),),
-        "serving": (serving_case(6, 384, 100, 16),),
-        "growth_weights": growth_weights((704, 1440, 2880, 5664), 256),
-        "growth_features": growth_features(2048, (8, 16, 32, 64, 128, 256), 256),
+        "checkpoint": (_checkpoint(32, 256), _checkpoint(36, 64)),
+        "adapter": (_adapter(6, 384, 32, 16),),
+        "serving": (_serving(6, 384, 100, 16),),
+        **_growth((704, 1440, 2880, 5664), 2048, (8, 16, 32, 64, 128, 256), 256, 256),
     },
     "quick": {
-        "demo": (demo_case(),),
+        "demo": (_demo(),),
         "small_mlp": _small("relu eager", "naive"),
-        "population": _population(32),
+        "population": (_population(32),),
         "mlp_1024": _square(1024, 256, "relu eager"),
         "generation": (generation_case(512, _ALONE),),
         "gpt": (gpt_case(2, 64, 2_000, 2, 2, 128, (*_PERIODIC, "relu eager")),),
         "resnet18": (resnet_case(4, 16),),
-        "remat": (remat_case(12, 512, 64),),
-        "adapter": (adapter_case(2, 128, 8, 16),),
-        "serving": (serving_case(2, 128, 10, 16),),
-        "growth_weights": growth_weights((352, 1408), 256),
-        "growth_features": growth_features(704, (8, 128), 64),
+        "remat": (_remat(12, 512, 64),),
+        "adapter": (_adapter(2, 128, 8, 16),),
+        "serving": (_serving(2, 128, 10, 16),),
+        **_growth((352, 1408), 704, (8, 128), 256, 64),
     },
     "cuda": {
         "small_mlp": _small("periodic compiled step", "relu compiled", "naive"),
-        "population": _population(256),
+        "population": (_population(256),),
         "mlp_8192": _square(8192, 1024, *_RELU),
         "mlp_16384": _square(16384, 1024),
         "generation": (generation_case(4096, _ALONE),),
         "gpt": (gpt_case(32, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
         "resnet18": (resnet_case(512, 64, "relu compiled"),),
-        "remat": (remat_case(24, 8192, 1024),),
-        "adapter": (adapter_case(12, 1024, 64, 128),),
-        "serving": (serving_case(12, 1024, 100, 128),),
-        "growth_weights": growth_weights((704, 1440, 2880, 5664, 11328), 1024),
-        "growth_features": growth_features(8192, (8, 16, 32, 64, 128, 256), 1024),
+        "remat": (_remat(24, 8192, 1024),),
+        "adapter": (_adapter(12, 1024, 64, 128),),
+        "serving": (_serving(12, 1024, 100, 128),),
+        **_growth((704, 1440, 2880, 5664, 11328), 8192, (8, 16, 32, 64, 128, 256), 1024, 1024),
     },
 }
 """Every bench by scale and name."""
 
 
 def choose(table: Mapping[str, T], names: Sequence[str] | None, option: str = "--cases") -> dict[str, T]:
-    """All entries of a table, or those that are named.
+    """Return all entries of a table, or those that are named.
 
     Raises:
         ValueError: for a name that is not in the table.

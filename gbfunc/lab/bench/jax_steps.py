@@ -2,63 +2,61 @@ r"""What a user of JAX would write by hand: the training step of an MLP under on
 
 With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
 $L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$: a layer gives $(x R) L^T + b$. XLA's sines are
-faster where the units come last in memory: `transposed` makes $L^T$ and $R^T$ in the place of $L$ and $R$.
+faster where the units come last in memory: `transposed` makes $L^T$ and $R^T$ instead of $L$ and $R$.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from gbfunc.genome import codes_of, init_genome
-from gbfunc.lab.bench.adapters import Batch, Step
-from gbfunc.plan import Plan
 
-# Of torch.optim.AdamW.
+# As in torch.optim.AdamW.
 _BETAS, _EPS, _DECAY = (0.9, 0.999), 1e-8, 1e-2
 
 
-def jax_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, thin: bool, transposed: bool = False) -> Step:
-    """A step of AdamW on the CPU, all of it in one compiled function whose state is donated.
+def jax_step(setup: Any, *, thin: bool, transposed: bool = False) -> Callable[[], Any]:
+    """Make a step of AdamW on the CPU, all of it in one compiled function whose state is donated.
 
-    An `MLP` and a plan of whole matrices: trained are its genome by thin products, or else the p-net's own weights.
+    The `Setup` is of an MLP and a plan of whole matrices. The step trains its genome by thin products, or else the
+    p-net's own weights.
     """
     import jax  # pyright: ignore[reportMissingImports]
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 
-    cpu = jax.devices("cpu")[0]
+    plan, lr, cpu = setup.plan, setup.setting.lr, jax.devices("cpu")[0]
 
     def array(x: torch.Tensor) -> Any:
         return jax.device_put(x.detach().cpu().numpy().copy(), cpu)
 
-    params: dict[str, Any] = {name: array(p) for name, p in pnet.named_parameters()}
+    params: dict[str, Any] = {name: array(p) for name, p in setup.pnet.named_parameters()}
     codes: dict[str, Any] = {}
-    genome = init_genome(plan, pnet, 0)
+    genome = init_genome(plan, setup.pnet, 0)
     for ensemble in plan.ensembles if thin else ():
         tables = [array(x) for x in codes_of(ensemble, plan.dtype, torch.device("cpu"))]
         for number, _, first, slot in ensemble.spans:
             name = plan.tensors[number].name
             params[name] = {k: array(x[first]) for k, x in genome.gnets[ensemble.name].items()}
             codes[name] = [x[first % len(x)] for x in tables], slot.scale
-    inputs, classes = (array(x) for x in batch)
+    inputs, classes = (array(x) for x in setup.batch)
     layers = [name.removesuffix(".weight") for name in params if name.endswith(".weight")]
-
     features = 0 if transposed else 1
 
     def side(codes: Any, weight: Any) -> Any:
         return weight.T @ codes.T if transposed else codes @ weight
 
-    def of_feature(v: Any) -> Any:
+    def column(v: Any) -> Any:
         return v[:, None] if transposed else v
 
     def product(x: Any, weight: Any, name: str) -> Any:
         if name not in codes:
             return x @ weight.T
         (rows, cols), scale = codes[name]
-        a, b = side(rows, weight["row_weight"]) + of_feature(weight["phase"]), side(cols, weight["col_weight"])
-        v = of_feature(scale * weight["amplitude"])
+        a, b = side(rows, weight["row_weight"]) + column(weight["phase"]), side(cols, weight["col_weight"])
+        v = column(scale * weight["amplitude"])
         left = jnp.concatenate([v * jnp.sin(a), v * jnp.cos(a)], features)
         right = jnp.concatenate([jnp.cos(b), jnp.sin(b)], features)
         return (x @ right.T) @ left if transposed else (x @ right) @ left.T

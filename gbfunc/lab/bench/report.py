@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from gbfunc.lab.bench.cases import Bench, Case
-from gbfunc.lab.bench.memory import Memory, measure_memory
-from gbfunc.lab.bench.variants import Built, Setting, build
+from gbfunc.lab.bench.cases import Bench
+from gbfunc.lab.bench.memory import measure_memory
+from gbfunc.lab.bench.variants import Setting, build
 
 Key = TypeVar("Key")
 
@@ -35,17 +35,6 @@ class Timing(NamedTuple):
     repeats: int  # rounds that it took part in
 
 
-def time_calls(function: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Seconds of a call, over some calls in a row."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    wait()
-    return (time.perf_counter() - start) / calls
-
-
 def time_together(
     functions: Mapping[Key, Callable[[], Any]], device: torch.device, *, rounds: int, visit: float = 0.1
 ) -> dict[Key, Timing]:
@@ -55,32 +44,38 @@ def time_together(
     one call, or as many as fill `visit` (s) after one that is not timed and brings its data back into the caches.
     Functions that take seconds leave after two rounds.
     """
-    warm_ups = {key: _warm_up(function, device) for key, function in functions.items()}
-    once = {key: min(seconds) for key, seconds in warm_ups.items()}
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def timed(function: Callable[[], Any], calls: int = 1) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        wait()
+        return (time.perf_counter() - start) / calls
+
+    warm_ups: dict[Key, list[float]] = {}
+    for key, function in functions.items():
+        seconds = warm_ups[key] = [timed(function)]
+        while len(seconds) < 3 and (sum(seconds) < _WARM_UP_SECONDS or len(seconds) == 1):
+            seconds.append(timed(function))
     times: dict[Key, list[float]] = {key: [] for key in functions}
     for i in range(rounds):
         for key, function in functions.items():
-            if once[key] > _SLOW_SECONDS and i >= _SLOW_ROUNDS:
+            once = min(warm_ups[key])
+            if once > _SLOW_SECONDS and i >= _SLOW_ROUNDS:
                 continue
-            calls = max(1, min(_MOST_STEPS, round(visit / max(once[key], 1e-6))))
+            calls = max(1, min(_MOST_STEPS, round(visit / max(once, 1e-6))))
             if calls > 1:
                 function()
-            times[key].append(time_calls(function, calls, device))
+            times[key].append(timed(function, calls))
     return {key: Timing(statistics.median(t), warm_ups[key][0], len(t)) for key, t in times.items()}
 
 
-def _warm_up(function: Callable[[], Any], device: torch.device) -> list[float]:
-    """Seconds of each of the first calls."""
-    seconds = [time_calls(function, 1, device)]
-    while len(seconds) < 3 and (sum(seconds) < _WARM_UP_SECONDS or len(seconds) == 1):
-        seconds.append(time_calls(function, 1, device))
-    return seconds
-
-
 def measure_ceilings(device: torch.device, *, rounds: int) -> dict[str, float]:
-    """10^9 operations and 10^9 bytes a second that the machine reaches in float32, in which weights are generated.
+    """Measure the 10^9 operations and 10^9 bytes a second that the machine reaches in float32.
 
-    Measured by a matrix product (multiplications and additions count) and by a copy past caches (read and written).
+    By a matrix product (multiplications and additions count), and by a copy past caches (read and written).
     """
     a, b, out = (torch.randn(_GEMM_WIDTH, _GEMM_WIDTH, device=device) for _ in range(3))
     source, target = (torch.ones(_COPY_BYTES // 4, device=device) for _ in range(2))
@@ -96,30 +91,50 @@ _MEGA = 1e6
 _FLOPS = {"relu": 10, "periodic": 12}
 # A float32 weight is written once, its gradient read once.
 _BYTES = 8
-
-
 _TIMED = ("step_ms", "ratio_to_dense", "ratio_to_naive", "gflops", "gb_s")
 Row = dict[str, Any]
-"""One variant of a case, as `bench.json` has it (see `_row`); None is what was not measured."""
+"""One variant of a case, as `bench.json` has it (see `run_bench`); None is what was not measured."""
 
 
 def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memory: bool = True) -> list[Row]:
     """Time all variants of all cases of a bench in this process, side by side; then measure the memory of each."""
     torch.set_num_threads(setting.threads)
-    pairs = [(case, variant) for case in bench for variant in case.variants]
-    built = {(case.name, variant): build(case, variant, setting) for case, variant in pairs}
+    pairs = {(case.name, variant): case for case in bench for variant in case.variants}
+    built = {(name, variant): build(case, variant, setting) for (name, variant), case in pairs.items()}
     times = time_together({key: b.step for key, b in built.items()}, setting.device, rounds=rounds, visit=visit)
     # The networks themselves must not be in memory when other processes need it.
-    sizes = {key: b._replace(step=int) for key, b in built.items()}
+    sizes = {key: (b.weights, b.features) for key, b in built.items()}
     del built
-    return [
-        _row(case, v, times, sizes[case.name, v], measure_memory(case, v, setting) if memory else None)
-        for case, v in pairs
-    ]
+    rows = []
+    for (name, variant), case in pairs.items():
+        (seconds, first, repeats), (weights, features) = times[name, variant], sizes[name, variant]
+        dense, naive = (times.get((name, other)) for other in ("dense", "naive"))
+        used = measure_memory(case, variant, setting) if memory else None
+        flops = _FLOPS["periodic" if variant.startswith("periodic") else "relu"]
+        row: Row = {
+            "case": name,
+            "variant": variant,
+            "step_ms": seconds * 1e3,  # median time of a step (of one generation, forward and backward)
+            "first_ms": first * 1e3,  # time of the first step, with whatever it compiles
+            "ratio_to_dense": dense and seconds / dense.seconds,
+            "ratio_to_naive": naive and seconds / naive.seconds,
+            "peak_mb": used and used.peak / _MEGA,  # of the steps in another process, in 10^6 bytes
+            # Weight-sized tensors alive at once in a step.
+            "counted_mb": None if used is None or used.counted is None else used.counted / _MEGA,
+            "weights": weights,  # of the matrices that are generated, or trained themselves
+            "weights_mb": 4 * weights / _MEGA,  # as float32
+            "features": features,
+            # Operations of the generation, and bytes that it cannot but move, over its time.
+            "gflops": flops * features * weights / seconds / 1e9 if case.generation else None,
+            "gb_s": _BYTES * weights / seconds / 1e9 if case.generation else None,
+            "repeats": repeats,  # timings of which `step_ms` is the median
+        }
+        rows.append(row)
+    return rows
 
 
 def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """The rows of several runs of a bench as one: medians of times and ratios, the rest as in the first run."""
+    """Merge several runs of a bench: medians of times and ratios, the rest as in the first run."""
     rows = []
     for same in zip(*runs, strict=True):
         timed = [k for k in _TIMED if same[0][k] is not None]
@@ -128,32 +143,8 @@ def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
     return rows
 
 
-def _row(case: Case, variant: str, times: Mapping[tuple[str, str], Timing], sizes: Built, memory: Memory | None) -> Row:
-    seconds, first, repeats = times[case.name, variant]
-    dense, naive = (times.get((case.name, other)) for other in ("dense", "naive"))
-    counted = memory and memory.counted
-    alone, flops = case.kind == "generation", _FLOPS["periodic" if variant.startswith("periodic") else "relu"]
-    return {
-        "case": case.name,
-        "variant": variant,
-        "step_ms": seconds * 1e3,  # median time of a step (of one generation, forward and backward)
-        "first_ms": first * 1e3,  # time of the first step, with whatever it compiles
-        "ratio_to_dense": dense and seconds / dense.seconds,
-        "ratio_to_naive": naive and seconds / naive.seconds,
-        "peak_mb": memory and memory.peak / _MEGA,  # of the steps in another process, in 10^6 bytes
-        "counted_mb": None if counted is None else counted / _MEGA,  # of weight-sized tensors alive at once in a step
-        "weights": sizes.weights,  # of the matrices that are generated, or trained themselves
-        "weights_mb": 4 * sizes.weights / _MEGA,  # as float32
-        "features": sizes.features,
-        # Operations of the generation, and bytes that it cannot but move, over its time.
-        "gflops": flops * sizes.features * sizes.weights / seconds / 1e9 if alone else None,
-        "gb_s": _BYTES * sizes.weights / seconds / 1e9 if alone else None,
-        "repeats": repeats,  # timings of which `step_ms` is the median
-    }
-
-
 def growth_curves(rows: Sequence[Row], by: str) -> dict[str, list[tuple[float, float]]]:
-    """Step times against `"weights"` or `"features"`: `{variant: [(weights, ms), ...]}`, of variants that have any."""
+    """Collect step times against `"weights"` or `"features"`: `{variant: [(weights, ms), ...]}`."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row[by]:
@@ -162,7 +153,7 @@ def growth_curves(rows: Sequence[Row], by: str) -> dict[str, list[tuple[float, f
 
 
 def log_slope(points: Sequence[tuple[float, float]]) -> float:
-    """Exponent p of the power law y = c x^p through points (x, y), by least squares of their logarithms."""
+    """Fit the exponent p of the power law y = c x^p through points (x, y), by least squares of their logarithms."""
     if len({x for x, _ in points}) < 2 or min(min(point) for point in points) <= 0:
         raise ValueError(f"expected points of two or more different x, all positive, got {list(points)}")
     xs, ys = ([math.log(value) for value in axis] for axis in zip(*points, strict=True))
@@ -170,7 +161,7 @@ def log_slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def describe(device: torch.device, threads: int) -> dict[str, object]:
-    """What must be known of a measurement beside its rows: the accelerator or processor, threads, torch."""
+    """Describe a machine: the accelerator or processor, threads, torch."""
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from itertools import cycle
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +19,19 @@ from torch import Tensor, nn
 
 import gbfunc as gb
 from gbfunc.generate import make_generator
-from gbfunc.lab.bench.adapters import ADAPTERS, Batch, Step, plain_step
-from gbfunc.lab.bench.cases import VARIANTS, Case, Genes
+from gbfunc.hypernets.mlp import GNet
+from gbfunc.lab.bench.cases import Case, Genes
 from gbfunc.lab.bench.jax_steps import jax_step
-from gbfunc.lab.bench.naive import NaiveGenerator
 from gbfunc.plan import Plan
-from gbfunc.pnet import PureNet
 from gbfunc.tasks.pnets.base import seeded
 from gbfunc.trees import flat_genome
+from gbfunc.types import Params
+
+Step = Callable[[], Any]
+"""One step, which keeps its own state."""
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets, of equal first dimension."""
 
 
 class Setting(NamedTuple):
@@ -37,6 +45,38 @@ class Setting(NamedTuple):
     lr: float = 1e-8
 
 
+class Setup(NamedTuple):
+    """What a variant is made of."""
+
+    case: Case
+    plan: Any  # None for the dense p-net
+    pnet: nn.Module
+    batch: Batch
+    setting: Setting
+
+    def plain(self, net: nn.Module) -> Step:
+        """The step of a network by itself, on what it has to train."""
+
+        def loss() -> Tensor:
+            with torch.autocast(self.setting.device.type, self.setting.amp, enabled=self.setting.amp is not None):
+                return loss_fn(net, self.batch)
+
+        return plain_step(loss, [p for p in net.parameters() if p.requires_grad], self.setting.lr)
+
+    def genomes(self, n: int) -> list[gb.Genome]:
+        """Different genomes of the plan."""
+        found = []
+        for seed in range(n):
+            genome, draw = gb.init_genome(self.plan, self.pnet, seed), torch.Generator().manual_seed(seed)
+            # Adapters start without deltas.
+            gnets = {
+                e: {k: x + 0.1 * torch.randn(x.shape, generator=draw).to(x) for k, x in leaves.items()}
+                for e, leaves in genome.gnets.items()
+            }
+            found.append(genome._replace(gnets=gnets))
+        return found
+
+
 class Built(NamedTuple):
     """A variant, ready to run."""
 
@@ -45,78 +85,40 @@ class Built(NamedTuple):
     features: int  # most of their g-nets; 0 where there are none
 
 
+class Variant(NamedTuple):
+    """A way to run a case."""
+
+    gnets: Literal["periodic", "relu", "adapter", ""]  # the case's genome; "" is the dense p-net
+    make: Callable[[Setup], Step]
+    needs: str = ""  # a package that must be installed
+
+
 def loss_fn(net: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
-    """Mean cross entropy of classes [B] or of tokens [B, L]."""
+    """Compute the mean cross entropy of classes [B] or of tokens [B, L]."""
     x, target = batch
     loss: Any = F.cross_entropy(net(x).flatten(0, -2), target.flatten())
-    # Of logits that are split over ranks it is a DTensor, whole on each.
+    # The loss of logits that are split over ranks is a DTensor, whole on each.
     return loss.to_local() if hasattr(loss, "to_local") else loss
 
 
-def first_net(case: Case) -> nn.Module:
-    """The p-net, the same each time."""
-    with seeded(0):
-        return case.net()
+def plain_step(loss: Callable[[], Tensor], leaves: Iterable[Tensor] | list[dict[str, Any]], lr: float) -> Step:
+    """Make the loop that anyone would write: a loss, its gradients, a step of AdamW."""
+    optimizer = torch.optim.AdamW(leaves, lr=lr, fused=True)
 
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        return value.detach()
 
-def plan_of(pnet: nn.Module, genes: Genes, **options: Any) -> Plan:
-    """The plan of a case's genome, with more options of `make_plan`."""
-    return gb.make_plan(pnet, genes.hypernet, **genes.options, **options)
-
-
-def why_not(case: Case, setting: Setting) -> str:
-    """Why a case cannot be measured here; "" where it can."""
-    needs = {VARIANTS[variant].needs for variant in case.variants} - {""}
-    if missing := sorted(name for name in needs if find_spec(name) is None):
-        return f"{case.name}: not measured, pip install {' '.join(missing)}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if "jax" in needs and cores != setting.threads:
-        run = "taskset -c 0 gbfunc bench --threads 1"
-        return f"{case.name}: not measured, JAX would use {cores} cores and torch {setting.threads} threads: {run}"
-    return ""
-
-
-def build(case: Case, variant: str, setting: Setting) -> Built:
-    """Make a variant of a case."""
-    gnets, options, _ = VARIANTS[variant]
-    pnet, (x, target) = first_net(case).to(setting.device), case.batch()
-    batch = x.to(setting.device), target.to(setting.device)
-
-    def loss(net: Callable[[Tensor], Tensor]) -> Tensor:
-        with torch.autocast(setting.device.type, setting.amp, enabled=setting.amp is not None):
-            return loss_fn(net, batch)
-
-    if not gnets:
-        step = plain_step(lambda: loss(pnet), pnet.parameters(), setting.lr)
-        return Built(step, sum(p.numel() for p in pnet.parameters() if p.ndim > 1), 0)
-    genes: Genes | None = getattr(case, gnets)
-    if genes is None:
-        raise ValueError(f"{case.name} has no {gnets} g-nets for the variant {variant!r}")
-    plan = plan_of(pnet, genes, base="own") if gnets == "adapter" else plan_of(pnet, genes)
-    if variant in ADAPTERS:
-        return Built(ADAPTERS[variant](plan, pnet, loss, batch, setting.lr), sum(t.numel for t in plan.generated), 0)
-    if case.kind == "generation":
-        step = _generation(plan, pnet, variant, setting.device)
-    elif "genomes" in variant:
-        step = _population(plan, pnet, batch, setting, together="together" in variant)
-    elif variant.startswith("jax"):
-        step = jax_step(plan, pnet, batch, setting.lr, **options)
-    elif variant == "periodic module":
-        module = gb.GenomeModule(plan, pnet)
-        step = plain_step(lambda: loss(module), module.parameters(), setting.lr)
-    elif variant == "naive":
-        step = _naive(plan, pnet, loss, setting)
-    else:
-        save = variant == "periodic saved"
-        step = genome_step(plan, pnet, batch, setting.lr, save=save, amp=setting.amp, **options)
-    size = max(slot.hypernet.size or 0 for t in plan.generated for slot in t.slots)
-    return Built(step, sum(t.numel for t in plan.generated), size)
+    return step
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: bool = False, **options: Any) -> Step:
-    """The library's training step with such options; its state is donated, as by the command line, unless they differ.
+    """Make the library's training step with these options; its state is donated unless they differ.
 
-    With `save` it begins to write a checkpoint before every step, and waits for the one before if that is not on disk.
+    With `save` each step first begins to write a checkpoint, and waits for the one before if that is not on disk.
     """
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, **{"donate": True, **options})
@@ -137,52 +139,174 @@ def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, *, save: b
     return step
 
 
-def _population(plan: Plan, pnet: nn.Module, batch: Batch, setting: Setting, *, together: bool) -> Step:
-    """A step of 16 genomes, in one call or one after the other."""
-    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setting.lr)
-    train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, donate=True, amp=setting.amp)
-    many = gb.population(train_step, 16)
-    all_states = many.init()
-    states = [train_step.init(seed=i) for i in range(16)]
-
-    def at_once() -> Tensor:
-        nonlocal all_states
-        all_states, info = many(all_states, batch)
-        return info.loss.mean()
-
-    def one_by_one() -> Tensor:
-        losses = []
-        for i, state in enumerate(states):
-            states[i], info = train_step(state, batch)
-            losses.append(info.loss)
-        return torch.stack(losses).mean()
-
-    return at_once if together else one_by_one
-
-
-def _naive(plan: Plan, pnet: nn.Module, loss: Callable[..., Tensor], setting: Setting) -> Step:
-    """A step that evaluates the g-nets on the codes of every weight, one by one, written without the library's."""
-    net, generator = PureNet(pnet), NaiveGenerator(plan, plan.dtype, setting.device)
-    genome = gb.init_genome(plan, pnet, 0)
-    leaves = {k: x.requires_grad_() for k, x in flat_genome(genome).items()}
-
-    def naive_loss() -> Tensor:
-        weights = generator(leaves)
-        return loss(lambda x: net(weights, genome.buffers, x))
-
-    return plain_step(naive_loss, [*leaves.values()], setting.lr)
-
-
-def _generation(plan: Plan, pnet: nn.Module, variant: str, device: torch.device) -> Step:
-    """All weights from the leaves, and the leaves' gradients from a fixed cotangent of the weights."""
+def _genome(setup: Setup, **options: Any) -> Step:
+    """Make a training step, or for a case of generation all weights and the leaves' gradients from ones."""
+    _, plan, pnet, batch, setting = setup
+    if not setup.case.generation:
+        return genome_step(plan, pnet, batch, setting.lr, amp=setting.amp, **options)
     leaves = flat_genome(gb.init_genome(plan, pnet, 0)._replace(direct={}))
-    trained = [x.requires_grad_() for x in leaves.values()]
-    naive, kernel = variant == "naive", VARIANTS[variant].options.get("kernel", "auto")
-    make = NaiveGenerator(plan, plan.dtype, device) if naive else make_generator(plan, kernel=kernel)
-    cotangents = [torch.ones(t.shape, dtype=plan.dtype, device=device) for t in plan.generated]
+    trained, make = (
+        [x.requires_grad_() for x in leaves.values()],
+        make_generator(plan, kernel=options.get("kernel", "auto")),
+    )
+    cotangents = [torch.ones(t.shape, dtype=plan.dtype, device=setting.device) for t in plan.generated]
 
     def step() -> object:
         weights = make(leaves)
         return torch.autograd.grad([weights[t.name] for t in plan.generated], trained, cotangents)
 
     return step
+
+
+@dataclass(frozen=True)
+class NaiveGNet(GNet):
+    """A ReLU g-net of one layer, applied to the code of every single weight; backward keeps all activations.
+
+    This is the arithmetic of the published implementations.
+    """
+
+    def matrix(self, *args: Any) -> None:
+        """The matrix is made of tiles."""
+
+    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **options: Any) -> Tensor:
+        """The tile [r, c]."""
+        shape = len(row_rp), len(col_cq), -1
+        codes_rcb = torch.cat([row_rp[:, None].expand(shape), col_cq[None].expand(shape)], -1)
+        weight_bH = torch.cat([leaves["row_weight"], leaves["col_weight"]])
+        return torch.relu(codes_rcb @ weight_bH + leaves["bias"]) @ leaves["out_weight"] + leaves["out_bias"]
+
+
+def _population(setup: Setup, *, together: bool) -> Step:
+    """Make a step of 16 genomes, in one call or one after the other."""
+    optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setup.setting.lr)
+    train_step = gb.make_train_step(setup.plan, setup.pnet, loss_fn, optimizer, donate=True, amp=setup.setting.amp)
+    many = gb.population(train_step, 16)
+    all_states, states = many.init(), [train_step.init(seed=i) for i in range(16)]
+
+    def at_once() -> Tensor:
+        nonlocal all_states
+        all_states, info = many(all_states, setup.batch)
+        return info.loss.mean()
+
+    def one_by_one() -> Tensor:
+        losses = []
+        for i, state in enumerate(states):
+            states[i], info = train_step(state, setup.batch)
+            losses.append(info.loss)
+        return torch.stack(losses).mean()
+
+    return at_once if together else one_by_one
+
+
+def _lora(setup: Setup) -> Step:
+    from peft import LoraConfig, get_peft_model
+
+    layers = [t.name.removesuffix(".weight") for t in setup.plan.tensors if t.base]
+    config: Any = LoraConfig(r=1, lora_alpha=1, target_modules=layers)
+    return setup.plain(get_peft_model(setup.pnet, config))  # pyright: ignore[reportArgumentType]
+
+
+def _base(setup: Setup) -> Step:
+    net = setup.pnet.eval()
+    return torch.no_grad()(lambda: net(setup.batch[0]))
+
+
+def _together(setup: Setup) -> Step:
+    x = setup.batch[0]
+    many, index = gb.materialize_many(setup.plan, setup.genomes(len(x)), setup.pnet), torch.arange(len(x))
+    return torch.no_grad()(lambda: many(index, x))
+
+
+def _one_by_one(setup: Setup) -> Step:
+    """Make a module per genome, one row each: ten modules in turn, as the weights of more would not fit in memory."""
+    plan, pnet = setup.plan, setup.pnet
+    nets = [gb.materialize(plan, genome, pnet, factored=True).eval() for genome in setup.genomes(10)]
+    rows = setup.batch[0].split(1)
+    return torch.no_grad()(lambda: [net(row) for net, row in zip(cycle(nets), rows, strict=False)])
+
+
+def _merged(setup: Setup) -> Step:
+    (genome,), row = setup.genomes(1), setup.batch[0][:1]
+    return torch.no_grad()(lambda: gb.materialize(setup.plan, genome, setup.pnet).eval()(row))
+
+
+def _periodic(**options: Any) -> Variant:
+    return Variant("periodic", partial(_genome, **options))
+
+
+def _relu(**options: Any) -> Variant:
+    return Variant("relu", partial(_genome, **options))
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "dense": Variant("", lambda setup: setup.plain(setup.pnet)),
+    "periodic materialised": _periodic(lazy=False),
+    "periodic lazy": _periodic(lazy=True),
+    "periodic auto": _periodic(lazy="auto"),
+    "periodic without donate": _periodic(lazy="auto", donate=False),
+    "periodic module": Variant("periodic", lambda setup: setup.plain(gb.GenomeModule(setup.plan, setup.pnet))),
+    "periodic saved": _periodic(lazy="auto", save=True),
+    "periodic compiled step": _periodic(lazy="auto", compile=True),
+    "periodic remat generate": _periodic(lazy=False, remat="generate"),
+    "periodic remat layer": _periodic(lazy=False, remat="layer"),
+    "relu eager": _relu(kernel="eager"),
+    "relu compiled": _relu(kernel="compiled"),
+    "relu auto": _relu(),
+    "naive": _relu(kernel="eager", lazy=False),
+    "adapter": Variant("adapter", _genome),
+    "lora rank 1": Variant("adapter", _lora, "peft"),
+    "base, all rows": Variant("adapter", _base),
+    "a genome per row, together": Variant("adapter", _together),
+    "a genome per row, one by one": Variant("adapter", _one_by_one),
+    "one genome merged, one row": Variant("adapter", _merged),
+    "16 genomes together": Variant("periodic", partial(_population, together=True)),
+    "16 genomes one by one": Variant("periodic", partial(_population, together=False)),
+    "jax dense": Variant("periodic", partial(jax_step, thin=False), "jax"),
+    "jax thin": Variant("periodic", partial(jax_step, thin=True), "jax"),
+    "jax thin transposed": Variant("periodic", partial(jax_step, thin=True, transposed=True), "jax"),
+}
+"""Every variant by name. "naive" has the g-nets of `NaiveGNet`; "periodic module" is a `gb.GenomeModule` with torch's
+AdamW; "periodic saved" writes a checkpoint before every step; "lora rank 1" is peft's, on the layers of the adapter
+(Hu et al., 2022)."""
+
+
+def first_net(case: Case) -> nn.Module:
+    """Make the p-net, the same each time."""
+    with seeded(0):
+        return case.net()
+
+
+def plan_of(pnet: nn.Module, genes: Genes, **options: Any) -> Plan:
+    """Plan a case's genome, with more options of `make_plan`."""
+    return gb.make_plan(pnet, genes.hypernet, **genes.options, **options)
+
+
+def why_not(case: Case, setting: Setting) -> str:
+    """Say why a case cannot be measured here; "" where it can."""
+    needs = {VARIANTS[variant].needs for variant in case.variants} - {""}
+    if missing := sorted(name for name in needs if find_spec(name) is None):
+        return f"{case.name}: not measured, pip install {' '.join(missing)}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if "jax" in needs and cores != setting.threads:
+        run = "taskset -c 0 gbfunc bench --threads 1"
+        return f"{case.name}: not measured, JAX would use {cores} cores and torch {setting.threads} threads: {run}"
+    return ""
+
+
+def build(case: Case, variant: str, setting: Setting) -> Built:
+    """Make a variant of a case."""
+    gnets, make, _ = VARIANTS[variant]
+    pnet, (x, target) = first_net(case).to(setting.device), case.batch()
+    batch = x.to(setting.device), target.to(setting.device)
+    if not gnets:
+        step = make(Setup(case, None, pnet, batch, setting))
+        return Built(step, sum(p.numel() for p in pnet.parameters() if p.ndim > 1), 0)
+    genes: Genes | None = getattr(case, gnets)
+    if genes is None:
+        raise ValueError(f"{case.name} has no {gnets} g-nets for the variant {variant!r}")
+    if variant == "naive" and isinstance(genes.hypernet, GNet):
+        genes = genes._replace(hypernet=NaiveGNet(genes.hypernet.hidden))
+    plan = plan_of(pnet, genes, **({"base": "own"} if gnets == "adapter" else {}))
+    step = make(Setup(case, plan, pnet, batch, setting))
+    size = max(slot.hypernet.size or 0 for t in plan.generated for slot in t.slots)
+    return Built(step, sum(t.numel for t in plan.generated), size)
