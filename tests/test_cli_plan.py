@@ -34,7 +34,7 @@ def test_rows_fit_and_are_options_of_a_training() -> None:
     found = gb.plan_parallel(plan, pnet, batch, ranks=4, loss_fn=next_token)
     report = found.report(most=100)
     assert max(map(len, report.splitlines())) <= 100
-    table = report.split("\n\n")[0].replace("\\\n", " ").splitlines()[2:]
+    table = report.split("\n\n")[0].replace("\\\n", " ").splitlines()[1:]
     assert len(table) == len(found.fits) and any("--remat layer" in row for row in table)
     for row, planned in zip(table, found.fits, strict=True):
         layout = planned.layout

@@ -31,13 +31,11 @@ def measured() -> list[dict[str, Any]]:
 
 @lru_cache
 def planned(name: str) -> Footprint:
-    options = LAYOUTS[name]
+    options = dict(LAYOUTS[name])
     pnet, plan, batch = make_case()
-    model = Model(plan, pnet, batch, len(batch), next_token, None, options.get("lazy", "auto"), 2)
-    given = {"placement": "replicated", "pipeline_schedule": None, "microbatches": 1, "remat": "none"} | options
-    sizes = {axis: given.get(axis, 1) for axis in AXES}
-    schedule, number = given["pipeline_schedule"], given["microbatches"]
-    return model.footprint(RankLayout(sizes, given["placement"], schedule, number, given["remat"]))
+    model = Model(plan, pnet, batch, len(batch), next_token, None, options.pop("lazy", "auto"), 2)
+    sizes, schedule = {axis: options.pop(axis, 1) for axis in AXES}, options.pop("pipeline_schedule", None)
+    return model.footprint(RankLayout(sizes, schedule=schedule, **options))
 
 
 def busiest(name: str, what: str) -> Any:
@@ -52,26 +50,16 @@ def busiest(name: str, what: str) -> Any:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_that_ranks_send(name: str) -> None:
-    assert planned(name).sent == pytest.approx(busiest(name, "sent"), rel=0.01)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("name", CASES)
-def test_memory_is_what_ranks_keep(name: str) -> None:
-    """Genome and optimizer, and what graphs keep for backward: of generation (weights), and of the p-net."""
+def test_bytes_are_those_that_ranks_send_and_store(name: str) -> None:
+    """Sent bytes, genome and optimizer are exact; weights, activations (kept for backward) and the peak are close."""
     memory = planned(name).memory
-    assert memory["genome"] == pytest.approx(busiest(name, "genome"), rel=0.01)
-    assert memory["optimizer"] == pytest.approx(busiest(name, "optimizer"), rel=0.01)
+    assert planned(name).sent == pytest.approx(busiest(name, "sent"), rel=1e-3)
+    assert memory["genome"] == pytest.approx(busiest(name, "genome"), rel=1e-3)
+    assert memory["optimizer"] == pytest.approx(busiest(name, "optimizer"), rel=1e-3)
     if LAYOUTS[name].get("remat") != "layer":
         assert memory["activations"] == pytest.approx(busiest(name, "kept"), rel=0.1)
         assert memory["weights"] == pytest.approx(busiest(name, "weights"), rel=0.1)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("name", CASES)
-def test_peak_memory_is_that_of_all_tensors_alive(name: str) -> None:
-    assert sum(planned(name).memory.values()) == pytest.approx(busiest(name, "live"), rel=0.1)
+    assert sum(memory.values()) == pytest.approx(busiest(name, "live"), rel=0.1)
 
 
 def test_ten_thousand_ranks_are_planned() -> None:
@@ -90,7 +78,7 @@ def test_ten_thousand_ranks_are_planned() -> None:
 def test_layouts_that_cannot_be_are_refused_with_a_reason() -> None:
     pnet, plan, batch = make_case()
     found = gb.plan_parallel(plan, pnet, batch, ranks=6, loss_fn=next_token, device=DeviceSpec(memory=1e9))
-    assert "cannot be split over 3 tensor ranks, 1, 2, 4" in dict(found.refused)["tensor 3"]
+    assert "cannot be split over 3 tensor ranks, 1, 2, 4" in dict(found.refused)["--mesh tensor=3"]
     tiny = gb.plan_parallel(plan, pnet, batch, ranks=2, loss_fn=next_token, device=DeviceSpec(memory=1e4))
     assert not tiny.fits and tiny.smallest is None
     assert "needs" in tiny.refused[0][1] and "do not" in tiny.report() and "local steps" not in tiny.report()
@@ -100,11 +88,11 @@ def test_layouts_that_cannot_be_are_refused_with_a_reason() -> None:
 def test_pipelines_that_cannot_be_are_refused_with_a_reason() -> None:
     pnet, plan, batch = make_case()
     found = gb.plan_parallel(plan, pnet, batch, ranks=6, loss_fn=next_token, device=DeviceSpec(memory=1e9))
-    assert dict(found.refused)["data 1 x pipeline 6 x tensor 1, gpipe"] == "6 stages of 4 blocks"
+    assert dict(found.refused)["--mesh pipeline=6 --pipeline gpipe"] == "6 stages of 4 blocks"
     odd = gb.plan_parallel(plan, pnet, batch[:15], ranks=2, loss_fn=next_token, microbatches=5)
     assert {p.layout.schedule for p in odd.fits} == {None, "gpipe", "1f1b", "zbv"}
     uneven = gb.plan_parallel(plan, pnet, batch[:15], ranks=4, loss_fn=next_token, microbatches=4)
-    reason = dict(uneven.refused)["data 2 x pipeline 2 x tensor 1, gpipe"]
+    reason = dict(uneven.refused)["--mesh data=2,pipeline=2 --pipeline gpipe"]
     assert reason == "no number of microbatches from 2 on divides 7.5 rows"
 
 
@@ -114,9 +102,9 @@ def test_a_layer_that_several_blocks_of_a_stage_use_is_refused_for_zbv() -> None
     layer = nn.Linear(6, 6)
     pnet = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), layer) for _ in range(8)))
     plan = gb.make_plan(pnet, gb.periodic(2))
-    for ranks, layout in ((2, "data 1 x pipeline 2 x tensor 1, zbv"), (4, "data 1 x pipeline 4 x tensor 1, zbv")):
+    for ranks in (2, 4):
         found = gb.plan_parallel(plan, pnet, torch.zeros(8, 6), ranks=ranks, parallel={}, microbatches=4)
-        reason = dict(found.refused).get(layout, "")
+        reason = dict(found.refused).get(f"--mesh pipeline={ranks} --pipeline zbv", "")
         assert reason.startswith("several blocks of a stage use '0.2.bias'") == (ranks == 2), reason
 
 
@@ -131,7 +119,7 @@ def test_what_skips_a_stage_is_counted_or_refused() -> None:
     (found,) = (p for p in planned(unet).fits if p.layout.schedule == "gpipe")
     # The embedding and both blocks' outputs for 5 words of 6 numbers.
     assert found.sent["pipeline"] == 8 * 3 * 5 * 6 * 4
-    assert "return it" in dict(planned(by_the_side, Leaves).refused)["data 1 x pipeline 2 x tensor 1, gpipe"]
+    assert "return it" in dict(planned(by_the_side, Leaves).refused)["--mesh pipeline=2 --pipeline gpipe"]
 
 
 def test_a_forward_that_needs_values_is_no_raw_error() -> None:
@@ -156,7 +144,7 @@ def test_a_linear_stack_needs_no_styles_and_no_loss() -> None:
     assert {p.layout.sizes["data"] * p.layout.sizes["gnets"] for p in found.fits} >= ({1, 2} if HAS_PIPELINES else {2})
     (alone,) = (p for p in found.fits if p.layout.sizes["data"] == 2)
     assert f"local steps    {sum(alone.sent.values()) / 50:.0f} B sent per step and rank" in found.report()
-    assert "there are styles for" in dict(found.refused)["tensor 2"]
+    assert "there are styles for" in dict(found.refused)["--mesh tensor=2"]
 
 
 @pytest.mark.parametrize("values", [{"flops": 0.0}, {"link": -1.0}, {"memory": float("nan")}, {"latency": True}])
@@ -184,13 +172,13 @@ def test_layers_that_run_in_another_order_are_planned_without_a_pipeline() -> No
     pnet = Backwards(nn.Linear(8, 8), nn.Linear(8, 8))
     found = gb.plan_parallel(gb.make_plan(pnet, gb.periodic(2)), pnet, torch.zeros(4, 8), ranks=2)
     assert {p.layout.sizes["pipeline"] for p in found.fits} == {1}
-    assert "no list of layers that run in their order" in dict(found.refused)["data 1 x pipeline 2 x tensor 1, gpipe"]
+    assert "no list of layers that run in their order" in dict(found.refused)["--mesh pipeline=2 --pipeline gpipe"]
 
 
 def test_equal_blocks_run_once_and_cost_as_much_as_if_each_ran() -> None:
     pnet, plan, batch = make_case()
     model = Model(plan, pnet, batch, len(batch), next_token, None, "auto", 2)
-    assert len(set(model.kinds.values())) == 1 and len(model.kinds) == 4
-    each, given = DryRun(plan, pnet, {name: name for name in model.kinds}), batch.to("meta")
-    assert model.dry(1, True)(next_token, given) == each(next_token, given)
-    assert len(each.forms) == 4 * len(model.dry(1, True).forms)
+    kinds = {name: model.kind(name) for name in model.blocks}
+    assert len(set(kinds.values())) == 1 and len(kinds) == 4
+    same, each = (DryRun(plan, pnet, k, "auto") for k in (kinds, {name: name for name in kinds}))
+    assert same(next_token, batch.to("meta")) == each(next_token, batch.to("meta"))

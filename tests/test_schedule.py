@@ -92,23 +92,15 @@ def test_pipeline_with_fsdp_equals_its_closed_form(L: int, copies: int) -> None:
 
 
 @needs_pipelines
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
-def test_bubbles_follow_their_laws(S: int, rounds: int, v: int) -> None:
-    """(S - 1) / (S - 1 + M), and with v stages per rank the wait is divided by v (Narayanan et al. 2021, section 2)."""
+@given(st.integers(2, 6), st.integers(1, 4))
+def test_bubbles_follow_their_laws(S: int, rounds: int) -> None:
+    """(S - 1) / (S - 1 + M); interleaved, with 2 stages per rank, the wait is halved (Narayanan et al. 2021)."""
     M = S * rounds
     sizes: dict[str, Any] = {"ranks": S, "microbatches": M, "costs": COMPUTE}
-    expected = pytest.approx((S - 1) / (S - 1 + M))
-    assert run("gpipe", layers=S, **sizes).bubble == expected
-    assert run("1f1b", layers=S, **sizes).bubble == expected
-    interleaved = run("interleaved", layers=S * v, virtual=v, **sizes)
-    assert interleaved.bubble == pytest.approx((S - 1) / v / ((S - 1) / v + M))
-
-
-@needs_pipelines
-@given(st.integers(2, 6), st.integers(0, 12))
-def test_zero_bubble_waits_less_than_1f1b(S: int, more: int) -> None:
-    sizes: dict[str, Any] = {"layers": 2 * S, "ranks": S, "microbatches": S + more, "costs": COMPUTE}
-    assert run("zbv", **sizes).bubble < run("1f1b", **sizes).bubble
+    one = run("1f1b", layers=S, **sizes).bubble
+    assert one == run("gpipe", layers=S, **sizes).bubble == pytest.approx((S - 1) / (S - 1 + M))
+    assert run("interleaved", layers=2 * S, **sizes).bubble == pytest.approx((S - 1) / 2 / ((S - 1) / 2 + M))
+    assert run("zbv", layers=2 * S, **sizes).bubble < one
 
 
 @given(st.integers(2, 5), st.integers(0, 9))
@@ -119,22 +111,6 @@ def test_1f1b_stores_activations_of_as_many_microbatches_as_stages(S: int, more:
     few, many = (run("1f1b", microbatches=M, **sizes) for M in (S, S + more))
     assert many.peaks == few.peaks and max(many.peaks) <= S + 2
     assert run("gpipe", microbatches=S + more, **sizes).peak_memory >= S + more
-
-
-@given(st.sampled_from(KINDS), st.sampled_from(["stored", "generated", "remat"]), st.integers(1, 3))
-def test_nothing_but_weights_and_optimizer_is_left(kind: ScheduleKind, weights: Any, R: int) -> None:
-    """What is stored after a step is what was stored before it, but for the ends that the published ones keep."""
-    data_parallel = RECIPES[kind].data_parallel
-    sizes: dict[str, Any] = {"ranks": 1 if kind in ("basic", "accumulation") else R}
-    sizes |= {"microbatches": 1 if data_parallel else 2 * R, "layers": R if kind == "pipeline_fsdp" else 2 * R}
-    schedule = make_schedule(kind, weights=weights, **sizes)
-    for events, stored in zip(schedule.events, schedule.stored, strict=True):
-        left = set(stored)
-        for event in events:
-            left = (left | set(event.loads) | set(event.stores)) - set(event.frees)
-        ends = {name for name in left if "activation[" in name}
-        assert left - ends == set(stored) and (RECIPES[kind].keeps_ends or not ends)
-    assert simulate(schedule).steps > 0
 
 
 @pytest.mark.parametrize("weights", ["generated", "remat"])
@@ -226,14 +202,15 @@ def test_collectives_start_when_the_last_rank_arrives() -> None:
     assert [spans[-1].end for spans in simulate(Schedule(events, [{}] * 3)).ranks] == [6, 9, 6]
 
 
-def test_memory_is_sampled_at_starts_with_every_entry() -> None:
+def test_memory_is_sampled_at_starts_with_entries_until_their_last_reader() -> None:
     events = [
-        Event("forward", loads={"x": 1.0}, stores={"y": 2.0, "alias of y": 2.0}),
-        Event("backward", stores={"y": 10.0}, frees=("x", "alias of y")),
-        Event("update"),
+        Event("forward", stores={"x": 1.0, "y": 2.0, "unread": 7.0}),
+        Event("backward", reads=("x", "y"), stores={"y": 10.0}),
+        Event("update", reads=("y", "weight")),
+        Event("loss"),
     ]
     timeline = simulate(Schedule([events], [{"weight": 100.0}]))
-    assert [span.memory for span in timeline.ranks[0]] == [101, 105, 110]
+    assert [span.memory for span in timeline.ranks[0]] == [100, 103, 110, 100]
     assert timeline.peaks == (110,)
 
 
@@ -253,7 +230,7 @@ REDUCE, GATHER = Event("all_reduce", ranks=(0, 1), tag="g"), Event("all_gather",
         ([[REDUCE], []], "rank 0 waits in all_reduce of g; 1 ranks have ended"),
         ([[REDUCE], [GATHER]], "rank 0 waits in all_reduce of g; rank 1 waits in all_gather of g"),
         ([[REDUCE], [REDUCE._replace(ranks=(1, 2))], []], "rank 0 waits in all_reduce .*; rank 1 waits in all_reduce"),
-        ([[Event("update", layer=3, frees=("w",))]], r"rank 0 frees w after update, but stores \['v'\]"),
+        ([[Event("update", layer=3, reads=("w",))]], r"rank 0 reads w in update, but stores \['v'\]"),
     ],
 )
 def test_what_cannot_run_is_one_clear_error(events: list[list[Event]], message: str) -> None:

@@ -3,11 +3,11 @@
 For every product data x g-nets x pipeline x tensor of the ranks, each schedule, weights kept or made again:
 
 * memory: weights or factors, genome, optimizer, gradients, activations in flight and buffers of the fullest rank;
-* bytes: what `mesh.traffic` counts, along each axis;
+* bytes: the counts of `mesh.traffic`, along each axis;
 * seconds: operations / flops + bytes moved / bandwidth + bytes sent / link, calls of operators and messages, and the
-  bubble of the simulator; backward takes twice what forward does, and nothing overlaps.
+  bubble of the simulator; backward takes twice the operations of forward, and nothing overlaps.
 
-What a layer costs and sends comes from its code, run on the meta device (`gbfunc.parallel.dry_run`).
+The costs of a layer come from its code, run on the meta device (`gbfunc.parallel.dry_run`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from gbfunc.trees import n_rows
 
 if TYPE_CHECKING:
     from gbfunc.parallel.dry_run import RunLoss
-    from gbfunc.parallel.planner_costs import Footprint, Model, RankLayout
+    from gbfunc.parallel.planner_costs import Model, RankLayout
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What one rank has; `gbfunc bench --calibrate` measures it. The defaults are some cores of a server.
+    """The speed and memory of one rank; `gbfunc bench --calibrate` measures them. The defaults are a few server cores.
 
     Attributes:
         flops: operations per second of a matrix product, multiplications and additions.
@@ -67,14 +67,11 @@ class DeviceSpec:
     @staticmethod
     def from_json(text: str) -> DeviceSpec:
         """Undo `to_json`; ValueError for anything else."""
-        names = [field.name for field in fields(DeviceSpec)]
         try:
-            values = json.loads(text)
-        except ValueError:
-            values = None
-        if not isinstance(values, dict) or values.keys() - set(names):
-            raise ValueError(f"a device must be a JSON object with {', '.join(names)}, got {text[:80]!r}")
-        return DeviceSpec(**values)
+            return DeviceSpec(**json.loads(text))
+        except (TypeError, json.JSONDecodeError) as error:
+            names = ", ".join(field.name for field in fields(DeviceSpec))
+            raise ValueError(f"a device must be a JSON object with {names}, got {text[:80]!r}") from error
 
 
 class LayoutPlan(NamedTuple):
@@ -181,10 +178,21 @@ def plan_parallel(
     if not rows:
         raise ValueError(f"the batch must have rows, the same in all tensors, got {rows}")
     model = Model(plan, pnet, batch, rows, loss_fn or _call, parallel, lazy, optimizer_states)
-    refused = list[tuple[str, str]]()
-    found = (_best(model, device, choices, refused) for choices in _layouts(model, ranks, microbatches, refused))
-    fits = sorted(filter(None, found), key=_seconds)
-    fits[:_SIMULATED] = [_simulated(model, device, p) for p in fits[:_SIMULATED]]
+    fits, refused = list[LayoutPlan](), list[tuple[str, str]]()
+    for layouts, reason in _layouts(model, ranks, microbatches):
+        found = [] if reason else [_costed(model, device, layout) for layout in layouts]
+        if fitting := [p for p in found if p.peak <= device.memory]:
+            fits.append(min(fitting, key=_seconds))
+        elif found:
+            least = min(found, key=lambda p: p.peak)
+            parts = sorted(least.memory.items(), key=lambda item: -item[1])[:2]
+            words = " and ".join(f"{name} {n / 1e9:,.3g} GB" for name, n in parts)
+            reason = f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
+            refused.append((str(least.layout), reason))
+        else:
+            refused.append((str(layouts[0]), reason))
+    fits.sort(key=_seconds)
+    fits[:_SIMULATED] = [_costed(model, device, p.layout, simulated=True) for p in fits[:_SIMULATED]]
     fits.sort(key=_seconds)
     smallest = _smallest(model, device, ranks, microbatches, bool(fits))
     dense, sent = model.dense(ranks)
@@ -198,138 +206,81 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
     return net(batch if isinstance(batch, Tensor) else batch[0])
 
 
-def _layouts(
-    model: Model, ranks: int, microbatches: int | None, refused: list[tuple[str, str]]
-) -> Iterator[list[RankLayout]]:
-    """Choices of microbatches for each layout; those that cannot be get into `refused`, with the reason."""
+def _layouts(model: Model, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
+    """Layouts that differ in their microbatches alone, or one layout and why no such layout can be."""
     from gbfunc.parallel.planner_costs import RankLayout
 
-    for tensor in _divisors(ranks):
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    for tensor in divisors:
         if tensor > 1 and (reason := model.why_not_split(tensor)):
-            refused.append((f"tensor {tensor}", reason))
+            yield [RankLayout({"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor})], reason
             continue
-        for pipeline in _divisors(ranks // tensor):
-            shards = ranks // tensor // pipeline
-            name = f"data {shards} x pipeline {pipeline} x tensor {tensor}"
-            rows = model.rows / shards
-            if rows < 1:
-                refused.append((name, f"the batch has {model.rows} rows"))
-                continue
+        for shards in (d for d in reversed(divisors) if ranks // tensor % d == 0):
+            rows, pipeline = model.rows / shards, ranks // tensor // shards
             for schedule in SCHEDULES if pipeline > 1 else (None,):
-                numbers = _numbers(rows, ranks == 1, pipeline, schedule, microbatches)
+                tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
+                # Without a pipeline, several ranks may have uneven microbatches; interleaved ones go in equal rounds.
+                uneven = schedule is None and ranks > 1
+                numbers = [m for m in tried if pipeline <= m <= rows and (uneven or rows % m == 0)]
+                numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
                 reason = "" if numbers else f"no number of microbatches from {pipeline} on divides {rows:.4g} rows"
                 if schedule:
                     reason = model.why_not_staged(pipeline * SCHEDULES[schedule][1], schedule) or reason
                 if reason:
-                    refused.append((f"{name}, {schedule}" if schedule else name, reason))
+                    sizes = {"data": shards, "pipeline": pipeline, "gnets": 1, "tensor": tensor}
+                    yield [RankLayout(sizes, schedule=schedule)], reason
                     continue
                 for placement, gnets in model.placements(shards):
+                    sizes = {"data": shards // gnets, "pipeline": pipeline, "gnets": gnets, "tensor": tensor}
                     for remat in ("none", "layer") if model.can_remat(placement) else ("none",):
-                        sizes = {"data": shards // gnets, "pipeline": pipeline, "gnets": gnets, "tensor": tensor}
                         # On a split genome weights that are made again are gathered again: one microbatch.
-                        some = [1] if remat == "layer" and gnets > 1 else numbers
-                        if some[0] in numbers:
-                            yield [RankLayout(sizes, placement, schedule, m, remat) for m in some]
+                        some = [m for m in numbers if m == 1 or remat == "none" or gnets == 1]
+                        if some:
+                            yield [RankLayout(sizes, placement, schedule, m, remat) for m in some], ""
 
 
-def _numbers(rows: float, alone: bool, pipeline: int, schedule: str | None, asked: int | None) -> list[int]:
-    """Numbers of microbatches to try: powers of two times the stages; ranks without a pipeline may have uneven ones."""
-    if schedule is None:
-        tried = [asked] if asked else [2**i for i in range(8)]
-        return [m for m in tried if m <= rows and not (alone and rows % m)]
-    tried = [asked] if asked else [pipeline * 2**i for i in range(4)]
-    # Interleaved ones go in equal rounds.
-    rounds = schedule == "interleaved"
-    return [m for m in tried if m >= pipeline and rows % m == 0 and not (rounds and m % (m // pipeline))]
+def _costed(model: Model, device: DeviceSpec, layout: RankLayout, simulated: bool = False) -> LayoutPlan:
+    """A layout with its costs.
 
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _best(
-    model: Model, device: DeviceSpec, choices: list[RankLayout], refused: list[tuple[str, str]]
-) -> LayoutPlan | None:
-    """The fastest of the choices that fit; where none does, `refused` gets the one that needs least."""
-    found = [_costed(model, device, layout) for layout in choices]
-    fitting = [p for p in found if p.peak <= device.memory]
-    if fitting:
-        return min(fitting, key=_seconds)
-    least = min(found, key=lambda p: p.peak)
-    parts = sorted(least.memory.items(), key=lambda item: -item[1])[:2]
-    words = " and ".join(f"{name} {n / 1e9:,.3g} GB" for name, n in parts)
-    reason = f"needs {least.peak / 1e9:,.3g} GB of {device.memory / 1e9:,.3g} GB ({words})"
-    refused.append((str(least.layout), reason))
-    return None
-
-
-def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
-    """A layout with the closed form of the pipeline: all ranks as slow as the slowest, and its ramps."""
-    cost = model.footprint(layout)
-    forward, backward, generate = _stage_seconds(cost, device)
-    p, m = layout.sizes["pipeline"], layout.microbatches
-    busiest = max(sum(forward[s] + backward[s] for s in mine) for mine in layout.stages)
-    ramp = 0.0 if layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
-    hops = 2 * (p - 1) * (cost.hidden / device.link + device.latency)
-    times = 4 / 3 * m if layout.remat == "layer" else 1.0  # A third of generation, its forward, is there twice.
-    work = m * busiest + times * max(sum(generate[s] for s in mine) for mine in layout.stages)
-    seconds = work + ramp * busiest + hops + _tail(cost, device)
-    return LayoutPlan(layout, cost.memory, cost.sent, seconds, (seconds - work) / seconds if p > 1 else 0.0)
-
-
-def _simulated(model: Model, device: DeviceSpec, planned: LayoutPlan) -> LayoutPlan:
-    """A layout with the pipeline simulated, unless it is too long."""
-    layout, m = planned.layout, planned.layout.microbatches
-    cost = model.footprint(layout)
-    stages, kind = len(cost.cells), layout.schedule
-    if kind is None or 6 * stages * m > _EVENTS:
-        return planned
-    forward, backward, generate = _stage_seconds(cost, device)
-    costs = ScheduleCosts(
-        forward=forward,
-        backward=backward,
-        backward_input=[b / 2 for b in backward],
-        backward_weight=[b / 2 for b in backward],
-        generate=[g / 3 for g in generate],
-        generate_backward=[2 * g / 3 for g in generate],
-        update=0.0,
-        all_reduce=0.0,
-        send=device.latency + cost.hidden / device.link,
-        receive=0.0,
-    )
-    sizes: Any = {"layers": stages, "ranks": layout.sizes["pipeline"], "microbatches": m}
-    weights = "remat" if layout.remat == "layer" else "generated"
-    made = make_schedule(cast(Any, kind), weights=weights, costs=costs, **sizes)
-    timeline = simulate(made)
-    return planned._replace(seconds=timeline.duration + _tail(cost, device), bubble=timeline.bubble)
-
-
-def _stage_seconds(cost: Footprint, device: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
-    """Of each stage: forward and backward of a microbatch, and one generation of its weights, both ways."""
+    Unless the pipeline is `simulated`, all of its ranks are as slow as the slowest, and wait for the first microbatch.
+    """
+    cost, p, m = model.footprint(layout), layout.sizes["pipeline"], layout.microbatches
     forward, backward, generate = list[float](), list[float](), list[float]()
-    for cell, made in zip(cost.cells, cost.weights, strict=True):
+    for cell in cost.stages:
         work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
         wait = cell.messages * device.latency / 2
         forward.append(work + cell.sent / device.link + wait)
         backward.append(2 * work + cell.sent_back / device.link + wait)
-        moved = 6 * (made.bytes + made.transient)  # Weights are moved six times.
-        generate.append(made.operations / device.flops + moved / device.bandwidth)
-    return forward, backward, generate
-
-
-def _tail(cost: Footprint, device: DeviceSpec) -> float:
-    """Sums over ranks, gathers of a split genome, and the update."""
+        moved = 6 * (cell.weights + cell.transient)  # Weights are moved six times.
+        generate.append(cell.generation / device.flops + moved / device.bandwidth)
+    hop = device.latency + cost.hidden / device.link
+    # Sums over ranks, gathers of a split genome, and the update.
     axes = [n for axis, n in cost.sent.items() if axis not in ("tensor", "pipeline")]
     genome = cost.memory["genome"] + cost.memory["optimizer"]
-    return sum(axes) / device.link + len(axes) * device.latency + 3 * genome / device.bandwidth
+    tail = sum(axes) / device.link + len(axes) * device.latency + 3 * genome / device.bandwidth
+    if simulated and layout.schedule and 6 * len(cost.stages) * m <= _EVENTS:
+        half = [b / 2 for b in backward]
+        both: Any = {"generate": [g / 3 for g in generate], "generate_backward": [2 * g / 3 for g in generate]}
+        both |= {"forward": forward, "backward": backward, "backward_input": half, "backward_weight": half}
+        costs = ScheduleCosts(**both, update=0.0, all_reduce=0.0, send=hop, receive=0.0)
+        weights: Any = "remat" if layout.remat == "layer" else "generated"
+        sizes: Any = {"layers": len(cost.stages), "ranks": p, "microbatches": m}
+        timeline = simulate(make_schedule(cast(Any, layout.schedule), weights=weights, costs=costs, **sizes))
+        return LayoutPlan(layout, cost.memory, cost.sent, timeline.duration + tail, timeline.bubble)
+    busiest = max(sum(forward[s] + backward[s] for s in mine) for mine in layout.stages)
+    times = 4 / 3 * m if layout.remat == "layer" else 1.0  # A third of generation, its forward, is there twice.
+    work = m * busiest + times * max(sum(generate[s] for s in mine) for mine in layout.stages)
+    ramp = 0.0 if layout.schedule == "zbv" else (p - 1) / (2 if layout.schedule == "interleaved" else 1)
+    seconds = work + ramp * busiest + 2 * (p - 1) * hop + tail
+    return LayoutPlan(layout, cost.memory, cost.sent, seconds, (seconds - work) / seconds if p > 1 else 0.0)
 
 
 def _smallest(model: Model, device: DeviceSpec, ranks: int, microbatches: int | None, fits: bool) -> int | None:
     """The fewest ranks that some layout fits on."""
     more = [ranks] if fits else [ranks * 2**i for i in range(1, 7)]
-    for n in [*_divisors(ranks)[:-1], *more]:
+    for n in [*(n for n in range(1, ranks) if ranks % n == 0), *more]:
         # Of all numbers of microbatches, the largest keeps the least.
-        last = (choices[-1] for choices in _layouts(model, n, microbatches, []))
+        last = (choices[-1] for choices, reason in _layouts(model, n, microbatches) if not reason)
         if n == ranks or any(sum(model.footprint(c).memory.values()) <= device.memory for c in last):
             return n
     return None

@@ -1,15 +1,15 @@
 """Schedules of one training step, for `simulate`: data and pipeline parallel; weights stored, sharded or generated.
 
-The first eight are the puzzles of S. Rush's LLM Training Puzzles (2023), solved as there, which also says what each
-keeps longer than it must. Entries are named `activation[layer, microbatch]` (the input of a layer),
+The first eight are the puzzles of S. Rush's LLM Training Puzzles (2023), with the entries that the published solutions
+keep longer than they must. Entries are named `activation[layer, microbatch]` (the input of a layer),
 `dactivation[...]` (its gradient), `weight[layer]`, `dweight[layer]` and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from gbfunc.parallel.pipeline_order import SCHEDULES, Action, PipelineOrder, pipeline_order, stage_ranks
 from gbfunc.parallel.schedule import Event, Kind, Schedule
@@ -22,9 +22,9 @@ ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded"
 class ScheduleCosts(NamedTuple):
     """Durations, by kind of event, and sizes, in any units; the defaults are those of the puzzles, and gbfunc's own.
 
-    What a layer takes is one number for all layers, or one for each. A duration or an activation is that of one
-    microbatch; `activation` is the size of a layer's input, so there is one more of it than layers. Where weights are
-    generated, `update` and `all_reduce` are of the whole genome and its gradient, else of a layer's.
+    A cost per layer is one number for all layers, or a sequence. Durations and activations are those of one microbatch;
+    `activation` is the size of a layer's input, so a sequence of it has one entry more. Where weights are generated,
+    `update` and `all_reduce` are those of the whole genome, otherwise those of a layer's weight.
     """
 
     forward: PerLayer = 1.0
@@ -47,19 +47,16 @@ class ScheduleCosts(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """In what schedules differ."""
+    """The differences between schedules."""
 
-    order: PipelineOrder = "1f1b"  # Of microbatches, on one rank one by one
-    together: bool = False  # Whether all microbatches pass at once
-    data_parallel: bool = False  # Whether the ranks have a microbatch each, and are not just the stages of a pipeline
-    # Where weights are sharded, which layers a rank helps to gather when they are needed: those of its stage, or all,
-    # as each is sharded over the ranks of all stages
+    order: PipelineOrder = "1f1b"  # Of the microbatches; on one rank one by one
+    together: bool = False  # All microbatches pass at once
+    data_parallel: bool = False  # Each rank has one microbatch, next to its stage of a pipeline
+    # Sharded weights are gathered by the ranks of their stage, or by all ranks, which store a part of every layer
     gathers: Literal["stage", "all"] | None = None
-    scatters: bool = False  # Whether gradients are reduced and scattered at once, not all-reduced in the end
-    # Whether a layer has one gradient, to which each microbatch adds, and not one for each microbatch
-    sums: bool = True
-    # Whether the output of the last layer of a stage, and the gradient of the input of its first, stay stored when they
-    # are no longer needed
+    scatters: bool = False  # Gradients are reduced and scattered at once, instead of all-reduced at the end
+    sums: bool = True  # Microbatches add to one gradient of a layer, instead of storing one each
+    # The last output of a stage, and the gradient of its first input, stay stored after their use
     keeps_ends: bool = False
 
 
@@ -84,7 +81,6 @@ def make_schedule(
     layers: int,
     ranks: int = 1,
     microbatches: int = 1,
-    virtual: int = 2,
     weights: WeightSource = "stored",
     costs: ScheduleCosts | None = None,
 ) -> Schedule:
@@ -97,10 +93,9 @@ def make_schedule(
             microbatches pass at once. `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zbv"`: one by one, in the order of
             `pipeline_order`. `"pipeline_fsdp"`: a stage per layer, `ranks / layers` ranks for each of them, which have
             one microbatch each; weights are sharded over all ranks.
-        layers: of the p-net; a multiple of the stages.
+        layers: a multiple of the stages.
         ranks: of a pipeline, or of data parallelism.
         microbatches: of one step, where they are not given by the ranks.
-        virtual: stages per rank of `"interleaved"`.
         weights: `"stored"` with their optimizer's state; `"generated"` from a genome, which every rank stores, at their
             first use, and kept until the genome's gradient is taken at the end; `"remat"`: generated for each
             forward and again for each backward, and freed after it. No generated weight or gradient of one is sent.
@@ -111,21 +106,20 @@ def make_schedule(
     """
     if kind not in RECIPES:
         raise ValueError(f"expected a schedule of {sorted(RECIPES)}, got {kind!r}")
-    if weights not in ("stored", "generated", "remat"):
+    if weights not in get_args(WeightSource):
         raise ValueError(f"expected weights 'stored', 'generated' or 'remat', got {weights!r}")
-    sizes = {"layers": layers, "ranks": ranks, "microbatches": microbatches, "virtual": virtual}
+    sizes = {"layers": layers, "ranks": ranks, "microbatches": microbatches}
     if min(sizes.values()) < 1:
         raise ValueError(f"expected sizes of at least 1, got {sizes}")
-    recipe, depth, costs = RECIPES[kind], ranks, costs or ScheduleCosts()
+    recipe, costs = RECIPES[kind], costs or ScheduleCosts()
+    depth = (layers if recipe.gathers == "all" else 1) if recipe.data_parallel else ranks
     if kind in ("basic", "accumulation") and ranks != 1:
         raise ValueError(f"{kind!r} expects 1 rank, got {ranks}")
-    if recipe.data_parallel:
-        depth = layers if recipe.gathers == "all" else 1
-        if microbatches != 1:
-            raise ValueError(f"{kind!r} expects one microbatch per rank, got {microbatches=}")
-        if ranks % depth:
-            raise ValueError(f"{kind!r} expects ranks in multiples of its {depth} layers, got {ranks}")
-    virtual = virtual if kind == "interleaved" else SCHEDULES[recipe.order][1]
+    if recipe.data_parallel and microbatches != 1:
+        raise ValueError(f"{kind!r} expects one microbatch per rank, got {microbatches=}")
+    if ranks % depth:
+        raise ValueError(f"{kind!r} expects ranks in multiples of its {depth} layers, got {ranks}")
+    virtual = SCHEDULES[recipe.order][1]
     stages = stage_ranks(recipe.order, depth, virtual)
     if layers % len(stages):
         raise ValueError(f"{kind!r} expects layers in multiples of its {len(stages)} stages, got {layers}")
@@ -133,165 +127,140 @@ def make_schedule(
         expected = layers + (name == "activation")
         if isinstance(cost, Sequence) and len(cost) != expected:
             raise ValueError(f"expected one number or {expected} for {name} of {layers} layers, got {len(cost)}")
-    together, programs = microbatches if recipe.together else 1, list[_Program]()
-    for rank in range(ranks):
-        program = _Program(recipe, weights, costs, layers // len(stages), together, stages, rank, ranks)
+    together = microbatches if recipe.together else 1
+    programs = [_Program(rank, ranks, recipe, weights, costs, layers, stages, together) for rank in range(ranks)]
+    for program in programs:
         actions = pipeline_order(recipe.order, program.place, depth, microbatches // together, virtual)
-        if recipe.gathers == "all" and weights == "stored":
-            # All ranks take part in gathering and reducing every layer, between their messages.
+        if program.everywhere:
+            # All ranks help to gather and reduce every layer, between their messages.
             actions = [Action("F", s, 0) for s in range(depth)] + [Action("B", s, 0) for s in reversed(range(depth))]
         program.run(actions)
-        programs.append(program)
     return Schedule([program.events for program in programs], [program.stored for program in programs])
 
 
 @dataclass
 class _Program:
-    """The events of one rank, and what it stores from the beginning.
+    """The events of one rank; `stages` has the place in the pipeline of each stage's ranks."""
 
-    `each` layers make a stage, `together` microbatches pass at once, and `stages` has the place in the pipeline of the
-    ranks of each stage.
-    """
-
-    recipe: Recipe
-    source: WeightSource
-    costs: ScheduleCosts
-    each: int
-    together: int
-    stages: tuple[int, ...]
     rank: int
     ranks: int
+    recipe: Recipe
+    weights: WeightSource
+    costs: ScheduleCosts
+    layers: int
+    stages: Sequence[int]
+    together: int
 
     def __post_init__(self) -> None:
-        depth = max(self.stages) + 1
-        self.place, self.layers = self.rank % depth, self.each * len(self.stages)
-        self.generated = self.source != "stored"
-        self.sharded = self.recipe.gathers is not None and not self.generated
-        self.world = tuple(range(self.ranks))
-        # Those that have the same layers, or, where every rank stores a part of every layer, all.
-        every = self.sharded and self.recipe.gathers == "all"
-        self.group = self.world if every else self.world[self.place :: depth]
-        self.made: set[int] = set()
-        mine = [n for stage, place in enumerate(self.stages) if place == self.place for n in self.of(stage)]
-        # Names of each layer's gradients.
-        self.gradients: dict[int, dict[str, None]] = {n: {} for n in mine}
-        self.events: list[Event] = []
-        if self.generated:
-            self.stored = {"genome": self.costs.genome, "genome optimizer": self.costs.genome_optimizer}
-        else:
+        depth, self.each = max(self.stages) + 1, self.layers // len(self.stages)
+        self.place, self.world = self.rank % depth, tuple(range(self.ranks))
+        self.sharded = self.recipe.gathers is not None and self.weights == "stored"
+        self.everywhere = self.sharded and self.recipe.gathers == "all"
+        self.group = self.world if self.everywhere else self.world[self.place :: depth]
+        own = [n for n in range(self.layers) if self.everywhere or self.stages[n // self.each] == self.place]
+        self.kept, self.events, self.ends = own, list[Event](), list[str]()
+        self.stored = {"genome": self.costs.genome, "genome optimizer": self.costs.genome_optimizer}
+        if self.weights == "stored":
             kinds = {"shard" if self.sharded else "weight": self.costs.weight, "optimizer": self.costs.optimizer}
             parts = len(self.group) if self.sharded else 1
-            kept = range(self.layers) if every else mine
-            self.stored = {f"{kind}[{n}]": _at(size, n) / parts for n in kept for kind, size in kinds.items()}
-
-    def of(self, stage: int) -> range:
-        """Layers of a stage."""
-        return range(stage * self.each, (stage + 1) * self.each)
+            self.stored = {f"{kind}[{n}]": _at(size, n) / parts for n in own for kind, size in kinds.items()}
+        self.known = {*self.stored}
 
     def run(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self.do(*action)
-        if self.source == "generated":
-            for layer in reversed(self.gradients):
-                self.generate_backward(layer, also=(f"weight[{layer}]",))
-        if self.generated:
-            if len(self.world) > 1:
-                self.emit("all_reduce", ranks=self.world, tag="dgenome")
-            self.emit("update", frees=("dgenome",))
+        for op, stage, i in actions:
+            mine, layers = self.stages[stage] == self.place, range(stage * self.each, (stage + 1) * self.each)
+            # A stage goes from one end to the other, forward or back.
+            ends = (layers[0], layers[-1] + 1) if op == "F" else (layers[-1] + 1, layers[0])
+            ahead, d = (1, "") if op == "F" else (-1, "d")
+            messages = mine and op != "W"
+            if messages and op != "F" and stage == len(self.stages) - 1:
+                self.emit(
+                    "loss", None, i, reads=(f"activation[{ends[0]}, {i}]",), stores=self.activation(ends[0], i, d)
+                )
+            elif messages:
+                self.message("receive", stage - ahead, self.activation(ends[0], i, d), i)
+            for layer in layers if op == "F" else reversed(layers):
+                self.acquire(op, layer, i)
+                if mine:
+                    self.compute(op, layer, i)
+                if op in "BW":
+                    self.reduce(layer, i, mine)
+            if messages:
+                self.message("send", stage + ahead, self.activation(ends[1], i, d), i)
+                self.ends += self.activation(ends[1], i, d) if self.recipe.keeps_ends else ()
+        for layer in self.kept[::-1] if self.weights == "generated" else ():
+            self.generate_backward(layer)
+        # Ends that are kept are read once more, by the last events.
+        if self.weights != "stored":
+            if self.ranks > 1:
+                self.emit("all_reduce", reads=("dgenome",), ranks=self.world, tag="dgenome")
+            self.emit("update", reads=("dgenome", *self.ends))
             return
-        for layer, gradients in sorted(self.gradients.items()):
+        for layer in self.kept:
+            name = f"dweight[{layer}]"
             if len(self.group) > 1 and not self.recipe.scatters:
-                self.emit("all_reduce", layer, ranks=self.group, tag=f"dweight[{layer}]")
-            self.emit("update", layer, frees=tuple(gradients))
+                self.emit("all_reduce", layer, reads=(name,), ranks=self.group, tag=name)
+            self.emit("update", layer, reads=(name, *self.ends))
 
-    def do(self, op: str, stage: int, i: int) -> None:
-        """An action, with the messages before and after it; of another rank's layers weights are just gathered."""
-        mine, layers, forward = self.stages[stage] == self.place, self.of(stage), op == "F"
-        ends, ahead, d = (layers[0], layers[-1] + 1), 1, ""
-        if not forward:
-            ends, ahead, d = (layers[-1] + 1, layers[0]), -1, "d"
-        messages = mine and op != "W"
-        if messages and not forward and ends[0] == self.layers:
-            frees = () if self.recipe.keeps_ends else tuple(self.activation(self.layers, i))
-            self.emit("loss", None, i, stores=self.activation(self.layers, i, d), frees=frees)
-        elif messages:
-            self.message("receive", stage - ahead, self.activation(ends[0], i, d), i)
-        for layer in layers if forward else reversed(layers):
-            if op != "W":
-                self.acquire(layer, i, mine)
-            if mine and forward:
-                loads, stores = self.activation(0, i) if layer == 0 else {}, self.activation(layer + 1, i)
-                self.emit("forward", layer, i, loads=loads, stores=stores, frees=self.passing(layer))
-            elif mine:
-                self.layer_backward(layer, i, op)
-            elif not forward:
-                self.reduce_scatter(layer, i)
-        if messages:
-            self.message("send", stage + ahead, self.activation(ends[1], i, d), i)
-
-    def layer_backward(self, layer: int, i: int, op: str) -> None:
-        """Backward of a layer, or a half of it, and what is done with the gradient of its weight."""
-        stores, frees = dict[str, float](), tuple[str, ...]()
-        if op in "BI":
-            stores |= self.activation(layer, i, "d") if layer or self.recipe.keeps_ends else {}
-            frees += self.passing(layer)
-        if op in "BW":
-            gradient = f"dweight[{layer}]" if self.recipe.sums else f"dweight[{layer}, {i}]"
-            self.gradients[layer][gradient] = None
-            stores[gradient] = _at(self.costs.weight, layer)
-            frees += (*self.activation(layer, i), *self.activation(layer + 1, i, "d"))
-        scatters = self.sharded and self.recipe.scatters
-        # A pipelined one frees what it can before its gradient is reduced.
-        late = frees if scatters and self.recipe.gathers != "all" else self.passing(layer) if scatters else ()
-        kinds: dict[str, Kind] = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
-        self.emit(kinds[op], layer, i, stores=stores, frees=tuple(name for name in frees if name not in late))
-        if scatters:
-            self.reduce_scatter(layer, i, late)
-        elif self.source == "remat" and op != "I":
-            self.generate_backward(layer, i)
-
-    def reduce_scatter(self, layer: int, i: int, frees: tuple[str, ...] = ()) -> None:
-        """Sum a layer's gradient over the ranks, each of which keeps its part."""
-        name = f"dweight[{layer}]"
-        self.gradients.setdefault(layer, {})[name] = None
-        part = {name: _at(self.costs.weight, layer) / len(self.group)}
-        self.emit("reduce_scatter", layer, i, stores=part, frees=frees, ranks=self.group, tag=name)
-
-    def generate_backward(self, layer: int, i: int | None = None, also: tuple[str, ...] = ()) -> None:
-        """Add to the genome's gradient what a layer's gradient gives."""
-        frees = (*self.gradients[layer], *also)
-        self.gradients[layer] = {}
-        self.emit("generate_backward", layer, i, stores={"dgenome": self.costs.genome}, frees=frees)
-
-    def acquire(self, layer: int, i: int, keep: bool) -> None:
-        """Have a layer's whole weight ready; or just help others to have it."""
+    def acquire(self, op: str, layer: int, i: int) -> None:
+        """Gather or generate a layer's whole weight, unless it is stored."""
         name = f"weight[{layer}]"
         weight = {name: _at(self.costs.weight, layer)}
-        if self.sharded:
-            self.emit("all_gather", layer, stores=weight, frees=() if keep else (name,), ranks=self.group, tag=name)
-        elif self.generated and layer not in self.made:
-            self.made |= {layer} if self.source == "generated" else set()
+        if op != "W" and self.sharded:
+            self.emit("all_gather", layer, stores=weight, ranks=self.group, tag=name)
+        elif op != "W" and self.weights != "stored" and (self.weights == "remat" or name not in self.known):
             self.emit("generate", layer, i, stores=weight)
 
-    def passing(self, layer: int) -> tuple[str, ...]:
-        """The whole weight where it is there only while the layer is worked on."""
-        return (f"weight[{layer}]",) if self.sharded or self.source == "remat" else ()
+    def compute(self, op: str, layer: int, i: int) -> None:
+        x, y, dx, dy = (self.activation(n, i, d) for d in ("", "d") for n in (layer, layer + 1))
+        weight = () if op == "W" else (f"weight[{layer}]",)
+        if op == "F":
+            self.emit("forward", layer, i, reads=(*weight, *x), stores=y | ({} if layer else x))
+            return
+        name, summands = f"dweight[{layer}]", 1 if self.recipe.sums or self.weights == "remat" else i + 1
+        gradient = {} if op == "I" else {name: _at(self.costs.weight, layer) * summands}
+        added = () if op == "I" or self.weights == "remat" else (name,)
+        kinds: dict[str, Kind] = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
+        stores = gradient if op == "W" else dx | gradient
+        self.emit(kinds[op], layer, i, reads=(*weight, *x, *dy, *added), stores=stores)
 
-    def activation(self, layer: int, i: int, gradient: str = "") -> dict[str, float]:
+    def reduce(self, layer: int, i: int, mine: bool) -> None:
+        """Scatter a layer's gradient over the ranks, or take the gradient of the genome, where that is done at once."""
+        name = f"dweight[{layer}]"
+        if self.sharded and self.recipe.scatters:
+            part = {name: _at(self.costs.weight, layer) / len(self.group)}
+            # A pipeline frees activations before, other ranks after.
+            late = () if self.everywhere else (*self.activation(layer, i, ""), *self.activation(layer + 1, i, "d"))
+            reads = (name, f"weight[{layer}]", *late) if mine else ()
+            self.emit("reduce_scatter", layer, i, reads=reads, stores=part, ranks=self.group, tag=name)
+        elif self.weights == "remat":
+            self.generate_backward(layer, i)
+
+    def generate_backward(self, layer: int, i: int | None = None) -> None:
+        """Add to the genome's gradient the part of a layer's gradient."""
+        weight = () if self.weights == "remat" else (f"weight[{layer}]",)
+        reads = (f"dweight[{layer}]", *weight, "dgenome")
+        self.emit("generate_backward", layer, i, reads=reads, stores={"dgenome": self.costs.genome})
+
+    def activation(self, layer: int, i: int, d: str) -> dict[str, float]:
         """A layer's input, or its gradient."""
-        return {f"{gradient}activation[{layer}, {i}]": _at(self.costs.activation, layer) * self.together}
+        return {f"{d}activation[{layer}, {i}]": _at(self.costs.activation, layer) * self.together}
 
     def message(self, kind: Literal["send", "receive"], stage: int, entry: Mapping[str, float], i: int) -> None:
         """Send an entry to another rank's stage or receive it from there, unless it stays here."""
         if 0 <= stage < len(self.stages) and self.stages[stage] != self.place:
-            peer, frees = self.rank - self.place + self.stages[stage], () if self.recipe.keeps_ends else tuple(entry)
-            rest: Any = {"stores": entry} if kind == "receive" else {"frees": frees}
+            rest: Any = {"stores": entry} if kind == "receive" else {"reads": tuple(entry)}
+            peer = self.rank - self.place + self.stages[stage]
             self.emit(kind, None, i, peer=peer, tag=next(iter(entry)), **rest)
 
-    def emit(self, kind: Kind, layer: int | None = None, i: int | None = None, **rest: Any) -> None:
+    def emit(
+        self, kind: Kind, layer: int | None = None, i: int | None = None, reads: Iterable[str] = (), **rest: Any
+    ) -> None:
         duration = _at(getattr(self.costs, kind, 0.0), layer or 0)
         duration *= self.together if kind == "forward" or kind.startswith("backward") else 1
-        self.events.append(Event(kind, duration, layer, i, **rest))
+        # A sum reads what is there before the first summand too: nothing.
+        self.events.append(Event(kind, duration, layer, i, tuple(n for n in reads if n in self.known), **rest))
+        self.known |= {*rest.get("stores", ())}
 
 
 def _at(cost: PerLayer, layer: int) -> float:
