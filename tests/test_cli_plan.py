@@ -57,9 +57,9 @@ def test_layers_of_an_own_p_net_are_split_as_a_function_says(
     )
     assert main([*SMALL, "--ranks", "2"]) == 0
     refused = capsys.readouterr().out
-    assert "--mesh tensor=2" not in refused and "parallel={'up': ColwiseParallel()" in " ".join(refused.split())
+    assert "--mesh tensor=2: " in refused and "parallel={'up': ColwiseParallel()" in " ".join(refused.split())
     assert main([*SMALL, "--ranks", "2", "--parallel", "own_styles:styles"]) == 0
-    assert "--mesh tensor=2" in capsys.readouterr().out
+    assert "--mesh tensor=2\n" in capsys.readouterr().out
     assert main([*SMALL, "--ranks", "2", "--parallel", "own_styles:none"]) == 2
     assert "--parallel own_styles:none must return styles by the names of modules, got None" in capsys.readouterr().err
 

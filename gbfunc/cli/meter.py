@@ -177,9 +177,7 @@ def pipeline_bubble(
         send=0.0,
         receive=0.0,
     )
-    schedule = make_schedule(
-        kind, layers=len(forward), ranks=ranks, microbatches=microbatches, virtual=each, costs=costs
-    )
+    schedule = make_schedule(kind, layers=len(forward), ranks=ranks, microbatches=microbatches, costs=costs)
     return simulate(schedule).bubble
 
 

@@ -50,7 +50,7 @@ def _lines(plan: Any, most: int) -> Iterator[str]:
         yield ""
         yield from _wrapped("the fastest    memory ", _parts(p.memory))
         yield from _wrapped("               sent ", _parts(p.sent))
-    yield f"\n{len(plan.fits)} layouts of {plan.ranks:,} rank{"s" * (plan.ranks > 1)} fit, {len(plan.refused)} do not:"
+    yield f"\n{len(plan.fits)} layouts of {plan.ranks:,} rank{'s' * (plan.ranks > 1)} fit, {len(plan.refused)} do not:"
     for layout, reason in plan.refused[:most]:
         yield from _wrapped(f"  {layout}: ", reason)
     if len(plan.refused) > most:
