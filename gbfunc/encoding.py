@@ -1,9 +1,9 @@
 """Codes of the rows and columns of a weight matrix: what a g-net sees instead of an index.
 
-`binary`, `gray` and `one_hot` number the rows *of a tile*, so all tiles of a shape share them; `grid` describes a
-position on an axis with a geometry (an image, a kernel), so it is global and sliced per tile, and so is a `table` of
-the user's own codes. Bits come from integer arithmetic alone: the same on every device. The arithmetic is that of
-numpy's arrays and of torch's alike, so that a graph of torch operations can hold it in the place of tables.
+`binary`, `gray` and `one_hot` number the rows *of a tile*, so all tiles of a shape share the codes; `grid` describes a
+position on an axis with a geometry (an image, a kernel), so its codes are global and sliced per tile, and so are those
+of a `table` of the user's own. Bits come from integer arithmetic alone: they are the same on every device. An exported
+graph computes codes by the same operations of torch.
 
 Suffixes: n rows or columns of the axis, k width of a code, u blocks (distinct tiles along the axis), t rows of a tile.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[np.float64]
-Numbers = Callable[[int], Any]
-"""From n to the integers 0 .. n-1, as numpy's array or torch's."""
+Device = torch.device | str
 
 _MAX_AXIS = 1 << 31
 _MAX_BANDWIDTH = 1e9  # Of any number of a table, too
@@ -39,23 +38,10 @@ def bit_width(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _library(i: Any) -> Any:
-    return torch if isinstance(i, Tensor) else np
-
-
-def _row(numbers: Any, like: Any) -> Any:
-    """Integers as an array of the library, and on the device, of another one."""
-    return like.new_tensor(numbers) if isinstance(like, Tensor) else np.array(numbers, dtype=like.dtype)
-
-
-def _wide(i: Any) -> Any:
-    return i.double() if isinstance(i, Tensor) else i.astype(np.float64)
-
-
-def _halves(i_k: Any, units: list[int]) -> Any:
+def _halves(i_k: Tensor, units: list[int]) -> Tensor:
     """Whether positions [..., k] are in the second half of their period of `2 unit`, for each of k units, as +-1."""
-    units_k = _row(units, i_k)
-    return _library(i_k).where(i_k % (2 * units_k) >= units_k, 1.0, -1.0)
+    units_k = i_k.new_tensor(units)
+    return torch.where(i_k % (2 * units_k) >= units_k, 1.0, -1.0)
 
 
 def _places(n: int) -> list[int]:
@@ -63,20 +49,15 @@ def _places(n: int) -> list[int]:
     return [1 << bit for bit in reversed(range(bit_width(n)))]
 
 
-def _quotient(i: Any, m: int) -> Any:
+def _quotient(i: Tensor, m: int) -> Tensor:
     """`i // m` of positions, which in a graph would be a dozen operations."""
-    multiple = i - i % m
-    return (multiple.double() / m).to(i.dtype) if isinstance(i, Tensor) else multiple // m
+    return ((i - i % m).double() / m).to(i.dtype)
 
 
-def _joined(codes: list[Any], i: Any) -> Any:
+def _joined(codes: list[Tensor], i: Tensor) -> Tensor:
     """Codes side by side, of positions i: [..., k1], ... -> [..., k1 + k2 + ...]."""
-    codes = [code for code in codes if code.shape[-1]]
-    if len(codes) == 1:
-        return codes[0]
-    if codes:
-        return torch.cat(codes, -1) if isinstance(i, Tensor) else np.concatenate(codes, -1)
-    return i.new_empty((*i.shape, 0)).double() if isinstance(i, Tensor) else np.empty((*i.shape, 0))
+    codes = [code for code in codes if code.shape[-1]] or [i.new_empty((*i.shape, 0)).double()]
+    return codes[0] if len(codes) == 1 else torch.cat(codes, -1)
 
 
 @dataclass(frozen=True)
@@ -85,8 +66,7 @@ class Encoding:
 
     A subclass is a frozen dataclass whose fields are numbers, texts, tuples of them, and encodings. It has a `type` of
     its own, `width` and `at`; where it can code some lengths only, `check`; and `local = False` where a code depends on
-    the position on the whole axis. `at` computes with operations that numpy and torch have in common, as it gets arrays
-    of either. `gb.register` lets genomes of it be saved and loaded.
+    the position on the whole axis. `gb.register` lets genomes of it be saved and loaded.
     """
 
     type: ClassVar[str]
@@ -97,25 +77,25 @@ class Encoding:
         """Numbers per code on an axis of `n`."""
         raise NotImplementedError
 
-    def at(self, i: Any, n: int) -> Any:
-        """Codes of positions i of 0 .. n-1, an integer array of numpy or torch: [...] -> [..., k], all distinct."""
+    def at(self, i: Tensor, n: int) -> Tensor:
+        """Codes of positions i of 0 .. n-1, integers, by operations of torch: [...] -> [..., k], all distinct."""
         raise NotImplementedError
 
     def codes(self, n: int) -> Array:
         """Codes of positions 0 .. n-1: [n, k]."""
         self.check(n)
-        return self.at(np.arange(n), n)
+        return self.at(torch.arange(n, device="cpu"), n).double().numpy()
 
     def check(self, n: int) -> None:
         """Raise `ValueError` where the encoding cannot code an axis of `n`."""
 
-    def tile_codes(self, n: int, tile: int, numbers: Numbers = np.arange) -> Any:
+    def tile_codes(self, n: int, tile: int, device: Device = "cpu") -> Tensor:
         """Codes of the tiles that cut an axis of `n` into pieces of `tile`: [u, t, k], u = 1 where tiles share them."""
         self.check(tile if self.local else n)
         if self.local:
-            return self.at(numbers(tile), tile)[None]
+            return self.at(torch.arange(tile, device=device), tile)[None]
         n_tiles = -(-n // tile)
-        i = numbers(n_tiles * tile)
+        i = torch.arange(n_tiles * tile, device=device)
         if n_tiles * tile > n:
             # Positions past the end repeat the last one; what is generated for them is cropped.
             i = i.clip(max=n - 1)
@@ -141,7 +121,7 @@ class Binary(Encoding):
         """ceil(log2(n))."""
         return bit_width(n)
 
-    def at(self, i: Any, n: int) -> Any:
+    def at(self, i: Tensor, n: int) -> Tensor:
         """[..., ceil(log2(n))], most significant bit first."""
         return _halves(i[..., None], _places(n)) if n > 1 else _joined([], i)
 
@@ -152,10 +132,10 @@ class Gray(Binary):
 
     type: ClassVar[str] = "gray"
 
-    def at(self, i: Any, n: int) -> Any:
+    def at(self, i: Tensor, n: int) -> Tensor:
         """[..., ceil(log2(n))], most significant bit first: bit b of `i ^ (i >> 1)` is bit b + 1 of `i + 2^b`."""
         places = _places(n)
-        return _halves(i[..., None] + _row(places, i), [2 * p for p in places]) if n > 1 else _joined([], i)
+        return _halves(i[..., None] + i.new_tensor(places), [2 * p for p in places]) if n > 1 else _joined([], i)
 
 
 @dataclass(frozen=True)
@@ -168,9 +148,9 @@ class OneHot(Encoding):
         """As many as positions."""
         return n
 
-    def at(self, i: Any, n: int) -> Any:
+    def at(self, i: Tensor, n: int) -> Tensor:
         """[..., n]."""
-        return _library(i).where(i[..., None] == _row(range(n), i), 1.0, 0.0)
+        return torch.where(i[..., None] == torch.arange(n, device=i.device), 1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -205,7 +185,7 @@ class Grid(Encoding):
         """One number per axis for coordinates, ceil(log2) per axis for bits."""
         return sum(1 if self.code == "coordinate" else bit_width(d) for d in self.dims if d > 1)
 
-    def at(self, i: Any, n: int) -> Any:
+    def at(self, i: Tensor, n: int) -> Tensor:
         """[..., k]: the codes of all axes side by side."""
         codes, unit = [], n
         for d in self.dims:
@@ -216,7 +196,7 @@ class Grid(Encoding):
                 codes.append((Gray() if self.code == "gray" else Binary()).at(j, d))
             elif d > 1:
                 # Symmetric about 0, and exact at both ends.
-                codes.append((_wide(2 * j - (d - 1)) / (d - 1) * self.bandwidth)[..., None])
+                codes.append(((2 * j - (d - 1)).double() / (d - 1) * self.bandwidth)[..., None])
         return _joined(codes, i)
 
 
@@ -261,7 +241,7 @@ class PerAxis(Encoding):
         """Sum of both widths."""
         return self.channels.width(n // self.n_positions) + self.positions.width(self.n_positions)
 
-    def at(self, i: Any, n: int) -> Any:
+    def at(self, i: Tensor, n: int) -> Tensor:
         """[..., k_channels + k_positions]."""
         m = self.n_positions
         return _joined([self.channels.at(_quotient(i, m), n // m), self.positions.at(i % m, m)], i)
@@ -315,9 +295,9 @@ class Table(Encoding):
         """Columns of the table."""
         return self.shape[1]
 
-    def at(self, i: Any, n: int) -> Any:
+    def at(self, i: Tensor, n: int) -> Tensor:
         """[..., k]."""
-        return torch.tensor(self.rows, device=i.device)[i] if isinstance(i, Tensor) else self.rows[i]
+        return torch.tensor(self.rows, device=i.device)[i]
 
 
 _TABLE_DTYPES = ("int8", "float16", "float32", "float64")

@@ -35,7 +35,7 @@ _CACHED = 1 << 18  # Numbers of factors that are at hand at once when a slot is 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Row codes [U, r, p] and column codes [U, c, q] of an ensemble as tensors; in an exported graph, as operations."""
     if is_exporting():
-        row, col = ensemble.codes_of(lambda n: torch.arange(n, device=device))
+        row, col = ensemble.codes_on(device)
     else:
         # Copies, as views of one number are not writable.
         row, col = (torch.from_numpy(codes.copy()) for codes in ensemble.codes)

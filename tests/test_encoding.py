@@ -57,15 +57,6 @@ def test_codes_of_tiles_equal_a_loop_over_tiles(case: tuple[Encoding, int], long
             np.testing.assert_allclose(own[i], oracles.tile_code(encoding, n, tile, block, i), rtol=0, atol=1e-12)
 
 
-@given(coded_axes(), st.integers(1, 70))
-def test_torch_computes_the_same_codes(case: tuple[Encoding, int], longest: int) -> None:
-    """As exported graphs do."""
-    encoding, n = case
-    unit = encoding.to_json().get("n_positions", 1)
-    tile = unit * min(longest, n // unit)
-    np.testing.assert_array_equal(encoding.tile_codes(n, tile, torch.arange).numpy(), encoding.tile_codes(n, tile))
-
-
 @given(coded_axes())
 def test_json_round_trip(case: tuple[Encoding, int]) -> None:
     encoding, _ = case

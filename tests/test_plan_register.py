@@ -48,10 +48,9 @@ class Ramp(Encoding):
     def width(self, n: int) -> int:
         return len(self.powers) + self.inner.width(n)
 
-    def at(self, i: Any, n: int) -> Any:
+    def at(self, i: Tensor, n: int) -> Tensor:
         codes = [((i + 1) / n) ** p for p in self.powers]
-        library = torch if isinstance(i, Tensor) else __import__("numpy")
-        return library.concatenate([library.stack(codes, -1), self.inner.at(i, n)], -1)
+        return torch.cat([torch.stack(codes, -1), self.inner.at(i, n)], -1)
 
 
 @dataclass(frozen=True)

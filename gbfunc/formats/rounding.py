@@ -2,10 +2,10 @@
 
     number = scale * (code - zero point)        0 <= code, zero point < 2 ** bits
 
-Affine quantisation (B. Jacob et al., 2018), in blocks that have a scale and a zero point each: the fewest last
-dimensions of a leaf with `BLOCK` numbers or more, else all of it. Zero is a number of every block, and what is rounded
-once is not rounded again. Direct vectors (biases, norms), few but sensitive, are float16 beside codes, and so are
-running means of norms, unless one is too far from zero for its deviation; running variances are bfloat16.
+Codes are an affine quantisation (B. Jacob et al., 2018). Each block of a leaf has a scale and a zero point; a block is
+the fewest last dimensions with `BLOCK` numbers or more, otherwise the whole leaf. Every block represents zero exactly,
+and rounding twice changes nothing. Beside codes, direct vectors (biases, norms), few but sensitive, are float16, and so
+are running means of norms, unless one is too far from zero for its deviation; running variances are bfloat16.
 
 Suffixes: N blocks, K numbers of a block.
 """
@@ -22,18 +22,18 @@ from gbfunc.trees import BUFFERS, DIRECT
 from gbfunc.types import DTYPES, Params, TensorMap, dtype_name
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
-"""Of a code, by the name of its dtype."""
+"""Bits of a code by the name of its dtype."""
 
 STORED_DTYPES = {name: DTYPES[name] for name in ("float32", "float16", "bfloat16")}
-"""Dtypes of floating point that trained leaves may be stored in, in place of the plan's."""
+"""Dtypes of floating point that trained leaves may be stored in instead of the plan's."""
 
 StoredDtype = str | torch.dtype
 """A key of `STORED_DTYPES` or `BITS`, or torch's dtype of that name."""
 
 BLOCK = 64
 
+# Running statistics by torch's names for them: variances need range, means precision.
 _STATS = {"running_mean": torch.float16, "running_var": torch.bfloat16}
-"""Running statistics of norms by torch's names for them: variances need range, means precision."""
 
 
 class Codes(NamedTuple):
@@ -53,7 +53,7 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
 
 
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
-    """What a leaf or buffer, called `name`, is stored in where `dtype` is asked for; None for codes.
+    """The dtype in a file of a leaf or buffer where `dtype` is asked for; None for codes.
 
     `narrow` is whether running statistics are stored in 16 bits beside codes (`narrow_stats`).
     """
@@ -67,7 +67,7 @@ def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True
 
 
 def is_stat(name: str) -> bool:
-    """Whether a buffer is a running statistic of a norm, by torch's names for them."""
+    """Whether a buffer is a running statistic of a norm."""
     return name.startswith(BUFFERS) and name.rpartition(".")[2] in _STATS
 
 
@@ -89,13 +89,13 @@ def narrow_stats(leaves: TensorMap) -> bool:
 
 
 def block_size(shape: tuple[int, ...]) -> int:
-    """Numbers that have a scale in common."""
+    """Numbers with a common scale, 0 for an empty leaf."""
     sizes = (math.prod(shape[i:]) for i in range(len(shape), -1, -1))
     return next((size for size in sizes if size >= BLOCK), math.prod(shape))
 
 
 def encode(leaf: Tensor, bits: int) -> Codes:
-    """The codes of a leaf."""
+    """Quantise a leaf."""
     x_NK = leaf.detach().float().reshape(-1, max(1, block_size(tuple(leaf.shape))))
     most = 2**bits - 1
     low_N, high_N = x_NK.amin(1).clamp(max=0), x_NK.amax(1).clamp(min=0)
@@ -109,7 +109,7 @@ def encode(leaf: Tensor, bits: int) -> Codes:
 
 
 def decode(coded: Codes, like: Tensor) -> Tensor:
-    """The numbers that codes stand for, in the shape and dtype of `like`."""
+    """Undo `encode`, in the shape and dtype of `like`."""
     steps_NK = coded.codes.float() - coded.zeros.float()[:, None]
     return (coded.scales.float()[:, None] * steps_NK).reshape(like.shape).to(like.dtype)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gbfunc.encoding import Array, Encoding, Numbers
+from gbfunc.encoding import Array, Device, Encoding
 from gbfunc.hypernets import Hypernet, Leaf
 from gbfunc.plan.slots import Slot, TensorPlan
 from gbfunc.types import TileDims
@@ -78,29 +78,29 @@ class Ensemble:
     @cached_property
     def codes(self) -> tuple[Array, Array]:
         """Row codes [U, r, p] and column codes [U, c, q]: U is 1 where all tiles share them, else the tiles."""
-        return self.codes_of(np.arange)
+        row, col = self.codes_on("cpu")
+        return row.double().numpy(), col.double().numpy()
 
-    def codes_of(self, numbers: Numbers) -> tuple[Any, Any]:
-        """The codes as an expression in the integers 0 .. n-1 that `numbers(n)` gives, of numpy or torch."""
-        slots = [(span.slot, span.slot.grid) for span in self.spans]
-        rows = [(slot.row_code, grid.rows, grid.tile_rows) for slot, grid in slots]
-        cols = [(slot.col_code, grid.cols, grid.tile_cols) for slot, grid in slots]
-        return self._of_tiles(rows, numbers, 1), self._of_tiles(cols, numbers, 0)
+    def codes_on(self, device: Device) -> tuple[Tensor, Tensor]:
+        """The codes as tensors on a device, by operations that an exported graph may hold."""
+        grids = [(span.slot, span.slot.grid) for span in self.spans]
+        rows = [(slot.row_code, grid.rows, grid.tile_rows) for slot, grid in grids]
+        cols = [(slot.col_code, grid.cols, grid.tile_cols) for slot, grid in grids]
+        return self._of_tiles(rows, device, 1), self._of_tiles(cols, device, 0)
 
-    def _of_tiles(self, sides: list[tuple[Encoding, int, int]], numbers: Numbers, other: int) -> Any:
+    def _of_tiles(self, sides: list[tuple[Encoding, int, int]], device: Device, other: int) -> Tensor:
         """Codes of one side of all slots, given as (code, length, tile), for all tiles: [U, t, k]."""
         keys = [(code, 0 if code.local else n, tile) for code, n, tile in sides]
-        made = {key: side[0].tile_codes(*side[1:], numbers) for key, side in zip(keys, sides, strict=True)}
+        made = {key: side[0].tile_codes(*side[1:], device) for key, side in zip(keys, sides, strict=True)}
         if len(made) == 1 and len(made[keys[0]]) == 1:
             return made[keys[0]]
         full = []
         for key, span in zip(keys, self.spans, strict=True):
             codes_utk, grid = made[key], span.slot.grid
             codes = codes_utk[:, None] if other else codes_utk[None]
-            library = torch if isinstance(codes, Tensor) else np
-            codes = library.broadcast_to(codes, (grid.n_rows, grid.n_cols, *codes_utk.shape[1:]))
+            codes = codes.broadcast_to(grid.n_rows, grid.n_cols, *codes_utk.shape[1:])
             full.append(codes.reshape(grid.n_tiles, *codes_utk.shape[1:]))
-        return full[0] if len(full) == 1 else torch.cat(full) if isinstance(full[0], Tensor) else np.concatenate(full)
+        return full[0] if len(full) == 1 else torch.cat(full)
 
 
 def ensembles_of(tensors: Sequence[TensorPlan]) -> tuple[Ensemble, ...]:
