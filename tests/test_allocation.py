@@ -57,19 +57,6 @@ def test_files_have_the_size(trained: Any, tmp_path: Path, target: int) -> None:
     assert sum(file_bytes(plan, steps, state, {"a": [1]}).values()) == size
 
 
-def test_a_byte_too_many_costs_no_more(trained: Any) -> None:
-    """Where many numbers share a step, files come in few sizes: of those that fit the largest, not the smallest."""
-    pnet, _, _, batch = trained
-    plan = gb.make_plan(pnet, gb.periodic(features=1024))
-    train_step = make(plan, pnet)
-    state, _ = train_step(train_step.init(0), batch)
-    leaves = {k: leaf | {"exp_avg_sq": torch.ones_like(leaf["exp_avg_sq"])} for k, leaf in state.opt.leaves.items()}
-    state = state._replace(opt=state.opt._replace(leaves=leaves))
-    for target in (8_120, 8_137, 8_138, 8_139, 8_140, 8_160):
-        size = sum(file_bytes(plan, gb.allocate_steps(plan, state, target), state).values())
-        assert 0.94 * target <= size <= target
-
-
 @pytest.mark.parametrize("hypernet", [None, gb.gnet((8,)), gb.bilinear(2)], ids=["periodic", "gnet", "bilinear"])
 def test_more_bytes_are_never_worse(trained: Any, tmp_path: Path, hypernet: Any) -> None:
     """No number is past the largest integer of its step, though large amplitudes make those of their codes finer."""
@@ -214,12 +201,6 @@ def test_stopped_it_goes_on(straight: Path, tmp_path: Path, monkeypatch: pytest.
     assert main(keeping) == 0
     for name in ("genome.safetensors", "best.safetensors"):
         assert (tmp_path / name).read_bytes() == (straight / name).read_bytes()
-
-
-@pytest.mark.parametrize("options", [["--genome-params", "200"], ["--genome-bytes", "360", "--finetune", "5"]])
-def test_what_the_command_refuses(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--dtype", "auto", *options]) == 2
-    assert "--dtype auto needs --genome-bytes, and no --finetune" in capsys.readouterr().err
 
 
 def test_a_split_genome_is_refused_before_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,20 +70,6 @@ def test_a_genome_is_its_own_fit(hypernet: Any) -> None:
     assert all(error < 1e-5 for error in errors.values())
 
 
-@pytest.mark.parametrize("hypernet", [gb.periodic(3), gb.bilinear(2), gb.xox(2)], ids=str)
-def test_a_genome_is_found_again_from_nearby(hypernet: Any) -> None:
-    pnet, plan, genome = genome_of(hypernet)
-    generator = torch.Generator().manual_seed(7)
-    near = {
-        e: {k: v + 0.05 * torch.randn(v.shape, generator=generator) for k, v in leaves.items()}
-        for e, leaves in genome.gnets.items()
-    }
-    trained = gb.materialize(plan, genome, pnet)
-    before = gb.fit_genome(plan, trained, start=genome._replace(gnets=near), steps=0).errors
-    after = gb.fit_genome(plan, trained, start=genome._replace(gnets=near), steps=200, lr=0.01).errors
-    assert all(error < 0.1 and error < before[name] for name, error in after.items())
-
-
 @pytest.mark.parametrize("max_tile", [None, 8])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_low_rank_is_the_best_there_is(rank: int, max_tile: int | None) -> None:
@@ -97,20 +83,6 @@ def test_low_rank_is_the_best_there_is(rank: int, max_tile: int | None) -> None:
         tiles = split_tiles(weights[tensor.name].double(), tensor.slots[0].grid)
         best = torch.linalg.svdvals(tiles)[:, rank:].norm() / weights[tensor.name].double().norm()
         assert errors[tensor.name] == pytest.approx(float(best), rel=1e-5)
-
-
-def test_one_sine_is_found_from_a_good_start() -> None:
-    pnet = nn.Linear(28, 24, bias=False)
-    plan = gb.make_plan(pnet, gb.periodic(1), encodings={"weight": (gb.grid(24), gb.grid(28))})
-    i, j = torch.arange(24.0), torch.arange(28.0)
-    wave = 0.3 * torch.sin(0.5 * i[:, None] + 0.3 * j + 0.7)
-    genome = gb.init_genome(plan, pnet)
-    (name, leaves), *_ = genome.gnets.items()
-    # Coordinates are scaled to [-6, 6].
-    close = {"row_weight": 0.48 * 23 / 12, "col_weight": 0.31 * 27 / 12, "phase": 0.7 + 0.5 * 11.5 + 0.3 * 13.5}
-    moved = leaves | {k: torch.full_like(leaves[k], v) for k, v in close.items()}
-    fit = gb.fit_genome(plan, {"weight": wave}, start=genome._replace(gnets={name: moved}))
-    assert fit.errors["weight"] < 1e-3
 
 
 def test_direct_parameters_and_buffers_are_copied() -> None:
@@ -175,19 +147,6 @@ def test_deltas_of_a_base() -> None:
         gb.fit_genome(plan, trained)
     with pytest.raises(ValueError, match="digest"):
         gb.fit_genome(plan, trained, pnet=mlp(2).double())
-
-
-def test_it_starts_training() -> None:
-    pnet, plan, _ = genome_of(gb.periodic(2))
-
-    def loss_fn(net: Any, batch: Tensor) -> Tensor:
-        return net(batch).square().mean()
-
-    train_step = gb.make_train_step(plan, pnet, loss_fn, gb.torch_optimizer(torch.optim.Adam, lr=1e-2))
-    genome, _ = gb.fit_genome(plan, mlp(1), steps=5)
-    state = train_step.init(seed=0)._replace(gnets=genome.gnets, direct=genome.direct, buffers=genome.buffers)
-    state, info = train_step(state, torch.ones(4, 30))
-    assert bool(info.finite)
 
 
 def test_refuses() -> None:

@@ -48,25 +48,6 @@ def test_under_grad_and_vmap() -> None:
     torch.testing.assert_close(vmap(grad(loss))(vectors), torch.stack(expected))
 
 
-def test_an_evolution_strategy_climbs() -> None:
-    """Natural evolution strategies with mirrored samples (Salimans et al., 2017), all of them in one vmapped call."""
-    generator = torch.Generator().manual_seed(0)
-    pnet = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    plan = gb.make_plan(pnet, gb.periodic(2), rules=[("bias", gb.constant(0.0))])
-    vector, unflatten = gb.flatten(gb.init_genome(plan, pnet))
-    x = torch.randn(64, 4, generator=generator)
-    y = (x[:, 0] > x[:, 1]).long()
-
-    def loss(v: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(functional_call(pnet, gb.generate(plan, unflatten(v)), x), y)
-
-    for _ in range(100):
-        noise = torch.randn(16, len(vector), generator=generator)
-        losses = vmap(loss)(torch.cat([vector + 0.1 * noise, vector - 0.1 * noise]))
-        vector = vector - ((losses[:16] - losses[16:]) @ noise) / 16
-    assert float(loss(vector)) < 0.3
-
-
 def test_gradients_through_learning_are_those_of_finite_differences() -> None:
     """Steps of gradient descent on the grown weights, differentiated with respect to the genome (Finn et al., 2017)."""
     generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,6 @@ from torch import nn
 
 import gbfunc as gb
 from gbfunc.formats import file_bytes
-from gbfunc.parallel.planner import DeviceSpec
 from tests.support import oracles
 from tests.support.trees_equal import same_bits
 
@@ -64,13 +63,6 @@ def test_files_hold_the_codes_once(dtype: str | None, tmp_path: Path) -> None:
     assert same_bits(*outputs)
 
 
-def test_targets_in_bytes_count_the_codes() -> None:
-    net, plan = planned(hypernet=gb.periodic(), genome_bytes=1_200, stored="int6")
-    del net
-    assert sum(file_bytes(plan, "int6").values()) <= 1_200
-    assert "at most 1," in plan.report("int6")
-
-
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="exports are traced by torch >= 2.6")
 @pytest.mark.parametrize("weights", ["genome", "dense"])
 def test_exported_programs_compute_with_them(weights: Any, tmp_path: Path) -> None:
@@ -79,23 +71,6 @@ def test_exported_programs_compute_with_them(weights: Any, tmp_path: Path) -> No
     gb.export(tmp_path / "net.pt2", plan, genome, net, x, weights=weights)
     program = torch.export.load(tmp_path / "net.pt2").module()
     torch.testing.assert_close(program(x), gb.materialize(plan, genome, net)(x), atol=1e-5, rtol=1e-5)
-
-
-def test_a_planner_and_a_training_step_take_them() -> None:
-    net, plan = planned(hypernet=gb.periodic(6), max_tile=16)
-    batch = (torch.randn(8, 12), torch.randint(3, (8,)))
-
-    def loss_fn(net: Any, batch: Any) -> Any:
-        return nn.functional.cross_entropy(net(batch[0]), batch[1])
-
-    layouts = gb.plan_parallel(plan, net, batch, ranks=2, device=DeviceSpec(), loss_fn=loss_fn)
-    assert layouts.report()
-    losses = []
-    for lazy in (False, True):
-        step = gb.make_train_step(plan, net, loss_fn, gb.torch_optimizer(torch.optim.SGD, lr=0.1), lazy=lazy)
-        state, _ = step(step.init(seed=0), batch)
-        losses.append(step(state, batch)[1].loss)
-    torch.testing.assert_close(*losses)
 
 
 @pytest.mark.parametrize(

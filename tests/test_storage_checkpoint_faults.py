@@ -17,7 +17,6 @@ import pytest
 from test_storage_checkpoint import ADAM, advance, names, save
 
 import gbfunc as gb
-from gbfunc.files import replace_file
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import step_of
 
@@ -126,9 +125,3 @@ def test_a_folder_that_cannot_be_written_is_told_at_once(where: str, tmp_path: P
     with pytest.raises(OSError, match="cannot keep checkpoints there"):
         gb.Checkpointer(tmp_path / where, step)
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_full_disk_says_which_file(tmp_path: Path) -> None:
-    with largest_file(1), pytest.raises(OSError, match="metrics.json"):
-        replace_file(tmp_path / "metrics.json", b"{}")
-    assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
@@ -15,7 +14,6 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import gbfunc as gb
-from gbfunc.storage import checkpoint
 from gbfunc.train import Optimizer, TrainStep
 from tests.support.trees_equal import same_bits
 from tests.support.zoo import loss_fn, mlp, step_of
@@ -74,13 +72,6 @@ def test_another_training_is_refused_unless_it_is_allowed(
     assert re.search(words.removeprefix(r"\(").removesuffix(r"\)"), told[0])
 
 
-def test_another_norm_to_clip_to_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path, step_with(adam(), clip_norm=1.0))
-    now = step_with(adam())
-    with pytest.raises(ValueError, match=r"\(clip_norm 1.0, now null\)"):
-        gb.load_checkpoint(tmp_path, now, now.init())
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -92,16 +83,6 @@ def test_another_norm_to_clip_to_is_refused(tmp_path: Path) -> None:
 def test_the_same_training_in_other_words_goes_on(before: Optimizer, after: Optimizer, tmp_path: Path) -> None:
     state, now = saved(tmp_path, step_with(before)), step_with(after, donate=True, microbatches=2)
     assert same_bits(gb.load_checkpoint(tmp_path, now, now.init()).state, state)
-
-
-def test_older_checkpoints_say_nothing_of_it(tmp_path: Path) -> None:
-    state, path = saved(tmp_path, step_with(adam())), tmp_path / "step-00000001.safetensors"
-    metadata, tensors = checkpoint._decode(path.read_bytes())
-    about = {k: v for k, v in metadata.items() if k in ("plan", "extra")}
-    path.write_bytes(checkpoint._encode(tensors, about | {"extra": '{"epoch": [1, null]}'}))
-    now = step_with(adam(0.5))
-    found = gb.load_checkpoint(tmp_path, now, now.init())
-    assert same_bits(found.state, state) and found.extra == {"epoch": [1, None]}
 
 
 # --- what the loop must know ---------------------------------------------------------------------------------------
@@ -125,24 +106,6 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     assert found[3] == extra[3] and list(found) == list(extra)
     assert found["order"] == {"b": 1.5, "a": math.inf} and list(found["order"]) == ["b", "a"]
     assert torch.equal(found["strided"], extra["strided"])
-
-
-def test_its_tensors_are_copied_at_once(tmp_path: Path) -> None:
-    step, mean = step_with(adam()), torch.ones(3)
-    with gb.Checkpointer(tmp_path, step) as checkpointer:
-        checkpointer.save(step.init(), {"mean": mean})
-        mean.zero_()
-    assert gb.load_checkpoint(tmp_path, step, step.init()).extra["mean"].tolist() == [1, 1, 1]
-
-
-def test_a_file_holds_no_code(tmp_path: Path) -> None:
-    step = step_with(adam())
-    with gb.Checkpointer(tmp_path, step) as checkpointer, pytest.raises(TypeError, match="not JSON serializable"):
-        checkpointer.save(step.init(), {"rows": [{"net": mlp()}]})
-    saved(tmp_path, step, {"t": torch.ones(2)})
-    data = (tmp_path / "step-00000001.safetensors").read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    assert any(name.startswith("extra/") and entry["shape"] == [2] for name, entry in header.items())
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

@@ -18,10 +18,8 @@ from gbfunc.formats.layout import DOCUMENTS, WORDS, deflate
 from gbfunc.formats.rounding import rounded
 from gbfunc.storage.genome_file import load_dtype
 from tests.support.forgery import Genuine, leaves_of, refused, refused_cheaply, refused_or_usable
-from tests.support.plans import PLANS
-from tests.support.strategies import FACTORIES
 from tests.support.trees_equal import bytes_of, copy_tree, same_bits
-from tests.support.zoo import BUFFERS_ONLY, ZOO, Animal, genome_of
+from tests.support.zoo import BUFFERS_ONLY, ZOO, genome_of
 
 ROOT = Path(__file__).parents[1]
 ALL = {**ZOO, "buffers_only": BUFFERS_ONLY}
@@ -49,31 +47,6 @@ def forged(body: bytes) -> bytes:
 # --- round trip ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "int2"])
-@pytest.mark.parametrize("animal", ALL.values(), ids=ALL)
-def test_what_is_read_is_the_rounded_genome(animal: Animal, dtype: str, tmp_path: Path) -> None:
-    _, plan, genome = genome_of(animal)
-    size = gb.save(tmp_path / "g", plan, genome, dtype)
-    assert size == (tmp_path / "g").stat().st_size < gb.save(tmp_path / "wide", plan, genome)
-    read_plan, read = gb.load(tmp_path / "g")
-    assert read_plan == plan and read_plan.report() == plan.report()
-    assert same_bits(leaves_of(read), rounded(leaves_of(genome), dtype))
-    storages = [leaf.untyped_storage().nbytes() for leaf in leaves_of(read).values()]
-    assert storages == [leaf.nbytes for leaf in leaves_of(read).values()]
-    # What is rounded already is not rounded again.
-    gb.save(tmp_path / "again", plan, read, dtype)
-    assert (tmp_path / "again").read_bytes() == (tmp_path / "g").read_bytes()
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_any_plan_is_read_back(name: str, tmp_path: Path) -> None:
-    net, plan = PLANS[name]
-    genome = gb.init_genome(plan, net)
-    gb.save(tmp_path / "g", plan, genome, "int5")
-    _, read = gb.load(tmp_path / "g", factories=FACTORIES)
-    assert same_bits(leaves_of(read), rounded(leaves_of(genome), "int5"))
-
-
 def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -> None:
     pnet = torch.nn.Linear(64, 64)
     plan = gb.make_plan(pnet, rules=[(".", None)])
@@ -82,12 +55,6 @@ def test_codes_that_are_mostly_alike_take_less_than_their_bits(tmp_path: Path) -
     genome = gb.Genome({}, {"weight": weight, "bias": torch.zeros(64)}, {})
     assert gb.save(tmp_path / "g", plan, genome, "int8") < 64 * 64 / 2
     assert same_bits(leaves_of(gb.load(tmp_path / "g")[1]), rounded(leaves_of(genome), "int8"))
-
-
-@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "int2", "int8"])
-def test_a_file_says_what_it_holds_numbers_in(dtype: str | None, tmp_path: Path, genuine: Genuine) -> None:
-    gb.save(tmp_path / "g", genuine.plan, genuine.genome, dtype)
-    assert load_dtype(tmp_path / "g") == dtype
 
 
 def test_the_words_of_a_format_stay_as_they_are() -> None:
@@ -178,27 +145,12 @@ def test_metadata_that_is_not_read_is_not_written(dtype: str | None, genuine: Ge
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_number_that_is_too_large_is_not_saved(genuine: Genuine, tmp_path: Path) -> None:
-    for name, words in (("0.bias", "for torch.float16"), ("5.weight", "for int4")):
-        pnet, plan, genome = genome_of(ZOO["conv_bn"]._replace(options={"exclude": ["weight"]}))
-        del pnet
-        genome = copy_tree(genome)
-        genome.direct[name].view(-1)[:2] = torch.tensor([3e38, -3e38])
-        with pytest.raises(ValueError, match=f"'direct/{name}' holds 3e.38, too large a number {words}"):
-            gb.save(tmp_path / "g", plan, genome, "int4")
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- files made to harm --------------------------------------------------------------------------------------------
-
-
-def test_a_forgery_without_a_fault_is_read(genuine: Genuine, body: bytes, tmp_path: Path) -> None:
-    (tmp_path / "g").write_bytes(forged(body))
-    assert gb.load(tmp_path / "g")[0] == genuine.plan
 
 
 def test_every_cut_and_every_flipped_byte_is_found(genuine: Genuine, body: bytes) -> None:
     whole = (genuine.folder / "codes").read_bytes()
+    assert whole == forged(body)
     for at in range(0, len(whole), 3):
         refused(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :], genuine.folder)
         refused(whole[:at], genuine.folder)
@@ -271,13 +223,3 @@ def test_more_codes_than_runs_may_hold(tmp_path: Path) -> None:
     refused_cheaply(
         forged(b"\x28" + deflate(plan.to_json()) + bytes(60_000)), tmp_path, "codes in runs, which are too many"
     )
-
-
-def test_metadata_of_what_is_no_plan(body: bytes, tmp_path: Path) -> None:
-    for text in ("[]", "3", "[" * 5_000, "x", '{"metadata":'):
-        packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
-        (tmp_path / "g").write_bytes(forged(b"\x26" + packer.compress(text.encode()) + packer.flush()))
-        with pytest.raises(ValueError, match="is not a valid genome"):
-            gb.load_metadata(tmp_path / "g")
-    with pytest.raises(FileNotFoundError):
-        gb.load_metadata(tmp_path / "missing")

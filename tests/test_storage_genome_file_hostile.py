@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import zlib
+from base64 import b85encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from torch import Tensor
 
 import gbfunc as gb
 from gbfunc.formats import genome_file_bytes
+from gbfunc.formats.layout import pack_plan, unpack_plan
 from gbfunc.plan import TensorPlan
-from tests.support.forgery import Genuine, forged, joined, refused, refused_cheaply, refused_or_usable
-from tests.support.trees_equal import same_bits
+from tests.support.forgery import Genuine, forged, joined, packed, refused, refused_cheaply, refused_or_usable
+from tests.support.plans import PLANS
 
 
 @pytest.fixture(scope="module")
@@ -46,60 +49,46 @@ def resized(name: str, more: int) -> Callable[[dict[str, Tensor]], dict[str, Ten
     return lambda t: {**t, name: torch.cat([t[name], t[name]])[: len(t[name]) + more]}
 
 
-NAN, INF = torch.full((5,), torch.nan), torch.full((5,), torch.inf)
-NARROW = [torch.bool, torch.uint8, torch.int16, torch.uint32, torch.float16, torch.bfloat16, torch.float64]
-NARROW += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+NAN = torch.full((5,), torch.nan)
+OTHERS = (torch.uint8, torch.float16, torch.float64, torch.complex64, torch.float8_e5m2)
+LEAVES: dict[str, tuple[Any, str]] = {
+    "less": (without("direct/0.bias"), r"float32 is \(75,\), expected \(80,\)"),
+    "no int64": (without("buffers/1.num_batches_tracked"), r"missing \['int64'\], unknown \[\]"),
+    "more": (instead("direct/0.more", torch.zeros(1)), r"float32 is \(81,\), expected \(80,\)"),
+    "nan": (instead("direct/0.bias", NAN), "not finite in 'direct/0.bias'"),
+    "infinite": (instead("direct/0.bias", 1 / torch.zeros(5)), "not finite in 'direct/0.bias'"),
+    "nan buffer": (instead("buffers/1.running_var", NAN), "NaN in 'buffers/1.running_var'"),
+    "nothing": (lambda t: {}, "declares g-nets of more parameters than the 0 "),
+}
+TENSORS: dict[str, tuple[Any, str]] = {
+    "no int64": (without("int64"), r"missing \['int64'\], unknown \[\]"),
+    "no float32": (without("float32"), "declares g-nets of more parameters than the 0 "),
+    "more": (instead("more", torch.zeros(1)), r"missing \[\], unknown \['more'\]"),
+    "an empty one": (instead("float16", torch.zeros(0).half()), r"missing \[\], unknown \['float16'\]"),
+    "shorter": (resized("float32", -1), r"float32 is \(79,\), expected \(80,\)"),
+    "longer": (resized("float32", 1), r"float32 is \(81,\), expected \(80,\)"),
+    "a scalar": (instead("int64", torch.tensor(0)), r"int64 is \(\), expected \(1,\)"),
+    "a matrix": (lambda t: {**t, "float32": t["float32"][:, None]}, r"float32 is \(80, 1\), expected \(80,\)"),
+    "exchanged": (
+        lambda t: {"float32": t["int64"], "int64": t["float32"]},
+        "declares g-nets of more parameters than the 1 ",
+    ),
+}
+for dtype in OTHERS:
+    short = str(dtype).removeprefix("torch.")
+    LEAVES[short] = instead("direct/0.bias", torch.zeros(5).to(dtype)), f"missing .., unknown .'{short}'."
+    TENSORS[short] = (lambda t, d=dtype: {**t, "float32": t["float32"].to(d)}), f"float32 is {dtype}, expected"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (without("direct/0.bias"), r"float32 is \(75,\), expected \(80,\)"),
-        (without("buffers/1.running_var"), r"float32 is \(75,\), expected \(80,\)"),
-        (without("buffers/1.num_batches_tracked"), r"missing \['int64'\], unknown \[\]"),
-        (instead("direct/0.more", torch.zeros(1)), r"float32 is \(81,\), expected \(80,\)"),
-        (instead("direct/0.bias", torch.zeros(6)), r"float32 is \(81,\), expected \(80,\)"),
-        (instead("direct/0.bias", NAN), "not finite in 'direct/0.bias'"),
-        (instead("direct/0.bias", INF), "not finite in 'direct/0.bias'"),
-        (instead("buffers/1.running_var", NAN), "NaN in 'buffers/1.running_var'"),
-        *[
-            (instead("direct/0.bias", torch.zeros(5).to(d)), f"missing .., unknown .'{d}'.".replace("torch.", ""))
-            for d in NARROW
-        ],
-        (lambda t: {}, "declares g-nets of more parameters than the 0 "),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_leaves_that_do_not_fit_the_plan(change: Any, words: str, genuine: Genuine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LEAVES)
+def test_leaves_that_do_not_fit_the_plan(name: str, genuine: Genuine, tmp_path: Path) -> None:
+    change, words = LEAVES[name]
     refused_cheaply(forged(genuine.plan.to_json(), joined(change(genuine.leaves))), tmp_path, words)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (without("int64"), r"missing \['int64'\], unknown \[\]"),
-        (without("float32"), "declares g-nets of more parameters than the 0 "),
-        (instead("more", torch.zeros(1)), r"missing \[\], unknown \['more'\]"),
-        (instead("float16", torch.zeros(0).half()), r"missing \[\], unknown \['float16'\]"),
-        (instead("direct/0.bias", torch.zeros(5)), r"missing \[\], unknown \['direct/0.bias'\]"),
-        (resized("float32", -1), r"float32 is \(79,\), expected \(80,\)"),
-        (resized("float32", 1), r"float32 is \(81,\), expected \(80,\)"),
-        (resized("int64", -1), r"int64 is \(0,\), expected \(1,\)"),
-        (instead("int64", torch.tensor(0)), r"int64 is \(\), expected \(1,\)"),
-        (lambda t: {**t, "float32": t["float32"][:, None]}, r"float32 is \(80, 1\), expected \(80,\)"),
-        (lambda t: {"float32": t["int64"], "int64": t["float32"]}, "declares g-nets of more parameters than the 1 "),
-        *[
-            (
-                lambda t, d=d: {**t, "float32": t["float32"].to(d)},
-                f"float32 is {d}, expected torch.float32",
-            )
-            for d in NARROW
-        ],
-        *[(lambda t, d=d: {**t, "int64": t["int64"].to(d)}, f"int64 is {d}, expected torch.int64") for d in NARROW],
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_tensors_that_do_not_fit_the_plan(change: Any, words: str, genuine: Genuine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit_the_plan(name: str, genuine: Genuine, tmp_path: Path) -> None:
+    change, words = TENSORS[name]
     refused_cheaply(forged(genuine.plan.to_json(), change(genuine.tensors)), tmp_path, words)
 
 
@@ -110,16 +99,13 @@ def test_a_wrong_digest(name: str, genuine: Genuine, tmp_path: Path) -> None:
     refused(data, tmp_path, "its digest does not fit its content")
 
 
-@pytest.mark.parametrize("format_", ["", "gbfunc-genome-", "gbfunc-genome-1", "gbfunc-genome-3", "GBFUNC-GENOME-2"])
-def test_another_format(format_: str, genuine: Genuine, tmp_path: Path) -> None:
-    data = forged(genuine.plan.to_json(), genuine.tensors, format=format_)
-    refused(data, tmp_path, f"its format is '{format_}', the one known here is 'gbfunc-genome-2'")
-
-
-@pytest.mark.parametrize("dtype", ["", "float8", "float64", "int8", "torch.float16", "FLOAT16"])
-def test_unknown_dtypes(dtype: str, genuine: Genuine, tmp_path: Path) -> None:
-    data = forged(genuine.plan.to_json(), genuine.tensors, numbers=dtype)
-    refused_cheaply(data, tmp_path, f"its dtype is '{dtype}', known here are float32, float16, bfloat16")
+def test_unknown_formats_and_dtypes(genuine: Genuine, tmp_path: Path) -> None:
+    for name in ("", "gbfunc-genome-1", "GBFUNC-GENOME-2"):
+        data = forged(genuine.plan.to_json(), genuine.tensors, format=name)
+        refused(data, tmp_path, f"its format is '{name}', the one known here is 'gbfunc-genome-2'")
+    for name in ("", "float64", "int8", "torch.float16"):
+        data = forged(genuine.plan.to_json(), genuine.tensors, numbers=name)
+        refused_cheaply(data, tmp_path, f"its dtype is '{name}', known here are float32, float16, bfloat16")
 
 
 def test_a_dtype_that_is_not_that_of_the_tensors(genuine: Genuine, tmp_path: Path) -> None:
@@ -166,13 +152,6 @@ def buffer(plan: Any) -> None:
     plan["buffers"][0][1] = [10**13]
 
 
-def deep_encoding(plan: Any, depth: int) -> None:
-    code: Any = {"type": "binary"}
-    for _ in range(depth):
-        code = {"type": "per_axis", "channels": code, "positions": {"type": "binary"}, "n_positions": 1}
-    plan["encodings"] = [code for _ in plan["encodings"]]
-
-
 def another_kind(plan: Any) -> None:
     entry = tensor(plan, "0.weight")
     entry["kind"], entry["slots"][0][1:] = "linear", [0, 0, 1.0, 0.0, "", 2, 2]
@@ -185,7 +164,6 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tiles": (lambda p: huge(p, 4000, 1), "declares g-nets of more parameters than the 8"),
     "too many tiles": (lambda p: huge(p, 1 << 17, 1), "tiles; at most"),
     "constant tiles": (lambda p: huge(p, 4000, 1, "constant"), "declares codes of"),
-    "constant one-hot": (lambda p: huge(p, 120_000, 120_000, "constant", {"type": "one_hot"}), "declares codes of"),
     "one-hot": (lambda p: huge(p, 100_000, 100_000, "periodic", {"type": "one_hot"}), "declares codes of"),
     "grid": (
         lambda p: huge(p, 9, 9, code={"type": "grid", "dims": [2**31] * 99, "code": "gray", "bandwidth": 6.0}),
@@ -193,65 +171,76 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "features": (lambda p: hypernet(p, type="periodic", features=10**30), "declares g-nets of"),
     "hidden": (lambda p: hypernet(p, type="gnet", hidden=[10**9, 10**9]), "declares g-nets of"),
-    "rank": (lambda p: hypernet(p, type="low_rank", rank=10**18), "declares g-nets of"),
-    "genes": (lambda p: hypernet(p, type="xox", genes=10**9), "declares g-nets of"),
-    "layers": (
-        lambda p: hypernet(p, type="gnet", hidden=[1] * 20_000),
-        "20,000 layers in a g-net; a file holds at most 256",
-    ),
     "module": (lambda p: hypernet(p, type="module", factory="os:system"), "needs the g-net factory 'os:system'"),
-    "module elsewhere": (lambda p: hypernet(p, type="module", factory="torch.nn:Linear"), "needs the g-net factory"),
-    "deep encoding": (lambda p: deep_encoding(p, 250), ""),
     "numbers without end": (lambda p: tensor(p)["slots"][0].__setitem__(3, float("inf")), "must be finite"),
     "a side that no tensor has": (lambda p: tensor(p, "5.bias").__setitem__("shape", [0, 1 << 63]), "expected a shape"),
-    "dimensions": (
-        lambda p: tensor(p, "5.bias").__setitem__("shape", [1] * 65),
-        "has 65 dimensions in a shape; a file holds at most 64",
-    ),
     "half a kernel": (lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(slice(4, 8), [0.0, "", 2, 10]), "whole"),
     "another kind": (another_kind, "cannot have shape|do not fold"),
-    "version": (lambda p: p.__setitem__("version", 3), "plan version 3 is not one of those known here, 1 and 2"),
+    "version": (lambda p: p.__setitem__("version", 3), "plan version 3 is not the one known here, 2"),
     "same name twice": (lambda p: tensor(p).__setitem__("name", "0.bias"), "a name of its own"),
     "no hypernetworks": (lambda p: p.__setitem__("hypernets", []), "not a plan: IndexError"),
 }
 
 
-@pytest.mark.parametrize(("change", "words"), HOSTILE.values(), ids=HOSTILE)
-def test_sizes_that_the_file_does_not_bear_out(
-    change: Callable[[Any], Any], words: str, genuine: Genuine, tmp_path: Path
-) -> None:
-    plan = genuine.json
+@pytest.mark.parametrize("name", HOSTILE)
+def test_sizes_that_the_file_does_not_bear_out(name: str, genuine: Genuine, tmp_path: Path) -> None:
+    plan, (change, words) = genuine.json, HOSTILE[name]
     change(plan)
     refused_cheaply(forged(json.dumps(plan), genuine.tensors), tmp_path, words)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    ["", "{", "null", "[]", "3", '"x"', "{}", '{"version":1}', "[" * 100_000, '{"a":' * 100_000, "1" * 5_000, "\ud7ff"],
-    ids=lambda text: repr(text[:12]),
-)
-def test_plans_that_are_none(plan: str, genuine: Genuine, tmp_path: Path) -> None:
-    refused_cheaply(forged(plan, genuine.tensors), tmp_path, "")
+def test_plans_and_headers_that_are_none(genuine: Genuine, tmp_path: Path) -> None:
+    deep = "[" * 100_000, '{"a":' * 100_000
+    for plan in ("", "{", "null", "[]", "3", '"x"', "{}", '{"version":2}', "1" * 5_000, "\ud7ff", *deep):
+        refused_cheaply(forged(plan, genuine.tensors), tmp_path, "")
+    for length in (0, 1, 99_999_999, 3 << 20, 1 << 40, 2**64 - 1):
+        refused_cheaply(length.to_bytes(8, "little") + genuine.data[8:], tmp_path, "")
+    for header in (*deep, '{"a":{"dtype":"F32","shape":[' + "9" * 400 + "]}}"):
+        refused_cheaply(len(header).to_bytes(8, "little") + header.encode(), tmp_path, "")
+    for shape in ([2**62, 4], [2**40], [0, 2**62]):
+        text = json.dumps({**genuine.header, "float32": {**genuine.header["float32"], "shape": shape}}).encode()
+        refused_cheaply(len(text).to_bytes(8, "little") + text + genuine.body, tmp_path, "")
 
 
-@pytest.mark.parametrize("length", [0, 1, 99_999_999, 100_000_001, 2**63, 2**64 - 1])
-def test_headers_that_lie_about_their_length(length: int, genuine: Genuine, tmp_path: Path) -> None:
-    refused_cheaply(length.to_bytes(8, "little") + genuine.data[8:], tmp_path, "")
+def bomb(size: int, inner: bytes = b" ") -> str:
+    """So many bytes, in a thousandth of them."""
+    return packed(inner * (size // len(inner)))
 
 
-@pytest.mark.parametrize(
-    "header", ["[" * 50_000, '{"a":' * 50_000, '{"a":{"dtype":"F32","shape":[' + "9" * 400 + "]}}"]
-)
-def test_headers_that_are_hostile_json(header: str, tmp_path: Path) -> None:
-    refused_cheaply(len(header).to_bytes(8, "little") + header.encode(), tmp_path, "")
+VALID = packed('{"a":1}')
+NONE = "its plan cannot be unpacked"
+PACKED: dict[str, tuple[str, str]] = {
+    "bomb of spaces": (bomb(1 << 25), "longer than 4,194,304 bytes as JSON"),
+    "bomb of brackets": (bomb(1 << 25, b"["), "longer than 4,194,304 bytes as JSON"),
+    "just too long": (bomb((4 << 20) + 1), "longer than 4,194,304 bytes as JSON"),
+    "nothing": ("", NONE),
+    "not the alphabet": ('"' + VALID[1:], f"{NONE}: bad base85 character"),
+    "a line's end": (VALID + "\n", f"{NONE}: bad base85 character"),
+    "more than 32 bits": ("~" * 5 + VALID, f"{NONE}: base85 overflow"),
+    "not ASCII": ("ü" + VALID[1:], f"{NONE}: .*ASCII"),
+    "a lone last character": (VALID[: len(VALID) // 5 * 5] + "0", NONE),
+    "JSON as it is": ('{"version":2}', NONE),
+    "no stream": (b85encode(b"nothing of zlib's").decode(), f"{NONE}: Error -3"),
+    "without its checksum": (b85encode(zlib.compress(b"{}")[:-4]).decode(), f"{NONE}: it is cut"),
+    "trailing": (b85encode(zlib.compress(b"{}") + b"x").decode(), f"{NONE}: 1 bytes follow it"),
+    "not UTF-8": (packed(b"\xff\xfe"), f"{NONE}: 'utf-8' codec"),
+    "too many characters": ("0" * (9 << 20), "its header has 9,437,.* bytes, over the limit"),
+}
 
 
-@pytest.mark.parametrize("shape", [[2**62, 4], [2**40], [0, 2**62]], ids=str)
-def test_headers_that_declare_huge_tensors(shape: list[int], genuine: Genuine, tmp_path: Path) -> None:
-    header = genuine.header
-    header["float32"]["shape"] = shape
-    text = json.dumps(header).encode()
-    refused_cheaply(len(text).to_bytes(8, "little") + text + genuine.body, tmp_path, "")
+@pytest.mark.parametrize("name", PACKED)
+def test_plans_that_are_not_packed_as_they_should_be(name: str, genuine: Genuine, tmp_path: Path) -> None:
+    plan, words = PACKED[name]
+    check = refused if len(plan) > 1 << 20 else refused_cheaply
+    check(forged(genuine.plan.to_json(), genuine.tensors, plan=plan), tmp_path, words)
+
+
+@given(st.text() | st.sampled_from(sorted(PLANS)).map(lambda name: PLANS[name][1].to_json()))
+def test_what_is_packed_is_unpacked(text: str) -> None:
+    short = pack_plan(text)
+    assert unpack_plan(short) == text and pack_plan(text) == short and len(short) < len(text) / 1.7 + 200
+    # As it stands in a file: nothing is escaped.
+    assert json.dumps(short) == f'"{short}"'
 
 
 # --- work that a file asks for -------------------------------------------------------------------------------------
@@ -262,13 +251,13 @@ MANY = 16_384
 
 def linear(i: int, rows: int = 2, cols: int = 2, **more: Any) -> Any:
     """The entry of a linear layer of one tile."""
-    return {"name": f"{i:x}", "shape": [rows, cols], "kind": "linear", "slots": [[0, rows, cols, 0, 0, 1, 0]], **more}
+    return {"name": f"{i:x}", "shape": [rows, cols], "kind": "linear", "slots": [[0, 0, 0, 1.0]], **more}
 
 
 def plan_json(tensors: list[Any], hypernet: Any = None, encoding: Any = None, **more: Any) -> str:
     """A plan of linear layers that share a hypernetwork and an encoding."""
     hypernets, encodings = [hypernet or {"type": "periodic", "features": 1}], [encoding or {"type": "binary"}]
-    plan = {"version": 1, "hypernets": hypernets, "encodings": encodings, "tensors": tensors, **more}
+    plan = {"version": 2, "hypernets": hypernets, "encodings": encodings, "tensors": tensors, **more}
     return json.dumps(plan, separators=(",", ":"))
 
 
@@ -298,7 +287,6 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
         "declares g-nets of more parameters than the 80 ",
     ),
     "dimensions": (lambda: plan_json([vector("w", [1] * 190_000)]), "190,000 dimensions in a shape; .* at most 64"),
-    "long dimensions": (lambda: plan_json([vector("w", [1 << 62] * 190_000)]), "190,000 dimensions in a shape"),
     "dimensions of a buffer": (
         lambda: plan_json([], buffers=[["b", [1 << 62] * 190_000, "float32", True]]),
         "190,000 dimensions in a shape",
@@ -307,10 +295,6 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
         lambda: plan_json([{"name": f"{i}", "shape": [1 << 62] * 64, "kind": "matrix"} for i in range(3000)]),
         "over the limit",
     ),
-    "nested encodings in many tensors": (
-        lambda: plan_json([linear(i) for i in range(MANY)], encoding=nested(200)),
-        "per_axis can be nested 3 deep, got 4",
-    ),
     "a tree of encodings": (lambda: plan_json([linear(1)], encoding=nested(11, both=True)), "nested 3 deep, got 4"),
     "allowed encodings in many tensors": (
         lambda: plan_json([linear(i) for i in range(MANY)], encoding=nested(3, both=True)),
@@ -318,10 +302,6 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "axes of a grid": (lambda: plan_json([linear(1, 1, 1)], encoding=GRID), "at most 16 axes, got 100000"),
     "tensors": (lambda: plan_json([linear(i) for i in range(25_000)]), "25,000 names of tensors; .* at most 16,384"),
-    "buffers": (
-        lambda: plan_json([], buffers=[[f"{i:x}", [1], "bool", True] for i in range(30_000)]),
-        "30,000 names of tensors",
-    ),
     "aliases": (
         lambda: plan_json([vector("w", [1], aliases=[f"{i:x}" for i in range(50_000)])]),
         "50,001 names of tensors",
@@ -334,21 +314,18 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
         lambda: plan_json([linear(i, 2 + i) for i in range(2000)], {"type": "periodic", "features": int("9" * 4000)}),
         "declares g-nets of more parameters than the 8",
     ),
-    "tiles": (lambda: plan_json([linear(1) | {"shape": [1 << 62] * 2}]), "tiles; at most 16,777,216 are read"),
     "lists": (lambda: "[" + "[]," * 1_390_000 + "0]", "over 65,536 dicts or 262,144 lists"),
-    "dicts": (lambda: "[" + '{"":0},' * 590_000 + "0]", "over 65,536 dicts or 262,144 lists"),
-    "deep lists": (lambda: "[" + ",".join(["[" * 900 + "]" * 900] * 2300) + "]", "over 65,536 dicts or 262,144 lists"),
     "an unknown hypernetwork of a long name": (
         lambda: plan_json([linear(1)], {"type": "x" * 4_000_000}),
         "known types",
     ),
-    "an unknown encoding of a long name": (lambda: plan_json([], encoding=["x"] * 900_000), "known types"),
 }
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("plan", "words"), WORK.values(), ids=WORK)
-def test_a_file_that_asks_for_much_work(plan: Callable[[], str], words: str, genuine: Genuine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", WORK)
+def test_a_file_that_asks_for_much_work(name: str, genuine: Genuine, tmp_path: Path) -> None:
+    plan, words = WORK[name]
     said = refused_cheaply(forged(plan(), genuine.tensors), tmp_path, words, most=100 << 20)
     assert len(said) < 2000
 
@@ -365,30 +342,12 @@ def test_many_leaves_of_one_number_are_refused(tmp_path: Path) -> None:
         genome_file_bytes(gb.Plan.from_json(plan))
 
 
-def test_a_plan_as_large_as_that_of_a_language_model_is_read(tmp_path: Path) -> None:
-    tensors = [linear(i, 64, 64, name=f"layers.{i}.weight") for i in range(6_000)]
-    plan = gb.Plan.from_json(plan_json(tensors + [vector(f"layers.{i}.norm", [1]) for i in range(6_000)]))
-    (e,) = plan.ensembles
-    zeros = gb.Genome({e.name: {k: torch.zeros(s) for k, s in e.shapes.items()}}, {}, {})
-    genome = zeros._replace(direct={t.name: torch.ones(t.shape) for t in plan.direct})
-    assert gb.save(tmp_path / "g", plan, genome) == genome_file_bytes(plan)
-    read_plan, read = gb.load(tmp_path / "g")
-    assert read_plan == plan and same_bits(read, genome)
-
-
 def test_what_is_not_read_is_not_written(tmp_path: Path) -> None:
     many = gb.Plan(tuple(TensorPlan(f"{i}", (1,), "float32", "vector") for i in range(MANY + 1)))
     genome = gb.Genome({}, {t.name: torch.ones(1) for t in many.tensors}, {})
     with pytest.raises(ValueError, match="the plan has 16,385 names of tensors; a file holds at most 16,384"):
         gb.save(tmp_path / "g", many, genome)
     assert list(tmp_path.iterdir()) == [] and "not to be saved: the plan has 16,385" in many.report()
-
-
-@pytest.mark.parametrize("size", [3 << 20, 1 << 40, (1 << 64) - 1])
-def test_a_header_that_is_too_long_is_not_read(size: int, tmp_path: Path) -> None:
-    refused_cheaply(
-        (3 << 20).to_bytes(8, "little") + b" " * size if size < 99 else b"\xff" * 8, tmp_path, "its header has"
-    )
 
 
 # --- anything at all -----------------------------------------------------------------------------------------------
@@ -425,9 +384,3 @@ def test_a_plan_with_anything_anywhere(genuine: Genuine, data: st.DataObject) ->
     path.write_bytes(forged(json.dumps(plan), genuine.tensors))
     if (read := refused_or_usable(path)) is not None:
         assert read.report() and gb.Plan.from_json(read.to_json()) == read
-
-
-@given(st.recursive(st.sampled_from(ODD), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-def test_any_json_for_a_plan(value: Any) -> None:
-    with pytest.raises(ValueError):
-        gb.Plan.from_json(json.dumps(value))

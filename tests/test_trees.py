@@ -61,16 +61,6 @@ def test_a_flat_genome_has_every_leaf_once_and_goes_back(genome: Genome) -> None
     assert same_bits(like_genome(turned, genome), genome)
 
 
-def test_a_genome_keeps_the_order_of_its_names() -> None:
-    gnets = {"b": {"z": torch.ones(1), "a": torch.ones(2)}, "a": {"m": torch.ones(3)}}
-    direct = {"y": torch.ones(4), "x": torch.ones(5)}
-    genome = Genome(gnets, direct, {})
-    assert list(flat_genome(genome)) == ["gnets/b/z", "gnets/b/a", "gnets/a/m", "direct/y", "direct/x"]
-    back = like_genome(tree_map(lambda t: 2 * t, flat_genome(genome)), genome)
-    assert list(back.gnets) == ["b", "a"] and list(back.gnets["b"]) == ["z", "a"] and list(back.direct) == ["y", "x"]
-    assert torch.equal(back.gnets["b"]["a"], torch.full((2,), 2.0))
-
-
 @given(st.integers(1, 5), st.integers(0, 3), SHAPES)
 def test_microbatches_are_equal_and_make_up_the_batch(n: int, each: int, shape: list[int]) -> None:
     batch = Batch(
@@ -82,17 +72,6 @@ def test_microbatches_are_equal_and_make_up_the_batch(n: int, each: int, shape: 
     assert all(len(part.x) == len(part.y["a"]) == each and part.y["none"] is None for part in parts)
     whole = tree_map(lambda *pieces: torch.cat(pieces), *parts)
     assert same_bits(whole, batch) and same_bits(batch, before)
-
-
-@pytest.mark.parametrize("leaf", [torch.ones(3), torch.tensor(1.0), 2, "text"], ids=repr)
-def test_what_cannot_be_split_is_refused(leaf: Any) -> None:
-    with pytest.raises(ValueError, match="microbatches=2 must divide the first dimension of every tensor of the batch"):
-        split_batch({"x": torch.ones(4), "y": leaf}, 2)
-
-
-def test_what_are_no_rows_of_the_batch_is_not_split() -> None:
-    with pytest.raises(ValueError, match=r"the same first dimension, got 2 of .*\[1\], 4 of .*\[0\]"):
-        split_batch((torch.ones(4, 3), torch.ones(2)), 2)
 
 
 class Picky(UserDict):
@@ -130,35 +109,6 @@ def test_any_mapping_is_split(mapping: Any, kind: type, nest: Callable[[Any], An
             inner = part if batch is mapping else part["a"] if isinstance(batch, UserDict) else part["a"][0]
             assert type(inner) is kind and torch.equal(inner["x"], torch.arange(2 * i, 2 * i + 2))
     assert [n_rows(part) for part in split_rows(batch, 4)] == [2, 2, 1, 1]
-
-
-def test_the_batches_of_hugging_face_are_split() -> None:
-    transformers = pytest.importorskip("transformers")
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    text = transformers.BatchEncoding({"input_ids": torch.ones(4, 3), "attention_mask": torch.ones(4, 3)})
-    model = outputs.CausalLMOutput(logits=torch.ones(4, 2))
-    for part in split_batch({"text": text, "model": model}, 2):
-        assert type(part["text"]) is type(text) and type(part["model"]) is type(model)
-        assert part["text"]["input_ids"].shape == (2, 3) and part["model"].logits.shape == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (UserDict(a=[torch.full((3,), 12.5)]), r"got a tensor of \(3,\), torch.float32: batch\['a'\]\[0\]"),
-        (Batch(torch.ones(4), {"a": "12.5"}), r"got an object of type str: batch.y\['a'\]"),
-        ({"a": {12.5}}, r"got an object of type set: batch\['a'\]"),
-    ],
-)
-def test_an_error_names_the_place_and_never_the_values(batch: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        split_batch(batch, 2)
-    assert "12.5" not in str(caught.value)
-
-
-def test_uneven_batches_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"first dimension, got 2 of batch\['x'\], 3 of batch\['y'\]"):
-        n_rows({"x": torch.ones(2), "y": torch.ones(3, 4), "z": torch.tensor(1.0)})
 
 
 class State(NamedTuple):
@@ -203,26 +153,6 @@ def test_a_difference_is_put_into_words() -> None:
         compare_trees(many, {}, "the state does not fit")
 
 
-def test_flags_are_in_each_microbatch_and_packed_sequences_are_refused() -> None:
-    first, second = split_batch({"x": torch.arange(4), "return_loss": True}, 2)
-    assert first["return_loss"] is second["return_loss"] is True
-    assert torch.equal(torch.cat([first["x"], second["x"]]), torch.arange(4))
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])
-    for split in (split_batch, split_rows):
-        with pytest.raises(ValueError, match="PackedSequence has no rows to split"):
-            split({"x": [packed]}, 2)
-
-
-def test_arrays_that_are_no_dense_tensors_are_not_in_each_share() -> None:
-    with pytest.raises(ValueError, match=re.escape("batch['y'] is a ndarray, whose rows are not known: give tensors")):
-        split_rows({"x": torch.ones(4), "y": np.ones(4)}, 2)
-    with pytest.raises(
-        ValueError, match=re.escape("batch['y'] is a tensor of layout torch.sparse_coo, whose rows torch")
-    ):
-        split_rows({"x": torch.ones(4), "y": torch.eye(4).to_sparse()}, 2)
-    assert [share["n"] for share in split_rows({"x": torch.ones(4), "n": np.float64(3)}, 2)] == [3.0, 3.0]
-
-
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=6))
 def test_the_mean_of_trees_is_the_mean_of_every_leaf(values: list[int]) -> None:
     trees = [
@@ -234,13 +164,50 @@ def test_the_mean_of_trees_is_the_mean_of_every_leaf(values: list[int]) -> None:
     torch.testing.assert_close(mean["f"], torch.tensor([expected, 2 * expected], dtype=torch.float64))
     for leaf in (mean["i"], mean["n"][0]):
         torch.testing.assert_close(leaf, torch.tensor(expected))
-
-
-def test_what_is_no_number_has_no_mean() -> None:
     mean = mean_tree([{"loss": torch.tensor(1.0), "phase": "warm"}, {"loss": torch.tensor(4.0), "phase": "hot"}])
     assert mean == {"loss": torch.tensor(2.5), "phase": "hot"}
-    assert mean_tree([torch.tensor(1j), torch.tensor(2.0 + 1j)]) == 1.0 + 1j
-    with pytest.raises(ValueError, match="aux must have the same entries for all microbatches"):
-        mean_tree([{"a": 1.0}, {"b": 1.0}])
-    with pytest.raises(ValueError, match=r"aux must have tensors of the same shapes.* got \[\(1,\), \(2,\)\]"):
-        mean_tree([torch.ones(2), torch.ones(1)])
+
+
+PACKED = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])
+EQUAL, FIRST = (
+    "microbatches=2 must divide the first dimension of every tensor of the batch, got ",
+    "same first dimension, got",
+)
+NOT_SPLIT: dict[str, tuple[Callable[[], Any], str]] = {
+    "odd": (
+        lambda: split_batch(UserDict(a=[torch.full((3,), 12.5)]), 2),
+        r"a tensor of \(3,\), .*batch\['a'\]\[0\]",
+    ),
+    "scalar": (lambda: split_batch({"x": torch.ones(4), "y": torch.tensor(12.5)}, 2), rf"{EQUAL}a tensor of \(\)"),
+    "text": (
+        lambda: split_batch(Batch(torch.ones(4), {"a": "12.5"}), 2),
+        r"an object of type str: batch.y\['a'\]",
+    ),
+    "set": (lambda: split_batch({"a": {12.5}}, 2), rf"{EQUAL}an object of type set: batch\['a'\]"),
+    "lengths": (lambda: split_batch((torch.ones(4, 3), torch.ones(2)), 2), rf"{FIRST} 2 of .*\[1\], 4 of .*\[0\]"),
+    "rows": (
+        lambda: n_rows({"x": torch.ones(2), "y": torch.ones(3)}),
+        rf"{FIRST} 2 of batch\['x'\], 3 of batch\['y'\]",
+    ),
+    "packed": (lambda: split_batch({"x": [PACKED]}, 2), "PackedSequence has no rows to split"),
+    "packed rows": (lambda: split_rows({"x": [PACKED]}, 2), "PackedSequence has no rows to split"),
+    "array": (lambda: split_rows({"y": np.ones(4)}, 2), r"batch\['y'\] is a ndarray, whose rows are not known: give"),
+    "sparse": (lambda: split_rows({"y": torch.eye(4).to_sparse()}, 2), "is a tensor of layout torch.sparse_coo, whose"),
+    "entries": (lambda: mean_tree([{"a": 1.0}, {"b": 1.0}]), "aux must have the same entries for all microbatches"),
+    "shapes": (lambda: mean_tree([torch.ones(2), torch.ones(1)]), r"the same shapes.* got \[\(1,\), \(2,\)\]"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SPLIT)
+def test_an_error_names_the_place_and_never_the_values(name: str) -> None:
+    call, words = NOT_SPLIT[name]
+    with pytest.raises(ValueError, match=words) as caught:
+        call()
+    assert "12.5" not in str(caught.value)
+
+
+def test_flags_and_numbers_are_in_each_share() -> None:
+    first, second = split_batch({"x": torch.arange(4), "return_loss": True}, 2)
+    assert first["return_loss"] is second["return_loss"] is True
+    assert torch.equal(torch.cat([first["x"], second["x"]]), torch.arange(4))
+    assert [share["n"] for share in split_rows({"x": torch.ones(4), "n": np.float64(3)}, 2)] == [3.0, 3.0]

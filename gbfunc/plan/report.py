@@ -13,7 +13,7 @@ from gbfunc.plan.slots import BufferPlan, TensorPlan
 from gbfunc.types import GenomeLike
 
 _COLUMNS = ("tensor", "shape", "role", "by", "tiles", "parameters", "bytes", "note")
-_WIDTH, _SHORT_NOTE, _SHORT_NAME = 100, 12, 20
+_SHORT_NOTE = 12
 _FEW_TILES, _FEW_FACTORED, _LARGE_TILE = 25, 9, 48
 
 
@@ -100,42 +100,18 @@ def _table(plan: Any, parts: Mapping[str, int]) -> list[str]:
     rows |= {name: {} for name in parts if name not in rows}
     for name, row in rows.items():
         row["tensor"], row["bytes"] = name, f"{parts.get(name, 0):,}" if parts else ""
-    return _fitted(list(rows.values()))
-
-
-def _fitted(rows: list[dict[str, str]]) -> list[str]:
-    """Rows as lines of at most `_WIDTH` characters where that can be.
-
-    Notes go below, and long names lose their beginning, as far as that leaves none like another.
-    """
-    notes: list[str] = []
-    lines = _lines(rows)
-    if len(lines[1]) > _WIDTH:
-        for row in rows:
-            if len(note := row.get("note", "")) > _SHORT_NOTE:
-                notes += [note] * (note not in notes)
-                row["note"] = f"[{notes.index(note) + 1}]"
-        lines = _lines(rows)
-    if (over := len(lines[1]) - _WIDTH) > 0:
-        names = [row["tensor"] for row in rows]
-        most = max(_SHORT_NAME, max(map(len, names)) - over)
-        # As short as they say which tensor is meant: layers are told apart by numbers in their middle.
-        sizes = range(most, max(map(len, names)))
-        ends = ([x if len(x) <= n else f"...{x[3 - n :]}" for x in names] for n in sizes)
-        short = next((found for found in ends if len(set(found)) == len(names)), names)
-        lines = _lines([row | {"tensor": name} for row, name in zip(rows, short, strict=True)])
-    return [line.rstrip() for line in lines] + [f"[{i}] {note}" for i, note in enumerate(notes, 1)]
-
-
-def _lines(rows: list[dict[str, str]]) -> list[str]:
+    # Long notes stand below the table.
+    notes = list(dict.fromkeys(note for row in rows.values() if len(note := row.get("note", "")) > _SHORT_NOTE))
     columns = []
     for name in _COLUMNS:
-        cells = [row.get(name, "") for row in rows]
+        cells = [row.get(name, "") for row in rows.values()]
+        cells = [f"[{notes.index(cell) + 1}]" if cell in notes else cell for cell in cells]
         if any(cells) or name in _COLUMNS[:4]:
             width = max(map(len, [name, *cells]))
             place = str.rjust if name in ("parameters", "bytes") else str.ljust
             columns.append([place(cell, width) for cell in (name, "-" * width, *cells)])
-    return ["  ".join(line) for line in zip(*columns, strict=True)]
+    lines = ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+    return lines + [f"[{i}] {note}" for i, note in enumerate(notes, 1)]
 
 
 def _dims(tensor: TensorPlan | BufferPlan) -> str:

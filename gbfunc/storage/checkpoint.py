@@ -16,7 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from gbfunc.parallel import Mesh, from_rank_0, gather_objects, text_of
 from gbfunc.plan import Plan
 from gbfunc.train import ROLES, TrainStep
 from gbfunc.trees import compare_trees, flatten_tree, unflatten_tree
-from gbfunc.types import JSON, Params
+from gbfunc.types import DTYPES, JSON, Params
 
 _FORMAT = "gbfunc-checkpoint-1"
 _NO_DIGEST = "0" * 64
@@ -230,7 +230,7 @@ def _check_step(train_step: TrainStep) -> None:
 def _restore(
     path: Path, train_step: TrainStep, flat: Params, check: Callable[[JSON], None]
 ) -> tuple[Checkpoint, Mapping[str, str]]:
-    """Put the tensors of the newest valid checkpoint into `flat`: all else that it holds, and of which training."""
+    """Put the tensors of the newest valid checkpoint into `flat`; return the rest, and the training's description."""
     skipped: list[str] = []
     named = path.is_file() or _NAME.fullmatch(path.name)
     for file in [path] if named else _list_steps(path).values():
@@ -256,8 +256,7 @@ def _restore(
         for name, leaf in flat.items():
             # In the layout of the leaf that is there: sums may depend on it in the last bit.
             flat[name] = torch.empty_like(leaf, requires_grad=False).copy_(tensors[name])
-        # Older ones do not say of which training they are.
-        return Checkpoint(None, extra, file, tuple(skipped)), json.loads(metadata.get("training", "{}"))
+        return Checkpoint(None, extra, file, tuple(skipped)), json.loads(metadata["training"])
     return Checkpoint(None, {}, None, tuple(skipped)), {}
 
 
@@ -276,7 +275,6 @@ def _check_metadata(metadata: dict[str, str], tensors: Params, plan: Plan, check
 
 
 def _plan_summary(plan: Plan) -> JSON:
-    """A summary of a plan by which checkpoints of other plans are refused."""
     return {
         "genome_params": plan.genome_params,
         "pnet_params": plan.pnet_params,
@@ -348,22 +346,12 @@ def _decode(data: bytes) -> tuple[dict[str, str], Params]:
     return metadata, tensors
 
 
-@cache
-def _is_known(dtype: torch.dtype) -> bool:
-    """Whether files can hold tensors of a dtype."""
-    try:
-        to_bytes({"x": torch.empty(0, dtype=dtype, device="cpu")})
-    except (KeyError, RuntimeError):
-        return False
-    return True
-
-
 def _pack(x: Any, tensors: Params) -> Any:
     """A value as JSON: its tensors go among `tensors`, and what JSON would change gets a tag."""
     if isinstance(x, torch.Tensor):
-        if x.layout != torch.strided or x.is_meta or not _is_known(x.dtype):
+        if x.layout != torch.strided or x.is_meta or x.dtype not in DTYPES.values():
             got = f"{x.dtype}, {x.layout}, on {x.device}"
-            raise TypeError(f"extra must hold dense tensors with values, of a dtype of safetensors, got {got}")
+            raise TypeError(f"extra must hold dense tensors with values, of {', '.join(DTYPES)}, got {got}")
         name = f"{_EXTRA}{len(tensors)}"
         tensors[name] = x.detach().to("cpu", copy=True).contiguous()
         return {_TAG: "tensor", "of": name}

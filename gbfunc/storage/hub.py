@@ -5,6 +5,7 @@ The package huggingface_hub moves folders to the hub and from there; one on a di
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -24,10 +25,6 @@ from gbfunc.types import Genome, GenomeLike
 GENOME_FILE = "genome.safetensors"
 
 _HUB = ("huggingface_hub", "the Hugging Face hub", "huggingface_hub")
-_OPTIONS = ("branch", "private", "token")
-_UPLOAD_OPTIONS = ("allow_patterns", "commit_message", "create_pr", "delete_patterns", "ignore_patterns")
-"""Of an upload: ours, and those of `huggingface_hub.HfApi.upload_folder`."""
-
 _CARD = """{head}
 # A genome{of}
 
@@ -51,36 +48,36 @@ def save_pretrained(
     *,
     dtype: Stored | None = None,
     push_to_hub: bool = False,
+    repo_id: str | None = None,
     **options: Any,
 ) -> str | None:
     """Write a genome's folder, as `GenomeModule.save_pretrained` does; a model card that is there stays."""
-    _check_options("save_pretrained", options, "dtype", "push_to_hub", "repo_id")
-    if options and not push_to_hub:
-        raise TypeError(f"save_pretrained takes {', '.join(options)} with push_to_hub=True only")
+    if not push_to_hub and (options or repo_id is not None):
+        given = sorted({*options, *(["repo_id"] if repo_id is not None else [])})
+        raise TypeError(f"save_pretrained takes {', '.join(given)} with push_to_hub=True only")
     place = Path(folder)
     _write(place, plan, genome, dtype, "FOLDER OR NAME")
-    if not push_to_hub:
-        return None
-    return push_pretrained(plan, genome, options.pop("repo_id", place.name), dtype=dtype, **options)
+    return push_pretrained(plan, genome, repo_id or place.name, dtype=dtype, **options) if push_to_hub else None
 
 
 def push_pretrained(
-    plan: Plan, genome: GenomeLike, repo_id: str, *, dtype: Stored | None = None, **options: Any
+    plan: Plan,
+    genome: GenomeLike,
+    repo_id: str,
+    *,
+    dtype: Stored | None = None,
+    branch: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    **options: Any,
 ) -> str:
     """Upload a genome's folder, as `GenomeModule.push_to_hub` does, and return the commit's address."""
-    _check_options("push_to_hub", options, "dtype")
-    branch, private, token = (options.pop(name, None) for name in _OPTIONS)
     api = import_extra(*_HUB).HfApi(token=token)
+    inspect.signature(api.upload_folder).bind_partial(**options)
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         _write(Path(folder), plan, genome, dtype, repo_id)
         name = api.create_repo(repo_id=repo_id, private=private, exist_ok=True).repo_id
         return api.upload_folder(repo_id=name, folder_path=Path(folder), revision=branch, **options)
-
-
-def _check_options(method: str, options: dict[str, Any], *more: str) -> None:
-    known = {*_OPTIONS, *_UPLOAD_OPTIONS, *more}
-    if unknown := sorted(options.keys() - known):
-        raise TypeError(f"{method} got unknown options {unknown}; it takes {sorted(known)}")
 
 
 def load_pretrained(

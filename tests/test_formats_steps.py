@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from gbfunc.formats import Steps, allocate, as_stored, file_bytes
 from gbfunc.formats.statistics import counter_entries, read_counters
 from gbfunc.formats.step_stream import code_bits
 from gbfunc.formats.steps import bytes_each, parts_of, quantise, stored_as
-from gbfunc.formats.symbols import NARROWEST, WIDEST, Reader, geometric, geometric_bits, join
+from gbfunc.formats.symbols import NARROWEST, WIDEST, Reader, geometric, join
 from gbfunc.trees import flat_genome, flatten_tree, like_genome
 from gbfunc.types import Genome, Params
 from tests.support.step_cases import random_steps
@@ -131,11 +129,6 @@ def test_counters_are_read_back(counters: list[int]) -> None:
     reader.close()
 
 
-def test_equal_counters_take_less_than_a_byte_each() -> None:
-    entries = [own for own in counter_entries([torch.tensor(70_200)] * 9)]
-    assert [len(own) for own in entries] == [3] + 8 * [1]
-
-
 @given(width=st.integers(NARROWEST, WIDEST), most=st.integers(0, 60), seed=st.integers(0, 9))
 @settings(max_examples=60)
 def test_geometric_integers_are_read_back(width: int, most: int, seed: int) -> None:
@@ -146,13 +139,6 @@ def test_geometric_integers_are_read_back(width: int, most: int, seed: int) -> N
     reader = Reader(join(entries), 50)
     assert [reader.next(limits) - reach for _ in drawn] == drawn
     reader.close()
-
-
-@pytest.mark.parametrize("width", [-8, -3, 0, 5, 18, 30])
-def test_frequencies_halve_as_said(width: int) -> None:
-    bits = geometric_bits(width, 2047)
-    few = min(len(bits) - 1, max(1, round(10 * 2 ** (width / 4))))
-    assert bits[few] - bits[0] == pytest.approx(few / 2 ** (width / 4), abs=0.1)
 
 
 def test_integers_take_the_bits_of_their_distribution(tmp_path: Path) -> None:
@@ -205,34 +191,6 @@ def test_codes_that_are_larger_get_finer_weights() -> None:
     assert part.finer == (0, 6)
 
 
-@pytest.mark.parametrize("size", [1e-150, 1e8])
-def test_codes_of_any_size_have_steps(size: float) -> None:
-    own = size * (-1.0) ** torch.arange(32, dtype=torch.float64)[:, None]
-    pnet = nn.Linear(32, 32, bias=False)
-    plan = gb.make_plan(pnet, gb.periodic(3), encodings={"weight": (own, None)})
-    leaves = flat_genome(gb.init_genome(plan, pnet))
-    for index in (-128, 127):
-        steps = Steps.of(parts_of(plan), [-128, *(index for _ in parts_of(plan)[1:])])
-        for one, _ in quantise(plan, leaves, steps):
-            fewer = (one.steps * 2.0 ** (one.shifts / 2)).double()
-            torch.testing.assert_close(fewer, torch.full_like(fewer, 2 ** (steps.of_parts([one.part])[0] / 8)))
-
-
-def test_phases_are_stored_in_one_period() -> None:
-    pnet = nn.Linear(32, 32, bias=False)
-    plan = gb.make_plan(pnet, gb.periodic(40))
-    genome = gb.init_genome(plan, pnet, seed=0)
-    steps = random_steps(plan, genome, 5.0)
-    shifted = flat_genome(genome)
-    (name,) = [k for k in shifted if k.endswith("phase")]
-    bits = code_bits(plan, shifted, steps)
-    shifted[name] = shifted[name] + 2 * math.pi * torch.arange(40)
-    assert code_bits(plan, shifted, steps) == pytest.approx(bits, rel=0.02)
-    weights = gb.generate(plan, like_genome(shifted, genome))["weight"]
-    near = as_read(plan, like_genome(shifted, genome), steps)["weight"]
-    assert float((near - weights).std() / weights.std()) < 0.5
-
-
 def by_hand(plan: gb.Plan, leaves: Params, steps: Steps) -> Tensor:
     """The bits that the rate's gradient is of, by the definition, for autograd."""
     total = torch.zeros((), dtype=torch.float64)
@@ -276,17 +234,6 @@ def test_amplitudes_pay_for_what_their_features_take() -> None:
     assert bool(lost.any()) and float(start[lost].max()) <= float(start[~lost].max())
 
 
-def test_gradients_go_straight_through() -> None:
-    plan, genome = made(gb.periodic(5))
-    steps = random_steps(plan, genome, 4.0)
-    leaves = {k: x.clone().requires_grad_() for k, x in flat_genome(genome).items()}
-    near, rate = as_stored(plan, leaves, steps)
-    assert rate == {}
-    torch.stack([x.sum() for x in near.values()]).sum().backward()
-    assert all(bool((x.grad == 1).all()) for x in leaves.values() if x.grad is not None)
-    assert all(x.grad is not None for x in leaves.values())
-
-
 @pytest.mark.parametrize("bits", [0.0, 300.0, 2000.0, 1e9])
 def test_integers_take_at_most_what_is_asked_for(bits: float) -> None:
     plan, genome = made(gb.periodic(6))
@@ -295,15 +242,6 @@ def test_integers_take_at_most_what_is_asked_for(bits: float) -> None:
     assert code_bits(plan, leaves, steps) <= bits and steps.rate > 0
     if bits == 2000.0:
         assert code_bits(plan, leaves, steps) > 0.97 * bits
-
-
-def test_what_has_no_gradient_is_kept_well() -> None:
-    plan, genome = made(gb.periodic(4))
-    leaves = flat_genome(genome)
-    squares = {k: torch.ones_like(x) for k, x in leaves.items() if "direct/3." not in k and "direct/1." not in k}
-    near, _ = as_stored(plan, leaves, allocate(plan, leaves, squares, 200.0))
-    for name in leaves.keys() - squares.keys():
-        torch.testing.assert_close(near[name], leaves[name], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e9])
@@ -384,12 +322,3 @@ def test_files_do_not_depend_on_defaults(dtype: torch.dtype, device: str | None,
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     pairs = zip(flatten_tree(tuple(found)).values(), flatten_tree(tuple(expected)).values(), strict=True)
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
-
-
-@pytest.mark.process
-def test_the_table_of_steps_does_not_depend_on_defaults_at_import() -> None:
-    code = (
-        "import torch; torch.set_default_dtype(torch.float16); import gbfunc.formats.steps as s; print(s._STEPS.dtype)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "torch.float32"
