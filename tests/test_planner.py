@@ -33,7 +33,7 @@ def measured() -> list[dict[str, Any]]:
 def planned(name: str) -> Footprint:
     options = dict(LAYOUTS[name])
     pnet, plan, batch = make_case()
-    model = Model(plan, pnet, batch, len(batch), next_token, None, options.pop("lazy", "auto"), 2)
+    model = Model(plan, pnet, batch, next_token, None, options.pop("lazy", "auto"), 2)
     sizes, schedule = {axis: options.pop(axis, 1) for axis in AXES}, options.pop("pipeline_schedule", None)
     return model.footprint(RankLayout(sizes, schedule=schedule, **options))
 
@@ -177,7 +177,7 @@ def test_layers_that_run_in_another_order_are_planned_without_a_pipeline() -> No
 
 def test_equal_blocks_run_once_and_cost_as_much_as_if_each_ran() -> None:
     pnet, plan, batch = make_case()
-    model = Model(plan, pnet, batch, len(batch), next_token, None, "auto", 2)
+    model = Model(plan, pnet, batch, next_token, None, "auto", 2)
     kinds = {name: model.kind(name) for name in model.blocks}
     assert len(set(kinds.values())) == 1 and len(kinds) == 4
     same, each = (DryRun(plan, pnet, k, "auto") for k in (kinds, {name: name for name in kinds}))

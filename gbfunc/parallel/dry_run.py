@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -87,16 +88,14 @@ class DryWire(Wire):
 
     sent: Callable[[float, float], None]
 
-    def sizes_of(self, n: int) -> Sizes:
-        """The length of a tensor on each rank, all alike."""
+    def sizes_of(self, n: int) -> Sizes:  # noqa: D102
         return (n,) * self.axis.size
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Tensor:
         """A plain tensor: a DTensor needs a process group."""
         return x
 
-    def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
-        """A tensor after a move."""
+    def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:  # noqa: D102
         (there, back), shape = MOVES[start, end], list(x.shape)
         if there not in ("keep", "all_reduce"):
             shape[dim] = sum(sizes) if there == "gather" else sizes[self.axis.rank]
@@ -195,7 +194,7 @@ class DryRun(TorchDispatchMode):
         out, flops = func(*args, **kwargs), flop_registry.get(func._overloadpacket)
         # Torch's own counter tracks modules by hooks, which end the gradients that a forward takes.
         self._count(flops(*args, **kwargs, out_val=out) if flops else 0)
-        given, made = ([x for x in xs if isinstance(x, Tensor)] for xs in ((*args, *kwargs.values()), _listed(out)))
+        given, made = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), out))
         places = {x.untyped_storage()._cdata for x in given}
         if any(x.untyped_storage()._cdata not in places for x in made):  # Views move nothing.
             self._cells[self._at].moved += sum(x.nbytes for x in (*given, *made))
@@ -236,7 +235,3 @@ class DryRun(TorchDispatchMode):
             return out
 
         return run
-
-
-def _listed(out: Any) -> Any:
-    return out if isinstance(out, list | tuple) else (out,)

@@ -26,7 +26,6 @@ from gbfunc.parallel.planner_report import report
 from gbfunc.parallel.schedule import simulate
 from gbfunc.parallel.training_schedule import ScheduleCosts, make_schedule
 from gbfunc.plan import Plan
-from gbfunc.trees import n_rows
 
 if TYPE_CHECKING:
     from gbfunc.parallel.dry_run import RunLoss
@@ -174,10 +173,7 @@ def plan_parallel(
         raise ValueError("a p-net with a base is not split: plan_parallel is for plans without one")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks must be an int >= 1, got {ranks!r}")
-    rows = n_rows(batch)
-    if not rows:
-        raise ValueError(f"the batch must have rows, the same in all tensors, got {rows}")
-    model = Model(plan, pnet, batch, rows, loss_fn or _call, parallel, lazy, optimizer_states)
+    model = Model(plan, pnet, batch, loss_fn or _call, parallel, lazy, optimizer_states)
     fits, refused = list[LayoutPlan](), list[tuple[str, str]]()
     for layouts, reason in _layouts(model, ranks, microbatches):
         found = [] if reason else [_costed(model, device, layout) for layout in layouts]

@@ -19,7 +19,7 @@ from gbfunc.parallel.pipeline import Parcel
 from gbfunc.parallel.pipeline_order import SCHEDULES, in_flight, schedule_class, stage_ranks
 from gbfunc.parallel.placement import Placement, gather_bytes, operations, placement_cost, products, shares_of
 from gbfunc.plan import DTYPES, Plan
-from gbfunc.trees import tree_map
+from gbfunc.trees import n_rows, tree_map
 
 _NUMBERS = ("idx", "index", "id", "number")
 """Ends of the names of attributes that number a module among others."""
@@ -83,13 +83,15 @@ class Model:
     """
 
     def __init__(
-        self, plan: Plan, pnet: nn.Module, batch: Any, rows: int, run: RunLoss, styles: Any, lazy: Any, states: int
+        self, plan: Plan, pnet: nn.Module, batch: Any, run: RunLoss, styles: Any, lazy: Any, states: int
     ) -> None:
         from gbfunc.parallel.styles import tensor_styles
         from gbfunc.parallel.tensor import resolve
 
-        self.plan, self.pnet, self.batch, self.rows, self.run = plan, pnet, batch, rows, run
-        self.lazy, self.states = lazy, states
+        self.plan, self.pnet, self.batch, self.run, self.lazy, self.states = plan, pnet, batch, run, lazy, states
+        self.rows = n_rows(batch) or 0
+        if not self.rows:
+            raise ValueError("the batch must have rows, the same in all tensors, got none")
         for name in (
             "dry",
             "cells",
@@ -121,7 +123,7 @@ class Model:
         self._places = {t.name: frozenset(i + 1 for k in (t.name, *t.aliases) for i in after[k]) for t in plan.tensors}
         self._kinds = {name: self.kind(name) for name in self.blocks}
         try:  # An error of the p-net shows here.
-            self.cells(1, lazy is not False, rows)
+            self.cells(1, lazy is not False, self.rows)
         except RuntimeError as error:
             if "meta" not in str(error):
                 raise
