@@ -11,7 +11,7 @@ import torch
 
 from gbfunc.cli import main
 from gbfunc.cli.compare import print_tradeoff, tradeoff_figure
-from gbfunc.lab.compare import METHODS, NAMED, PRETRAINED_METHODS, PUBLISHED, REFERENCES, Choice, Problem, Results, Row
+from gbfunc.lab.compare import METHODS, PRETRAINED_METHODS, PUBLISHED, REFERENCES, Choice, Problem, Results, Row
 from gbfunc.tasks import TASKS
 
 QUICK = ["compare", "--sizes", "300", "--quick", "--methods", "periodic", "smaller_dense"]
@@ -114,4 +114,4 @@ def test_help_names_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     words = capsys.readouterr().out
-    assert [name for name in (*METHODS, *NAMED, *PRETRAINED_METHODS, *REFERENCES) if name not in words] == []
+    assert [name for name in (*METHODS, *PRETRAINED_METHODS, *REFERENCES) if name not in words] == []

@@ -10,21 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gbfunc.lab.compare import METHODS, NAMED, Problem
-from gbfunc.lab.compare.base import in_use, matrices, restore, state_of
-from gbfunc.lab.compare.dense import coded_bytes, decode_levels, encode_levels
-from gbfunc.lab.compare.levels import (
+from gbfunc.lab.compare import METHODS, Problem
+from gbfunc.lab.compare.base import in_use, restore, state_of
+from gbfunc.lab.compare.coded import (
     Levels,
     RoundedNet,
-    from_levels,
+    decode,
+    encode,
     largest_level,
     nearest_steps,
     rounded,
     to_levels,
     vector_levels,
 )
-from gbfunc.lab.compare.nnc import decode_nnc, encode_nnc
-from gbfunc.lab.compare.pruned import decode_sparse, encode_sparse, most_entries
+from gbfunc.lab.compare.nets import most_entries
 from gbfunc.tasks import TASKS
 from gbfunc.tasks.pnets import find_pnet
 
@@ -43,34 +42,16 @@ def levels_of(weight: torch.Tensor, bits: int, by_row: bool = False) -> Levels:
 
 
 @settings(deadline=None, max_examples=40)
-@given(first=MATRICES, second=MATRICES)
-def test_sparse_matrices_come_back(first: tuple, second: tuple) -> None:
-    state = {
-        "0.weight": sparse(*first),
-        "0.bias": sparse(1, 5, 0.5, 0)[0],
-        "norm": torch.randn(4),
-        "n": torch.ones(2).long(),
-    }
-    state["2.weight"] = sparse(*second)
-    coded = {name: levels_of(state[name], 5) for name in ("0.weight", "0.bias", "2.weight")}
-    back = decode_sparse(encode_sparse(state, coded), state, list(coded))
+@given(first=MATRICES, second=MATRICES, bits=st.sampled_from([4, 5]), by_row=st.booleans(), thin=st.booleans())
+def test_levels_come_back_from_files(first: tuple, second: tuple, bits: int, by_row: bool, thin: bool) -> None:
+    state = {"0.weight": sparse(*first), "0.bias": sparse(1, 5, 0.5, 0)[0], "norm": torch.randn(4)}
+    state |= {"n": torch.ones(2).long(), "2.weight": sparse(*second)}
+    coded = {name: levels_of(state[name], bits, by_row) for name in ("0.weight", "0.bias", "2.weight")}
+    rows = {name: len(of.steps) for name, of in coded.items()}
+    back = decode(encode(state, coded, bits, {"rows": 0}, thin), state, rows, bits, thin)
     assert list(back) == list(state) and torch.equal(back["n"], state["n"])
-    assert torch.equal(back["norm"], from_levels(vector_levels(state["norm"])))
-    assert all(torch.equal(back[name], from_levels(of)) for name, of in coded.items())
-
-
-def test_tensors_come_back_from_the_standards_bitstream() -> None:
-    pytest.importorskip("nncodec", reason="Neural Network Coding is a package of its own")
-    state = {"0.weight": sparse(30, 20, 1.0, 0), "0.bias": torch.randn(30), "scale": torch.tensor([0.5])}
-    sizes = []
-    for qp in (-40, -20):
-        code = encode_nnc(state, qp)
-        back = decode_nnc(code, state)
-        # Dependent quantisation has two grids of twice the step.
-        assert all(back[name].shape == x.shape for name, x in state.items())
-        assert max(float((back[name] - x).abs().max()) for name, x in state.items()) <= 2 * 2 ** (qp / 4)
-        sizes.append(len(code))
-    assert sizes[1] < sizes[0] < 4 * 631
+    assert torch.equal(back["norm"], vector_levels(state["norm"]).values())
+    assert all(torch.equal(back[name], of.values()) for name, of in coded.items())
 
 
 def test_the_code_is_about_as_short_as_its_entropy() -> None:
@@ -81,36 +62,24 @@ def test_the_code_is_about_as_short_as_its_entropy() -> None:
     entries = int(coded.levels.count_nonzero())
     # Signs, and sizes in at most 4 bits each.
     plain = (positions + 5 * entries) / 8
-    assert len(encode_sparse({"0.weight": weight}, {"0.weight": coded})) < plain + 100
+    assert len(encode({"0.weight": weight}, {"0.weight": coded}, 5, sparse=True)) < plain + 100
     # Columns that are never used cost next to nothing.
     weight[:, 200:] = 0
-    assert len(encode_sparse({"0.weight": weight}, {"0.weight": levels_of(weight, 5)})) < 0.55 * plain + 200
+    assert len(encode({"0.weight": weight}, {"0.weight": levels_of(weight, 5)}, 5, sparse=True)) < 0.55 * plain + 200
 
 
 def test_most_entries_fill_the_budget() -> None:
     state = {"0.weight": sparse(40, 60, 1.0, 0), "0.bias": torch.zeros(40)}
     weights = {"0.weight": state["0.weight"]}
     coded = {"0.weight": levels_of(state["0.weight"], 5)}
-    n = most_entries(state, weights, coded, 1_200)
-    assert 100 < n < 2_400 and most_entries(state, weights, coded, 1e6) == 2_400
-    assert most_entries(state, weights, coded, 10) == 0
-
-
-@settings(deadline=None, max_examples=40)
-@given(matrix=MATRICES, bits=st.sampled_from([4, 8]), by_row=st.booleans())
-def test_levels_come_back_from_files(matrix: tuple, bits: int, by_row: bool) -> None:
-    state = {"0.weight": sparse(*matrix), "0.bias": torch.randn(3), "n": torch.tensor(7)}
-    coded = {"0.weight": levels_of(state["0.weight"], bits, by_row)}
-    data = encode_levels(state, coded, bits, {"rows": 0})
-    back = decode_levels(data, state, bits, by_row)
-    assert torch.equal(back["0.weight"], from_levels(coded["0.weight"])) and torch.equal(back["n"], state["n"])
-    assert torch.equal(back["0.bias"], from_levels(vector_levels(state["0.bias"])))
-    assert len(data) <= coded_bytes(state, coded, bits, {"rows": 0}) <= len(data) + 8
+    n = most_entries(state, weights, coded, 5, 1_200)
+    assert 100 < n < 2_400 and most_entries(state, weights, coded, 5, 1e6) == 2_400
+    assert most_entries(state, weights, coded, 5, 10) == 0
 
 
 def test_levels_that_are_not_all_as_likely_take_fewer_bytes_than_their_bits() -> None:
     weight = sparse(64, 64, 1.0, 0)
-    size = len(encode_levels({"w": weight}, {"w": levels_of(weight, 8)}, 8, {}))
+    size = len(encode({"w": weight}, {"w": levels_of(weight, 8)}, 8))
     assert 0.8 * 64 * 64 < size < 0.95 * 64 * 64
 
 
@@ -121,10 +90,10 @@ def test_rounding_is_off_by_half_a_step_where_it_does_not_clip(matrix: tuple, bi
     coded = levels_of(weight, bits, by_row=True)
     inside = coded.levels.abs() < largest_level(bits)
     step = torch.exp2((coded.steps.float() - 192) / 16)[:, None]
-    error = (from_levels(coded) - weight).abs()
+    error = (coded.values() - weight).abs()
     assert bool((error <= 0.501 * step)[inside].all())
     # What is trained with is what is stored.
-    assert torch.allclose(rounded(weight, coded.steps, bits), from_levels(coded), atol=1e-6)
+    assert torch.allclose(rounded(weight, coded.steps, bits), coded.values(), atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -132,7 +101,7 @@ def test_steps_are_no_worse_than_those_of_the_whole_range(bits: int) -> None:
     weight = sparse(7, 200, 1.0, 0)
     whole = weight.abs().amax(1, keepdim=True) / largest_level(bits)
     usual = (weight / whole).round() * whole
-    near = from_levels(levels_of(weight, bits, by_row=True))
+    near = levels_of(weight, bits, by_row=True).values()
     # Steps are up to 2^(1/16) coarser than asked for, and errors grow by the square of that.
     assert bool(((near - weight).square().sum(1) <= 1.15 * (usual - weight).square().sum(1)).all())
 
@@ -154,12 +123,12 @@ def test_a_rounded_net_is_the_net_of_its_rounded_weights() -> None:
     net = torch.nn.Sequential(
         torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(12, 2)
     )
-    made, x = RoundedNet(net, 4, by_row=True), torch.randn(5, 1, 4, 4)
+    made, x = RoundedNet(net, 4, {"0.weight": 3, "3.weight": 2}), torch.randn(5, 1, 4, 4)
     assert torch.allclose(made(x), net(x))
     made.steps = made.nearest_steps()
     coded = made.levels(made.steps)
     assert {name: len(steps) for name, steps in made.steps.items()} == {"0.weight": 3, "3.weight": 2}
-    near = restore(net, state_of(net) | {name: from_levels(of) for name, of in coded.items()}).train()
+    near = restore(net, state_of(net) | {name: of.values() for name, of in coded.items()}).train()
     out = made(x)
     assert torch.allclose(out, near(x), atol=1e-5) and not torch.allclose(out, net(x))
     out.sum().backward()
@@ -175,19 +144,17 @@ def test_norms_in_use_are_scales_and_shifts() -> None:
     state = state_of(net)
     fewer = in_use(net, state)
     assert not [name for name in fewer if "running" in name or "tracked" in name] and fewer.keys() < state.keys()
-    assert all(torch.equal(fewer[name], state[name]) for name in matrices(state))
+    assert all(torch.equal(fewer[name], t) for name, t in state.items() if t.ndim > 1)
     again = restore(pnet.build(1), fewer)
     assert torch.allclose(again(x), net.eval()(x), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "pruned", "nnc"])
+@pytest.mark.parametrize("name", ["int8", "int4", "pruned"])
 def test_training_for_the_rounding_fills_the_budget_and_learns(name: str) -> None:
     task = TASKS["digits"]()
     task = task.with_pnet(find_pnet("mlp", task.interface, {"hidden": (100,), "bandwidth": 3.0}))
     problem = Problem(task, 400, 1_600, torch.float32, replace(task.recipe(400), epochs=4))
-    if name in NAMED:
-        pytest.importorskip("nncodec", reason="Neural Network Coding is a package of its own")
-    method = {**METHODS, **NAMED}[name]
+    method = METHODS[name]
     settings = max(method.candidates(problem), key=lambda s: (s["lr"], len(s["pnet"]["hidden"]) == 1))
     made = method.train(problem, settings, 0)
     assert 0.85 * 1_600 < len(made.data) <= 1_600

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import hadamard as scipy_hadamard
-from torch import nn
 
-import gbfunc as gb
-from gbfunc.lab.compare.subspace import Projection, hadamard, low_rank, low_rank_net, subspace, subspace_net
-from gbfunc.tasks.pnets import mlp, n_params
+from gbfunc.lab.compare.subspace import Projection
 
 
 def matrix(projection: Projection) -> torch.Tensor:
     """The projection as a matrix [D, d], column by column."""
     return torch.stack([projection(e) for e in torch.eye(projection.d)], 1)
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 32])
-def test_hadamard_is_sylvesters(n: int) -> None:
-    assert torch.equal(hadamard(n), torch.from_numpy(scipy_hadamard(n)).float())
-
-
-@pytest.mark.parametrize("n", [0, 3, 12])
-def test_hadamard_wants_a_power_of_two(n: int) -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        hadamard(n)
 
 
 @settings(deadline=None, max_examples=30)
@@ -84,26 +66,3 @@ def test_gradient_is_the_transpose() -> None:
 def test_sizes_are_checked(d: int, D: int) -> None:
     with pytest.raises(ValueError, match="1 <= d <= D"):
         Projection(d, D, 0)
-
-
-@pytest.mark.parametrize(
-    ("make", "form_of", "number"),
-    [(subspace_net, subspace, 7), (low_rank_net, low_rank, 2)],
-    ids=["subspace", "low rank"],
-)
-def test_forms_as_pnets_train_their_numbers_alone(
-    make: Callable[..., nn.Module], form_of: Callable[..., Any], number: int
-) -> None:
-    x, net, pnet = torch.randn(5, 12), make(number, 3, (12, 9, 4)), mlp((12, 9, 4), 3)
-    form = form_of({k: t.detach().clone() for k, t in pnet.named_parameters()}, number, 3)
-    values = torch.linspace(-0.3, 0.3, n_params(net))
-    nn.utils.vector_to_parameters(values, net.parameters())
-    parts = values.split([leaf.numel() for leaf in form.leaves.values()])
-    leaves = {k: part.view_as(leaf) for (k, leaf), part in zip(form.leaves.items(), parts, strict=True)}
-    for name, weight in form.weights(leaves).items():
-        pnet.get_parameter(name).data.copy_(weight)
-    torch.testing.assert_close(net(x), pnet(x))
-    torch.testing.assert_close(copy.deepcopy(net)(x), pnet(x))
-    plan = gb.make_plan(net, exclude=[".*"])
-    assert plan.genome_params == n_params(net)
-    torch.testing.assert_close(gb.materialize(plan, gb.init_genome(plan, net), net)(x), pnet(x))

@@ -180,11 +180,10 @@ class Compare(Command, DataOptions):
 
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     """Only these: periodic, periodic_int7, periodic_auto (codes with steps that training finds), smaller_dense,
-    low_rank, random_subspace, seeded_networks (PRANC), seeded_factors (NOLA), pruned, int8 and int4 (smaller nets; all
-    three trained for their rounding and entropy-coded), the other types of g-net: gnet, stochastic, low_rank_genome,
-    xox; where it is named, nnc (a smaller net in Neural Network Coding, by the package nncodec). With --pretrained:
-    genome, genome_int7, genome_auto, linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in
-    float numbers also as NAME_float16, and full_fine_tuning, whatever its size."""
+    random_subspace, pruned, int8 and int4 (smaller nets; all three trained for their rounding and entropy-coded), the
+    other types of g-net: gnet, stochastic, low_rank_genome, xox. With --pretrained: genome, genome_int7, genome_auto,
+    linear_probe, bitfit, lora, vera, fourierft, tinylora, unilora, ia3, each in float numbers also as NAME_float16, and
+    full_fine_tuning, whatever its size."""
 
     seeds: int = 3
     """Trainings of each method at each size, seeded 0, 1, ..."""

@@ -30,8 +30,8 @@ _BYTES = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
 def run(options: Compare) -> None:
     """Run what is missing, print one table, write the results."""
     task, dtype = _task(options), getattr(torch, options.dtype)
-    references, named = (lab.REFERENCES, {}) if lab.is_pretrained(task) else ({}, lab.NAMED if options.methods else {})
-    chosen = choose({**lab.methods_for(task, dtype), **references, **named}, options.methods, "--methods")
+    references = lab.REFERENCES if lab.is_pretrained(task) else {}
+    chosen = choose({**lab.methods_for(task, dtype), **references}, options.methods, "--methods")
     references = {name: method for name, method in chosen.items() if name in references}
     methods = {name: method for name, method in chosen.items() if name not in references}
     problems = _problems(options, task, dtype)

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 try:
     from torch.distributed.fsdp import fully_shard as fully_shard
 except ImportError:  # torch 2.5
-    from torch.distributed._composable.fsdp import fully_shard as fully_shard
+    from torch.distributed._composable.fsdp import fully_shard as fully_shard  # pyright: ignore[reportPrivateImportUsage]
 
 TRACES_WHOLE_NETS = torch.__version__ >= "2.6"
 """Whether one graph can hold forms of layers, and exchanges between ranks: not with Dynamo of torch 2.5."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gbfunc.pnet import buffers_of, parameter_infos, with_weights
 from gbfunc.tasks import Net, Recipe, Task
@@ -23,13 +24,18 @@ from gbfunc.types import Params, TensorMap
 Settings: TypeAlias = dict[str, Any]
 """What validation data choose: learning rate, widths, ...; JSON."""
 
-
 HEAD = "classifier"
 """The module that a pretrained base does not have: each method trains and stores it, or what generates it."""
 
+USED = 0.85
+"""Part of the budget below which a file leaves bytes unused that its method should take."""
+
+MARGIN = 0.98
+"""Part of the budget that a code may take before the end of the training, which changes its length a little."""
+
 
 def is_pretrained(task: Task) -> bool:
-    """Whether the task's p-net begins with the weights of a pretrained network."""
+    """Tell whether the task's p-net begins with the weights of a pretrained network."""
     return bool(task.pnet.config.get("pretrained"))
 
 
@@ -63,47 +69,24 @@ class Method(Protocol):
     """A way to a network in few bytes. A new one is one file and one entry in `METHODS`."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """The settings among which validation data choose, each within the budget; raises `BudgetTooSmall` if none."""
+        """Return the settings among which validation data choose, each within the budget.
+
+        Raises:
+            BudgetTooSmall: if no settings fit.
+        """
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train with one of the candidates; `seed` is of all that is random, the data are within the budget."""
+        """Train with one of the candidates, into data within the budget; `seed` decides all that is random."""
         ...
 
     def load(self, data: bytes, task: Task) -> Net:
-        """The network, from nothing but the data and the task's code."""
+        """Read the network from nothing but the data and the task's code."""
         ...
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A method whose numbers are stored as another dtype than the problem's."""
-
-    method: Method
-    dtype: torch.dtype
-
-    def candidates(self, problem: Problem) -> list[Settings]:
-        """Those of the method."""
-        return self.method.candidates(problem._replace(dtype=self.dtype))
-
-    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """As the method does."""
-        return self.method.train(problem._replace(dtype=self.dtype), settings, seed)
-
-    def load(self, data: bytes, task: Task) -> Net:
-        """As the method does."""
-        return self.method.load(data, task)
-
-
-USED = 0.85
-"""Part of the budget below which a file leaves bytes unused that its method should take."""
-
-MARGIN = 0.98
-"""Part of the budget that a code may take before the end of the training, which changes its length a little."""
 
 
 def grid(**axes: Any) -> list[Settings]:
-    """Every combination of settings, the last axis fastest.
+    """Combine settings, the last axis fastest.
 
     >>> grid(width=(1, 2), lr=(0.1,))
     [{'width': 1, 'lr': 0.1}, {'width': 2, 'lr': 0.1}]
@@ -121,7 +104,7 @@ def train_net(
 ) -> None:
     """Train leaves in place by Adam with its default moments, on the batches and steps that all methods share.
 
-    `lr` is the peak of the learning rate; `after` is called with the number of each step when it is done.
+    `lr` is the peak of the learning rate; `after` is called with the number of each step when the step is done.
     """
     recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
     trainer = leaf_trainer(leaves, net, problem.task, recipe)
@@ -134,12 +117,14 @@ def train_net(
     fit(trainer._replace(step=step), problem.task, recipe, seed, validate=False)
 
 
+# Files
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """By the first byte of a file."""
 
 
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
-    """The bytes of a file that says only what its reader does not know: numbers one after the other behind three bytes.
+    """Write a file that says only what its reader does not know: numbers one after the other behind three bytes.
 
     Names, order, shapes and kinds are what a reader knows from the code; numbers in floating point are stored in
     `dtype`, which the first byte tells. Two bytes are the length of what comes next, `about` as JSON.
@@ -151,22 +136,25 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
 
 
 def unpack(data: bytes, like: TensorMap, rest: str | None = None) -> Params:
-    """Undo `pack`, with floating-point numbers in float32; `ValueError` where there are more numbers or fewer.
+    """Undo `pack`, with floating-point numbers in float32.
 
-    `like` has the same names, order, shapes and dtypes; the one named `rest` is as long as the file has numbers for it.
+    `like` has the same names, order, shapes and dtypes; its last one, if named `rest`, is as long as the file has
+    numbers for it.
+
+    Raises:
+        ValueError: if there are more numbers, or fewer.
     """
-    floats, at = _FLOATS[data[0]], 3 + _text_bytes(data)
-    dtypes = {name: floats if t.is_floating_point() else t.dtype for name, t in like.items()}
-    sizes = {name: 0 if name == rest else t.numel() * dtypes[name].itemsize for name, t in like.items()}
-    more = len(data) - at - sum(sizes.values())
-    if more < 0 or (more and (rest is None or more % dtypes[rest].itemsize)):
-        raise ValueError(f"expected {sum(sizes.values()):,} bytes of numbers, got {len(data) - at:,}")
-    found: Params = {}
+    floats, found, at = _FLOATS[data[0]], Params(), 3 + _text_bytes(data)
     for name, t in like.items():
-        end = at + (more if name == rest else sizes[name])
-        x = torch.frombuffer(bytearray(data[at:end]), dtype=dtypes[name]) if end > at else torch.empty(0)
-        x = x.to(torch.float32 if t.is_floating_point() else t.dtype)
-        found[name], at = x if name == rest else x.view(t.shape), end
+        dtype = floats if t.is_floating_point() else t.dtype
+        end = len(data) if name == rest else at + t.numel() * dtype.itemsize
+        part, at = bytearray(data[at:end]), end
+        x = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+        if name != rest and x.numel() == t.numel():
+            x = x.view(t.shape)
+        found[name] = x.float() if t.is_floating_point() else x
+    if at != len(data):
+        raise ValueError(f"expected a file of {at:,} bytes, got {len(data):,}")
     return found
 
 
@@ -175,28 +163,35 @@ def _text_bytes(data: bytes) -> int:
 
 
 def text_of(data: bytes) -> dict[str, Any]:
-    """What a file of `pack` keeps beside its tensors."""
+    """Read what a file of `pack` keeps beside its tensors."""
     return json.loads(data[3 : 3 + _text_bytes(data)] or b"{}")
 
 
+# Nets
+
+
 def state_of(module: nn.Module) -> Params:
-    """All that a module holds, tied parameters once: parameters and buffers that it saves."""
-    state = {o.name: o.tensor.detach() for o in parameter_infos(module)}
-    return state | {name: b for name, (b, saved) in buffers_of(module).items() if saved}
+    """Collect all that a module holds, tied parameters once: parameters and buffers that it saves."""
+    return {o.name: o.tensor.detach() for o in parameter_infos(module)} | saved_buffers(module)
 
 
-def _norms(module: nn.Module, state: TensorMap) -> Iterator[tuple[nn.modules.batchnorm._BatchNorm, str]]:
-    """Batch norms with scales, shifts and statistics of their own, and their names."""
+def saved_buffers(module: nn.Module) -> Params:
+    """Collect the buffers that a module saves."""
+    return {name: b for name, (b, saved) in buffers_of(module).items() if saved}
+
+
+def _norms(module: nn.Module, state: TensorMap) -> Iterator[tuple[_BatchNorm, str]]:
+    """Find batch norms with scales, shifts and statistics of their own, and their names."""
     for name, norm in module.named_modules():
         keys = [f"{name}.{key}" for key in ("weight", "bias", "running_mean", "running_var")]
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and all(key in state for key in keys):
+        if isinstance(norm, _BatchNorm) and all(key in state for key in keys):
             yield norm, name
 
 
 def in_use(module: nn.Module, state: Params) -> Params:
-    """A state of the module without the statistics of its batch norms, which are in their scales and shifts then.
+    """Fold the statistics of a module's batch norms into their scales and shifts, as where nets are shipped.
 
-    As it is usual where nets are shipped: `restore` in a new module gives the same outputs, of half the numbers.
+    `restore` in a new module gives the same outputs, of half the numbers.
     """
     state = dict(state)
     for norm, name in list(_norms(module, state)):
@@ -209,25 +204,20 @@ def in_use(module: nn.Module, state: Params) -> Params:
 
 
 def apart_from_norms(module: nn.Module) -> list[str]:
-    """The names of parameters that `in_use` leaves as they are."""
+    """List the names of parameters that `in_use` leaves as they are."""
     state = state_of(module)
     of_norms = {f"{name}.{key}" for _, name in _norms(module, state) for key in ("weight", "bias")}
     return [o.name for o in parameter_infos(module) if o.name not in of_norms]
 
 
 def restore(module: nn.Module, state: Params) -> nn.Module:
-    """A copy of the module, in use, that holds what `state_of` or `in_use` gave; of the latter, the module is new."""
+    """Copy a module, in use, with what `state_of` gave; or a new module with what `in_use` gave."""
     buffers = {name: state.get(name, b) for name, (b, _) in buffers_of(module).items()}
-    weights = {o.name: state[o.name] for o in parameter_infos(module)}
-    return with_weights(module, weights, buffers).eval()
-
-
-_PARTS = 256
-"""Widths are tried in these parts of the p-net's."""
+    return with_weights(module, {o.name: state[o.name] for o in parameter_infos(module)}, buffers).eval()
 
 
 def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """The largest n up to `limit` for which a monotone `fits` holds, 0 if none does.
+    """Find the largest n up to `limit` for which a monotone `fits` holds, 0 if none does.
 
     >>> largest(lambda n: n * n <= 30)
     5
@@ -243,33 +233,33 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
 
 
 def scaled(task: Task, part: float) -> PNet | None:
-    """The task's p-net with its widths times `part`; None for a family that has no widths to change."""
+    """Scale the widths of the task's p-net; None for a family that has no widths to change."""
     if part == 1:
         return task.pnet
     return None if task.pnet.scaled is None else task.pnet.scaled(part)
 
 
-_WIDER, _HELD = 2.0, 1 / 8
-"""Parts of the p-net's widths; bytes for a parameter of the p-net from which on a wider net may do more with them."""
+_PARTS, _WIDER, _LEAST_BYTES = 256, 2.0, 1 / 8
+"""Widths are tried in these parts of the p-net's; a wider net, from so many bytes for a parameter of the p-net on."""
 
 
 def wider(problem: Problem) -> tuple[float, ...]:
-    """Parts of the p-net's widths above 1 that methods which compress a net try: none for budgets that are small."""
-    if problem.task.pnet.scaled is None or problem.budget < _HELD * n_params(problem.task.build(0)):
-        return ()
-    return (_WIDER,)
+    """List parts of the p-net's widths above 1 that methods which compress a net try: none for small budgets."""
+    few = problem.budget < _LEAST_BYTES * n_params(problem.task.build(0))
+    return () if problem.task.pnet.scaled is None or few else (_WIDER,)
 
 
 def widest(task: Task, fits: Callable[[PNet], bool], most: float = 4.0) -> PNet | None:
-    """The widest p-net of the task's family, up to `most` times its widths, that fits; None if none does."""
-    if task.pnet.scaled is None:
+    """Find the widest p-net of the task's family, up to `most` times its widths, that fits; None if none does."""
+    make = task.pnet.scaled
+    if make is None:
         return task.pnet if fits(task.pnet) else None
-    part = largest(lambda n: fits(task.pnet.scaled(n / _PARTS)), round(most * _PARTS))  # pyright: ignore[reportOptionalCall]
+    part = largest(lambda n: fits(make(n / _PARTS)), round(most * _PARTS))
     return scaled(task, part / _PARTS) if part else None
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """The nets of the p-net's family that fill a budget: as wide as fits; perceptrons of 0, 1 and 2 hidden layers."""
+    """Find the nets of the p-net's family that fill a budget, as wide as fits; perceptrons of 0 to 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:
@@ -278,15 +268,14 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
         widths = {depth: largest(lambda n, depth=depth: fits(of(depth, n))) for depth in (1, 2)}
         nets = [of(depth, n) for depth, n in widths.items() if n] + [of(0, 0)] * fits(of(0, 0))
     else:
-        net = widest(task, fits)
-        nets = [] if net is None else [net]
+        nets = [net for net in [widest(task, fits)] if net is not None]
     if not nets:
         raise BudgetTooSmall(f"no {task.pnet.name} is as small as that")
     return nets
 
 
 def about_pnet(pnet: PNet, task: Task) -> dict[str, Any]:
-    """For a file: how a p-net of the task's family differs from the task's."""
+    """Say, for a file, how a p-net of the task's family differs from the task's."""
     differs = {name: value for name, value in pnet.config.items() if task.pnet.config.get(name) != value}
     return {"pnet": differs} if differs else {}
 
@@ -297,13 +286,13 @@ def pnet_about(about: Mapping[str, Any], task: Task) -> PNet:
 
 
 def with_config(task: Task, config: Mapping[str, Any]) -> PNet:
-    """The p-net of the task's family with these options."""
+    """Find the p-net of the task's family with these options."""
     same = dict(config) == dict(task.pnet.config)
     return task.pnet if same else find_pnet(task.pnet.name, task.interface, config)
 
 
 def blank(pnet: PNet, used: bool = False) -> Params:
-    """Zeros in the shapes of a p-net's `state_of`, or of its `in_use`: to be packed for the length of its file."""
+    """Make zeros in the shapes of a p-net's `state_of`, or of its `in_use`: to be packed for the length of its file."""
     # Its parameters and buffers have shapes alone on that device.
     with torch.device("meta"):
         state = state_of(net := pnet.make())
@@ -312,10 +301,5 @@ def blank(pnet: PNet, used: bool = False) -> Params:
 
 
 def blanks(like: TensorMap) -> Params:
-    """Zeros in the shapes of tensors that may have shapes alone."""
+    """Make zeros in the shapes of tensors that may have shapes alone."""
     return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in like.items()}
-
-
-def matrices(state: Params) -> Params:
-    """Those tensors that have rows, each as a matrix [R, C] of them: of a convolution a row per output channel."""
-    return {name: t.flatten(1) for name, t in state.items() if t.ndim > 1}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import gbfunc as gb
-from gbfunc.formats import AUTO, Stored, StoredDtype, genome_file_bytes, stored_name
+from gbfunc.formats import AUTO, StoredDtype, genome_file_bytes, stored_name
 from gbfunc.formats.layout import stored_leaves
 from gbfunc.lab.compare import base
 from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid, is_pretrained
@@ -38,21 +38,21 @@ _ROUNDED = 6
 
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
-    """A plan as the task has it."""
+    """Plan as the task does."""
     try:
-        # Of one seed: the initial scales are in the file, and their digits must not move its length.
+        # One seed for all: the initial scales are in the file, and their digits must not move its length.
         return task.plan(task.build(0), hypernet, **target)
     except ValueError as error:
         raise BudgetTooSmall(str(error)) from error
 
 
 def reference_bytes(task: Task, size: int) -> int:
-    """What `gb.save` writes of a periodic genome of so many parameters: the bytes that every method may use."""
+    """Count what `gb.save` writes of a periodic genome of so many parameters: the bytes that every method may use."""
     return genome_file_bytes(plan_for(task, "periodic", genome_params=size))
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Parameters of the periodic genome of the task, or else of a narrower net, that fills so many bytes."""
+    """Count parameters of the periodic genome, of the task or else of a narrower net, that fills so many bytes."""
     for pnet in (base.scaled(task, part) for part in _WIDTHS):
         with suppress(BudgetTooSmall):
             if pnet is not None:
@@ -61,25 +61,18 @@ def size_within(task: Task, budget: int) -> int:
     return plan_for(task, "periodic", genome_bytes=budget).genome_params
 
 
-def _fixed_bytes(plan: gb.Plan, dtype: StoredDtype) -> int:
-    """What direct parameters and buffers take in a file of the plan."""
-    # What steps are for is in codes too, and buffers are as beside those.
-    stored = stored_leaves(plan.leaves, "int8" if dtype == AUTO else stored_name(dtype))
-    return sum(x.nbytes for name, x in stored.items() if not name.startswith(GNET))
-
-
 @dataclass(frozen=True)
 class GenomeOf:
     """A genome of one type of g-net."""
 
     hypernet: str  # the type, a key of `HYPERNETS`
     rates: tuple[float, ...] = ()  # learning rates to choose from; none: the recipe's for that size, and twice that
-    codes: str | None = None  # what it is stored as in place of the problem's dtype: "int2" to "int8", or "auto"
+    stored: StoredDtype | None = None  # instead of the problem's dtype: a dtype, "int2" to "int8", or "auto"
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Learning rates; of the p-net, of narrower ones while what no g-net makes fills much of the budget.
+        """Learning rates, for the p-net and, while what no g-net makes fills much of the budget, for narrower ones.
 
-        Of a wider one too where the budget is large, and of that one alone where a genome of the p-net would hardly
+        Where the budget is large also for a wider one, and for that one alone where a genome of the p-net would hardly
         compress it.
         """
         found: list[Settings] = []
@@ -91,7 +84,10 @@ class GenomeOf:
             full, about = True, base.about_pnet(pnet, problem.task)
             with suppress(BudgetTooSmall):
                 task, plan = self._plan(problem, about)
-                full = _fixed_bytes(plan, self._dtype(problem)) > _MUCH * problem.budget
+                # Steps of codes that training finds are in codes of a fixed number of bits too.
+                dtype = "int8" if self.stored == AUTO else stored_name(self._dtype(problem))
+                direct = {k: x for k, x in stored_leaves(plan.leaves, dtype).items() if not k.startswith(GNET)}
+                full = sum(x.nbytes for x in direct.values()) > _MUCH * problem.budget
                 if wider and part == 1 and plan.genome_params > _MOST * plan.pnet_params:
                     continue
                 usual = task.recipe(plan.genome_params).lr
@@ -102,7 +98,7 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Adam with the recipe's moments on the genome; of codes, the last steps with the genome rounded.
+        """Adam with the recipe's moments on the genome; the last steps of codes with the genome rounded.
 
         Where training finds the codes' steps, it rounds from 60 % on.
         """
@@ -111,24 +107,18 @@ class GenomeOf:
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]
         direct_lr = None if known.direct_lr is None else known.direct_lr / known.lr * lr
         recipe = replace(problem.recipe, lr=lr, direct_lr=direct_lr, betas=known.betas)
-        if self.codes == AUTO:
-            coded = {"genome_bytes": problem.budget, "metadata": about or None}
-            trainer = genome_trainer(plan, pnet, task, recipe, seed, rounding=AUTO, **coded)
-            state = fit(trainer, task, recipe, seed, validate=False).state
-            assert trainer.coder is not None
-            return self._saved(plan, state, trainer.coder.final(state), about)
-        last = 0 if self.codes is None else max(1, problem.steps // _ROUNDED)
-        before = recipe if not last else replace(recipe, steps=max(1, problem.steps - last))
-        trainer = genome_trainer(plan, pnet, task, before, seed)
+        stored: Any = self._dtype(problem)
+        last = max(1, problem.steps // _ROUNDED) if isinstance(stored, str) and stored != AUTO else 0
+        before = replace(recipe, steps=max(1, problem.steps - last)) if last else recipe
+        coded = {"rounding": AUTO, "genome_bytes": problem.budget, "metadata": about or None} if stored == AUTO else {}
+        trainer = genome_trainer(plan, pnet, task, before, seed, **coded)
         state = fit(trainer, task, before, seed, validate=False).state
+        if trainer.coder is not None:
+            stored = trainer.coder.final(state)
         if last:
             recipe = slowed(recipe, last)
-            trainer = genome_trainer(plan, pnet, task, recipe, seed, rounding=self.codes)
+            trainer = genome_trainer(plan, pnet, task, recipe, seed, rounding=stored)
             state = fit(going_on(trainer, state), task, recipe, seed, validate=False).state
-        return self._saved(plan, state, self._dtype(problem), about)
-
-    @staticmethod
-    def _saved(plan: gb.Plan, state: gb.TrainState, stored: Stored, about: Mapping[str, Any]) -> Trained:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
             gb.save(path := Path(folder) / _FILE, plan, state, stored, about or None)
             return Trained(path.read_bytes(), plan.genome_params)
@@ -142,7 +132,7 @@ class GenomeOf:
         return gb.materialize(plan, genome, pnet.build(0)).eval()
 
     def _dtype(self, problem: Problem) -> StoredDtype:
-        return problem.dtype if self.codes is None else self.codes
+        return problem.dtype if self.stored is None else self.stored
 
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
         """The task with the net that its file is `about`, and the genome that fills the budget."""

@@ -29,8 +29,8 @@ class Choice(NamedTuple):
     steps: int  # of the training
     settings: Settings | None  # the choice, None where nothing fits
     tried: list[Settings]  # every training: of a candidate, with its steps, bytes, metric on the validation split
+    searched: int  # steps of these trainings together
     reason: str = ""  # why nothing fits
-    searched: int | None = None  # steps of these trainings together; None where an earlier version chose
 
 
 class Row(NamedTuple):
@@ -65,27 +65,26 @@ def _head(problem: Problem, method: str) -> tuple[str, str, int, int, str, int]:
 
 
 def of_problem(results: Results, problem: Problem, method: str) -> Results:
-    """The part of the results that is about one method and problem."""
+    """Select the results of one method and problem."""
     head = _head(problem, method)
     choices = tuple(choice for choice in results.choices if choice[:6] == head)
     return Results(choices, tuple(row for row in results.rows if row[:6] == head))
 
 
-def metric_of(problem: Problem, net: Net, split: Any) -> float:
-    """The metric by which the task is judged."""
+def _metric_of(problem: Problem, net: Net, split: Any) -> float:
     return problem.task.measured(net, split)[problem.task.metric.name]
 
 
 def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
     """Train candidates ever longer and ever fewer of them; take the last one that is left, by the validation metric.
 
-    Those whose file leaves more than 15 % of the budget unused come behind all that use it.
+    Candidates whose file leaves more than 15 % of the budget unused come behind all that use it.
     """
     head = _head(problem, name)
     try:
         left = method.candidates(problem)[:most]
     except BudgetTooSmall as error:
-        return Choice(*head, settings=None, tried=[], reason=str(error), searched=0)
+        return Choice(*head, settings=None, tried=[], searched=0, reason=str(error))
     tried: list[Settings] = []
     for part, passed, least in RUNGS:
         if len(left) <= least:
@@ -100,41 +99,32 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
 def _tried(
     method: Method, problem: Problem, settings: Settings, steps: int, tried: list[Settings]
 ) -> tuple[bool, float]:
-    """Train a candidate, note it, and say whether it uses the budget, and its metric, of which more is better."""
+    """Train a candidate, note it; return whether it uses the budget, and its metric, of which more is better."""
     brief = problem._replace(recipe=replace(problem.recipe, steps=steps))
-    sign = 1 if problem.task.metric.higher_is_better else -1
     size, value = 0, None
     try:
         data = method.train(brief, settings, 0).data
-        size, value = len(data), metric_of(problem, method.load(data, problem.task), problem.task.val)
+        size, value = len(data), _metric_of(problem, method.load(data, problem.task), problem.task.val)
     except FloatingPointError:
         pass  # it diverged
     tried.append({**settings, "steps": steps, "bytes": size, "val": value})
     if value is None or math.isnan(value):
         return False, -math.inf
-    return size >= USED * problem.budget, sign * value
+    return size >= USED * problem.budget, value if problem.task.metric.higher_is_better else -value
 
 
 def measure(name: str, method: Method, problem: Problem, settings: Settings, seed: int, path: Path) -> Row:
     """Train, write the data to a file, and measure the network that is read back from it."""
     start = time.perf_counter()
     trained = method.train(problem, settings, seed)
-    seconds = time.perf_counter() - start
+    seconds = round(time.perf_counter() - start, 2)
     path.write_bytes(trained.data)
     data = path.read_bytes()
     if len(data) > problem.budget:
         raise ValueError(f"{name} took {len(data):,} bytes, the budget is {problem.budget:,}")
     net = method.load(data, problem.task)
-    return Row(
-        *_head(problem, name),
-        seed,
-        bytes=len(data),
-        params=trained.params,
-        val=metric_of(problem, net, problem.task.val),
-        test=metric_of(problem, net, problem.task.test),
-        seconds=round(seconds, 2),
-        settings=settings,
-    )
+    val, test = (_metric_of(problem, net, split) for split in (problem.task.val, problem.task.test))
+    return Row(*_head(problem, name), seed, len(data), trained.params, val, test, seconds, settings)
 
 
 def run_missing(
@@ -149,14 +139,13 @@ def run_missing(
     """Do what the results lack, one choice or row at a time, and give all results after each."""
     for problem in problems:
         for name, method in methods.items():
-            known = of_problem(results, problem, name)
+            known, where = of_problem(results, problem, name), f"{name} at {problem.budget:,} bytes"
             if known.choices:
                 choice = known.choices[0]
             else:
                 choice = choose(name, method, problem, most)
                 results = results._replace(choices=(*results.choices, choice))
-                found = choice.reason or f"{choice.settings} after {choice.searched:,} steps of search"
-                report(f"{name} at {problem.budget:,} bytes: {found}")
+                report(f"{where}: {choice.reason or f'{choice.settings} after {choice.searched:,} steps of search'}")
                 yield results
             for seed in range(seeds):
                 if choice.settings is None or any(row.seed == seed for row in known.rows):
@@ -164,24 +153,20 @@ def run_missing(
                 path = folder / "-".join(map(str, (*choice[:6], seed)))
                 row = measure(name, method, problem, choice.settings, seed, path)
                 results = results._replace(rows=(*results.rows, row))
-                shown = problem.task.metric.show(row.val)
-                report(
-                    f"{name} at {problem.budget:,} bytes, seed {seed}: validation {problem.task.metric.label} {shown}, "
-                    f"{row.bytes:,} bytes, {row.seconds:.0f} s"
-                )
+                metric = f"validation {problem.task.metric.label} {problem.task.metric.show(row.val)}"
+                report(f"{where}, seed {seed}: {metric}, {row.bytes:,} bytes, {row.seconds:.0f} s")
                 yield results
 
 
 def to_json(results: Results) -> dict[str, Any]:
-    """As `compare.json` has it."""
+    """Convert results to what `compare.json` holds."""
     return {part: [entry._asdict() for entry in getattr(results, part)] for part in Results._fields}
 
 
 def read_results(path: Path) -> Results:
-    """What a `compare.json` holds; nothing if there is none."""
+    """Read what a `compare.json` holds; nothing if there is none."""
     try:
-        # Earlier versions say `numbers` for `dtype`.
-        content = json.loads(path.read_text(encoding="utf-8").replace('"numbers":', '"dtype":'))
+        content = json.loads(path.read_text(encoding="utf-8"))
         return Results(tuple(Choice(**c) for c in content["choices"]), tuple(Row(**r) for r in content["rows"]))
     except FileNotFoundError:
         return Results()

@@ -1,0 +1,231 @@
+"""Smaller nets of the p-net's family: dense ones, and ones that are quantised or pruned while they are trained.
+
+A quantised net may be wider than levels of full length allow; steps are made coarser until the file fits. A pruned one
+is thinned out gradually (M. Zhu and S. Gupta, "To prune, or not to prune", 2017) between 30 and 60 % of the training;
+then the coder says how many weights the budget holds, and these are trained for their rounding to levels of 5 bits.
+This is S. Han et al., "Deep Compression" (2016), but for the coder and equal steps between levels. Biases are pruned
+like matrices of one row, norms are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, prune
+
+from gbfunc.lab.compare import base
+from gbfunc.lab.compare.base import BudgetTooSmall, Problem, Settings, Trained, grid
+from gbfunc.lab.compare.coded import COARSEST, Levels, RoundedNet, coarsened, decode, encode
+from gbfunc.tasks import Net, Task
+from gbfunc.tasks.pnets import PNet, n_params
+from gbfunc.types import Params
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The weights of the net."""
+
+    rates: ClassVar[tuple[float, ...]] = (3e-3, 1e-2, 3e-2, 1e-1)
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        """Depths, each as wide as fits, and learning rates."""
+
+        def fits(pnet: PNet) -> bool:
+            return len(self._encode(base.blank(pnet, used=True), pnet, problem)) <= problem.budget
+
+        return grid(pnet=[dict(pnet.config) for pnet in base.narrow_pnets(problem.task, fits)], lr=self.rates)
+
+    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        """Adam on all weights."""
+        pnet = base.with_config(problem.task, settings["pnet"])
+        net = pnet.build(seed)
+        base.train_net(problem, net.parameters(), net, settings["lr"], seed)
+        return Trained(self._encode(base.in_use(net, base.state_of(net)), pnet, problem), n_params(net))
+
+    def load(self, data: bytes, task: Task) -> Net:
+        """The net that the file stands for."""
+        net = base.pnet_about(base.text_of(data), task).build(0)
+        return base.restore(net, self._decode(data, base.in_use(net, base.state_of(net)), net))
+
+    def _encode(self, state: Params, pnet: PNet, problem: Problem) -> bytes:
+        return base.pack(state, problem.dtype, base.about_pnet(pnet, problem.task))
+
+    def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
+        return base.unpack(data, like)
+
+
+def _fitting_steps(steps: int) -> set[int]:
+    """After which of so many training steps, counted from 0, weights are rounded anew and the file made to fit."""
+    return {min(steps - 1, round(part * steps)) for part in (0.6, 0.7, 0.8, 0.9)}
+
+
+_SHAPES = ((True, 0.85), (True, 0.6), (False, 0.45))
+"""Whether rows have their own steps; the part of its bits that a level is expected to take."""
+
+
+@dataclass(frozen=True)
+class Quantised(Dense):
+    """The weights of the net in levels of `bits` (4 or 8)."""
+
+    bits: int = 8
+    rates: ClassVar[tuple[float, ...]] = (3e-3, 1e-2, 3e-2)
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        """Steps by row or matrix; depths, each as wide as fits if a level takes some part of its bits; rates."""
+        found: list[Settings] = []
+        for by_row, part in _SHAPES:
+
+            def takes(pnet: PNet, by_row: bool = by_row, part: float = part) -> float:
+                return self._expected(pnet, problem, by_row, part)
+
+            nets = base.narrow_pnets(problem.task, lambda pnet, takes=takes: takes(pnet) <= problem.budget)
+            used = [net for net in nets if takes(net, part=1.0) >= base.USED * problem.budget]
+            found += grid(pnet=[dict(pnet.config) for pnet in used or nets], by_row=(by_row,), lr=self.rates)
+        # The same net may fit by several of these.
+        return [c for i, c in enumerate(found) if c not in found[:i]]
+
+    def _expected(self, pnet: PNet, problem: Problem, by_row: bool, part: float) -> float:
+        state = base.blank(pnet, used=True)
+        rows = _rows(state, by_row)
+        vectors = [x for name, x in state.items() if name not in rows and x.is_floating_point()]
+        bits = part * self.bits * sum(state[name].numel() for name in rows) + 6 * sum(rows.values())
+        bits += sum(7 * x.numel() + 8 for x in vectors) + 8 * (len(vectors) + len(rows) + 1)
+        plain = {name: x for name, x in state.items() if not x.is_floating_point()}
+        return bits / 8 + 3 + len(base.pack(plain, torch.float32, self._about(pnet, problem.task, by_row)))
+
+    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        """Adam on all weights, then on rounded ones, with steps that are coarser where the file is too long."""
+        pnet, by_row = base.with_config(problem.task, settings["pnet"]), settings["by_row"]
+        net = pnet.build(seed)
+        net, about = (
+            RoundedNet(net, self.bits, _rows(base.state_of(net), by_row)),
+            self._about(pnet, problem.task, by_row),
+        )
+
+        def encoded(steps: Params) -> bytes:
+            return encode(net.state(), net.levels(steps), self.bits, about)
+
+        def fitting(steps: Params, budget: float) -> Params:
+            """These steps, or the least coarse ones with which the file fits."""
+            finer = base.largest(lambda n: len(encoded(coarsened(steps, COARSEST - n))) <= budget, COARSEST)
+            return coarsened(steps, COARSEST - finer)
+
+        due = _fitting_steps(problem.steps)
+
+        def after(done: int) -> None:
+            if done in due:
+                net.steps = fitting(net.nearest_steps(), base.MARGIN * problem.budget)
+
+        base.train_net(problem, net.leaves.values(), net, settings["lr"], seed, after)
+        return Trained(encoded(fitting(net.steps, problem.budget)), sum(x.numel() for x in net.leaves.values()))
+
+    def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
+        return decode(data, like, _rows(like, base.text_of(data).get("rows", True)), self.bits)
+
+    @staticmethod
+    def _about(pnet: PNet, task: Task, by_row: bool) -> dict[str, Any]:
+        return base.about_pnet(pnet, task) | ({} if by_row else {"rows": 0})
+
+
+def _rows(state: Params, by_row: bool) -> dict[str, int]:
+    """Count the steps of every matrix; a convolution has a row for an output channel."""
+    return {name: len(x) if by_row else 1 for name, x in state.items() if x.ndim > 1}
+
+
+@dataclass(frozen=True)
+class Pruned(Dense):
+    """The weights of the net that are largest, in levels of `bits`."""
+
+    bits: int = 5
+    rates: ClassVar[tuple[float, ...]] = (1e-3, 3e-3, 1e-2)
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        """Widths of the net that is pruned, in parts of the p-net's, and learning rates."""
+        task, found, least = problem.task, [], []
+        for part in (1, 1 / 2, 1 / 4, 1 / 8, *base.wider(problem)):
+            pnet = base.scaled(task, part)
+            if pnet is None or dict(pnet.config) in found:
+                continue
+            state = base.blank(pnet, used=True)
+            matrices = {name: state[name] for name in _prunable(pnet)}
+            empty = {k: Levels(x.to(torch.int16), torch.zeros(1).byte()) for k, x in matrices.items()}
+            fixed = len(encode(state, empty, self.bits, base.about_pnet(pnet, task), sparse=True))
+            if fixed < 0.9 * problem.budget:
+                full = fixed + self.bits / 8 * sum(x.numel() for x in matrices.values())
+                (found if full > base.USED * problem.budget else least).append(dict(pnet.config))
+        if not found + least:
+            raise BudgetTooSmall("what is not pruned of the net and the header of its file alone are larger")
+        return grid(pnet=found or least[:1], lr=self.rates)
+
+    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        """Dense, then pruning, then rounded, with what is left."""
+        pnet = base.with_config(problem.task, settings["pnet"])
+        about, masks = base.about_pnet(pnet, problem.task), Params()
+        net = RoundedNet(pnet.build(seed), self.bits, dict.fromkeys(_prunable(pnet), 1))
+        matrices = {name: net.leaves[name].detach() for name in net.rows}
+        total = sum(x.numel() for x in matrices.values())
+        due, target, events = _fitting_steps(problem.steps), total, 20
+        start, end = min(int(0.3 * problem.steps), min(due)), min(due)
+        prunes = {start + (end - start) * i // events: i / events for i in range(1, events)}
+
+        def entries(steps: Params, budget: float) -> int:
+            """How many of the largest entries the file has room for."""
+            return most_entries(net.state(), matrices, net.levels(steps), self.bits, budget, about)
+
+        def keep(n: int) -> None:
+            masks.update(top(matrices, n))
+            masked()
+
+        def masked() -> None:
+            for name, mask in masks.items():
+                matrices[name].mul_(mask)
+
+        def after(done: int) -> None:
+            nonlocal target
+            masked()
+            if done == start:
+                target = entries(net.nearest_steps(), base.MARGIN * problem.budget)
+            if done in prunes and done < end:
+                keep(target + round((total - target) * (1 - prunes[done]) ** 3))
+            if done in due:
+                net.steps = net.nearest_steps()
+                keep(entries(net.steps, base.MARGIN * problem.budget))
+
+        base.train_net(problem, net.leaves.values(), net, settings["lr"], seed, after)
+        keep(entries(net.steps, problem.budget))
+        levels = net.levels(net.steps)
+        data = encode(net.state(), levels, self.bits, about, sparse=True)
+        return Trained(data, sum(int(x.levels.count_nonzero()) for x in levels.values()))
+
+    def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
+        return decode(data, like, dict.fromkeys(base.apart_from_norms(net), 1), self.bits, sparse=True)
+
+
+def _prunable(pnet: PNet) -> list[str]:
+    with torch.device("meta"):
+        return base.apart_from_norms(pnet.make())
+
+
+def most_entries(
+    state: Params, weights: Params, matrices: Mapping[str, Levels], bits: int, budget: float, about: Any = None
+) -> int:
+    """Find how many of the largest `weights`, whose levels are `matrices`, can be coded in so many bytes."""
+
+    def fits(n: int) -> bool:
+        masks = top(weights, n)
+        thin = {k: Levels(x.levels * masks[k], x.steps) for k, x in matrices.items()}
+        return len(encode(state, thin, bits, about, sparse=True)) <= budget
+
+    return base.largest(fits, sum(int(x.count_nonzero()) for x in weights.values()))
+
+
+def top(weights: Params, n: int) -> Params:
+    """Make masks of the `n` weights of largest magnitude among all matrices, in their shapes."""
+    flat = parameters_to_vector(weights.values())
+    mask = prune.L1Unstructured(max(0, len(flat) - n)).compute_mask(flat, torch.ones_like(flat, dtype=torch.bool))
+    pieces = mask.split([x.numel() for x in weights.values()])
+    return {name: piece.view_as(x) for (name, x), piece in zip(weights.items(), pieces, strict=True)}

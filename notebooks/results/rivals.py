@@ -1,0 +1,268 @@
+"""`gbfunc compare` with more rivals: `python notebooks/results/rivals.py --task mnist --methods seeded_networks ...`.
+
+low_rank: every matrix is a product of two thin ones (T. N. Sainath et al., 2013), in a net as wide as fits.
+seeded_networks: `theta = sum_k z_k theta_k`, with theta_k drawn from the seed (PRANC: P. Nooralinejad et al., 2023);
+where all would take too much memory, weights are cut into chunks, each with its part of the numbers.
+seeded_factors: the factors of a low-rank net, combined in the same way (NOLA: S. Koohpayegani et al., 2024).
+nnc: a smaller net in Neural Network Coding (ISO/IEC 15938-17) by the package `nncodec` of its authors (D. Becking et
+al., 2023): weights after an ordinary training, a trellis, DeepCABAC, with the finest steps whose file fits.
+
+`subspace_net` and `low_rank_net` are p-nets: `gbfunc federated --dense --pnet notebooks.results.rivals:low_rank_net`.
+Suffixes: B chunks of n entries and k numbers.
+"""
+
+import math
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gbfunc.cli import main
+from gbfunc.extras import import_extra
+from gbfunc.lab import compare
+from gbfunc.lab.compare import BudgetTooSmall, Problem, Settings, Trained, base
+from gbfunc.lab.compare.nets import Dense
+from gbfunc.lab.compare.subspace import Subspace
+from gbfunc.pnet import PureNet, buffers_of, parameter_infos
+from gbfunc.tasks import Net, Task
+from gbfunc.tasks.pnets import PNet, mlp
+from gbfunc.types import Params
+
+RATES, LAST_SEED, MOST_NUMBERS = (1e-2, 3e-2, 1e-1), 9_999, 2**26
+
+
+class Form(NamedTuple):
+    """How a p-net's parameters are given."""
+
+    leaves: Params  # what is trained, as it is at first
+    weights: Callable[[Params], Params]  # from them to every parameter
+
+
+def is_drawn(t: Tensor) -> bool:
+    return t.numel() > 1 and bool((t != t.flatten()[0]).any())
+
+
+def seeded_networks(first: Params, d: int, seed: int) -> Form:
+    """A combination of d random networks; tensors whose entries are all alike at first stay near that."""
+    sizes = [t.numel() for t in first.values()]
+    units = [float(t.std()) if is_drawn(t) else 0.1 for t in first.values()]
+    n_chunks = max(1, math.ceil(d * sum(sizes) / MOST_NUMBERS))
+    k, n = math.ceil(d / n_chunks), math.ceil(sum(sizes) / n_chunks)
+    generator = torch.Generator().manual_seed(seed)
+    networks_Bnk = torch.randn(n_chunks, n, k, generator=generator)
+
+    def weights(leaves: Params) -> Params:
+        z_Bk1 = F.pad(leaves["z"], (0, n_chunks * k - d)).view(n_chunks, k, 1)
+        parts = ((networks_Bnk @ z_Bk1).flatten()[: sum(sizes)] * k**-0.5).split(sizes)
+        of = zip(first.items(), parts, units, strict=True)
+        return {name: x.view_as(t) * unit + (0 if is_drawn(t) else t) for (name, t), x, unit in of}
+
+    return Form({"z": torch.randn(d, generator=generator)}, weights)
+
+
+def low_rank(first: Params, rank: int, seed: int) -> Form:
+    """Matrices as products of two of this rank, of the same deviation; one smaller than its factors stays itself."""
+    generator, leaves = torch.Generator().manual_seed(seed), Params()
+    for name, t in first.items():
+        rows, cols = (len(t), t.numel() // max(len(t), 1)) if t.ndim > 1 else (0, 0)
+        if rank * (rows + cols) < rows * cols:
+            std = (float(t.std()) / rank**0.5) ** 0.5
+            leaves[f"{name}.left"] = torch.randn(rows, rank, generator=generator) * std
+            leaves[f"{name}.right"] = torch.randn(rank, cols, generator=generator) * std
+        else:
+            leaves[name] = t
+
+    def weights(leaves: Params) -> Params:
+        return {
+            name: leaves[name] if name in leaves else (leaves[f"{name}.left"] @ leaves[f"{name}.right"]).view(t.shape)
+            for name, t in first.items()
+        }
+
+    return Form(leaves, weights)
+
+
+class FormNet(nn.Module):
+    """A p-net whose weights are of a form.
+
+    Its leaves are parameters, with `_` for dots in their names; vectors have a first dimension of 1, as codes are for
+    matrices.
+    """
+
+    def __init__(self, pnet: nn.Module, form: Form) -> None:
+        super().__init__()
+        call, self.shapes = PureNet(pnet), {name: leaf.shape for name, leaf in form.leaves.items()}
+        # Functions, of which copies of this module do not make others.
+        self.weights, self.call = form.weights, lambda weights, buffers, x: call(weights, buffers, x)
+        for name, leaf in form.leaves.items():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(torch.atleast_2d(leaf).clone()))
+        self.of_pnet = {name: b.clone() for name, (b, _) in buffers_of(pnet).items()}
+
+    def leaves(self) -> Params:
+        given = zip(self.shapes.items(), self.parameters(), strict=True)
+        return {name: leaf.view(shape) for (name, shape), leaf in given}
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            weights = self.weights(self.leaves())
+        return self.call(weights, self.of_pnet, x)
+
+
+def first_of(pnet: nn.Module) -> Params:
+    return {info.name: info.tensor.detach() for info in parameter_infos(pnet)}
+
+
+def subspace_net(numbers: int = 1_994, seed: int = 0, sizes: tuple[int, ...] = (784, 200, 200, 10)) -> nn.Module:
+    """An MLP in a random subspace of so many numbers."""
+    weights = Subspace(pnet := mlp(tuple(sizes), seed), numbers, seed)
+    return FormNet(pnet, Form({"z": torch.zeros(numbers)}, lambda leaves: weights(leaves["z"])))
+
+
+def low_rank_net(rank: int = 1, seed: int = 0, sizes: tuple[int, ...] = (784, 200, 200, 10)) -> nn.Module:
+    """An MLP whose matrices are products of two of this rank."""
+    pnet = mlp(tuple(sizes), seed)
+    return FormNet(pnet, low_rank(first_of(pnet), rank, seed))
+
+
+@dataclass(frozen=True)
+class Formed:
+    """The leaves of a form, beside the p-net's buffers and the seed of what is drawn."""
+
+    ranks: tuple[int, ...]  # of the factors; 0 is the matrices themselves
+    seeded: bool  # whether numbers give the factors, which are otherwise trained
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        task, found = problem.task, []
+
+        def fits(leaves: Params, pnet: PNet, rank: int) -> bool:
+            about = self.about(pnet, task, rank, LAST_SEED)
+            return len(base.pack(leaves, problem.dtype, about)) <= problem.budget
+
+        for rank in self.ranks:
+            if self.seeded:
+                buffers, first = base.saved_buffers(pnet := task.build(0)), outer(pnet, rank, 0).leaves
+                room = lambda d, z=buffers, r=rank: fits(z | {"z": torch.zeros(d)}, task.pnet, r)  # noqa: E731
+                if d := base.largest(room, sum(t.numel() for t in first.values())):
+                    found += base.grid(d=(d,), rank=(rank,), lr=RATES)
+                continue
+            pnet = base.widest(task, lambda p, r=rank: fits(low_rank(base.blank(p), r, 0).leaves, p, r), 1.0)
+            # Without a matrix that is larger than its factors the net is a dense one.
+            if pnet and len(low_rank(state := base.blank(pnet), rank, 0).leaves) > len(state):
+                found += base.grid(pnet=(dict(pnet.config),), rank=(rank,), lr=RATES)
+        if not found:
+            raise BudgetTooSmall("no net of factors, or no file of a single number, is as small as that")
+        return found
+
+    def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
+        family = base.with_config(problem.task, settings.get("pnet", problem.task.pnet.config))
+        pnet = family.build(seed)
+        form = self.form(pnet, settings["rank"], seed, settings.get("d", 0))
+        net = FormNet(pnet, form)
+        base.train_net(problem, net.parameters(), net, settings["lr"], seed)
+        buffers = {name: net.of_pnet[name] for name in base.saved_buffers(pnet)}
+        about = self.about(family, problem.task, settings["rank"], seed)
+        return Trained(
+            base.pack(buffers | net.leaves(), problem.dtype, about), sum(t.numel() for t in form.leaves.values())
+        )
+
+    def load(self, data: bytes, task: Task) -> Net:
+        about = base.text_of(data)
+        rank, seed = about.get("rank", 0), about.get("seed", 0)
+        pnet = base.pnet_about(about, task).build(seed)
+        leaves = {"z": torch.empty(0)} if self.seeded else outer(pnet, rank, seed).leaves
+        state = base.unpack(data, base.saved_buffers(pnet) | leaves, rest="z")
+        return base.restore(pnet, state | self.form(pnet, rank, seed, len(state.get("z", ()))).weights(state))
+
+    def about(self, pnet: PNet, task: Task, rank: int, seed: int) -> dict[str, Any]:
+        drawn = {"seed": seed} if self.seeded else {}
+        return base.about_pnet(pnet, task) | drawn | ({"rank": rank} if rank else {})
+
+    def form(self, pnet: nn.Module, rank: int, seed: int, d: int) -> Form:
+        factors = outer(pnet, rank, seed)
+        if not self.seeded:
+            return factors
+        inner = seeded_networks(factors.leaves, d, seed)
+        return Form(inner.leaves, lambda leaves: factors.weights(inner.weights(leaves)))
+
+
+def outer(pnet: nn.Module, rank: int, seed: int) -> Form:
+    """From what is trained or drawn to the p-net's tensors."""
+    first = first_of(pnet)
+    return low_rank(first, rank, seed) if rank else Form(first, lambda leaves: leaves)
+
+
+FINEST, COARSEST = -75, 12
+"""Quantisation parameters: steps of 2^(qp / 4), about, from the package's own for what is no weight."""
+
+
+def nncodec() -> Any:
+    return import_extra("nncodec.nnc", "comparing with Neural Network Coding", "nncodec")
+
+
+@dataclass(frozen=True)
+class Coded(Dense):
+    """The weights of the net in the standard's bitstream."""
+
+    rates = (1e-3, 3e-3, 1e-2, 3e-2)
+
+    def candidates(self, problem: Problem) -> list[Settings]:
+        """Depths, each as wide as fits if a number takes so many bits and a tensor 20 bytes; learning rates."""
+        nncodec()
+        nets: list[Settings] = []
+        for bits in (6.0, 4.0, 2.5):
+
+            def fits(pnet: PNet, bits: float = bits) -> bool:
+                state = base.blank(pnet, used=True)
+                text = len(base.pack({}, torch.float32, base.about_pnet(pnet, problem.task)))
+                numbers = sum(x.numel() for x in state.values())
+                return text + bits / 8 * numbers + 20 * len(state) <= problem.budget
+
+            nets += [dict(pnet.config) for pnet in base.narrow_pnets(problem.task, fits)]
+        return base.grid(pnet=[net for i, net in enumerate(nets) if net not in nets[:i]], lr=self.rates)
+
+    def _encode(self, state: Params, pnet: PNet, problem: Problem) -> bytes:
+        def encoded(finer: int) -> bytes:
+            code = torch.frombuffer(bytearray(encode_nnc(state, COARSEST - finer)), dtype=torch.uint8)
+            return base.pack({"code": code}, torch.float32, base.about_pnet(pnet, problem.task))
+
+        finer = base.largest(lambda n: len(encoded(n)) <= problem.budget, COARSEST - FINEST)
+        if not finer:
+            raise BudgetTooSmall("the coarsest steps take more")
+        return encoded(finer)
+
+    def _decode(self, data: bytes, like: Params, net: nn.Module) -> Params:
+        code = base.unpack(data, {"code": torch.empty(0, dtype=torch.uint8)}, rest="code")["code"]
+        return decode_nnc(code.numpy().tobytes(), like)
+
+
+def encode_nnc(state: Params, qp: int) -> bytes:
+    """A bitstream of all tensors, named by their places; `qp` sets their step."""
+    parts = {str(i): x.detach().float().numpy() for i, x in enumerate(state.values())}
+    with tempfile.TemporaryDirectory() as folder:
+        # It writes a file in any case.
+        options = {"qp": qp, "nonweight_qp": qp, "row_skipping": True, "return_bitstream": True}
+        return bytes(nncodec().compress(parts, str(Path(folder) / "net.nnc"), **options))
+
+
+def decode_nnc(code: bytes, like: Params) -> Params:
+    parts = nncodec().decompress(bytearray(code))
+    return {name: torch.as_tensor(parts[str(i)]).float().view(x.shape) for i, (name, x) in enumerate(like.items())}
+
+
+RIVALS = {
+    "low_rank": Formed((1, 2, 4, 8, 16), seeded=False),
+    "seeded_networks": Formed((0,), seeded=True),
+    "seeded_factors": Formed((2, 8), seeded=True),
+    "nnc": Coded(),
+}
+
+if __name__ == "__main__":
+    # It needs a package of its own, and is run where it is named.
+    known = {name: method for name, method in RIVALS.items() if name != "nnc" or name in sys.argv}
+    compare.METHODS = {**compare.METHODS, **known}
+    sys.exit(main(["compare", *sys.argv[1:]]))
