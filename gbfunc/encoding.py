@@ -123,7 +123,7 @@ class Binary(Encoding):
 
     def at(self, i: Tensor, n: int) -> Tensor:
         """[..., ceil(log2(n))], most significant bit first."""
-        return _halves(i[..., None], _places(n)) if n > 1 else _joined([], i)
+        return _halves(i[..., None], _places(n))
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Gray(Binary):
     def at(self, i: Tensor, n: int) -> Tensor:
         """[..., ceil(log2(n))], most significant bit first: bit b of `i ^ (i >> 1)` is bit b + 1 of `i + 2^b`."""
         places = _places(n)
-        return _halves(i[..., None] + i.new_tensor(places), [2 * p for p in places]) if n > 1 else _joined([], i)
+        return _halves(i[..., None] + i.new_tensor(places), [2 * p for p in places])
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class PerAxis(Encoding):
         n_positions: positions of the kernel, 9 for 3 x 3.
 
     Raises:
-        ValueError: if `n_positions` is below 1 or not what `positions` codes, or if either code is nested too deep.
+        ValueError: if `positions` does not code `n_positions`, or if either code is nested too deep.
     """
 
     channels: Encoding
@@ -251,13 +251,7 @@ class PerAxis(Encoding):
 class Table(Encoding):
     """Codes of the user's own, `[n, k]`: a row of numbers for each position of the whole axis; made by `table`.
 
-    Args:
-        shape: (n, k).
-        dtype: of the numbers: int8, float16, float32 or float64.
-        data: the numbers row by row, little-endian, in base64.
-
-    Raises:
-        ValueError: if these do not fit each other, or a number is not finite or above 1e9.
+    `data` holds the numbers of `dtype` row by row, little-endian, in base64.
     """
 
     shape: tuple[int, int]
@@ -319,8 +313,9 @@ def table(codes: Any) -> Encoding:
     >>> table([[0.0, 1.0], [0.5, -1.0], [2.0, 1.0]])
     table(3x2, float16)
     """
-    values = codes.detach().cpu().numpy() if isinstance(codes, Tensor) and codes.dtype != torch.bfloat16 else codes
-    array = np.asarray(values.float().cpu() if isinstance(values, Tensor) else values)
+    if isinstance(codes, Tensor):
+        codes = (codes.float() if codes.dtype == torch.bfloat16 else codes).detach().cpu()
+    array = np.asarray(codes)
     if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "biuf":
         raise ValueError(f"a table of codes must be [n, k] of real numbers, got {array.shape} of {array.dtype}")
     wide = array.astype(np.float64)

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,25 +58,26 @@ def check_genome(
     if buffers:
         expected |= {f"{BUFFERS}{b.name}": b.shape for b in plan.buffers}
         flat |= flatten_tree(genome.buffers, BUFFERS)
-    given = {k: tuple(x.shape) for k, x in flat.items()}
-    hint = ""
-    if given.keys() == expected.keys():
-        wrong = [(given[k], s) for k, s in expected.items() if given[k] != s]
-        if not wrong:
-            return
-        if all(got[1:] == s[1:] and got[:1] < s[:1] for got, s in wrong):
-            hint = "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
-        elif all(given[k] == s for k, s in expected.items() if not k.startswith(BUFFERS)):
-            hint = (
-                "; a buffer to which a forward gives another shape must have it in the plan: run the p-net once, on "
-                "its longest input, before gb.make_plan"
-            )
-        elif shapes is not None and plan.leaf_shapes.items() <= given.items():
-            hint = "; a whole state becomes this rank's part by train_step.shard(state)"
     try:
         compare_trees({k: TensorSpec(s) for k, s in expected.items()}, flat, "the genome does not fit the plan")
     except ValueError as error:
-        raise ValueError(f"{error}{hint}") from None
+        cure = _cure(plan, expected, {k: tuple(x.shape) for k, x in flat.items()}, shapes is not None)
+        raise ValueError(f"{error}{cure}") from None
+
+
+def _cure(plan: Plan, expected: Mapping[str, Any], given: Mapping[str, Any], part: bool) -> str:
+    """What to do about a genome of other shapes, as far as these tell."""
+    wrong = {k: (given[k], shape) for k, shape in expected.items() if given.get(k, shape) != shape}
+    if given.keys() != expected.keys():
+        return ""
+    if all(got[1:] == shape[1:] and got[:1] < shape[:1] for got, shape in wrong.values()):
+        return "; a state with fewer tiles is one rank's part: train_step.gather(state) makes it whole"
+    if all(k.startswith(BUFFERS) for k in wrong):
+        words = "a buffer to which a forward gives another shape must have it in the plan"
+        return f"; {words}: run the p-net once, on its longest input, before gb.make_plan"
+    if part and plan.leaf_shapes.items() <= given.items():
+        return "; a whole state becomes this rank's part by train_step.shard(state)"
+    return ""
 
 
 def check_type(plan: Plan) -> None:

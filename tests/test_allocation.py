@@ -203,23 +203,12 @@ def test_stopped_it_goes_on(straight: Path, tmp_path: Path, monkeypatch: pytest.
         assert (tmp_path / name).read_bytes() == (straight / name).read_bytes()
 
 
-def test_a_split_genome_is_refused_before_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_trainer_refuses_before_it_trains() -> None:
     task = TASKS["digits"]()
     pnet = task.build(0)
     plan = task.plan(pnet, genome_bytes=500, stored="auto")
     recipe = task.recipe(plan.genome_params)
     with pytest.raises(ValueError, match="need the whole genome on each rank: replicated, got 'sharded'"):
         genome_trainer(plan, pnet, task, recipe, 0, placement="sharded", rounding="auto", genome_bytes=500)
-    # What would choose one is told not to.
-    asked: dict[str, Any] = {}
-    plain = gb.make_train_step
-
-    def asking(*given: Any, **options: Any) -> Any:
-        asked.update(options)
-        return plain(*given, **options)
-
-    monkeypatch.setattr(gb, "make_train_step", asking)
-    genome_trainer(plan, pnet, task, recipe, 0, rounding="auto", genome_bytes=500)
-    assert asked["placement"] == "replicated"
     with pytest.raises(ValueError, match="need the bytes that their file shall have"):
         genome_trainer(plan, pnet, task, recipe, 0, rounding="auto")

@@ -170,12 +170,3 @@ def test_refuses() -> None:
         gb.fit_genome(plan, pnet, pnet=pnet)
     with pytest.raises(ValueError, match="does not fit the plan"):
         gb.fit_genome(plan, pnet, start=genome._replace(gnets={}))
-
-
-def test_autocast_around_it_changes_nothing() -> None:
-    trained = nn.Linear(12, 8)
-    plan = gb.make_plan(trained, gb.periodic(features=1))
-    plain = gb.fit_genome(plan, trained, steps=3)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = gb.fit_genome(plan, trained, steps=3)
-    assert inside.errors == plain.errors

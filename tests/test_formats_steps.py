@@ -18,7 +18,7 @@ import gbfunc as gb
 from gbfunc.formats import Steps, allocate, as_stored, file_bytes
 from gbfunc.formats.statistics import counter_entries, read_counters
 from gbfunc.formats.step_stream import code_bits
-from gbfunc.formats.steps import bytes_each, parts_of, quantise, stored_as
+from gbfunc.formats.steps import parts_of, quantise
 from gbfunc.formats.symbols import NARROWEST, WIDEST, Reader, geometric, join
 from gbfunc.trees import flat_genome, flatten_tree, like_genome
 from gbfunc.types import Genome, Params
@@ -152,18 +152,6 @@ def test_integers_take_the_bits_of_their_distribution(tmp_path: Path) -> None:
         assert gb.save(tmp_path / "g", plan, genome, steps) * 8 / 20_000 == pytest.approx(entropy + 0.1, rel=0.02)
 
 
-def test_noise_is_the_same_everywhere() -> None:
-    """Of every part, `step * rms gradient` is what the others have, to half of a step's index."""
-    plan, genome = made(gb.low_rank(3))
-    leaves, scales = flat_genome(genome), {}
-    squares = {k: torch.full_like(x, 4.0 ** -(i % 5)) for i, (k, x) in enumerate(leaves.items())}
-    steps = allocate(plan, leaves, squares, 5.0 * plan.genome_params)
-    for name, indices in steps.indices:
-        scales[name] = [2 ** (i / 8) * math.sqrt(float(squares[name].flatten()[0])) for i in indices]
-    every = [scale for of_parts in scales.values() for scale in of_parts]
-    assert max(every) / min(every) <= 2 ** (1 / 8) + 1e-6
-
-
 def test_large_amplitudes_get_finer_codes() -> None:
     plan = gb.make_plan(nn.Linear(32, 32, bias=False), gb.periodic(3))
     genome = gb.init_genome(plan, nn.Linear(32, 32, bias=False), seed=0)
@@ -266,14 +254,6 @@ def test_steps_of_another_plan_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give those of gb.allocate_steps"):
         plan.report("auto", genome)
     assert not list(tmp_path.iterdir())
-
-
-def test_plans_for_bytes() -> None:
-    pnet = net()
-    plan = gb.make_plan(pnet, genome_bytes=900, stored="auto")
-    assert 850 <= sum(file_bytes(plan, "auto").values()) <= 900
-    assert "about" in plan.report("auto") and "on disk in codes" in plan.report("auto")
-    assert stored_as(random_steps(plan, gb.init_genome(plan, pnet, seed=0))) == "auto" and bytes_each("auto") == 0.625
 
 
 def test_damaged_files(tmp_path: Path) -> None:

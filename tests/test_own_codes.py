@@ -63,16 +63,6 @@ def test_files_hold_the_codes_once(dtype: str | None, tmp_path: Path) -> None:
     assert same_bits(*outputs)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.6", reason="exports are traced by torch >= 2.6")
-@pytest.mark.parametrize("weights", ["genome", "dense"])
-def test_exported_programs_compute_with_them(weights: Any, tmp_path: Path) -> None:
-    net, plan = planned(hypernet=gb.periodic(6), max_tile=16)
-    genome, x = gb.init_genome(plan, net), torch.randn(4, 12)
-    gb.export(tmp_path / "net.pt2", plan, genome, net, x, weights=weights)
-    program = torch.export.load(tmp_path / "net.pt2").module()
-    torch.testing.assert_close(program(x), gb.materialize(plan, genome, net)(x), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("pair", "words"),
     [

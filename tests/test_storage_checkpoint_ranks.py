@@ -41,30 +41,11 @@ def straight(folders: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def on_two(folders: Path, straight: Any) -> list[Any]:
-    """Two ranks begin a training in each placement, and go on with one of a single process."""
+def on_two(folders: Path) -> list[Any]:
+    """Two ranks begin a training in each placement, and are refused one of another plan."""
     course(None, folders / "one", SAVED)
-    for placement in PLACEMENTS:
-        shutil.copytree(folders / "one", folders / f"one to {placement}")
     begin = [(str(folders / placement), SAVED, placement) for placement in PLACEMENTS]
-    go_on = [(str(folders / f"one to {placement}"), UNTIL, placement) for placement in PLACEMENTS]
-    return run_ranks(2, "rank_checkpoints:run_courses", arguments={"tasks": begin + go_on, "refused": folders / "one"})
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_one_goes_on_as_two(placement: str, folders: Path, on_two: list[Any], straight: Any) -> None:
-    for found in on_two:
-        found = found[str(folders / f"one to {placement}")]
-        assert (found["from"], found["extra"]) == (f"step-{SAVED:08d}.safetensors", {"after": SAVED})
-        assert_close_trees(found["state"], straight, 1e-9)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_two_go_on_as_one(placement: str, folders: Path, on_two: list[Any], straight: Any) -> None:
-    shutil.copytree(folders / placement, folders / f"{placement} to one")
-    found = course(None, folders / f"{placement} to one", UNTIL)
-    assert found["from"] == f"step-{SAVED:08d}.safetensors" and not found["skipped"]
-    assert_close_trees(found["state"], straight, 1e-9)
+    return run_ranks(2, "rank_checkpoints:run_courses", arguments={"tasks": begin, "refused": folders / "one"})
 
 
 def test_two_go_on_as_three(folders: Path, on_two: list[Any], straight: Any) -> None:

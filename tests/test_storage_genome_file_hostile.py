@@ -160,8 +160,6 @@ def another_kind(plan: Any) -> None:
 HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "direct": (direct, "declares a p-net of 4,000,0.* bytes, over the limit"),
     "buffer": (buffer, "declares a p-net of .* bytes, over the limit"),
-    "generated": (lambda p: huge(p, 1 << 40, 1 << 40), "declares a p-net of .* bytes, over the limit"),
-    "tiles": (lambda p: huge(p, 4000, 1), "declares g-nets of more parameters than the 8"),
     "too many tiles": (lambda p: huge(p, 1 << 17, 1), "tiles; at most"),
     "constant tiles": (lambda p: huge(p, 4000, 1, "constant"), "declares codes of"),
     "one-hot": (lambda p: huge(p, 100_000, 100_000, "periodic", {"type": "one_hot"}), "declares codes of"),
@@ -170,15 +168,12 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
         "at most 16 axes, got 99",
     ),
     "features": (lambda p: hypernet(p, type="periodic", features=10**30), "declares g-nets of"),
-    "hidden": (lambda p: hypernet(p, type="gnet", hidden=[10**9, 10**9]), "declares g-nets of"),
     "module": (lambda p: hypernet(p, type="module", factory="os:system"), "needs the g-net factory 'os:system'"),
-    "numbers without end": (lambda p: tensor(p)["slots"][0].__setitem__(3, float("inf")), "must be finite"),
     "a side that no tensor has": (lambda p: tensor(p, "5.bias").__setitem__("shape", [0, 1 << 63]), "expected a shape"),
     "half a kernel": (lambda p: tensor(p, "0.weight")["slots"][0].__setitem__(slice(4, 8), [0.0, "", 2, 10]), "whole"),
     "another kind": (another_kind, "cannot have shape|do not fold"),
     "version": (lambda p: p.__setitem__("version", 3), "plan version 3 is not the one known here, 2"),
     "same name twice": (lambda p: tensor(p).__setitem__("name", "0.bias"), "a name of its own"),
-    "no hypernetworks": (lambda p: p.__setitem__("hypernets", []), "not a plan: IndexError"),
 }
 
 
@@ -291,10 +286,6 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
         lambda: plan_json([], buffers=[["b", [1 << 62] * 190_000, "float32", True]]),
         "190,000 dimensions in a shape",
     ),
-    "allowed dimensions in many tensors": (
-        lambda: plan_json([{"name": f"{i}", "shape": [1 << 62] * 64, "kind": "matrix"} for i in range(3000)]),
-        "over the limit",
-    ),
     "a tree of encodings": (lambda: plan_json([linear(1)], encoding=nested(11, both=True)), "nested 3 deep, got 4"),
     "allowed encodings in many tensors": (
         lambda: plan_json([linear(i) for i in range(MANY)], encoding=nested(3, both=True)),
@@ -302,23 +293,11 @@ WORK: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "axes of a grid": (lambda: plan_json([linear(1, 1, 1)], encoding=GRID), "at most 16 axes, got 100000"),
     "tensors": (lambda: plan_json([linear(i) for i in range(25_000)]), "25,000 names of tensors; .* at most 16,384"),
-    "aliases": (
-        lambda: plan_json([vector("w", [1], aliases=[f"{i:x}" for i in range(50_000)])]),
-        "50,001 names of tensors",
-    ),
     "hypernetworks": (
         lambda: plan_json([linear(1)] * 2).replace('"hypernets":[', '"hypernets":[' + "{}," * 20_000),
         "",
     ),
-    "huge numbers": (
-        lambda: plan_json([linear(i, 2 + i) for i in range(2000)], {"type": "periodic", "features": int("9" * 4000)}),
-        "declares g-nets of more parameters than the 8",
-    ),
     "lists": (lambda: "[" + "[]," * 1_390_000 + "0]", "over 65,536 dicts or 262,144 lists"),
-    "an unknown hypernetwork of a long name": (
-        lambda: plan_json([linear(1)], {"type": "x" * 4_000_000}),
-        "known types",
-    ),
 }
 
 

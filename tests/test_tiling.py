@@ -65,17 +65,6 @@ def test_join_all_undoes_split_of_each(grids: list[TileGrid]) -> None:
         assert torch.equal(matrix, numbered(grid))
 
 
-@given(stacks(), st.data())
-def test_the_gradient_of_join_is_split(grids: list[TileGrid], data: st.DataObject) -> None:
-    tiles = torch.zeros_like(stacked(grids), requires_grad=True)
-    used = [data.draw(st.booleans()) for _ in grids]
-    used[0] = True
-    cotangents = [numbered(g) if use else torch.zeros(g.rows, g.cols) for g, use in zip(grids, used, strict=True)]
-    outputs = [m for m, use in zip(join_all(tiles, grids), used, strict=True) if use]
-    (gradient,) = torch.autograd.grad(outputs, tiles, [c for c, use in zip(cotangents, used, strict=True) if use])
-    assert torch.equal(gradient, torch.cat([split_tiles(c, g) for c, g in zip(cotangents, grids, strict=True)]))
-
-
 # torch's own forward-mode formulas still use torch.jit.script.
 @settings(max_examples=10)
 @given(stacks(2))
