@@ -48,12 +48,12 @@ class GenomeProblem(Problem):
 
     The members of a generation see the same batch, the next one of `batches`, and the same noise of stochastic g-nets.
     A loss that is not finite counts as the worst of its generation. New solutions are the start (z = 0) and standard
-    normal mutants of the start.
+    normal mutants of the start. `evaluations` counts the members judged so far.
 
     Args:
         plan: the plan. Rules that keep every tensor direct make a problem of the p-net's own weights.
-        pnet: the p-net that the plan was made for, in the training mode that counts. `vmap` must know its operations:
-            it does not know those of `nn.LSTM` and `nn.GRU`.
+        pnet: the p-net of the plan, in the training mode that counts. `vmap` must know its operations: it does not
+            know those of `nn.LSTM` and `nn.GRU`.
         loss_fn: `(net, batch) -> loss` or `(loss, aux)`, as for `make_train_step`.
         batches: a batch for each generation, in the form that `loss_fn` takes; `itertools.repeat(batch)` for the same.
         sense: whether the loss is minimised or maximised.
@@ -67,15 +67,10 @@ class GenomeProblem(Problem):
         seed: seed of the start, of noise, and of the algorithm's draws.
         options: EvoTorch's (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
 
-    Attributes:
-        plan: the plan.
-        pnet: the p-net.
-        evaluations: members judged so far.
-
     Raises:
         TypeError: if `start` is no genome.
-        ValueError: if `start`, the p-net or the subspace does not fit the plan, for a step that is not positive or of
-            an unknown role; from the algorithm's step, if the batches are at an end, or a forward changes buffers.
+        ValueError: if `start`, the p-net or the subspace does not fit the plan; for steps that are not positive or of
+            unknown roles; from the algorithm's step, if batches are at an end, or a forward changes buffers in place.
         FloatingPointError: from the algorithm's step, if no member of a generation has a finite loss.
     """
 
@@ -131,16 +126,15 @@ class GenomeProblem(Problem):
     @torch.no_grad()
     def losses(self, solutions_nz: Tensor, batch: Any) -> Tensor:
         """The losses [n] of some solutions [n, z] on a batch, by one `vmap`."""
-        loss_fn = self._loss_fn
-        if loss_fn is None:
+        if self._loss_fn is None:
             raise TypeError("a problem of control has no losses: see its method returns")
-        grow = self._grower(lambda weights, buffers: self._call.run(weights, buffers, loss_fn, batch))
 
-        def one(solution_z: Tensor) -> Tensor:
-            loss = self._call.run(grow(solution_z), dict(self._buffers), loss_fn, batch)
-            return loss_and_aux(loss)[0].reshape(())
+        def loss(weights: Params, buffers: Params) -> Tensor:
+            return loss_and_aux(self._call.run(weights, buffers, self._loss_fn, batch))[0].reshape(())
 
-        return vmap(one, randomness="different", chunk_size=self._chunk)(solutions_nz)
+        grow = self._grower(loss)
+        one = vmap(lambda z: loss(grow(z), dict(self._buffers)), randomness="different", chunk_size=self._chunk)
+        return one(solutions_nz)
 
     def _grower(self, call: Callable[[Params, Params], Any]) -> Callable[[Tensor], Params]:
         """Give the function from a solution [z] to its weights, for one generation with one noise.
@@ -154,8 +148,7 @@ class GenomeProblem(Problem):
         if not self._tried:
             own = {k: x.clone() for k, x in self._buffers.items()}
             call(self._weights_of(leaves, noise), dict(own))
-            same = {k: torch.equal(x.nan_to_num(), self._buffers[k].nan_to_num()) for k, x in own.items()}
-            if changed := [k for k in own if not same[k]]:
+            if changed := [k for k, x in own.items() if not torch.equal(x.nan_to_num(), self._buffers[k].nan_to_num())]:
                 raise ValueError(
                     f"the p-net's forward changes its buffers {', '.join(changed)} in place, and the members of a "
                     "generation share them: pnet.eval() keeps the statistics of norms; keep other state elsewhere"
@@ -164,7 +157,6 @@ class GenomeProblem(Problem):
         return lambda solution_z: self._weights_of(flat_genome(self._unflatten(self.vector(solution_z))), noise)
 
     def _judged(self, solutions_nz: Tensor) -> Tensor:
-        """Fitness [n] of a generation."""
         batch = next(self._batches, self)
         if batch is self:
             raise ValueError(f"the batches are at an end after {self.evaluations} evaluations: give one per generation")
@@ -203,7 +195,8 @@ class ControlProblem(GenomeProblem):
     """The search for the genome whose network has the largest return in an environment of gymnasium.
 
     All members act at once, each in as many environments as it has episodes, in one `gymnasium.vector.VectorEnv`. The
-    fitness is the mean undiscounted return of the episodes of a generation.
+    fitness is the mean undiscounted return of the episodes of a generation. `env_steps` counts the steps of all
+    environments in episodes that had not ended.
 
     Args:
         plan: the plan.
@@ -212,9 +205,6 @@ class ControlProblem(GenomeProblem):
         env: the environment's name.
         episodes: episodes of each member in a generation.
         options: options of `GenomeProblem` except `sense`.
-
-    Attributes:
-        env_steps: steps of all environments so far, in episodes that had not ended.
 
     Raises:
         ImportError: without gymnasium, or what the environment needs.

@@ -385,7 +385,7 @@ def test_checkpoints_of_others_are_refused(problem: Problem, app: ClientApp, tmp
         trained(server(smaller, checkpoint=path), app, 2)
     for damaged in (path.read_bytes()[:-9], b"\x80\x04no pickle"):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="not a checkpoint of a server"):
+        with pytest.raises(ValueError, match="no checkpoint that this server can go on from"):
             trained(server(problem, checkpoint=path), app, 2)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gbfunc.export.program import Inputs, Run, Traced, quiet
+from gbfunc.export.program import BATCH, Inputs, Run, Traced, quiet
 from gbfunc.extras import import_extra
 
 _FOLDED = 16
@@ -21,62 +21,58 @@ _FOLDED = 16
 
 _LARGEST_ONNX = 2**31 - 1
 
+_ONNX_PASSES = ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes",
+                "ClearMetadataAndDocString")  # fmt: skip
+
 _IREE_FLAGS = (
     # Constants that are computed stay computed: the file holds the genome, not the weights.
     "--iree-opt-const-eval=false",
     "--iree-opt-const-expr-hoisting=false",
     "--iree-llvmcpu-debug-symbols=false",
+    "--iree-llvmcpu-target-cpu=generic",
     "--iree-vm-bytecode-module-strip-source-map=true",
     "--iree-vm-emit-polyglot-zip=false",
 )
 
 
-def to_pt2(traced: Traced) -> bytes:
-    """A file that `torch.export.load` reads; its description is compressed, which torch leaves out."""
+def _to_pt2(traced: Traced) -> bytes:
     traced.program.example_inputs = None
     raw, packed = io.BytesIO(), io.BytesIO()
     with quiet():
         torch.export.save(traced.program, raw)
+    # torch does not compress the description. The date is fixed: the same program gives the same bytes.
     with zipfile.ZipFile(raw) as source, zipfile.ZipFile(packed, "w") as target:
         for entry in source.infolist():
-            text = entry.filename.endswith(".json")
-            # The date is fixed: the same program gives the same bytes.
             info = zipfile.ZipInfo(entry.filename)
-            info.compress_type = zipfile.ZIP_DEFLATED if text else zipfile.ZIP_STORED
+            info.compress_type = zipfile.ZIP_DEFLATED if entry.filename.endswith(".json") else zipfile.ZIP_STORED
             target.writestr(info, source.read(entry))
     return packed.getvalue()
 
 
-def run_pt2(data: bytes, folder: Path) -> Run:
-    """By torch."""
+def _run_pt2(data: bytes, folder: Path) -> Run:
     with quiet():
         net = torch.export.load(io.BytesIO(data)).module()
     return lambda inputs: inputs.outputs_of(net)
 
 
-def to_aoti(traced: Traced) -> bytes:
-    """A package of machine code that `torch._inductor.aoti_load_package` and its C++ namesake load."""
-    with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
+def _to_aoti(traced: Traced) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder, quiet():
         path = Path(folder, "model.pt2")
-        with quiet():
-            torch._inductor.aoti_compile_and_package(traced.program, package_path=str(path))
+        torch._inductor.aoti_compile_and_package(traced.program, package_path=str(path))
         return path.read_bytes()
 
 
-def run_aoti(data: bytes, folder: Path) -> Run:
-    """By AOTInductor's runtime, which is part of torch."""
+def _run_aoti(data: bytes, folder: Path) -> Run:
     path = folder / "model.pt2"
     path.write_bytes(data)
     net = torch._inductor.aoti_load_package(str(path))
     return lambda inputs: inputs.outputs_of(net)
 
 
-def to_onnx(traced: Traced) -> bytes:
-    """A model of standard operations; nothing that is computed of the genome is folded into it."""
+def _to_onnx(traced: Traced) -> bytes:
     packages = ("onnx_ir", "onnx_ir.passes.common", "onnxscript.optimizer", "onnx")
     ir, passes, optimizer, _ = (import_extra(x, "an ONNX model", "gbfunc[onnx]") for x in packages)
     with quiet():
-        # The shapes name dimensions, which the program has lost.
         made = torch.onnx.export(
             traced.program,
             dynamo=True,
@@ -89,37 +85,35 @@ def to_onnx(traced: Traced) -> bytes:
     model = made.model
     # Not `optimize`, whose rule for a product between reshapes made other weights of a tiled MLP g-net (0.7.2).
     optimizer.fold_constants(model, input_size_limit=_FOLDED, output_size_limit=_FOLDED)
-    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-    inner = any(x.type in graphs for node in model.graph for x in node.attributes.values())
-    for change in (
-        # Of a loop whose result is a value from outside it leaves a graph that no runtime takes (onnx_ir 1.1).
-        *([] if inner else [passes.IdentityEliminationPass()]),
-        passes.DeduplicateInitializersPass(),
-        passes.CommonSubexpressionEliminationPass(),
-        passes.RemoveUnusedNodesPass(),
-        passes.ClearMetadataAndDocStringPass(),
-    ):
-        change(model)
-    _shorten(model.graph)
+    for name in _ONNX_PASSES:
+        getattr(passes, f"{name}Pass")()(model)
+    # Computed values are numbered; inputs, outputs and weights keep their names.
+    outputs = set(model.graph.outputs)
+    for number, value in enumerate(x for node in model.graph for x in node.outputs if x not in outputs):
+        value.name = f"v{number}"
+    for node in model.graph:
+        node.name = ""
     proto = ir.to_proto(model)
     proto.graph.ClearField("value_info")
+    if traced.dynamic_shapes is None:
+        _name_sizes(proto.graph)
     if (size := proto.ByteSize()) > _LARGEST_ONNX:
         raise ValueError(f"one ONNX file holds less than 2 GiB, this model has {size:,} bytes: weights='genome'")
     return proto.SerializeToString(deterministic=True)
 
 
-def _shorten(graph: Any) -> None:
-    """Number what is computed; inputs, outputs and weights keep their names."""
-    outputs = set(graph.outputs)
-    numbered = (value for node in graph for value in node.outputs if value not in outputs)
-    for number, value in enumerate(numbered):
-        value.name = f"v{number}"
-    for node in graph:
-        node.name = ""
+def _name_sizes(graph: Any) -> None:
+    """Name the dimensions that may have any size: the batch, and lengths of texts."""
+    sizes = [list(value.type.tensor_type.shape.dim) for value in (*graph.input, *graph.output)]
+    inputs = sizes[: len(graph.input)]
+    lengths = dict.fromkeys(size.dim_param for shape in inputs for size in shape[1:] if size.dim_param)
+    names = {symbol: f"length_{i}" if i else "length" for i, symbol in enumerate(lengths)}
+    names |= {size.dim_param: BATCH for shape in inputs for size in shape[:1] if size.dim_param}
+    for size in (size for shape in sizes for size in shape if size.dim_param in names):
+        size.dim_param = names[size.dim_param]
 
 
-def run_onnx(data: bytes, folder: Path) -> Run:
-    """By onnxruntime."""
+def _run_onnx(data: bytes, folder: Path) -> Run:
     runtime = import_extra("onnxruntime", "an ONNX model's run", "gbfunc[onnx]")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
@@ -133,23 +127,20 @@ def run_onnx(data: bytes, folder: Path) -> Run:
     return outputs
 
 
-def to_iree(traced: Traced) -> bytes:
-    """A module for IREE's runtime on any CPU of this machine's kind, compiled of the ONNX model."""
+def _to_iree(traced: Traced) -> bytes:
     packages = ("iree.compiler.tools", "iree.compiler.tools.import_onnx.__main__")
     tools, importer = (import_extra(x, "a module for IREE", "gbfunc[iree]") for x in packages)
     with tempfile.TemporaryDirectory(prefix="gbfunc-") as folder:
         model, source = Path(folder, "model.onnx"), Path(folder, "model.mlir")
-        model.write_bytes(to_onnx(traced))
+        model.write_bytes(_to_onnx(traced))
         importer.main(importer.parse_arguments([str(model), "-o", str(source)]))
-        flags = [*_IREE_FLAGS, "--iree-llvmcpu-target-cpu=generic"]
         try:
-            return tools.compile_file(str(source), target_backends=["llvm-cpu"], extra_args=flags)
+            return tools.compile_file(str(source), target_backends=["llvm-cpu"], extra_args=[*_IREE_FLAGS])
         except tools.CompilerToolError as error:
             raise ValueError(f"IREE cannot compile the model: {str(error)[:300]}") from error
 
 
-def run_iree(data: bytes, folder: Path) -> Run:
-    """By IREE's runtime."""
+def _run_iree(data: bytes, folder: Path) -> Run:
     runtime = import_extra("iree.runtime", "an IREE module's run", "gbfunc[iree]")
     module = runtime.load_vm_flatbuffer(data, driver="local-sync")
     name = next(n for n in module.vm_module.function_names if not n.startswith("__") and not n.endswith("$async"))
@@ -162,13 +153,7 @@ def run_iree(data: bytes, folder: Path) -> Run:
 
 
 class Format(NamedTuple):
-    """A kind of file.
-
-    Attributes:
-        suffix: of its files, "" where another format has it.
-        write: from a program to the file's bytes.
-        read: from the file's bytes, and a folder for what its runtime needs, to its program.
-    """
+    """A kind of file: its suffix, and functions from a program to bytes and from bytes, with a folder, to a run."""
 
     suffix: str
     write: Callable[[Traced], bytes]
@@ -177,10 +162,10 @@ class Format(NamedTuple):
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "onnx": Format(".onnx", to_onnx, run_onnx),
-        "pt2": Format(".pt2", to_pt2, run_pt2),
-        "aoti": Format("", to_aoti, run_aoti),
-        "iree": Format(".vmfb", to_iree, run_iree),
+        "onnx": Format(".onnx", _to_onnx, _run_onnx),
+        "pt2": Format(".pt2", _to_pt2, _run_pt2),
+        "aoti": Format("", _to_aoti, _run_aoti),  # .pt2 is torch.export's
+        "iree": Format(".vmfb", _to_iree, _run_iree),
     }
 )
 """Every kind of program by name."""

@@ -81,7 +81,6 @@ def client_app(
     wire, app = Wire(plan, init_genome(plan, pnet)), ClientApp()
 
     def trained(sent: Vector, data: Data, node: int, round_: int, proximal: float) -> tuple[Vector, float]:
-        """Run the local steps on a genome; give the trained one and the mean loss."""
         number = int(np.random.SeedSequence([seed, node, round_]).generate_state(1, np.uint64)[0]) >> 1
         order = torch.Generator().manual_seed(number)
         state = tree_map(torch.clone, fresh)._replace(**wire.genome(sent)._asdict(), seed=torch.tensor(number))
@@ -126,8 +125,6 @@ def client_app(
         return {METRICS: MetricRecord({EXAMPLES: len(data), **evaluate(net, data)})}
 
     def answers(handle: Callable[..., dict[str, Any]]) -> Callable[[Message, Context], Message]:
-        """Answer a message with the records that `handle` gives, or with the error of a client that refuses."""
-
         def answer(message: Message, context: Context) -> Message:
             try:
                 config, arrays = message.content.config_records[CONFIG], message.content.array_records[ARRAYS]

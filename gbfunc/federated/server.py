@@ -30,13 +30,10 @@ _VECTOR = "genome"
 
 
 class Round(NamedTuple):
-    """What came back in a round.
+    """What came back in a round, counted from 1.
 
-    Attributes:
-        round: number of the round, from 1.
-        used: number of clients whose changes were used.
-        left_out: why clients were left out of training or evaluation, by the number of their node.
-        metrics: means over the clients whose changes were used.
+    `used` is the number of clients whose changes were used, `metrics` are means over them. `left_out` says why others
+    were left out of training or evaluation, by the number of their node.
     """
 
     round: int
@@ -176,7 +173,6 @@ class GenomeStrategy(Strategy):
     def _usable(
         self, replies: Iterable[Message], number: int, arrays: list[str]
     ) -> tuple[list[Message], dict[int, str]]:
-        """Separate the replies that can be used, with genomes in float32, from the reasons why others are left out."""
         used, left_out = [], {}
         for reply in replies:
             try:
@@ -228,31 +224,28 @@ class GenomeStrategy(Strategy):
             with safe_open(path, framework="np") as file:
                 about = json.loads((file.metadata() or {})["server"])
                 tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (not a dict)
-            vector, done, there = tensors.pop(_VECTOR), int(about["round"]), str(about["id"])
-            name, state, traffic = str(about["strategy"]), dict(about["state"]), Traffic(*about.get("traffic", ()))
+            if (words := difference(self.wire.identity, about["id"])) is not None:
+                raise ValueError(words.replace("the server", "its writer"))
+            if about["strategy"] != _name(self.strategy):
+                raise ValueError(f"it is of the strategy {about['strategy']}, got {_name(self.strategy)}")
+            vector, state = self.wire.unpack(_record(tensors.pop(_VECTOR))), about["state"]
+            for key, array in tensors.items():
+                at, _, entry = key.rpartition("/")
+                state.setdefault(at, {})[entry] = array
+            attributes = _attributes(self.strategy)
+            for at, value in state.items():
+                owner, current = attributes[at]
+                if hasattr(current, "load_state_dict"):
+                    current.load_state_dict(value)
+                    continue
+                if isinstance(value, dict) and all(map(str.isdigit, value)):
+                    value = [value[k] for k in sorted(value, key=int)]
+                setattr(owner, at.rpartition("/")[2], value)
+            if self._grid is not None:
+                self._grid.traffic = Traffic(*about.get("traffic", ()))
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a checkpoint of a server: {error}") from error
-        if (words := difference(self.wire.identity, there)) is not None:
-            raise ValueError(f"{path} cannot be gone on from: {words.replace('the server', 'its writer')}")
-        if name != _name(self.strategy):
-            raise ValueError(f"{path} is of the strategy {name}, got {_name(self.strategy)}")
-        for key, array in tensors.items():
-            at, _, entry = key.rpartition("/")
-            state.setdefault(at, {})[entry] = array
-        attributes = _attributes(self.strategy)
-        if unknown := [at for at in state if at not in attributes]:
-            raise ValueError(f"{path} holds {unknown}, which {name} has not: it is of another version of it")
-        for at, value in state.items():
-            owner, current = attributes[at]
-            if hasattr(current, "load_state_dict"):
-                current.load_state_dict(value)
-                continue
-            if isinstance(value, dict) and all(map(str.isdigit, value)):
-                value = [value[k] for k in sorted(value, key=int)]
-            setattr(owner, at.rpartition("/")[2], value)
-        self._vector, self.done = self.wire.unpack(_record(vector)), done
-        if self._grid is not None:
-            self._grid.traffic = traffic
+            raise ValueError(f"{path} is no checkpoint that this server can go on from: {error}") from error
+        self._vector, self.done = vector, int(about["round"])
 
 
 def _record(vector: Vector) -> ArrayRecord:
@@ -260,7 +253,7 @@ def _record(vector: Vector) -> ArrayRecord:
 
 
 def _attributes(strategy: Strategy, prefix: str = "") -> dict[str, tuple[Strategy, Any]]:
-    """Owners and values of all attributes of a strategy, and of strategies inside it (privacy has one), by path."""
+    """Owner and value of each attribute of a strategy, and of strategies inside it (privacy has one), by path."""
     found = {f"{prefix}{name}": (strategy, value) for name, value in vars(strategy).items()}
     for at, (_, value) in list(found.items()):
         if isinstance(value, Strategy):

@@ -18,14 +18,7 @@ _SERVER, _RUN = 1, 1
 
 
 class Traffic(NamedTuple):
-    """Bytes of messages that were answered, as Flower serialises them, metadata included.
-
-    Attributes:
-        down: bytes from the server to clients.
-        up: bytes from clients to the server.
-        messages: messages that were sent and answered.
-        largest_up: bytes of the largest reply.
-    """
+    """Bytes of messages to clients and from clients, metadata included, and of the largest reply."""
 
     down: int = 0
     up: int = 0
@@ -34,13 +27,12 @@ class Traffic(NamedTuple):
 
 
 class LocalGrid(Grid):
-    """Nodes that run a client's app in this process, one after the other.
+    """Nodes that run a client's app in this process, one after the other: `with LocalGrid(...) as grid:`.
 
     Every message is serialised and read again, so the other side gets what a real message holds. A node keeps its
     `context.state` from round to round. Flower's own simulation engine (Ray) starts a process for each core, which
-    takes longer than rounds of genomes do on few cores.
-
-    Use it as a context manager, since Flower's messages take their sender from the process.
+    takes longer than rounds of genomes do on few cores. Flower's messages take their sender from the process, which
+    the context manager sets.
 
     Args:
         app: the client's app.
