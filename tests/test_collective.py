@@ -66,14 +66,6 @@ def test_ranks_with_other_options_are_told_which(world: int) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_an_error_of_the_users_in_a_compiled_step_stays_one() -> None:
-    for words in run_ranks(2, "rank_events:user_error", timeout=300):
-        assert "nothing stored yet" in words
-
-
-@pytest.mark.process
 @WORLDS
 def test_a_nan_on_one_rank_stops_or_skips_all(world: int) -> None:
     for found in every(world, "not_finite"):
@@ -184,13 +176,11 @@ GLOO = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0
     "error",
     [
         RuntimeError(GLOO),
-        RuntimeError(f"{GLOO}\n\nWhile executing %wait_tensor"),
         RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation"),
         RuntimeError("[C:\\src\\gloo\\transport\\uv\\pair.cc:12] closed"),
         RuntimeError("[enforce fail at ../third_party/gloo/gloo/allreduce.cc:80] opts.elements > 0. "),
         RuntimeError("Application timeout caused pair closure"),
         dist.DistBackendError("NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:317, remote process exited"),
-        dist.DistNetworkError("The client socket has timed out after 60s"),
         dist.DistStoreError("wait timeout after 8000ms, keys: /alive/1"),
     ],
     ids=repr,
@@ -206,11 +196,8 @@ def test_what_a_backend_says_is_a_failed_collective(error: RuntimeError) -> None
     [
         "nothing stored yet",
         "the Store is closed",
-        "Connection to the database refused",
         "Connection closed by peer",
-        "timed out",
         "Timed out waiting for the simulator",
-        "Socket is not connected",
         "my gloo: ProcessGroup of NCCL",
         "[loader.cc:12] no such file",
         "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory",

@@ -22,7 +22,7 @@ from gbfunc.train.local import nesterov
 from gbfunc.trees import flatten_tree
 from tests.support.local_cases import CASES, SGD, by_hand, data, make, named, trained
 from tests.support.rank_commands import Ended
-from tests.support.ranks import launch, run_ranks
+from tests.support.ranks import run_ranks
 from tests.test_cli_ranks import TRAIN
 
 
@@ -66,12 +66,6 @@ def test_two_ranks_do_what_is_done_by_hand(name: str, on_two: list[Any]) -> None
 def test_a_local_step_of_plain_sgd_is_a_step_of_all(on_two: list[Any]) -> None:
     for found in on_two:
         assert_close(found["every"], found["ordinary"])
-
-
-@pytest.mark.process
-def test_microbatches_need_not_divide_the_rows_of_a_rank(on_two: list[Any]) -> None:
-    for found in on_two:
-        assert_close(found["uneven parts"], found["without parts"])
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -129,23 +123,6 @@ def test_checkpoints_without_local_steps_are_told_apart(folder: Path, on_two: li
 
 
 @pytest.mark.process
-def test_a_rank_dies_and_all_go_on(tmp_path: Path, on_two: list[Any]) -> None:
-    folder = tmp_path / "dying"
-    ended = launch(2, "local_cases:die_and_go_on", _made(folder), 60, {"folder": folder, "dying": True})
-    assert ended[1][0] == -9 and ended[0][0] == 1, ended
-    assert "rank 1 does not answer" in (folder / "words").read_text()
-    found = run_ranks(2, "local_cases:die_and_go_on", arguments={"folder": folder, "dying": False}, timeout=60)
-    assert [x["first"] for x in found] == [4, 4]
-    for after, straight in zip(found, on_two, strict=True):
-        assert_same(after["state"], straight["straight"])
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
-@pytest.mark.process
 def test_bytes_are_those_of_a_step_in_six(on_two: list[Any]) -> None:
     """The loss, the norm and the rows are sent with a gradient, the rows alone with a change."""
     sent = [(found["replicated"], found["local"]) for found in on_two]
@@ -177,19 +154,9 @@ def test_what_ranks_must_have_alike(on_two: list[Any]) -> None:
 def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         StepOptions(**options)
-
-
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_meshes_that_split_the_p_net_are_refused(axis: str) -> None:
-    mesh = Mesh({axis: 2}, 0, torch.device("cpu"), 1.0, None, False)
-    layout = make_layout(make(None).plan, mesh, "replicated")
-    with pytest.raises(ValueError, match=f"a mesh of data alone, got .*{axis}=2"):
+    layout = make_layout(make(None).plan, Mesh({"tensor": 2}), "replicated")
+    with pytest.raises(ValueError, match="a mesh of data alone, got .*tensor=2"):
         StepOptions(local_steps=2).check_layout(layout)
-
-
-def test_a_population_takes_no_local_steps() -> None:
-    with pytest.raises(ValueError, match="local_steps=None"):
-        gb.population(make(None, local_steps=2), 3)
 
 
 def test_inputs_stay_as_they_are() -> None:

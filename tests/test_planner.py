@@ -51,14 +51,11 @@ def busiest(name: str, what: str) -> Any:
 @pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_that_ranks_send_and_store(name: str) -> None:
-    """Sent bytes, genome and optimizer are exact; weights, activations (kept for backward) and the peak are close."""
+    """Bytes sent, genome and optimizer are exact, the peak of all tensors alive is close."""
     memory = planned(name).memory
     assert planned(name).sent == pytest.approx(busiest(name, "sent"), rel=1e-3)
     assert memory["genome"] == pytest.approx(busiest(name, "genome"), rel=1e-3)
     assert memory["optimizer"] == pytest.approx(busiest(name, "optimizer"), rel=1e-3)
-    if LAYOUTS[name].get("remat") != "layer":
-        assert memory["activations"] == pytest.approx(busiest(name, "kept"), rel=0.1)
-        assert memory["weights"] == pytest.approx(busiest(name, "weights"), rel=0.1)
     assert sum(memory.values()) == pytest.approx(busiest(name, "live"), rel=0.1)
 
 

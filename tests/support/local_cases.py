@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import gbfunc as gb
-from gbfunc.parallel import CollectiveError, Mesh
+from gbfunc.parallel import Mesh
 from gbfunc.train import TrainStep
 from gbfunc.train.local import nesterov
 from gbfunc.trees import BUFFERS, flat_genome, flatten_tree, like_genome
@@ -41,13 +39,13 @@ def squared(net: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (net(batch[0]) - batch[1]).square().mean()
 
 
-def make(mesh: Mesh | None, optimizer: Any = ADAM, pnet: nn.Module | None = None, **options: Any) -> TrainStep:
-    pnet = pnet or pnet_of()
+def make(mesh: Mesh | None, optimizer: Any = ADAM, **options: Any) -> TrainStep:
+    pnet = pnet_of()
     plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
     return gb.make_train_step(plan, pnet, squared, optimizer, mesh=mesh, **options)
 
 
-def by_hand(ranks: int, length: int, until: int, lr: float, momentum: float, adam: bool = True) -> dict[str, Tensor]:
+def by_hand(ranks: int, length: int, until: int, lr: float, momentum: float) -> dict[str, Tensor]:
     """Leaves and buffers after steps on a share of the batches each, with `functional_call` and optimizers of torch."""
     pnet, step = pnet_of(), make(None)
     fresh = step.init(3)
@@ -57,13 +55,12 @@ def by_hand(ranks: int, length: int, until: int, lr: float, momentum: float, ada
     replicas: list[Any] = []
     for _ in range(ranks):
         own = {k: x.clone().requires_grad_() for k, x in outer.items()}
-        kind: Any = torch.optim.Adam if adam else torch.optim.SGD
-        replicas.append((own, {k: x.clone() for k, x in start.items()}, kind([*own.values()], lr=0.05)))
+        replicas.append((own, {k: x.clone() for k, x in start.items()}, torch.optim.Adam([*own.values()])))
     counted = [0.0] * ranks
     for number, (x, y) in enumerate(data()[:until]):
         for r, (own, buffers, optimizer) in enumerate(replicas):
             for group in optimizer.param_groups:
-                group["lr"] = 0.02 / (number + 1) if adam else 0.05
+                group["lr"] = 0.02 / (number + 1)
             weights = gb.generate(step.plan, like_genome(own, fresh))
             small, target = x.tensor_split(ranks)[r], y.tensor_split(ranks)[r]
             loss = (functional_call(pnet, {**weights, **buffers}, (small,)) - target).square().mean()
@@ -147,12 +144,6 @@ def run_local(init_method: str, folder: Path) -> dict[str, Any]:
         step = make(mesh, SGD, local_steps=1, outer=nesterov(1.0, 0.0))
         found["every"] = named(step.gather(trained(step, 7)))
         found["ordinary"] = named(trained(make(mesh, SGD), 7))
-        for name, options in {
-            "uneven parts": {"local_steps": 1, "outer": nesterov(1.0, 0.0), "microbatches": 2},
-            "without parts": {},
-        }.items():
-            torch.manual_seed(0)
-            found[name] = named(trained(make(mesh, SGD, nn.Linear(6, 5).double(), **options), 7))
         found["nan"], found["refusals"] = nans_of_rank_0(mesh), refusals(mesh)
         # Saved in the middle of a round, and gone on with.
         step = make(mesh, local_steps=3, donate=True)
@@ -175,30 +166,5 @@ def run_local(init_method: str, folder: Path) -> dict[str, Any]:
         return found
 
 
-CASES: dict[str, tuple[int, int, Any]] = {
-    "default": (3, 6, None),
-    "diloco": (2, 6, nesterov(0.7, 0.9)),
-    "average": (2, 6, nesterov(1.0, 0.0)),
-    "heavy": (1, 4, nesterov(0.5, 0.5)),
-}
+CASES: dict[str, tuple[int, int, Any]] = {"default": (3, 6, None), "diloco": (2, 6, nesterov(0.7, 0.9))}
 """Steps of a round, steps in all, outer optimizer."""
-
-
-def die_and_go_on(init_method: str, folder: Path, dying: bool) -> dict[str, Any]:
-    """Train with a checkpoint after every step; rank 1 dies in the middle of the second round, or all go on."""
-    with gb.mesh(2, init_method=init_method, timeout=30 * PATIENCE) as mesh:
-        step = make(mesh, local_steps=3, donate=True)
-        state, words = gb.load_checkpoint(folder, step, step.init(3)).state, ""
-        first = int(state.step)
-        try:
-            with gb.Checkpointer(folder, step, keep=99) as checkpointer:
-                for batch in data()[first:]:
-                    state, _ = step(state, mesh.shard_batch(batch))
-                    if dying and mesh.rank == 1 and int(state.step) == 5:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    checkpointer.save(state, {})
-        except CollectiveError as error:
-            words = str(error)
-            (folder / "words").write_text(words)
-            raise
-        return {"first": first, "state": named(step.gather(state))}

@@ -1,18 +1,16 @@
-"""What layouts really send and keep on ranks, to hold the planner to: bytes by axis, and tensors kept for backward."""
+"""What layouts send and store on ranks, for the planner's tests."""
 
 from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.generate import Generator
 from gbfunc.lab.bench.memory import LiveBytes
 from gbfunc.parallel import CollectiveError
 from gbfunc.parallel.styles import tensor_styles
@@ -55,99 +53,31 @@ def _state_tensors(state: gb.TrainState) -> list[Tensor]:
     return [*(x for leaves in state.gnets.values() for x in leaves.values()), *state.direct.values()]
 
 
-class Kept:
-    """Bytes of the tensors that graphs keep for backward, at most, those of `known` left out."""
-
-    def __init__(self) -> None:
-        self.alive: Counter[int] = Counter()
-        self.known: dict[int, Any] = {}
-        self.bytes = self.peak = 0
-
-    def know(self, tensors: Any) -> None:
-        """Tensors that do not count."""
-        for x in tensors:
-            self.known[x.untyped_storage()._cdata] = x.untyped_storage()
-
-    def pack(self, x: Tensor) -> Any:
-        """Keep a tensor."""
-        return _Held(self, x)
-
-    def change(self, x: Tensor, by: int) -> None:
-        """A tensor is kept, or no longer."""
-        storage = x.untyped_storage()
-        key = storage._cdata
-        if key in self.known:
-            return
-        before = self.alive[key] > 0
-        self.alive[key] += by
-        self.bytes += storage.nbytes() * ((self.alive[key] > 0) - before)
-        self.peak = max(self.peak, self.bytes)
-
-
-class _Held:
-    def __init__(self, kept: Kept, x: Tensor) -> None:
-        self.kept, self.x = kept, x
-        kept.change(x, 1)
-
-    def __del__(self) -> None:
-        self.kept.change(self.x, -1)
-
-
 def measure(layout: dict[str, Any]) -> dict[str, Any]:
-    """The second step of a layout on this rank: bytes sent by axis, and bytes kept."""
+    """The second step of a layout on this rank: bytes sent by axis, stored by optimizer and genome, and the peak."""
     options = dict(layout)
     sizes = {axis: options.pop(axis) for axis in AXES if axis in options}
     mesh = gb.mesh(**{"gnets": 1, **sizes})
     pnet, plan, batch = make_case()
-    styles = tensor_styles(pnet) if mesh.sizes["tensor"] > 1 else None
     options["pipeline"] = options.pop("pipeline_schedule", None)
+    options["parallel"] = tensor_styles(pnet) if mesh.sizes["tensor"] > 1 else None
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=0.01)
-    placement = {"placement": "replicated", **options}
     # The planner counts what graphs of PyTorch's operators keep, as on a GPU.
-    options: dict[str, Any] = {"kernel": "eager", **placement}
-    step = gb.make_train_step(plan, pnet, next_token, optimizer, mesh=mesh, parallel=styles, **options)
+    given: dict[str, Any] = {"kernel": "eager", "placement": "replicated", "mesh": mesh, **options}
+    step = gb.make_train_step(plan, pnet, next_token, optimizer, **given)
     state, _ = step(step.init(0), mesh.shard_batch(batch))
-    before, kept, made = Counter(mesh.traffic.by_axis), Kept(), [0]
-    call: Callable[..., Any] = Generator.__call__
-    direct = {t.name for t in plan.direct}
-    generating = [False]
-
-    def generate(self: Generator, *args: Any, **kwargs: Any) -> Any:
-        generating[0] = True
-        weights = call(self, *args, **kwargs)
-        generating[0] = False
-        generated = {n: w for n, w in weights.items() if n not in direct}
-        storages = {w.untyped_storage()._cdata: w.untyped_storage().nbytes() for w in generated.values()}
-        made[0] = sum(storages.values())
-        kept.know(weights.values())
-        made[0] += inside.bytes
-        return weights
-
-    inside = Kept()
-    inside.know(_state_tensors(state))
-
-    def pack(x: Tensor) -> Any:
-        return inside.pack(x) if generating[0] else kept.pack(x)
-
-    Generator.__call__ = generate
-    kept.know([*_state_tensors(state), batch])
-    # Weights that are made again take their gradients under torch.func, which has no such hooks.
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x.x if isinstance(x, _Held) else x)
-    try:
-        with nullcontext() if placement.get("remat") == "layer" else hooks:
-            state, _ = step(state, mesh.shard_batch(batch))
-    finally:
-        Generator.__call__ = call
-    sent = {axis: n - before[axis] for axis, n in mesh.traffic.by_axis.items() if n > before[axis]}
+    before, optimizer_state = Counter(mesh.traffic.by_axis), optree.tree_leaves(state.opt.leaves)
     with LiveBytes(0) as live:
         # The state is there before the step; its optimizer's part is used at the end alone.
-        for x in (*_state_tensors(state), *(x for of in state.opt.leaves.values() for x in of.values())):
+        for x in (*_state_tensors(state), *optimizer_state):
             x.view_as(x)
         step(state, mesh.shard_batch(batch))
-    opt = sum(x.nbytes for leaves in state.opt.leaves.values() for x in leaves.values() if x.ndim)
-    genome = sum(x.nbytes for leaves in state.gnets.values() for x in leaves.values())
-    genome += sum(x.nbytes for x in state.direct.values())
-    return {"sent": sent, "kept": kept.peak, "weights": made[0], "optimizer": opt, "genome": genome, "live": live.peak}
+    return {
+        "sent": {axis: n - before[axis] for axis, n in mesh.traffic.by_axis.items() if n > before[axis]},
+        "optimizer": sum(x.nbytes for x in optimizer_state if x.ndim),
+        "genome": sum(x.nbytes for x in _state_tensors(state)),
+        "live": live.peak,
+    }
 
 
 def run_layouts(init_method: str, names: list[str]) -> dict[str, Any]:

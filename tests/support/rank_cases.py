@@ -136,26 +136,6 @@ def gradient(mesh: Mesh | None, placement: Any, hypernet: Hypernet) -> Any:
     return {"reports": info.grad_norm, "state": moved, "held": 0}
 
 
-class Spectrum(nn.Linear):
-    """Keeps the mean spectrum of what it saw last."""
-
-    spectrum: Tensor
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.spectrum = torch.fft.fft(input).mean(0).to(torch.complex64)
-        return super().forward(input)
-
-
-def spectrum(mesh: Mesh | None) -> Any:
-    """Whether complex statistics after a step are those of the whole batch."""
-    pnet, (batch,) = Spectrum(6, 5).double(), batches((7,))
-    pnet.register_buffer("spectrum", torch.zeros(6, dtype=torch.complex64))
-    step = gb.make_train_step(gb.make_plan(pnet, TYPES["periodic"]), pnet, squared, SGD, mesh=mesh)
-    new, _ = step(step.init(3), batch if mesh is None else mesh.shard_batch(batch))
-    found = new.buffers["spectrum"]
-    return {"reports": (found - torch.fft.fft(batch[0]).mean(0)).abs() < 1e-5, "state": {}, "held": 0}
-
-
 STILL = ("attention", "tied", "lstm", "conv1d", "weight_norm", "mixed", "frozen", "no_direct", "only_direct")
 STILL += ("transposed_conv", "conv_bn_eval")
 
@@ -191,7 +171,6 @@ for _placement in PLACEMENTS:
     for _name in STILL:
         CASES[f"zoo {_placement} {_name}"] = partial(animal, placement=_placement, name=_name)
 CASES["auto"] = trajectory
-CASES["complex statistics"] = spectrum
 EAGER = {f"compile {p}": partial(trajectory, placement=p, rows=(8, 8)) for p in PLACEMENTS}
 COMPILED = {name: partial(case, compile=True) for name, case in EAGER.items()}
 

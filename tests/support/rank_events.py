@@ -224,24 +224,6 @@ def refusals(mesh: Mesh) -> dict[str, str]:
     return found
 
 
-def user_error(init_method: str) -> str:
-    """What comes of a user's error inside a compiled step; the ranks can talk to each other after it."""
-    pnet = pnet_of()
-    plan = gb.make_plan(pnet, gb.periodic(2), max_tile=(4, 4))
-
-    def fail(net: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        raise RuntimeError("nothing stored yet: Connection timed out")
-
-    with gb.mesh(init_method=init_method, timeout=60 * PATIENCE) as mesh:
-        step = gb.make_train_step(plan, pnet, fail, SGD, mesh=mesh, placement="sharded", compile=True)
-        try:
-            step(step.init(), mesh.shard_batch(batches((8,))[0]))
-        except RuntimeError as error:
-            mesh.barrier()
-            return str(error)
-    return ""
-
-
 def randomness(mesh: Mesh) -> dict[str, Any]:
     """What the p-net returns for one input, the same on every rank: with dropout, with a stochastic genome."""
     found: dict[str, Any] = {}
