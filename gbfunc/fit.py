@@ -32,7 +32,7 @@ from gbfunc.genome import (
     unstacked,
 )
 from gbfunc.hypernets.codeless import LowRank
-from gbfunc.hypernets.ensemble import Evaluation, dense_tiles
+from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles
 from gbfunc.layers import KINDS
 from gbfunc.plan import DTYPES, Ensemble, Plan
 from gbfunc.tiling import split_tiles
@@ -62,7 +62,7 @@ class _Tiles:
     def __init__(self, plan: Plan, e: Ensemble, targets: TensorMap, dtype: torch.dtype, device: torch.device) -> None:
         self.specs, self.groups = e.leaves, torch.from_numpy(e.groups).to(device)
         self.linear = [k for k, leaf in e.leaves.items() if leaf.role == "linear"]
-        self.evaluation = Evaluation.bare(e.hypernet, e.dims, "auto", *codes_of(e, dtype, device))
+        self.constants = Constants.make(e.hypernet, e.dims, "auto", *codes_of(e, dtype, device))
         tiles, inside, energies = [], [], []
         for span in e.spans:
             tensor, slot = plan.tensors[span.tensor], span.slot
@@ -79,7 +79,7 @@ class _Tiles:
     def __call__(self, leaves: Params) -> Tensor:
         """The tiles [T, r, c], zero beyond the edges of their matrices."""
         mine = {k: v[self.groups] if self.specs[k].scope == "group" else v for k, v in leaves.items()}
-        return dense_tiles(self.evaluation.filled(mine, None).tiles()) * self.inside_Trc
+        return dense_tiles(Evaluation(self.constants, mine).tiles()) * self.inside_Trc
 
     def loss(self, leaves: Params) -> Tensor:
         """Sum of the squared relative errors of the slots."""
@@ -191,8 +191,8 @@ def fit_genome(
 
 def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float, count: Callable[[int], None]) -> Params:
     """The leaves of an ensemble after the fit, or before it where that is better."""
-    if isinstance(tiles.evaluation.hypernet, LowRank):
-        return _best_factors(tiles.target_Trc, tiles.evaluation.hypernet.known_size)
+    if isinstance(tiles.constants.hypernet, LowRank):
+        return _best_factors(tiles.target_Trc, tiles.constants.hypernet.known_size)
     leaves = tiles.solve({k: v.detach().clone() for k, v in leaves.items()})
     first = float(tiles.loss(leaves))
     trained = {k: v.clone().requires_grad_() for k, v in leaves.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gbfunc.hypernets.base import normal
-from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, is_exporting, joined
+from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, is_exporting, joined
 from gbfunc.plan import Ensemble, Plan
 from gbfunc.pnet import ParameterInfo, check_pnet, parameter_infos
 from gbfunc.tiling import TileGrid
@@ -265,14 +265,14 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
 
 
 class _Slot(NamedTuple):
-    """The tiles of one slot as functions of their leaves: an evaluation without leaves, and the grid of its matrix."""
+    """The tiles of one slot as functions of their leaves, and the grid of its matrix."""
 
-    evaluation: Evaluation
+    constants: Constants
     grid: TileGrid
 
     def matrix(self, leaves: Params) -> Tensor:
         """The whole matrix [R, C]."""
-        return joined(self.evaluation.filled(leaves, None).tiles(), self.grid)
+        return joined(Evaluation(self.constants, leaves).tiles(), self.grid)
 
     def moments(self, leaves: Params, linear: Sequence[str] = ()) -> tuple[float, float, Params]:
         """Mean and deviation of the weights, and the slopes of the mean in some leaves in which they are linear.
@@ -280,7 +280,7 @@ class _Slot(NamedTuple):
         A large matrix of factors L and R is not formed: the weights of a tile have the sum `sum_i L_i . sum_j R_j`, and
         their squares that of the entries of `L.T @ L * R.T @ R`.
         """
-        hypernet = self.evaluation.hypernet
+        hypernet = self.constants.hypernet
         if not hypernet.factorised or self.grid.numel <= _LARGE or self.grid.n_tiles * hypernet.factor_width < _MANY:
             x = {k: leaves[k].detach().requires_grad_() for k in linear}
             with torch.enable_grad():
@@ -303,15 +303,15 @@ class _Slot(NamedTuple):
 
     def _factors(self, leaves: Params, span: slice) -> Factors:
         """Factors of the tiles of a span from their leaves, with zeros beyond the edges of the matrix."""
-        left, right = cast(Factors, self.evaluation.of(span).filled(leaves, None).tiles())
+        left, right = cast(Factors, Evaluation(self.constants.of(span), leaves).tiles())
         g, tile_T = self.grid, torch.arange(span.start, span.stop, device="cpu")
         left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
         return Factors(left, right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols))
 
     def _spans(self) -> Iterator[slice]:
         """All tiles, as many at a time as a cache holds."""
-        r, c, _, _ = self.evaluation.dims
-        step = max(1, _CACHED // ((r + c) * self.evaluation.hypernet.factor_width))
+        r, c, _, _ = self.constants.dims
+        step = max(1, _CACHED // ((r + c) * self.constants.hypernet.factor_width))
         return (slice(first, min(first + step, self.grid.n_tiles)) for first in range(0, self.grid.n_tiles, step))
 
 
@@ -337,7 +337,7 @@ def init_leaves(
     tile_scope = [k for k in leaves if specs[k].scope == "tile"]
     linear = [k for k in tile_scope if specs[k].role == "linear"]
     groups_T = torch.from_numpy(e.groups)
-    bare = Evaluation.bare(hypernet, e.dims, "eager", *codes_of(e, dtype, torch.device("cpu")))
+    bare = Constants.make(hypernet, e.dims, "eager", *codes_of(e, dtype, torch.device("cpu")))
     for p in e.spans:
         grid = p.slot.grid
         span = slice(p.first, p.first + grid.n_tiles)
@@ -366,15 +366,15 @@ def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
     from layer to layer. With A the Gram matrix of those means, `(A / e + 1)^-1 v` takes them out (Tikhonov).
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    rows = torch.randperm(slot.evaluation.row.shape[1], generator=generator, device="cpu")[:_SAMPLED]
-    cols = torch.randperm(slot.evaluation.col.shape[1], generator=generator, device="cpu")[:_SAMPLED]
-    evaluation = slot.evaluation._replace(row=slot.evaluation.row[:, rows], col=slot.evaluation.col[:, cols])
+    rows = torch.randperm(slot.constants.row.shape[1], generator=generator, device="cpu")[:_SAMPLED]
+    cols = torch.randperm(slot.constants.col.shape[1], generator=generator, device="cpu")[:_SAMPLED]
+    constants = slot.constants._replace(row=slot.constants.row[:, rows], col=slot.constants.col[:, cols])
     tiles = slot.grid.n_tiles
     shaped = {k: mine[k] for k in linear}
     v_TK = stacked(shaped)
 
     def made(v_TK: Tensor) -> Tensor:
-        return dense_tiles(evaluation.filled(mine | unstacked(v_TK, shaped), None).tiles())
+        return dense_tiles(Evaluation(constants, mine | unstacked(v_TK, shaped)).tiles())
 
     means: list[Tensor] = []
     for basis_K in torch.eye(v_TK.shape[1], dtype=v_TK.dtype, device="cpu"):

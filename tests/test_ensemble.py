@@ -16,7 +16,7 @@ import gbfunc as gb
 from gbfunc.encoding import Encoding
 from gbfunc.genome import check_genome, codes_of, init_leaves
 from gbfunc.hypernets import Hypernet
-from gbfunc.hypernets.ensemble import Evaluation, dense_tiles
+from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles
 from gbfunc.plan.ensembles import Ensemble, TileSpan
 from gbfunc.plan.slots import Slot
 from gbfunc.tiling import TileGrid, join_tiles, tile_grid
@@ -37,7 +37,7 @@ def stacked(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> 
 def tiles_of(
     hypernet: Hypernet, dims: TileDims, leaves: Params, row: Tensor, col: Tensor, noise: Params | None = None
 ) -> Tensor:
-    return dense_tiles(Evaluation.bare(hypernet, dims, "auto", row, col).filled(leaves, noise).tiles())
+    return dense_tiles(Evaluation(Constants.make(hypernet, dims, "auto", row, col), leaves, noise).tiles())
 
 
 @contract
@@ -59,13 +59,9 @@ def test_an_ensemble_equals_a_loop_over_gnets(hypernet: Hypernet, row_blocks: in
         if not leaves:
             tiles = tiles.expand(3, -1, -1)
         for t in range(3):
-            single = hypernet.apply(
-                {k: v[groups[t]] if hypernet.leaves(dims)[k].scope == "group" else v[t] for k, v in leaves.items()},
-                row[t % row_blocks],
-                col[t % col_blocks],
-                noise=None if drawn is None else {k: v[t] for k, v in drawn.items()},
-            )
-            torch.testing.assert_close(tiles[t], dense_tiles(single), rtol=1e-12, atol=1e-12)
+            one, its = ({k: v[t, None] for k, v in x.items()} for x in (own, drawn or {}))
+            single = tiles_of(hypernet, dims, one, row[t % row_blocks, None], col[t % col_blocks, None], its or None)
+            torch.testing.assert_close(tiles[t], single[0], rtol=1e-12, atol=1e-12)
 
 
 @contract

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gbfunc as gb
 from gbfunc.encoding import Encoding
 from gbfunc.hypernets import HYPERNETS, Hypernet, ensemble_params, hypernet_from_json
-from gbfunc.hypernets.ensemble import dense_tiles
+from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles
 from gbfunc.types import Factors, Params, TileDims
 from tests.support import oracles
 from tests.support.strategies import ALL_EXAMPLES, EXAMPLES, FACTORIES, bounded_end, linear_end, named
@@ -49,8 +49,13 @@ def noise_of(hypernet: Hypernet, dims: TileDims) -> Params:
     return {k: torch.randn(s, generator=seeded(1), dtype=torch.float64) for k, s in shapes.items()}
 
 
-def dense(tile: Tensor | Factors) -> Tensor:
-    return tile if isinstance(tile, Tensor) else tile.left @ tile.right.mT
+def tile_of(hypernet: Hypernet, leaves: Params, row: Tensor, col: Tensor, noise: Params | None = None) -> Tensor:
+    """The tile of one g-net: a stack of one."""
+    constants = Constants.make(
+        hypernet, TileDims(*map(len, (row, col)), row.shape[1], col.shape[1]), "auto", row[None], col[None]
+    )
+    one = [{k: v[None] for k, v in x.items()} for x in (leaves, noise or {})]
+    return dense_tiles(Evaluation(constants, one[0], one[1] or None).tiles())[0]
 
 
 def test_every_type_has_examples() -> None:
@@ -126,7 +131,7 @@ def test_a_tile_equals_a_loop_over_weights(hypernet: Hypernet, axes: tuple[Encod
     leaves, noise = one_gnet(hypernet, dims), noise_of(hypernet, dims)
     numpy = {k: v.numpy() for k, v in leaves.items()}
     for own in (None, noise or None):
-        found = dense(hypernet.apply(leaves, row, col, noise=own))
+        found = tile_of(hypernet, leaves, row, col, own)
         expected = oracles.tile(
             hypernet, numpy, row.numpy(), col.numpy(), {k: v.numpy() for k, v in (own or {}).items()}
         )
@@ -136,12 +141,12 @@ def test_a_tile_equals_a_loop_over_weights(hypernet: Hypernet, axes: tuple[Encod
 @contract
 def test_factors_come_where_they_are_announced(hypernet: Hypernet) -> None:
     dims, (row, col) = tile_dims(6, 5, gb.binary(), gb.binary()), codes(6, 5, gb.binary(), gb.binary())
-    tile = hypernet.apply(one_gnet(hypernet, dims), row, col)
+    constants = Constants.make(hypernet, dims, "auto", row[None].float(), col[None].float())
+    tile = Evaluation(constants, hypernet.init(dims, 1, 1, seeded())).tiles()
     assert isinstance(tile, Factors) == hypernet.factorised
     if isinstance(tile, Factors):
-        assert tile.left.shape[0] == 6 and tile.right.shape[0] == 5
-        assert tile.left.shape[1] == tile.right.shape[1]
-    assert dense_tiles(tile).shape == (6, 5)
+        assert tile.left.shape == (1, 6, hypernet.factor_width) and tile.right.shape == (1, 5, hypernet.factor_width)
+    assert dense_tiles(tile).shape == (1, 6, 5)
 
 
 @contract
@@ -151,7 +156,7 @@ def test_gradients_equal_finite_differences(hypernet: Hypernet) -> None:
     names = list(leaves)
 
     def tile(*values: Tensor) -> Tensor:
-        return dense(hypernet.apply(dict(zip(names, values, strict=True)), row, col, noise=noise))
+        return tile_of(hypernet, dict(zip(names, values, strict=True)), row, col, noise)
 
     values = [leaves[k].requires_grad_() for k in names]
     if names:
@@ -168,7 +173,7 @@ def test_a_tile_is_jointly_linear_in_its_linear_leaves(hypernet: Hypernet) -> No
     assert bool(linear) == hypernet.standardised
 
     def tile(values: Params) -> Tensor:
-        return dense(hypernet.apply(first | values, row, col))
+        return tile_of(hypernet, first | values, row, col)
 
     if linear:
         u, v = ({k: leaves[k] for k in linear} for leaves in (first, second))
@@ -210,23 +215,16 @@ def test_without_a_size_a_plan_must_choose(name: str) -> None:
 def test_stochastic_noise_is_reparameterised() -> None:
     hypernet, dims = gb.stochastic((4,)), tile_dims(6, 5, gb.binary(), gb.binary())
     row, col = codes(6, 5, gb.binary(), gb.binary())
-    leaves, noise = one_gnet(hypernet, dims), noise_of(gb.stochastic((4,)), dims)
-    mean = dense(hypernet.apply(leaves, row, col))
-    torch.testing.assert_close(dense(hypernet.apply(leaves, row, col, noise={"weight": 0 * noise["weight"]})), mean)
-    drawn = [dense(hypernet.apply(leaves, row, col, noise={"weight": s * noise["weight"]})) - mean for s in (1, 2)]
-    torch.testing.assert_close(drawn[1], 2 * drawn[0])
-    assert bool((drawn[0].sign() == noise["weight"].sign()).all())
-    mean_only = gb.gnet((4,)).apply(leaves, row, col)
-    torch.testing.assert_close(mean_only, mean)
-
-
-def test_stochastic_spread_starts_at_five_per_cent() -> None:
-    hypernet, dims = gb.stochastic((4,)), tile_dims(6, 5, gb.binary(), gb.binary())
-    row, col = (c.float() for c in codes(6, 5, gb.binary(), gb.binary()))
-    leaves = {k: v[0] for k, v in hypernet.init(dims, 1, 1, seeded()).items()}
-    drawn = hypernet.apply(leaves, row, col, noise={"weight": torch.ones(6, 5)})
-    spread = dense(drawn) - dense(hypernet.apply(leaves, row, col))
-    torch.testing.assert_close(spread, torch.full((6, 5), float(np.exp(-3.0))), rtol=1e-4, atol=0)
+    leaves, noise = one_gnet(hypernet, dims), noise_of(hypernet, dims)["weight"]
+    plain = {k: leaves[k] for k in gb.gnet((4,)).leaves(dims)}
+    mean = tile_of(gb.gnet((4,)), plain, row, col)
+    zero, once, twice = (tile_of(hypernet, leaves, row, col, {"weight": s * noise}) - mean for s in (0, 1, 2))
+    torch.testing.assert_close(zero, torch.zeros_like(mean))
+    torch.testing.assert_close(twice, 2 * once)
+    assert bool((once.sign() == noise.sign()).all())
+    drawn = {k: v[0].double() for k, v in hypernet.init(dims, 1, 1, seeded()).items()}
+    spread = tile_of(hypernet, drawn, row, col, {"weight": torch.ones_like(noise)}) - tile_of(hypernet, drawn, row, col)
+    torch.testing.assert_close(spread, torch.full_like(noise, float(np.exp(-3.0))))
 
 
 def test_shared_periodic_tiles_own_two_coefficients_a_feature() -> None:

@@ -1,8 +1,9 @@
-"""ReLU tile kernels: the definition as an oracle, derivatives of every order and mode, transforms, memory."""
+"""ReLU matrices: every form equals the definition, in derivatives of every order and mode, transforms and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -11,207 +12,193 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gbfunc.hypernets.kernels import eager, native, relu_tile, relu_tiles
-from gbfunc.tiling import TileGrid, join_tiles
+import gbfunc as gb
+from gbfunc.hypernets.kernels import eager, native, relu_matrix, relu_tile
+from gbfunc.tiling import TileGrid
+from gbfunc.trees import tree_map
 from gbfunc.types import Kernel
 from tests.support.kernel_cases import (
     FAST,
     FIRST_ORDER,
+    GRIDS,
+    LARGE,
     NEEDS_COMPILER,
     TRANSFORMS,
-    Shape,
+    assert_alike,
     assert_trees_close,
-    check,
-    draw,
+    expected,
+    found,
+    inputs_of,
     peak_of,
-    relu_objective,
-    with_gradients,
+    transformed,
 )
 
-# Forward mode and Inductor import parts of torch that torch itself deprecates.
+FORMS = ["reference", *FAST]
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
-SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 7), st.integers(1, 7), st.integers(1, 5))
-SEEDS = st.integers(0, 2**32)
+
+@st.composite
+def grids(draw: st.DrawFn) -> TileGrid:
+    (rows, cols) = (draw(st.integers(1, 9)) for _ in range(2))
+    return TileGrid(rows, cols, draw(st.integers(1, rows)), draw(st.integers(1, cols)))
 
 
 # --- every form agrees with the definition -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["reference", *FAST])
-@given(SHAPES, SEEDS)
-def test_values_and_gradients_equal_the_oracle(kernel: Kernel, shape: Shape, seed: int) -> None:
-    case = draw(shape, seed, torch.float32)
-    check(with_gradients(case, kernel), case, 1e-5)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kernel", FORMS)
+@given(grids(), st.integers(1, 20), st.booleans(), st.tuples(st.integers(0, 3), st.integers(0, 3)), st.integers(0, 99))
+def test_values_and_gradients_equal_the_definition(
+    kernel: Kernel, dtype: torch.dtype, grid: TileGrid, hidden: int, shared: bool, widths: tuple[int, int], seed: int
+) -> None:
+    inputs = inputs_of(grid, hidden, shared=shared, widths=widths, dtype=dtype, seed=seed)
+    made = found(kernel, grid, inputs)
+    assert all(x.dtype == dtype for x in made)
+    assert_alike(made, expected(grid, inputs), TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("kernel", ["reference", *FAST])
-@given(SHAPES, SEEDS, st.sampled_from([torch.bfloat16, torch.float16]))
-def test_half_precisions_round_once(kernel: Kernel, shape: Shape, seed: int, dtype: torch.dtype) -> None:
-    case = draw(shape, seed, dtype)
-    found = with_gradients(case, kernel)
-    if kernel == "reference":  # autograd also rounds the gradient of each cast
-        check(found, case, 2 * torch.finfo(dtype).eps)
-    else:
-        check(found, case, torch.finfo(dtype).eps)
+@pytest.mark.parametrize("kernel", FAST)
+@pytest.mark.parametrize("grid", [*LARGE, TileGrid(1100, 1000, 1100, 1000)], ids=str)
+def test_large_matrices(kernel: Kernel, grid: TileGrid) -> None:
+    inputs = inputs_of(grid, 33 if grid.numel < 2**20 else 2)
+    assert_alike(found(kernel, grid, inputs), expected(grid, inputs), 1e-11)
 
 
-@given(SHAPES, SEEDS, st.integers(1, 30))
-def test_blocks_of_any_size_give_the_same_tiles_and_gradients(shape: Shape, seed: int, block: int) -> None:
-    case = draw(shape, seed, torch.float32)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("block", [1, 20, 2**20], ids=["rows", "rows of tiles", "whole"])
+def test_blocks_of_any_size_give_the_same_matrix_and_gradients(grid: TileGrid, block: int) -> None:
+    inputs = inputs_of(grid)
     with patch.object(eager, "block_size", lambda _: block):
-        check(with_gradients(case, "eager"), case, 1e-5)
+        assert_alike(found("eager", grid, inputs), expected(grid, inputs), 1e-12)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    "grid", [TileGrid(70, 9, 70, 9), TileGrid(45, 600, 40, 300), TileGrid(130, 30, 13, 7)], ids=str
+)
+def test_any_number_of_threads_and_parts(grid: TileGrid, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_THREAD_WORK", 1)
+    inputs, before = inputs_of(grid, 11), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        made = found("compiled", grid, inputs)
+    finally:
+        torch.set_num_threads(before)
+    assert_alike(made, expected(grid, inputs), 1e-12)
 
 
 @pytest.mark.parametrize("kernel", FAST)
-@pytest.mark.parametrize("shape", [(40, 30, 35, 30), (1, 1100, 1000, 2)], ids=["tiles", "rows"])
-def test_large_cases_take_several_blocks(shape: Shape, kernel: Kernel) -> None:
-    case = draw(shape)
-    for found, expected in zip(with_gradients(case, kernel), with_gradients(case, "reference"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+def test_inputs_of_any_strides(kernel: Kernel) -> None:
+    grid = GRIDS[0]
+    inputs = inputs_of(grid, shared=False)
+    strided = tuple(torch.stack([x.detach()] * 2, -1)[..., 0].requires_grad_(x.requires_grad) for x in inputs)
+    assert not any(x.is_contiguous() for x in strided)
+    assert_alike(found(kernel, grid, strided), found(kernel, grid, inputs), 1e-12)
 
 
-@pytest.mark.parametrize("kernel", FAST)
-def test_non_contiguous_inputs(kernel: Kernel) -> None:
-    g, A, B, v, b = draw((3, 4, 5, 6))
-    strided = (g.mT.contiguous().mT, A.mT.contiguous().mT, B.flip(0).flip(0), v.T.contiguous().T, b.flip(0).flip(0))
-    for found, expected in zip(with_gradients(strided, kernel), with_gradients((g, A, B, v, b), kernel), strict=True):
-        torch.testing.assert_close(found, expected)
+@pytest.fixture
+def other_defaults() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("kernel", ["reference", *FAST])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_defaults_of_the_process_change_nothing(kernel: Kernel, dtype: torch.dtype) -> None:
-    for shape in ((2, 3, 4, 5), (11, 60, 70, 30)):
-        case = draw(shape, dtype=dtype)
-        expected, before = with_gradients(case, kernel), torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            with torch.device("meta"):
-                found = with_gradients(case, kernel)
-        finally:
-            torch.set_default_dtype(before)
-        for x, y in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0)
+@pytest.mark.parametrize("kernel", FORMS)
+@pytest.mark.parametrize("grid", [GRIDS[0], TileGrid(200, 300, 60, 70)], ids=str)
+def test_defaults_of_the_process_change_nothing(kernel: Kernel, grid: TileGrid, request: pytest.FixtureRequest) -> None:
+    inputs = inputs_of(grid, 20, dtype=torch.float32)
+
+    def made() -> list[Tensor]:
+        matrix = relu_matrix(*inputs, grid=grid, kernel=kernel)
+        return [matrix, *torch.autograd.grad(matrix.sum(), inputs[2:])]
+
+    before = made()
+    request.getfixturevalue("other_defaults")
+    for x, y in zip(made(), before, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("kernel", FORMS)
+def test_what_is_not_a_number_is_not_hidden(kernel: Kernel) -> None:
+    inputs = [x.detach() for x in inputs_of(TileGrid(5, 9, 5, 9), shared=False)]
+    inputs[0][0, 2, 0] = torch.nan
+    matrix = relu_matrix(*inputs, grid=TileGrid(5, 9, 5, 9), kernel=kernel)
+    assert matrix[2].isnan().all() and matrix.isnan().sum() == 9
+
+
+@pytest.mark.parametrize("kernel", FORMS)
+def test_without_a_grid_tiles_are_returned(kernel: Kernel) -> None:
+    grid = GRIDS[1]
+    inputs = [x.detach() for x in inputs_of(grid)]
+    tiles = relu_matrix(*inputs, kernel=kernel)
+    assert tiles.shape == (grid.n_tiles, grid.tile_rows, grid.tile_cols)
+    torch.testing.assert_close(gb.tiling.join_tiles(tiles, grid), relu_matrix(*inputs, grid=grid, kernel=kernel))
 
 
 # --- derivatives of every order and mode, and transforms -----------------------------------------------------------
 
 
-# torch 2.5 uses there what it deprecates itself.
-@pytest.mark.filterwarnings("ignore:.*torch._vmap_internals:FutureWarning")
 @pytest.mark.parametrize("kernel", FAST)
-def test_derivatives_equal_finite_differences(kernel: Kernel) -> None:
-    leaves = tuple(x.requires_grad_() for x in draw((2, 3, 4, 3))[1:])
+@pytest.mark.parametrize("grid", GRIDS[:2], ids=str)
+def test_derivatives_equal_finite_differences(grid: TileGrid, kernel: Kernel) -> None:
+    X, Y, *leaves = inputs_of(grid, 2)
 
-    def tiles(*x: Tensor) -> Tensor:
-        return relu_tiles(*x, kernel=kernel)
+    def matrix(*leaves: Tensor) -> Tensor:
+        return relu_matrix(X, Y, *leaves, grid=grid, kernel=kernel)
 
-    assert torch.autograd.gradcheck(tiles, leaves, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(tiles, leaves, check_fwd_over_rev=True)
+    assert torch.autograd.gradcheck(matrix, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(matrix, leaves, check_fwd_over_rev=True, fast_mode=True)
 
 
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_agree_with_those_of_the_reference(name: str, kernel: Kernel) -> None:
-    transform, leaves = TRANSFORMS[name], draw((2, 3, 4, 3))[1:]
-    assert_trees_close(transform(relu_objective(kernel))(*leaves), transform(relu_objective("reference"))(*leaves))
+def test_transforms_agree_with_those_of_the_definition(name: str, kernel: Kernel) -> None:
+    assert_trees_close(transformed(name, GRIDS[0], kernel), transformed(name, GRIDS[0], None))
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
 def test_compiled_programs_may_contain_the_kernel(name: str) -> None:
-    transform, leaves = TRANSFORMS[name], draw((2, 3, 4, 3))[1:]
-    program = torch.compile(transform(relu_objective("auto")), fullgraph=True, backend="aot_eager")
-    assert_trees_close(program(*leaves), transform(relu_objective("reference"))(*leaves))
+    compiler = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    assert_trees_close(transformed(name, GRIDS[0], "auto", compiler), transformed(name, GRIDS[0], None))
 
 
-# --- a matrix written without its tiles ------------------------------------------------------------------------------
+@NEEDS_COMPILER
+def test_matrices_of_many_genomes_are_those_of_each() -> None:
+    net = torch.nn.Linear(60, 40, bias=False)
+    plan = gb.make_plan(net, gb.gnet((5,)), max_tile=16)
+    genomes = [gb.init_genome(plan, net, seed=seed) for seed in range(3)]
+    stacked = tree_map(lambda *x: torch.stack(x), *genomes)
+    many = torch.vmap(lambda genome: gb.generate(plan, genome, kernel="compiled"))(stacked)
+    for i, genome in enumerate(genomes):
+        torch.testing.assert_close(many["weight"][i], gb.generate(plan, genome, kernel="compiled")["weight"])
 
-GRIDS = [TileGrid(5, 7, 2, 3), TileGrid(4, 6, 2, 3), TileGrid(3, 3, 3, 3), TileGrid(7, 3, 2, 3)]
+
+# --- memory, and who makes it ----------------------------------------------------------------------------------------
 
 
-def _of_grid(grid: TileGrid, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    return draw((grid.n_tiles, grid.tile_rows, grid.tile_cols, 3), dtype=dtype)[1:]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "block"),
-    [("eager", 1), ("eager", 20), ("eager", 2**20), pytest.param("compiled", 0, marks=NEEDS_COMPILER)],
-    ids=["eager rows", "eager rows of tiles", "eager whole", "compiled"],
-)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_matrix_and_its_derivatives_equal_the_joined_tiles(
-    grid: TileGrid, block: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(eager, "block_size", lambda _: block)
-    leaves = tuple(x.requires_grad_() for x in _of_grid(grid))
-
-    def matrix(*x: Tensor) -> Tensor:
-        return relu_tiles(*x, kernel=kernel, grid=grid)
-
-    expected = join_tiles(relu_tiles(*leaves, kernel="reference"), grid)
-    torch.testing.assert_close(matrix(*leaves), expected, rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(matrix, leaves, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(matrix, leaves, check_fwd_over_rev=True, fast_mode=True)
+@pytest.mark.parametrize("kernel", FAST)
+def test_a_matrix_takes_the_memory_of_its_weights(kernel: Kernel) -> None:
+    grid = TileGrid(2000, 2000, 100, 100)
+    inputs = inputs_of(grid, 4, dtype=torch.float32)
+    g = torch.ones(2000, 2000)
+    peak = peak_of(lambda: torch.autograd.grad(relu_matrix(*inputs, grid=grid, kernel=kernel), inputs[2:], g))
+    assert peak <= 3 * g.nbytes
 
 
 def test_a_matrix_is_compiled_where_the_whole_of_it_repays_that(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(native, "is_available", lambda: asked.append(1))
     grid = GRIDS[0]
-    leaves = [x.requires_grad_() for x in _of_grid(grid)]
-    work = leaves[0].numel() * grid.tile_cols
-    for least, expected in ((work, [1, 1]), (work + 1, [])):
+    inputs = inputs_of(grid)
+    work = 3 * grid.n_tiles * grid.tile_rows * grid.tile_cols
+    for least, calls in ((work, [1, 1]), (work + 1, [])):
         monkeypatch.setattr(relu_tile, "COMPILE_WORK", least)
-        torch.autograd.grad(relu_tiles(*leaves, grid=grid).sum(), leaves)
-        assert asked == expected
+        found("auto", grid, inputs)
+        assert asked == calls
         asked.clear()
-
-
-@pytest.mark.parametrize("kernel", FAST)
-@pytest.mark.parametrize("name", ["vmap", "vmap of grad", "grad of vmap", "jvp of vmap of grad"])
-def test_matrices_under_transforms(name: str, kernel: Kernel) -> None:
-    grid = GRIDS[0]
-    leaves = tuple(torch.stack([x, x + 1]) for x in _of_grid(grid))
-
-    def objective(form: Kernel) -> Callable[..., Tensor]:
-        return lambda *x: relu_tiles(*x, kernel=form, grid=grid).square().sum()
-
-    found, expected = (TRANSFORMS[name](objective(form))(*leaves) for form in (kernel, "reference"))
-    assert_trees_close(found, expected)
-
-
-@pytest.mark.parametrize("kernel", FAST)
-def test_a_matrix_takes_the_memory_of_its_weights(kernel: Kernel) -> None:
-    grid = TileGrid(2000, 2000, 100, 100)
-    leaves = [x.requires_grad_() for x in draw((grid.n_tiles, 100, 100, 4), dtype=torch.float32)[1:]]
-    g = torch.ones(2000, 2000)
-    peak = peak_of(lambda: torch.autograd.grad(relu_tiles(*leaves, kernel=kernel, grid=grid), leaves, g))
-    assert peak <= 3 * g.nbytes
-
-
-# --- memory, and what is refused -----------------------------------------------------------------------------------
-
-
-def test_memory_of_the_relu_tile_is_that_of_its_weights() -> None:
-    case = draw((110, 100, 100, 8), dtype=torch.float32)
-    buffers, weights = 2 * eager.block_size(case[0].device) * 4, case[0].nbytes
-    assert peak_of(lambda: with_gradients(case, "eager")) <= 2 * weights + buffers
-    assert peak_of(lambda: with_gradients(case, "reference")) > 15 * weights
-
-
-def test_relu_tiles_say_what_they_expect() -> None:
-    _, A, B, v, b = draw((2, 3, 4, 5))
-    with pytest.raises(ValueError, match="kernel must be one of .* got 'fast'"):
-        relu_tiles(A, B, v, b, kernel="fast")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"got \[2, 3, 5\], \[2, 4, 4\], \[2, 5\] and \[2\]"):
-        relu_tiles(A, B[..., 1:], v, b)
-    with pytest.raises(ValueError, match="equal leading dimensions"):
-        relu_tiles(A, B[:1], v, b)
-    with pytest.raises(ValueError, match="v \\[..., H\\]"):
-        relu_tiles(A, B, v[:, 1:], b)
-    with pytest.raises(TypeError, match="torch.float64, torch.float32, torch.float64 and torch.float64"):
-        relu_tiles(A, B.float(), v, b)
-    with pytest.raises(TypeError, match="floating-point"):
-        relu_tiles(A.long(), B.long(), v.long(), b.long())
-    with pytest.raises(ValueError, match="of the tiles of TileGrid"):
-        relu_tiles(A, B, v, b, grid=TileGrid(9, 4, 3, 4))

@@ -13,47 +13,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from gbfunc.hypernets import kernels
-from gbfunc.hypernets.kernels import eager, native, relu_tile, relu_tiles
-from gbfunc.hypernets.kernels.relu_tile import COMPILE_WORK
+from gbfunc.hypernets.kernels import eager, native, relu_matrix, relu_tile
 from gbfunc.hypernets.kernels.waves import Side, waves
 from gbfunc.tiling import TileGrid
-from tests.support.kernel_cases import NEEDS_COMPILER, check, draw, with_gradients
+from tests.support.kernel_cases import GRIDS, NEEDS_COMPILER, assert_alike, expected, found, inputs_of
 from tests.support.ranks import run_ranks
 
-# --- C++ -----------------------------------------------------------------------------------------------------------
-
-
-@NEEDS_COMPILER
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize(
-    "grid", [TileGrid(70, 9, 70, 9), TileGrid(45, 600, 40, 300), TileGrid(130, 30, 13, 7)], ids=["one", "wide", "many"]
-)
-def test_any_number_of_threads_and_parts_makes_the_matrix(
-    grid: TileGrid, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "_THREAD_WORK", 1)
-    _, *leaves = draw((grid.n_tiles, grid.tile_rows, grid.tile_cols, 11))
-    leaves, g = [x.requires_grad_() for x in leaves], torch.randn(grid.rows, grid.cols, dtype=torch.float64)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        W = relu_tiles(*leaves, kernel="compiled", grid=grid)
-        found = [W, *torch.autograd.grad(W, leaves, g)]
-    finally:
-        torch.set_num_threads(before)
-    W = relu_tiles(*leaves, kernel="reference", grid=grid)
-    for x, expected in zip(found, [W, *torch.autograd.grad(W, leaves, g)], strict=True):
-        torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
-
-
-@NEEDS_COMPILER
-def test_what_is_not_a_number_is_not_hidden() -> None:
-    _, A, B, v, b = draw((2, 5, 9, 3), dtype=torch.float32)
-    A[1, 2, 0] = torch.nan
-    for kernel in ("reference", "eager", "compiled"):
-        tiles = relu_tiles(A, B, v, b, kernel=kernel)
-        assert tiles[1, 2].isnan().all(), kernel
-        assert tiles.isnan().sum() == 9, kernel
+INPUTS = inputs_of(GRIDS[0], dtype=torch.float32)
 
 
 @pytest.fixture
@@ -94,12 +60,8 @@ def test_every_width_of_vectors_makes_the_matrix(
     # Odd edges, and a matrix for which large pages are asked.
     for grid, hidden in ((TileGrid(45, 61, 13, 37), 19), (TileGrid(1030, 1030, 100, 100), 3)):
         for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
-            _, *leaves = draw((grid.n_tiles, grid.tile_rows, grid.tile_cols, hidden), dtype=dtype)
-            leaves, g = [x.requires_grad_() for x in leaves], torch.randn(grid.rows, grid.cols, dtype=dtype)
-            one, other = (relu_tiles(*leaves, kernel=kernel, grid=grid) for kernel in ("compiled", "reference"))
-            found, expected = ([W, *torch.autograd.grad(W, leaves, g)] for W in (one, other))
-            for x, y in zip(found, expected, strict=True):
-                torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * float(y.detach().abs().max()))
+            inputs = inputs_of(grid, hidden, dtype=dtype)
+            assert_alike(found("compiled", grid, inputs), expected(grid, inputs), tolerance)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         codes, weight, phase, sine, cosine = (
             x.to(dtype) for x in map(torch.randn, ((1, 150, 6), (3, 6, 37), (3, 37), (3, 37), (3, 37)))
@@ -107,9 +69,8 @@ def test_every_width_of_vectors_makes_the_matrix(
         leaves = [x.requires_grad_() for x in (weight, phase, sine, cosine)]
         side = Side(codes, leaves[0], leaves[1], leaves[2], leaves[3])
         one, other = (waves([side], kernel=kernel)[0] for kernel in ("compiled", "reference"))
-        found, expected = ([x, *torch.autograd.grad(x, leaves, torch.ones_like(x))] for x in (one, other))
-        for x, y in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * float(y.detach().abs().max()))
+        made, parts = ([x, *torch.autograd.grad(x, leaves, torch.ones_like(x))] for x in (one, other))
+        assert_alike(made, parts, tolerance)
 
 
 @pytest.mark.process
@@ -119,8 +80,7 @@ def test_processes_that_compile_at_once_leave_one_kernel(cache: Path) -> None:
     assert run_ranks(3, "kernel_cases:compile_kernels") == [True, True, True]
     (kernel,) = cache.iterdir()
     made = kernel.stat().st_mtime_ns
-    case = draw((1, 2, 3, 4), dtype=torch.float32)
-    check(with_gradients(case, "compiled"), case, 1e-5)
+    assert_alike(found("compiled", GRIDS[0], INPUTS), expected(GRIDS[0], INPUTS), 1e-5)
     assert [x.stat().st_mtime_ns for x in cache.iterdir()] == [made]
 
 
@@ -129,8 +89,7 @@ def test_processes_that_compile_at_once_leave_one_kernel(cache: Path) -> None:
 def test_a_home_that_cannot_be_written_is_no_obstacle(cache: Path, tmp_path: Path, monkeypatch: Any) -> None:
     cache.write_text("a file where the folder should be")
     monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path))
-    case = draw((1, 2, 3, 4), dtype=torch.float32)
-    check(with_gradients(case, "compiled"), case, 1e-5)
+    assert_alike(found("compiled", GRIDS[0], INPUTS), expected(GRIDS[0], INPUTS), 1e-5)
 
 
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -146,27 +105,26 @@ def _bad_compiler(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("broken", [_no_compiler, _bad_compiler])
 @pytest.mark.usefixtures("cache")
 def test_auto_falls_back_with_one_warning(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = broken(monkeypatch)
-    _, A, B, v, b = draw((7, 60, 51, 50), dtype=torch.float32)
-    assert A.numel() * B.shape[1] >= COMPILE_WORK
-    with pytest.warns(RuntimeWarning, match="(?s)" + expected + ".*install a C\\+\\+ compiler") as caught:
-        found = relu_tiles(A, B, v, b)
-        relu_tiles(A[:, 1:], B, v, b)
+    words = broken(monkeypatch)
+    grid = TileGrid(420, 51, 60, 51)
+    inputs, more = inputs_of(grid, 50), inputs_of(TileGrid(420, 60, 60, 60), 50)
+    with pytest.warns(RuntimeWarning, match="(?s)" + words + ".*install a C\\+\\+ compiler") as caught:
+        made = relu_matrix(*inputs, grid=grid)
+        relu_matrix(*more)
     assert sum(w.category is RuntimeWarning for w in caught) == 1
-    torch.testing.assert_close(found, relu_tiles(A, B, v, b, kernel="eager"), rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match=expected):
-        relu_tiles(A, B, v, b, kernel="compiled")
+    assert torch.equal(made, relu_matrix(*inputs, grid=grid, kernel="eager"))
+    with pytest.raises(RuntimeError, match=words):
+        relu_matrix(*inputs, kernel="compiled")
 
 
 @pytest.mark.parametrize("without_memory", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
 def test_tensors_without_memory_stay_out_of_compiled_programs(without_memory: Any) -> None:
     with without_memory:
-        shapes = ((2, 3, 5), (2, 4, 5), (2, 5), (2,))
-        leaves = tuple(torch.ones(s, requires_grad=True) for s in shapes)
-        tiles = relu_tiles(*leaves, kernel="compiled")
-        gradients = torch.autograd.grad(tiles.sum(), leaves)
-    assert tiles.shape == (2, 3, 4)
-    assert [x.shape for x in gradients] == [x.shape for x in leaves]
+        inputs = tuple(torch.ones(x.shape, requires_grad=x.requires_grad) for x in INPUTS)
+        matrix = relu_matrix(*inputs, grid=GRIDS[0], kernel="compiled")
+        gradients = torch.autograd.grad(matrix.sum(), inputs[2:])
+    assert matrix.shape == (GRIDS[0].rows, GRIDS[0].cols)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs[2:]]
 
 
 # --- what is no CPU --------------------------------------------------------------------------------------------------
@@ -176,11 +134,11 @@ def test_a_device_without_triton_falls_back_with_one_warning(monkeypatch: pytest
     # The meta device stands for one whose tensors have memory and that Triton does not know.
     monkeypatch.setattr(relu_tile, "have_memory", lambda _: True)
     relu_tile._accelerator_form.cache_clear()
-    leaves = [x.to("meta").requires_grad_() for x in draw((2, 80, 70, 100), dtype=torch.float32)[1:]]
+    inputs = [x.detach().to("meta").requires_grad_() for x in inputs_of(TileGrid(160, 70, 80, 70), 100)]
     with pytest.warns(RuntimeWarning, match="Triton does not work on 'meta'.*install triton") as caught:
         for kernel in ("auto", "compiled"):
-            gradients = torch.autograd.grad(relu_tiles(*leaves, kernel=kernel).sum(), leaves)
-    assert [x.shape for x in gradients] == [x.shape for x in leaves]
+            gradients = torch.autograd.grad(relu_matrix(*inputs, kernel=kernel).sum(), inputs[2:])
+    assert [x.shape for x in gradients] == [x.shape for x in inputs[2:]]
     assert sum(w.category is RuntimeWarning for w in caught) == 1
     relu_tile._accelerator_form.cache_clear()
 

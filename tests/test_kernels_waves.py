@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.func import grad, hessian, jvp, vmap
 
 import gbfunc as gb
-from gbfunc.hypernets.ensemble import Evaluation, dense_tiles, periodic_factors, with_factors
+from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, periodic_factors, with_factors
 from gbfunc.hypernets.kernels import native
 from gbfunc.hypernets.kernels.waves import Side, period_of, waves
-from gbfunc.types import Factors, Kernel, Params, TileDims
+from gbfunc.types import Kernel, Params, TileDims
 from tests.support.kernel_cases import FAST, NEEDS_COMPILER, assert_trees_close
 
 # Forward mode and Inductor import parts of torch that torch itself deprecates.
@@ -337,7 +337,7 @@ def evaluation_of(hypernet: Any, kernel: Kernel, n_tiles: int, dims: TileDims = 
     groups = torch.arange(n_tiles) % 2 if hypernet.shares else None
     drawn = hypernet.init(dims, n_tiles, 2, generator)
     leaves = {k: v.double().requires_grad_() for k, v in drawn.items() if v.numel() or not n_tiles}
-    return Evaluation.bare(hypernet, dims, kernel, row, col, scale, groups).filled(leaves, None), leaves
+    return Evaluation(Constants.make(hypernet, dims, kernel, row, col, scale, groups), leaves), leaves
 
 
 @pytest.mark.parametrize("kernel", FAST)
@@ -346,15 +346,14 @@ def evaluation_of(hypernet: Any, kernel: Kernel, n_tiles: int, dims: TileDims = 
 def test_factors_of_many_runs_are_those_of_each_tile(kernel: Kernel, kinds: list[tuple[Any, int]]) -> None:
     many = [evaluation_of(hypernet, kernel, n) for hypernet, n in kinds]
     for (one, leaves), factors in zip(many, periodic_factors([one for one, _ in many]), strict=True):
-        tiles, specs = dense_tiles(factors), one.hypernet.leaves(one.dims)
-        assert one.scale is not None
-        assert len(tiles) == one.n_tiles
+        tiles, c = dense_tiles(factors), one.constants
+        specs = c.hypernet.leaves(c.dims)
+        assert c.scale is not None and len(tiles) == one.n_tiles
         for t in range(one.n_tiles):
-            own = {
-                k: v[t % 2 if one.groups is not None and specs[k].scope == "group" else t] for k, v in leaves.items()
-            }
-            made = dense_tiles(Factors(*(x[None] for x in one.hypernet.apply(own, one.row[0], one.col[t]))))[0]
-            torch.testing.assert_close(tiles[t], made * one.scale[t], rtol=1e-12, atol=1e-12)
+            group = t if c.groups is None else t % 2
+            own = {k: v[group if specs[k].scope == "group" else t, None] for k, v in leaves.items()}
+            made = dense_tiles(c.hypernet.apply(own, c.row, c.col[t, None]))[0]
+            torch.testing.assert_close(tiles[t], made * c.scale[t], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("hypernet", TYPES, ids=repr)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.genome import Noise, codes_of
-from gbfunc.hypernets.ensemble import Evaluation, is_exporting, joined, with_factors
+from gbfunc.hypernets.ensemble import Constants, Evaluation, is_exporting, joined, with_factors
 from gbfunc.layers.forms import DenseWeight, Needs, Source, Target, WeightForm, outside_autocast
 from gbfunc.plan import Ensemble
 from gbfunc.tiling import Cut, join_all
@@ -101,15 +101,15 @@ class Stack:
             numbers = [(i, range(grids[i].n_tiles) if cut.tiles is None else cut.tiles) for i, cut in cuts.items()]
             tiles = [ensemble.spans[i].first + n for i, ns in numbers for n in ns]
             self._tiles = torch.tensor(tiles, dtype=torch.int64, device="cpu")
-        self._built: dict[tuple[torch.dtype, torch.device], Evaluation] = {}
+        self._built: dict[tuple[torch.dtype, torch.device], Constants] = {}
         self._split = {"matrix": self._matrices, "factors": self._factors, "leaves": self._apart}[needs]
 
     def _mine(self) -> slice:
         """Numbers of the tiles that this rank holds."""
         return slice(0, self.ensemble.n_tiles)
 
-    def constants(self, dtype: torch.dtype, device: torch.device) -> Evaluation:
-        """The evaluation of this rank's tiles without leaves."""
+    def constants(self, dtype: torch.dtype, device: torch.device) -> Constants:
+        """What this rank's tiles are made of, but for leaves and noise."""
         key = (dtype, device)
         if is_exporting():
             return self._constants(dtype, device)
@@ -117,13 +117,13 @@ class Stack:
             self._built[key] = self._constants(dtype, device)
         return self._built[key]
 
-    def _constants(self, dtype: torch.dtype, device: torch.device) -> Evaluation:
+    def _constants(self, dtype: torch.dtype, device: torch.device) -> Constants:
         e = self.ensemble
         row, col = codes_of(e, dtype, device)
         first, scales = [p.first for p in e.spans], [p.slot.scale for p in e.spans]
         scale = _of_spans(first, scales, e.n_tiles, dtype, device) if e.hypernet.standardised else None
         groups = self._groups(device) if self._shared else None
-        return Evaluation.bare(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._tiles)
+        return Constants.make(e.hypernet, e.dims, self._kernel, row, col, scale, groups).of(self._tiles)
 
     def _groups(self, device: torch.device) -> Tensor:
         """Group of every tile [T]; in an exported graph by spans of consecutive numbers, not as a table."""
@@ -137,11 +137,11 @@ class Stack:
 
     def evaluation(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Evaluation:
         """This rank's tiles, from its leaves, among others flat by name, and the noise of all tiles."""
-        bare = self.constants(dtype, device)
         leaves = {k: leaves[name] for k, name in self.names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
-        return bare.filled(leaves, noise and {k: v[self._tiles] for k, v in noise.items()})
+        noise = noise and {k: v[self._tiles] for k, v in noise.items()}
+        return Evaluation(self.constants(dtype, device), leaves, noise)
 
     def split(self, evaluation: Evaluation) -> Sequence[Source]:
         """Each slot, as its form needs it."""
@@ -155,8 +155,8 @@ class Stack:
         leaves = {k: next(inputs) for k in self.names}
         noise = {k: next(inputs) for k in self._noise} or None
         like, first = next(iter(leaves.values())), sum(self._held[:number])
-        bare = self.constants(like.dtype, like.device).of(slice(first, first + self._held[number]))
-        return bare.filled(leaves, noise)
+        constants = self.constants(like.dtype, like.device).of(slice(first, first + self._held[number]))
+        return Evaluation(constants, leaves, noise)
 
     def _apart(self, evaluation: Evaluation) -> list[Local]:
         return [Local(part, cut) for part, cut in zip(evaluation.split(self._held), self.cuts, strict=True)]
@@ -168,7 +168,7 @@ class Stack:
     def _matrices(self, evaluation: Evaluation) -> list[Made]:
         """The matrix of each slot; large ones one after the other, which spares memory and the time to get it."""
         dims = self.ensemble.dims
-        spans = _spans([n * dims.rows * dims.cols * evaluation.row.itemsize for n in self._counts])
+        spans = _spans([n * dims.rows * dims.cols * evaluation.constants.row.itemsize for n in self._counts])
         parts = evaluation.split([sum(self._counts[span]) for span in spans])
         matrices = [m for i, part in enumerate(parts) for m in part.matrices(self._grids[spans[i]])]
         return [Made(m, self.cuts[i]) for i, m in enumerate(matrices)]

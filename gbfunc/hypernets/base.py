@@ -60,7 +60,8 @@ class Hypernet:
     factorised: ClassVar[bool] = False
     """True where `apply` returns `Factors`."""
     batched: ClassVar[bool] = False
-    """True where `apply` broadcasts over leading dimensions as it is: then no `vmap` is needed for many tiles."""
+    """True where `apply` takes many g-nets: leaves [T, ...], codes [U, r, p] and [U, c, q] of U = 1 or T tiles. Others
+    are called under `vmap`."""
     standardised: ClassVar[bool] = True
     """True where a tile is scaled to the p-net's initial deviation; False where it is the weight as it stands."""
 
@@ -108,10 +109,10 @@ class Hypernet:
     def apply(
         self, leaves: Params, row_rp: Tensor, col_cq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
     ) -> Tensor | Factors:
-        """One g-net's tile: [r, c], or its factors ([r, k], [c, k]).
+        """One g-net's tile: [r, c], or its factors ([r, k], [c, k]); with a leading [T] where the type is `batched`.
 
         Args:
-            leaves: leaves of ONE g-net (`vmap` supplies the tiles), or of many where the type is `batched`.
+            leaves: leaves of the g-net.
             row_rp: codes of the rows: [r, p].
             col_cq: codes of the columns: [c, q].
             noise: what `noise_shapes` asked for, or None for the mean.

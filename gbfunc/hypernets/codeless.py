@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf, Sized
-from gbfunc.tiling import TileGrid
-from gbfunc.types import Factors, Kernel, Params, TileDims
+from gbfunc.types import Factors, Params, TileDims
 
 _MAX = torch.finfo(torch.float32).max
 
@@ -33,6 +32,7 @@ class Constant(Hypernet):
     value: float = 0.0
     type: ClassVar[str] = "constant"
     sizable: ClassVar[bool] = False
+    batched: ClassVar[bool] = True
     standardised: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -45,13 +45,9 @@ class Constant(Hypernet):
         """None."""
         return {}
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:
-        """The constant tile [r, c]."""
-        return row_rp.new_full((row_rp.shape[-2], col_cq.shape[-2]), self.value)
-
-    def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor:
-        """The constant matrix [R, C]."""
-        return row_Urp.new_full((grid.rows, grid.cols), self.value)
+    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Tensor:
+        """One constant tile [1, r, c]."""
+        return row_Urp.new_full((1, row_Urp.shape[-2], col_Ucq.shape[-2]), self.value)
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class LowRank(_Factored):
         k = self.known_size
         return {"left": Leaf((dims.rows, k), "linear", std=k**-0.5), "right": Leaf((dims.cols, k), "code")}
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
+    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Factors:
         """The factors as they are."""
         return Factors(leaves["left"], leaves["right"])
 
@@ -115,7 +111,7 @@ class XOX(_Factored):
         genes = {"row_genes": Leaf((dims.rows, g), "code"), "col_genes": Leaf((dims.cols, g), "code")}
         return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0, mean=1.0)}
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
+    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Factors:
         """Factors [r, g] and [c, g]."""
         return Factors(leaves["row_genes"] @ (leaves["rules"] * leaves["scale"][..., None, None]), leaves["col_genes"])
 

@@ -1,6 +1,6 @@
-"""One evaluation of many g-nets: what their tiles are made of, and these in one vmapped call.
+"""One evaluation of many g-nets: what their tiles are made of, and these in one call.
 
-    leaves + codes --vmap(apply)--> tiles [T, r, c], or factors [T, r, k] and [T, c, k] --join--> matrices [R, C]
+    leaves + codes --apply--> tiles [T, r, c], or factors [T, r, k] and [T, c, k] --join--> matrices [R, C]
 
 Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, p and q code widths, k rank, U 1 or T.
 """
@@ -8,7 +8,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, p and q 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +27,19 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "is_exporting", bool)()
 
 
-class Evaluation(NamedTuple):
-    """G-nets that are generated together.
+class Constants(NamedTuple):
+    """All that tiles are made of but leaves and noise.
 
-    Codes are `row` [U, r, p] and `col` [U, c, q], U = 1 where all tiles share them; `scale` [T] is that of every tile's
-    slot, None where there is none; `leaves` and `noise` are `{name: [T, ...]}`, {} for a type without leaves and None
-    for the mean; `empty` are shapes of the leaves without entries, which no genome holds. With `groups` [T], leaves
-    that tiles share are those of groups [G, ...]. `periods` are those of the codes of periodic g-nets; `made` are
-    the factors, where they are there already.
+    Attributes:
+        hypernet: the type of their g-nets.
+        dims: sizes of a tile.
+        kernel: the implementation that evaluates them.
+        row: codes of the rows [U, r, p], U = 1 where all tiles share them.
+        col: codes of the columns [U, c, q].
+        empty: shapes of the leaves without entries, which no genome holds.
+        periods: those of the codes of periodic g-nets, 0 where they are not known.
+        scale: that of every tile's slot [T], None where there is none.
+        groups: the group of every tile [T], None where leaves that tiles share are given for every tile.
     """
 
     hypernet: Hypernet
@@ -42,16 +47,13 @@ class Evaluation(NamedTuple):
     kernel: Kernel
     row: Tensor
     col: Tensor
-    scale: Tensor | None
     empty: Mapping[str, tuple[int, ...]]
-    groups: Tensor | None
     periods: tuple[int, int]
-    leaves: Params
-    noise: Params | None
-    made: Factors | None = None
+    scale: Tensor | None
+    groups: Tensor | None
 
     @staticmethod
-    def bare(
+    def make(
         hypernet: Hypernet,
         dims: TileDims,
         kernel: Kernel,
@@ -59,119 +61,118 @@ class Evaluation(NamedTuple):
         col: Tensor,
         scale: Tensor | None = None,
         groups: Tensor | None = None,
-    ) -> Evaluation:
-        """An evaluation without leaves, to be `filled`."""
+    ) -> Constants:
+        """Constants of tiles with these codes."""
         empty = {k: leaf.shape for k, leaf in hypernet.leaves(dims).items() if 0 in leaf.shape}
         known = isinstance(hypernet, Waves) and have_memory((row, col)) and not torch.compiler.is_compiling()
         periods = (period_of(row), period_of(col)) if known else (0, 0)
-        return Evaluation(hypernet, dims, kernel, row, col, scale, empty, groups, periods, {}, None)
+        return Constants(hypernet, dims, kernel, row, col, empty, periods, scale, groups)
+
+    def of(self, tiles: slice | Tensor) -> Constants:
+        """The constants of some tiles, by span or number."""
+        row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
+        scale, groups = (None if x is None else x[tiles] for x in (self.scale, self.groups))
+        # Not `_replace`, which Dynamo of torch 2.5 does not trace.
+        return Constants(self.hypernet, self.dims, self.kernel, row, col, self.empty, self.periods, scale, groups)
+
+
+class Evaluation(NamedTuple):
+    """G-nets that are generated together.
+
+    Attributes:
+        constants: what their tiles have in common with those of other genomes.
+        leaves: `{name: [T, ...]}`, or [G, ...] for those that groups of tiles share; {} for a type without leaves.
+        noise: `{name: [T, ...]}`, None for the mean.
+        made: the factors, where they are there already.
+    """
+
+    constants: Constants
+    leaves: Params
+    noise: Params | None = None
+    made: Factors | None = None
+
+    @property
+    def n_tiles(self) -> int:
+        """Number of tiles; 0 for a type without leaves, whose tiles are all alike."""
+        groups = self.constants.groups
+        return len([*self.leaves.values(), ()][0] if groups is None else groups)
+
+    def all_leaves(self) -> Params:
+        """The leaves with those that have no entries."""
+        empty, row = self.constants.empty, self.constants.row
+        return {**self.leaves, **{k: row.new_zeros((self.n_tiles, *shape)) for k, shape in empty.items()}}
 
     def tiles(self) -> Tensor | Factors:
-        """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]."""
+        """Scaled tiles [T, r, c], or their factors [T, r, k] and [T, c, k]; one tile for a type without leaves."""
         if self.made is not None:
             return self.made
-        return periodic_factors([self])[0] if isinstance(self.hypernet, Waves) else self._evaluate()
+        if isinstance(self.constants.hypernet, Waves):
+            return periodic_factors([self])[0]
+        leaves, scale = self._scaled()
+        made = self._apply(leaves)
+        return made if scale is None else dense_tiles(made) * scale[:, None, None]
 
-    def _evaluate(self) -> Tensor | Factors:
-        own = self._own()
-        made = own._apply()
-        return made if own.scale is None else dense_tiles(made) * own.scale[:, None, None]
+    def _scaled(self) -> tuple[Params, Tensor | None]:
+        """The leaves of every tile, and the scale unless it is in those in which the tile is linear: they are small."""
+        hypernet, scale, groups = self.constants.hypernet, self.constants.scale, self.constants.groups
+        specs, leaves = hypernet.leaves(self.constants.dims), self.all_leaves()
+        if groups is not None:
+            leaves = {k: v[groups] if specs[k].scope == "group" else v for k, v in leaves.items()}
+        linear = [k for k in leaves if specs[k].role == "linear"]
+        if scale is None or hypernet.stochastic or not linear:
+            return leaves, scale
+        return {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}, None
 
-    def _own(self) -> Evaluation:
-        """With the leaves of every tile, scaled where the tile is linear in some: they are smaller than it."""
-        specs = self.hypernet.leaves(self.dims)
-        leaves, scale = self.leaves, self.scale
-        if self.groups is not None:
-            leaves = {k: v[self.groups] if specs[k].scope == "group" else v for k, v in leaves.items()}
-        linear = [k for k in leaves if specs[k].role == "linear" and not self.hypernet.stochastic]
-        if scale is not None and linear:
-            leaves = {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}
-            scale = None
-        return self._with(leaves=leaves, scale=scale, groups=None)
+    def _apply(self, leaves: Params) -> Tensor | Factors:
+        hypernet, row, col = self.constants.hypernet, self.constants.row, self.constants.col
 
-    def _filled(self, *lead: int) -> Params:
-        """The leaves with those that have no entries."""
-        return {**self.leaves, **{k: self.row.new_zeros((*lead, *shape)) for k, shape in self.empty.items()}}
-
-    def _apply(self) -> Tensor | Factors:
         def apply(leaves: Params, row: Tensor, col: Tensor, noise: Params | None) -> Tensor | Factors:
-            return self.hypernet.apply(leaves, row, col, noise=noise, kernel=self.kernel)
+            return hypernet.apply(leaves, row, col, noise=noise, kernel=self.constants.kernel)
 
-        if not self.leaves:
-            # Without leaves there is nothing to map over, and all tiles with the same codes are the same.
-            tile = apply(self._filled(), self.row[0], self.col[0], None)
-            return tile[None] if isinstance(tile, Tensor) else Factors(tile.left[None], tile.right[None])
-        (row, row_dim), (col, col_dim) = ((x[0], None) if len(x) == 1 else (x, 0) for x in (self.row, self.col))
-        many = apply if self.hypernet.batched else vmap(apply, (0, row_dim, col_dim, None if self.noise is None else 0))
-        return many(self._filled(self.n_tiles), row, col, self.noise)
-
-    def matrix(self, grid: TileGrid) -> Tensor:
-        """The one matrix [R, C] that all tiles make."""
-        if self.made is None and self.noise is None and not isinstance(self.hypernet, Waves):
-            own = self._own()
-            matrix = own.hypernet.matrix(own._filled(own.n_tiles), own.row, own.col, grid, own.kernel)
-            if matrix is not None and own.scale is None:
-                return matrix
-        tiles = self.tiles()
-        return joined(tiles if self.leaves else dense_tiles(tiles).expand(grid.n_tiles, -1, -1), grid)
+        if hypernet.batched:
+            return apply(leaves, row, col, self.noise)
+        (row, row_dim), (col, col_dim) = ((x[0], None) if len(x) == 1 else (x, 0) for x in (row, col))
+        return vmap(apply, (0, row_dim, col_dim, None if self.noise is None else 0))(leaves, row, col, self.noise)
 
     def matrices(self, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
         """The matrices [R, C] that the tiles make, one grid after the other."""
-        if len(grids) == 1 or not self.leaves:
-            return tuple(self.matrix(grid) for grid in grids)
-        return join_all(dense_tiles(self.tiles()), grids)
+        if len(grids) > 1 and self.leaves:
+            return join_all(dense_tiles(self.tiles()), grids)
+        return tuple(self.matrix(grid) for grid in grids)
+
+    def matrix(self, grid: TileGrid) -> Tensor:
+        """The one matrix [R, C] that all tiles make."""
+        constants = self.constants
+        if self.made is None and self.noise is None and not isinstance(constants.hypernet, Waves):
+            leaves, scale = self._scaled()
+            matrix = constants.hypernet.matrix(leaves, constants.row, constants.col, grid, constants.kernel)
+            if matrix is not None and scale is None:
+                return matrix
+        tiles = self.tiles()
+        return joined(tiles if self.leaves else dense_tiles(tiles).expand(grid.n_tiles, -1, -1), grid)
 
     def split(self, counts: Sequence[int]) -> list[Evaluation]:
         """So many tiles each, in order."""
         if len(counts) == 1:
             return [self]
-        ends = [0]
-        for count in counts:
-            ends.append(ends[-1] + count)
-
+        constants, parts, first = self.constants, [], 0
+        specs = {} if constants.groups is None else constants.hypernet.leaves(constants.dims)
+        shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
         # One split node has one backward; slices would each fill a gradient of all tiles.
-        def parts(x: Tensor) -> Sequence[Tensor]:
-            return x.split(list(counts))
-
-        shared = {k for k, leaf in self.hypernet.leaves(self.dims).items() if leaf.scope == "group"}
-        shared = shared if self.groups is not None else set()
-        leaves = {k: [v] * len(counts) if k in shared else parts(v) for k, v in self.leaves.items()}
-        evaluations = [
-            self.of(slice(ends[i], ends[i + 1]))._with(leaves={k: v[i] for k, v in leaves.items()})
-            for i in range(len(counts))
-        ]
-        if self.made is None:
-            return evaluations
-        return [r._with(made=Factors(*x)) for r, *x in zip(evaluations, *map(parts, self.made), strict=True)]
-
-    def _with(self, **changes: Any) -> Evaluation:
-        # Not `_replace`, which Dynamo of torch 2.5 does not trace; nor does it trace unions of dicts.
-        hypernet, dims, kernel, row, col, scale, empty, groups, periods, leaves, noise, made = self
-        own = dict(
-            hypernet=hypernet, dims=dims, kernel=kernel, row=row, col=col, scale=scale, leaves=leaves, noise=noise
-        )
-        return Evaluation(**{**own, "empty": empty, "groups": groups, "made": made, "periods": periods, **changes})
-
-    @property
-    def n_tiles(self) -> int:
-        """Number of tiles; 0 for a type without leaves, whose tiles are all alike."""
-        return len([*self.leaves.values(), ()][0] if self.groups is None else self.groups)
-
-    def filled(self, leaves: Params, noise: Params | None) -> Evaluation:
-        """The evaluation on other leaves and noise."""
-        return Evaluation(*self[:-3], leaves, noise, self.made)
-
-    def of(self, tiles: slice | Tensor) -> Evaluation:
-        """The codes, scales and noise of some tiles, by span or number, with the leaves as they are."""
-        row, col = (x if len(x) == 1 else x[tiles] for x in (self.row, self.col))
-        noise = self.noise and {k: v[tiles] for k, v in self.noise.items()}
-        scale, groups = (None if x is None else x[tiles] for x in (self.scale, self.groups))
-        return self._with(row=row, col=col, scale=scale, noise=noise, groups=groups, made=None)
+        leaves = {k: v if k in shared else v.split(list(counts)) for k, v in self.leaves.items()}
+        made = None if self.made is None else [x.split(list(counts)) for x in self.made]
+        for i, count in enumerate(counts):
+            span = slice(first, first + count)
+            own = {k: v if k in shared else v[i] for k, v in leaves.items()}
+            noise = self.noise and {k: v[span] for k, v in self.noise.items()}
+            parts.append(Evaluation(constants.of(span), own, noise, made and Factors(made[0][i], made[1][i])))
+            first += count
+        return parts
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """The evaluations, with the factors of periodic and bilinear g-nets `made`, by one operator for all of them."""
-    periodic = [one.made is None and isinstance(one.hypernet, Waves) for one in evaluations]
+    periodic = [one.made is None and isinstance(one.constants.hypernet, Waves) for one in evaluations]
     factors = iter(periodic_factors([one for one, yes in zip(evaluations, periodic, strict=True) if yes]))
     pairs = zip(evaluations, periodic, strict=True)
     return [Evaluation(*one[:-1], next(factors)) if yes else one for one, yes in pairs]
@@ -179,18 +180,13 @@ def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     """Scaled factors [T, r, k] and [T, c, k] of each evaluation of periodic or bilinear g-nets, by one operator."""
-    hypernets, leaves, sides = [], [], []
-    for one in evaluations:
-        assert isinstance(one.hypernet, Waves)
-        hypernets.append(one.hypernet)
-        leaves.append(one._filled(one.n_tiles))
-        sides += one.hypernet.sides(leaves[-1], one.row, one.col, one.scale, one.groups, one.periods)
-    made = waves(sides, kernel=evaluations[0].kernel) if evaluations else []
-    pairs = zip(made[::2], made[1::2], strict=True)
-    return [
-        hypernet.factors(own, *pair, one.scale)
-        for hypernet, own, pair, one in zip(hypernets, leaves, pairs, evaluations, strict=True)
-    ]
+    leaves, sides = [one.all_leaves() for one in evaluations], []
+    for own, (c, *_) in zip(leaves, evaluations, strict=True):
+        assert isinstance(c.hypernet, Waves)
+        sides += c.hypernet.sides(own, c.row, c.col, c.scale, c.groups, c.periods)
+    made = waves(sides, kernel=evaluations[0].constants.kernel) if evaluations else []
+    pairs = zip(evaluations, leaves, made[::2], made[1::2], strict=True)
+    return [one.constants.hypernet.factors(own, left, right, one.constants.scale) for one, own, left, right in pairs]
 
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gbfunc.hypernets.base import Hypernet, Leaf, check_size, project, uniform
-from gbfunc.hypernets.kernels import chunked_apply, relu_matrix, relu_tiles
+from gbfunc.hypernets.kernels import chunked_apply, relu_matrix
 from gbfunc.tiling import TileGrid
 from gbfunc.types import Kernel, Params, TileDims
 
@@ -55,6 +55,7 @@ class GNet(Hypernet):
     hidden: tuple[int, ...] | None = None
     activation: str = "relu"
     type: ClassVar[str] = "gnet"
+    batched: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         hidden: Any = self.hidden
@@ -115,41 +116,40 @@ class GNet(Hypernet):
     def _is_fused(self) -> bool:
         return self.activation == "relu" and len(self.hidden or ()) == 1
 
-    def _mean(self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out") -> Tensor:
-        """The tile [r, c] of one head."""
-        a_rH = project(row, leaves["row_weight"]) + leaves["bias"].unsqueeze(-2)
-        b_cH = project(col, leaves["col_weight"])
+    def _mean(
+        self, leaves: Params, row: Tensor, col: Tensor, kernel: Kernel, head: str = "out", grid: TileGrid | None = None
+    ) -> Tensor:
+        """The tiles [T, r, c] of one head, or their matrix where they are fused."""
         if self._is_fused:
-            return relu_tiles(a_rH, b_cH, leaves[f"{head}_weight"], leaves[f"{head}_bias"], kernel=kernel)
+            names = ("row_weight", "col_weight", "bias", f"{head}_weight", f"{head}_bias")
+            return relu_matrix(row, col, *(leaves[name] for name in names), grid=grid, kernel=kernel)
         depth = len(self.hidden or ())
-        names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")] + [f"{head}_weight"]
-        rest = {name: leaves[name] for name in names}
+        names = [f"{part}_{i}" for i in range(1, depth) for part in ("weight", "bias")]
+        names += [f"{head}_weight", f"{head}_bias"]
         activation = ACTIVATIONS[self.activation]
 
         def upper(pre: Tensor, params: Params) -> Tensor:
             x = activation(pre)
             for i in range(1, depth):
                 x = activation(x @ params[f"weight_{i}"] + params[f"bias_{i}"])
-            return x @ params[f"{head}_weight"]
+            return x @ params[f"{head}_weight"] + params[f"{head}_bias"]
 
-        return chunked_apply(upper, a_rH, b_cH, rest) + leaves[f"{head}_bias"]
+        a_TrH = project(row, leaves["row_weight"]) + leaves["bias"].unsqueeze(-2)
+        b_TcH = project(col, leaves["col_weight"])
+        return chunked_apply(upper, a_TrH, b_TcH, {name: leaves[name] for name in names})
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
         """A ReLU layer's matrix, written without its tiles."""
-        if not self._is_fused:
-            return None
-        names = ("row_weight", "col_weight", "bias", "out_weight", "out_bias")
-        return relu_matrix(row_Urp, col_Ucq, *(leaves[name] for name in names), grid=grid, kernel=kernel)
+        return self._mean(leaves, row_Urp, col_Ucq, kernel, grid=grid) if self._is_fused else None
 
     def apply(
-        self, leaves: Params, row_rp: Tensor, col_cq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
+        self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, *, noise: Params | None = None, kernel: Kernel = "auto"
     ) -> Tensor:
-        """The tile [r, c]: a draw with noise, which a stochastic g-net takes, else the mean."""
-        mean = self._mean(leaves, row_rp, col_cq, kernel)
+        """Tiles [T, r, c]: a draw with noise, which a stochastic g-net takes, else the mean."""
+        mean = self._mean(leaves, row_Urp, col_Ucq, kernel)
         if noise is None:
             return mean
-        log_sigma = self._mean(leaves, row_rp, col_cq, kernel, "log_sigma")
-        return mean + torch.exp(log_sigma) * noise["weight"]
+        return mean + torch.exp(self._mean(leaves, row_Urp, col_Ucq, kernel, "log_sigma")) * noise["weight"]
 
 
 @dataclass(frozen=True)

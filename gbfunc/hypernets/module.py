@@ -10,6 +10,7 @@ from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
@@ -85,6 +86,7 @@ class FromModule(Hypernet):
     factory: Factory
     type: ClassVar[str] = "module"
     sizable: ClassVar[bool] = False
+    batched: ClassVar[bool] = True
     rate: ClassVar[float] = 3e-3
     spreads: ClassVar[bool] = True
 
@@ -128,16 +130,17 @@ class FromModule(Hypernet):
             drawn |= {_GAIN: gains, _SHIFT: torch.zeros_like(gains)}
         return drawn
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Tensor:
-        """The tile [r, c]: the module on the codes of each weight, a chunk of rows at a time."""
-        p, q = row_rp.shape[-1], col_cq.shape[-1]
+    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Tensor:
+        """Tiles [T, r, c]: the module on the codes of each weight, a chunk of rows at a time."""
+        p, q, tiles = row_Urp.shape[-1], col_Ucq.shape[-1], len(next(iter(leaves.values())))
         skeleton = _skeleton(self.factory, p + q, get_ident())
         inner = {k: v for k, v in leaves.items() if k not in (_GAIN, _SHIFT)}
         # Codes side by side, as a sum: [row code, 0] + [0, column code].
-        a = torch.nn.functional.pad(row_rp, (0, q))
-        b = torch.nn.functional.pad(col_cq, (p, 0))
-        tile = chunked_apply(lambda x, params: functional_call(skeleton, params, (x,))[..., 0], a, b, inner)
-        return tile * leaves[_GAIN] + leaves[_SHIFT] if _GAIN in leaves else tile
+        a, b = F.pad(row_Urp, (0, q)).expand(tiles, -1, -1), F.pad(col_Ucq, (p, 0)).expand(tiles, -1, -1)
+        made = chunked_apply(lambda x, params: functional_call(skeleton, params, (x,))[..., 0], a, b, inner)
+        if _GAIN not in leaves:
+            return made
+        return made * leaves[_GAIN][:, None, None] + leaves[_SHIFT][:, None, None]
 
     def to_json(self) -> dict[str, Any]:
         """The factory by its import path, for information; ValueError for a lambda or a local function."""

@@ -109,9 +109,9 @@ class Waves(Sized):
         """The factors, from both sides as they are made."""
         return Factors(left, right)
 
-    def apply(self, leaves: Params, row_rp: Tensor, col_cq: Tensor, **unused: Any) -> Factors:
-        """Factors [r, 2H] and [c, 2H] of one tile."""
-        return self.factors(leaves, *(side.in_parts() for side in self.sides(leaves, row_rp, col_cq)))
+    def apply(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, **unused: Any) -> Factors:
+        """Factors [T, r, 2H] and [T, c, 2H]."""
+        return self.factors(leaves, *(side.in_parts() for side in self.sides(leaves, row_Urp, col_Ucq)))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Cases, oracles and measures that the tests of the kernels share."""
+"""Inputs, the definition, transforms and measures that the tests of the kernels share."""
 
 from __future__ import annotations
 
@@ -10,110 +10,119 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jacrev, jvp
+from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gbfunc.hypernets.kernels import native, relu_tiles
+from gbfunc.hypernets.kernels import native, relu_matrix
+from gbfunc.tiling import TileGrid, join_tiles
 from gbfunc.types import Kernel
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on the path"
 )
 FAST = ["eager", pytest.param("compiled", marks=NEEDS_COMPILER)]
-"""The forms that are used, each to be held against the reference."""
+"""The forms that are used, each to be held against the definition."""
 
-Shape = tuple[int, int, int, int]
-Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+GRIDS = [TileGrid(5, 7, 2, 3), TileGrid(4, 6, 2, 3), TileGrid(3, 3, 3, 3), TileGrid(7, 3, 2, 3)]
+LARGE = [TileGrid(130, 90, 64, 40), TileGrid(70, 600, 70, 600), TileGrid(9, 5, 1, 1), TileGrid(33, 300, 33, 100)]
 
-
-def draw(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float64) -> Case:
-    """Cotangent [T, r, c], A [T, r, H], B [T, c, H], v [T, H] and b [T] for a shape (T, r, c, H)."""
-    tiles, rows, cols, hidden = shape
-    generator = torch.Generator().manual_seed(seed)
-    sizes = ((tiles, rows, cols), (tiles, rows, hidden), (tiles, cols, hidden), (tiles, hidden), (tiles,))
-    g, A, B, v, b = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
-    return g, A, B, v, b
+Inputs = tuple[Tensor, ...]
 
 
-def oracle(g: Tensor, A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Tiles and gradients of A, B, v and b in float64, term by term, and the sums of the terms' sizes."""
-    g, A, B, v, b = (x.double() for x in (g, A, B, v, b))
-    outputs = (b[:, None, None].expand(g.shape), A, B, v, g.sum((1, 2)))
-    terms_of = (outputs[0].abs(), A, B, v, g.abs().sum((1, 2)))
-    results = [x.clone() if i in (0, 4) else torch.zeros_like(x) for i, x in enumerate(outputs)]
-    sizes = [x.clone() if i in (0, 4) else torch.zeros_like(x) for i, x in enumerate(terms_of)]
-    (tiles, rows, hidden), cols = A.shape, B.shape[1]
-    for t in range(tiles):
-        for i in range(rows):
-            for j in range(cols):
-                for h in range(hidden):
-                    a, c = A[t, i, h], B[t, j, h]
-                    if a + c <= 0:
-                        continue
-                    terms = (
-                        ((t, i, j), v[t, h] * (a + c), v[t, h] * (a + c)),
-                        ((t, i, h), g[t, i, j] * v[t, h], g[t, i, j] * v[t, h]),
-                        ((t, j, h), g[t, i, j] * v[t, h], g[t, i, j] * v[t, h]),
-                        # The backward pass sums the parts of a and of c apart, which may cancel.
-                        ((t, h), g[t, i, j] * (a + c), g[t, i, j] * (a.abs() + c.abs())),
-                    )
-                    for (index, term, size), result, total in zip(terms, results[:4], sizes[:4], strict=True):
-                        result[index] += term
-                        total[index] += size.abs()
-    return results, sizes
+def inputs_of(
+    grid: TileGrid,
+    hidden: int = 3,
+    *,
+    shared: bool = True,
+    widths: tuple[int, int] = (4, 2),
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Inputs:
+    """X, Y, U, V, u, v and b of the tiles of a grid, the leaves with gradients."""
+    generator, tiles, (p, q) = torch.Generator().manual_seed(seed), grid.n_tiles, widths
+    n = 1 if shared else tiles
+    shapes = ((n, grid.tile_rows, p), (n, grid.tile_cols, q), (tiles, p, hidden), (tiles, q, hidden), (tiles, hidden))
+    drawn = (torch.randn(s, generator=generator, dtype=torch.float64) for s in (*shapes, (tiles, hidden), (tiles,)))
+    return tuple(x.to(dtype).requires_grad_(i > 1) for i, x in enumerate(drawn))
 
 
-def check(found: list[Tensor], case: Case, relative: float) -> None:
-    results, sizes = oracle(*case)
-    limits = torch.finfo(case[0].dtype)
-    subnormal = limits.smallest_normal * limits.eps  # spacing of numbers that cannot be rounded relatively
-    for x, result, size in zip(found, results, sizes, strict=True):
-        assert x.dtype == case[0].dtype
-        assert ((x.double() - result).abs() <= relative * size + subnormal).all()
+def definition(grid: TileGrid, X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    """The matrix by the definition of its weights."""
+    pre = (X @ U + u[..., None, :])[..., :, None, :] + (Y @ V)[..., None, :, :]
+    return join_tiles((pre.relu() * v[..., None, None, :]).sum(-1) + b[..., None, None], grid)
 
 
-def with_gradients(case: Case, kernel: Kernel) -> list[Tensor]:
-    """Tiles and the gradients of A, B, v and b."""
-    leaves = [x.clone().requires_grad_() for x in case[1:]]
-    tiles = relu_tiles(*leaves, kernel=kernel)
-    return [tiles.detach(), *torch.autograd.grad(tiles, leaves, case[0])]
+def with_gradients(fn: Callable[..., Tensor], inputs: Inputs) -> list[Tensor]:
+    """The matrix and the gradients of all inputs that have one."""
+    matrix = fn(*inputs)
+    g = ((torch.arange(matrix.numel()) % 9 - 4) / 4).reshape(matrix.shape).to(matrix)  # exact in half precisions
+    leaves = [x for x in inputs if x.requires_grad]
+    return [matrix.detach(), *torch.autograd.grad(matrix, leaves, g, materialize_grads=True)]
+
+
+def found(kernel: Kernel, grid: TileGrid, inputs: Inputs) -> list[Tensor]:
+    """The matrix of a kernel, and its gradients."""
+    return with_gradients(lambda *x: relu_matrix(*x, grid=grid, kernel=kernel), inputs)
+
+
+def expected(grid: TileGrid, inputs: Inputs) -> list[Tensor]:
+    """The matrix by its definition in float64, and its gradients."""
+    exact = tuple(x.detach().double().requires_grad_(x.requires_grad) for x in inputs)
+    return with_gradients(lambda *x: definition(grid, *x), exact)
+
+
+def assert_alike(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    """Compare tensors, each by its largest number."""
+    for x, y in zip(found, expected, strict=True):
+        size = float(y.abs().max()) if y.numel() else 0.0
+        torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance * size)
 
 
 def compile_kernels(init_method: str) -> bool:
-    """What each process does of those that compile at once: nothing that the others know of."""
+    """Compile in one of several processes at once."""
     return native.is_available()
 
 
-def relu_objective(kernel: Kernel) -> Callable[..., Tensor]:
-    return lambda A, B, v, b: relu_tiles(A, B, v, b, kernel=kernel).square().sum()
+ALL = (0, 1, 2, 3, 4)
+
+
+def many(x: Inputs) -> Inputs:
+    return tuple(torch.stack([y, y + 1]) for y in x)
 
 
 def _nested(f: Callable[..., Tensor]) -> Callable[..., Any]:
-    inner = torch.vmap(grad(f, (0, 1, 2, 3)), in_dims=(0, None, None, 0))
-    return torch.vmap(inner, in_dims=(None, 0, 0, None))
-
-
-def _mixed_dims(f: Callable[..., Tensor]) -> Callable[..., Any]:
-    inner = torch.vmap(grad(f, (0, 1, 2, 3)), (2, 1, None, 0))
-    return lambda A, B, v, b: inner(A.permute(1, 2, 0), B.transpose(0, 1), v[0], b)
+    inner = vmap(grad(f, ALL), in_dims=(0, None, 1, None, 0))
+    outer = vmap(inner, in_dims=(None, 0, None, 2, 0))
+    return lambda U, V, u, v, b: outer(
+        *many((U, V)), torch.stack([u, u - 1], 1), torch.stack([v, v + 1], 2), many(many((b,)))[0]
+    )
 
 
 TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
-    "vmap": torch.vmap,
-    "grad": lambda f: grad(f, (0, 1, 2, 3)),
-    "vmap of grad": lambda f: torch.vmap(grad(f, (0, 1, 2, 3))),
-    "grad of vmap": lambda f: grad(lambda *x: torch.vmap(f)(*x).sum(), (0, 1, 2)),
-    "nested vmap": _nested,
-    "vmap over other dimensions": _mixed_dims,
-    "jvp of grad": lambda f: lambda *x: jvp(grad(f, (0, 1, 2, 3)), x, tuple(y + 1 for y in x)),
-    "jvp of vmap of grad": lambda f: lambda *x: jvp(torch.vmap(grad(f, (0, 1, 2, 3))), x, tuple(y + 1 for y in x)),
-    "hessian": lambda f: hessian(f, (0, 1, 2, 3)),
-    "forward over forward": lambda f: jacfwd(jacfwd(f, (0, 2)), (0, 2)),
+    "vmap": lambda f: lambda *x: vmap(f)(*many(x)),
+    "grad": lambda f: grad(f, ALL),
+    "vmap of grad": lambda f: lambda *x: vmap(grad(f, ALL))(*many(x)),
+    "grad of vmap": lambda f: grad(lambda *x: vmap(f)(*many(x)).sum(), ALL),
+    "nested vmap of grad": _nested,
+    "jvp of vmap of grad": lambda f: lambda *x: jvp(vmap(grad(f, ALL)), many(x), tuple(y + 1 for y in many(x))),
+    "hessian": lambda f: hessian(f, ALL),
     "reverse over reverse": lambda f: jacrev(jacrev(f, (0, 2)), (0, 2)),
     "third order": lambda f: lambda *x: jvp(hessian(f, 2), x, tuple(y - 1 for y in x)),
 }
 FIRST_ORDER = ("vmap", "grad", "vmap of grad", "grad of vmap")
+
+
+def transformed(name: str, grid: TileGrid, kernel: Kernel | None, compiler: Callable[..., Any] = lambda f: f) -> Any:
+    """A transform of the squared matrix of a kernel, or of the definition."""
+    X, Y, *leaves = (x.detach() for x in inputs_of(grid, 2))
+
+    def objective(*leaves: Tensor) -> Tensor:
+        inputs = (X, Y, *leaves)
+        matrix = definition(grid, *inputs) if kernel is None else relu_matrix(*inputs, grid=grid, kernel=kernel)
+        return matrix.square().sum()
+
+    return compiler(TRANSFORMS[name](objective))(*leaves)
 
 
 def assert_trees_close(found: Any, expected: Any) -> None:

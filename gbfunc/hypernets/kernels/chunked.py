@@ -98,16 +98,6 @@ def _evaluate(m: RowMap, rows: Tensors, shared: Tensors) -> Tensors:
     return tuple(outputs)
 
 
-def batch_tiles(size: int, in_dims: tuple[int | None, ...], tensors: Tensors) -> Tensors:
-    """Fold the dimension of a vmap into that of the tiles: N of [T, ...] -> [N T, ...]; unbatched tensors repeat."""
-    return tuple(x.flatten(0, 1) for x in unbatched(size, in_dims, tensors))
-
-
-def filled_tangents(primals: Tensors, tangents: tuple[Tensor | None, ...]) -> Tensors:
-    """Tangents with zeros in the place of those that are None."""
-    return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True))
-
-
 class InputsOnly(torch.autograd.Function):
     """A function of tensors that keeps nothing but them for its derivatives; its first argument says what to do."""
 
@@ -120,10 +110,8 @@ class InputsOnly(torch.autograd.Function):
 
 
 class _RowMapFunction(InputsOnly):
-    """Evaluates a `RowMap`: row inputs [T, r, ...], then shared inputs [T, ...]."""
-
     @staticmethod
-    def forward(m: RowMap, *inputs: Tensor) -> Tensors:
+    def forward(m: RowMap, *inputs: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _evaluate(m, *_split_at(inputs, m.inputs[0]))
 
     @staticmethod
@@ -134,47 +122,41 @@ class _RowMapFunction(InputsOnly):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], m: RowMap, *inputs: Tensor) -> tuple[Tensors, tuple[int, ...]]:
-        outputs = m.apply(*_split_at(batch_tiles(info.batch_size, in_dims[1:], inputs), m.inputs[0]))
+        folded = tuple(x.flatten(0, 1) for x in unbatched(info.batch_size, in_dims[1:], inputs))
+        outputs = m.apply(*_split_at(folded, m.inputs[0]))
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensors:
-        rows, shared = _split_at(ctx.saved_tensors, ctx.what.inputs[0])
-        row_tangents, shared_tangents = _split_at(filled_tangents(ctx.saved_tensors, tangents), ctx.what.inputs[0])
-        return ctx.what.jvp().apply(rows + row_tangents, shared + shared_tangents)
+        filled = tuple(
+            torch.zeros_like(x) if t is None else t for x, t in zip(ctx.saved_tensors, tangents, strict=True)
+        )
+        pairs = zip(*(_split_at(x, ctx.what.inputs[0]) for x in (ctx.saved_tensors, filled)), strict=True)
+        return ctx.what.jvp().apply(*(primals + moved for primals, moved in pairs))
 
 
 def chunked_apply(
     fn: Callable[[Tensor, Params], Tensor], A: Tensor, B: Tensor, params: Params, *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> Tensor:
-    """Generate one g-net's tile [r, c] from separable pre-activations, in row blocks that backward recomputes.
+    """Generate tiles [T, r, c] from separable pre-activations, in row blocks that backward recomputes.
 
-    `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is what follows the first layer: it treats the rows
-    independently and draws no random numbers. `A` [r, H], bias included, and `B` [c, H] are the pre-activations of rows
-    and columns. Under `torch.vmap` over g-nets the blocks run over tiles too, so that `max_bytes` bounds the estimated
-    memory for the whole ensemble; a single row is never divided. Within `torch.compile` the tile is one expression.
-    Derivatives of any order and mode reach `A`, `B` and `params`, and nothing that `fn` closes over.
+    `fn(pre-activations [rows, c, H], params) -> weights [rows, c]` is what follows the first layer of one g-net: it
+    treats the rows independently and draws no random numbers. `A` [T, r, H], bias included, and `B` [T, c, H] are the
+    pre-activations of rows and columns, `params` [T, ...] those of all g-nets. Blocks run over tiles too, so that
+    `max_bytes` bounds the estimated memory of the whole ensemble; a single row is never divided. Within
+    `torch.compile` the tiles are one expression. Derivatives of any order and mode reach `A`, `B` and `params`, and
+    nothing that `fn` closes over.
     """
-    if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[1]:
-        raise ValueError(f"expected A [r, H] and B [c, H] of one g-net, got {list(A.shape)} and {list(B.shape)}")
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes must be positive, got {max_bytes}")
-    names = tuple(params)
-    hidden, cols = A.shape[1], B.shape[0]
+    names, leaves = tuple(params), tuple(params.values())
 
     def row_fn(rows: Tensors, shared: Tensors) -> tuple[Tensors, Tensors]:
         (A_rH,), (B_cH, *leaves) = rows, shared
-        W_rc = fn(A_rH[:, None] + B_cH, dict(zip(names, leaves, strict=True)))
-        if W_rc.shape != (A_rH.shape[0], cols):
-            raise ValueError(f"fn must return weights {[A_rH.shape[0], cols]}, got {list(W_rc.shape)}")
-        return (W_rc,), ()
+        return (fn(A_rH[:, None] + B_cH, dict(zip(names, leaves, strict=True))),), ()
 
-    leaves = tuple(params.values())
     if torch.compiler.is_compiling():
         # Dynamo refuses a Function with a `jvp`, and has no batching rule for the gradient of any other Function.
-        return row_fn((A,), (B, *leaves))[0][0]
+        return torch.vmap(row_fn)((A,), (B, *leaves))[0][0]
     # By weight and bias this counts each activation about twice, as a forward pass keeps it: around its nonlinearity.
-    floats = 2 * hidden + sum(max(p.shape, default=1) for p in leaves)
-    m = RowMap(row_fn, (1, 1 + len(leaves)), (1, 0), cols * floats * A.element_size(), max_bytes)
-    (W_1rc,) = m.apply((A[None],), (B[None], *(p[None] for p in leaves)))
-    return W_1rc[0]
+    floats = 2 * A.shape[-1] + sum(max(p.shape[1:], default=1) for p in leaves)
+    m = RowMap(row_fn, (1, 1 + len(leaves)), (1, 0), B.shape[-2] * floats * A.element_size(), max_bytes)
+    return m.apply((A,), (B, *leaves))[0]

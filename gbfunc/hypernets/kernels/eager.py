@@ -23,16 +23,10 @@ def warn_of_use(reason: str, cure: str) -> None:
     warnings.warn(f"{words} to silence this", RuntimeWarning, stacklevel=3)
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Precision of the sums over inputs of `dtype`: float32 for half precisions, else `dtype` itself."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 def reference_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     """Generate tiles by their definition: [..., r, H], [..., c, H], [..., H], [...] -> [..., r, c]."""
-    A_rH, B_cH, v_H, b_11 = (x.to(compute_dtype(A.dtype)) for x in (A, B, v, b[..., None, None]))
-    hidden_rcH = torch.relu(A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3))
-    return ((hidden_rcH * v_H.unsqueeze(-2).unsqueeze(-2)).sum(-1) + b_11).to(A.dtype)
+    hidden_rcH = torch.relu(A.unsqueeze(-2) + B.unsqueeze(-3))
+    return (hidden_rcH * v.unsqueeze(-2).unsqueeze(-2)).sum(-1) + b[..., None, None]
 
 
 def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
@@ -41,10 +35,9 @@ def traced_tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor) -> Tensor:
     Its automatic derivative is the two sums of the hand-derived backward pass, which a compiler fuses: half the time of
     the plain expression.
     """
-    A_rH, B_cH, v_1H = (x.to(compute_dtype(A.dtype)) for x in (A, B, v.unsqueeze(-2)))
-    active_rcH = A_rH.unsqueeze(-2) + B_cH.unsqueeze(-3) > 0
-    terms_rcH = (A_rH * v_1H).unsqueeze(-2) + (B_cH * v_1H).unsqueeze(-3)
-    return (torch.where(active_rcH, terms_rcH, 0).sum(-1) + b[..., None, None].to(terms_rcH.dtype)).to(A.dtype)
+    active_rcH = A.unsqueeze(-2) + B.unsqueeze(-3) > 0
+    terms_rcH = (A * v.unsqueeze(-2)).unsqueeze(-2) + (B * v.unsqueeze(-2)).unsqueeze(-3)
+    return torch.where(active_rcH, terms_rcH, 0).sum(-1) + b[..., None, None]
 
 
 def block_size(device: torch.device) -> int:
@@ -80,7 +73,6 @@ def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
     if _is_small(A, B):
         return join_stack(reference_tiles(A, B, v, b), grid)
     W_RC = A.new_empty(grid.rows, grid.cols)
-    A, B, v, b = (x.to(compute_dtype(A.dtype)) for x in (A, B, v, b))
     for t, i, rows, block in _blocks(grid, A.device):
         A_HTb1, B_HT1c = _by_hidden(A[t, i], B[t])
         v_HT11 = v[t].T[..., None, None]
@@ -114,17 +106,16 @@ def _block_sums(g_Tbc: Tensor, A_TbH: Tensor, B_TcH: Tensor) -> tuple[Tensor, Te
 
 def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
     """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
-    A, B, v = (x.to(compute_dtype(g.dtype)) for x in (A, B, v))
     if _is_small(A, B):
-        g_Trc = split_stack(g, grid).to(A.dtype)
+        g_Trc = split_stack(g, grid)
         SA_TrH, SB_TcH, db_T = _active_sums(g_Trc, A, B), _active_sums(g_Trc.mT, B, A), g_Trc.sum((1, 2))
     else:
         SA_TrH, SB_TcH, db_T = torch.zeros_like(A), torch.zeros_like(B), A.new_zeros(grid.n_tiles)
         for t, i, rows, block in _blocks(grid, A.device):
-            g_Tbc = split_stack(g[rows], block).to(A.dtype)
+            g_Tbc = split_stack(g[rows], block)
             SA_TrH[t, i], part_TcH = _block_sums(g_Tbc, A[t, i], B[t])
             SB_TcH[t] += part_TcH
             db_T[t] += g_Tbc.sum((1, 2))
     dv_TH, v_T1H = (A * SA_TrH).sum(1) + (B * SB_TcH).sum(1), v.unsqueeze(1)
     # In place: the sums are fresh, and as large as the inputs.
-    return tuple(x.to(g.dtype) for x in (SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, db_T))
+    return SA_TrH.mul_(v_T1H), SB_TcH.mul_(v_T1H), dv_TH, db_T

@@ -16,15 +16,14 @@ import subprocess
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gbfunc.files import replace_file
-from gbfunc.hypernets.kernels.eager import compute_dtype, warn_of_use
+from gbfunc.hypernets.kernels.eager import warn_of_use
 from gbfunc.tiling import TileGrid
 
 _SOURCES = sorted(x for x in Path(__file__).parent.iterdir() if x.suffix in (".cpp", ".h"))
@@ -83,39 +82,17 @@ def is_available(*, warn: bool = True) -> bool:
 _THREAD_WORK = 2**16  # Hidden activations that repay one more thread: about 10 us
 
 
-class Sides(NamedTuple):
-    """What comes before the ReLU: A and B, or the codes and leaves that make them, `A = X U + u` and `B = Y V`."""
-
-    A: Tensor | None = None  # [T, r, H]
-    B: Tensor | None = None  # [T, c, H]
-    X: Tensor | None = None  # [1 or T, r, p]
-    Y: Tensor | None = None  # [1 or T, c, q]
-    U: Tensor | None = None  # [T, p, H]
-    V: Tensor | None = None  # [T, q, H]
-    u: Tensor | None = None  # [T, H]
-
-    def ready(self) -> Sides:
-        """The arrays as C++ reads them."""
-        return Sides(*(x if x is None else _ready(x) for x in self))
-
-    def fields(self) -> array[int]:
-        """`Sides` in `relu.cpp`: the arrays, widths of the codes, and steps from the codes of a tile to the next."""
-        codes = [x for x in (self.X, self.Y) if x is not None]
-        sizes = [x.shape[2] for x in codes] + [0 if len(x) == 1 else x[0].numel() for x in codes]
-        return array("q", [*_addresses(self), *sizes, *[0] * (4 - len(sizes))])
+def _sides(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:
+    """`Sides` in `relu.cpp`: the arrays, widths of the codes, and steps from the codes of a tile to the next."""
+    steps = [0 if len(x) == 1 else x[0].numel() for x in (X, Y)]
+    return array("q", [*map(Tensor.data_ptr, (X, Y, *leaves)), X.shape[2], Y.shape[2], *steps])
 
 
-def _addresses(arrays: Iterable[Tensor | None]) -> list[int]:
-    return [0 if x is None else x.data_ptr() for x in arrays]
-
-
-def _call(direction: str, grid: TileGrid, hidden: int, parts: int, *arguments: Tensor | array[int]) -> None:
-    """Call the compiled program; the type of the first tensor says which."""
-    dtype = next(x.dtype for x in arguments if isinstance(x, Tensor))
-    sizes = array("q", (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, hidden, parts))
+def _call(direction: str, grid: TileGrid, v: Tensor, parts: int, *arguments: Tensor | array[int]) -> None:
+    sizes = array("q", (grid.rows, grid.cols, grid.tile_rows, grid.tile_cols, v.shape[1], parts))
     places = [x.data_ptr() if isinstance(x, Tensor) else x.buffer_info()[0] for x in (*arguments, sizes)]
-    threads = min(torch.get_num_threads(), 1 + grid.numel * hidden // _THREAD_WORK)
-    kind = {torch.float32: "f32", torch.float64: "f64"}[dtype]
+    threads = min(torch.get_num_threads(), 1 + grid.numel * v.shape[1] // _THREAD_WORK)
+    kind = {torch.float32: "f32", torch.float64: "f64"}[v.dtype]
     getattr(library(), f"relu_{direction}_{kind}")(*map(ctypes.c_void_p, places), threads)
 
 
@@ -124,38 +101,19 @@ def _parts(grid: TileGrid) -> int:
     return max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
 
-def _ready(x: Tensor) -> Tensor:
-    """An array as C++ reads it: contiguous, in float32 or float64."""
-    return x.detach().to(compute_dtype(x.dtype)).contiguous()
-
-
-def matrix(sides: Sides, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
-    """Generate the matrix [R, C] of some tiles from their sides, v [T, H] and b [T]."""
-    sides, v, b = sides.ready(), _ready(v), _ready(b)
+def matrix(inputs: Sequence[Tensor], grid: TileGrid) -> Tensor:
+    """Generate the matrix [R, C] from X, Y, U, V, u, v and b, as `relu_matrix` takes them."""
+    *sides, v, b = (x.detach().contiguous() for x in inputs)
     W_RC = v.new_empty(grid.rows, grid.cols)
-    _call("forward", grid, v.shape[1], _parts(grid), sides.fields(), v, b, W_RC)
+    _call("forward", grid, v, _parts(grid), _sides(*sides), v, b, W_RC)
     return W_RC
 
 
-def matrix_gradients(g: Tensor, sides: Sides, v: Tensor, grid: TileGrid) -> dict[str, Tensor]:
-    """Gradients of what there is of A, B, U, V, u, v and b, by name, from that of the matrix [R, C]."""
-    g, sides, v, parts = _ready(g), sides.ready(), _ready(v), _parts(grid)
-    learnt = sides._replace(X=None, Y=None)._asdict() | {"v": v, "b": v[:, 0]}
-    # Parts of a tile have rows of A of their own, and sums of their own of all else.
-    d = {
-        name: x if x is None else torch.zeros_like(x) if name == "A" else x.new_zeros(parts, *x.shape)
-        for name, x in learnt.items()
-    }
-    _call("backward", grid, v.shape[1], parts, g, sides.fields(), v, array("q", _addresses(d.values())))
-    sums = {name: x for name, x in d.items() if x is not None}
-    return {name: x if name == "A" else x.sum(0) if parts > 1 else x[0] for name, x in sums.items()}
-
-
-def tiles(A: Tensor, B: Tensor, v: Tensor, b: Tensor, grid: TileGrid) -> Tensor:
-    """Generate the matrix of some tiles: [T, r, H], [T, c, H], [T, H], [T] -> [R, C]."""
-    return matrix(Sides(A, B), v, b, grid).to(A.dtype)
-
-
-def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tuple[Tensor, ...]:
-    """Gradients of A, B, v and b, as large as they are, from that of the matrix [R, C]."""
-    return tuple(x.to(A.dtype) for x in matrix_gradients(g, Sides(A, B), v, grid).values())
+def gradients(g: Tensor, inputs: Sequence[Tensor], grid: TileGrid) -> tuple[Tensor, ...]:
+    """Compute the gradients of U, V, u, v and b from that of the matrix [R, C]."""
+    g, *sides, v, b = (x.detach().contiguous() for x in (g, *inputs))
+    # Parts of a tile have sums of their own.
+    parts = _parts(grid)
+    sums = [x.new_zeros(parts, *x.shape) for x in (*sides[2:], v, b)]
+    _call("backward", grid, v, parts, g, _sides(*sides), v, array("q", map(Tensor.data_ptr, sums)))
+    return tuple(x.sum(0) if parts > 1 else x[0] for x in sums)

@@ -71,73 +71,59 @@ Item item_of(const Grid& g, Size index) {
 
 constexpr Size kColumns = 256;  // at once, so that what is read for each row stays in the first-level cache
 
-// What comes before the ReLU: A [T, r, H] and B [T, c, H], or what they are made of where those are null: codes
-// X [1 or T, r, p] and Y [1 or T, c, q], their weights U [T, p, H] and V [T, q, H], the bias u [T, H]: A = X U + u, B = Y V.
+// What comes before the ReLU is made of: codes X [1 or T, r, p] and Y [1 or T, c, q], their weights U [T, p, H] and
+// V [T, q, H], and the bias u [T, H]. A = X U + u and B = Y V are made tile by tile.
 template <class S>
 struct Sides {
-  const S *A, *B, *X, *Y, *U, *V, *u;
+  const S *X, *Y, *U, *V, *u;
   Size p, q, X_step, Y_step;  // widths of codes; from the codes of a tile to those of the next
+  const S* X_of(const Item& it) const { return X + it.tile * X_step + it.first * p; }
+  const S* Y_of(const Item& it, Size left) const { return Y + it.tile * Y_step + left * q; }
 };
 
-// codes [n, width] times weights [width, H] and a bias (or null) -> out [n, H]
+// Codes [n, width] times weights [width, H], plus a bias (or null), times a sign. Vector k of row i, padded by zeros,
+// goes to out + i row_step + k step.
 template <class S>
-void project(const S* codes, const S* weights, const S* bias, S* out, Size n, Size width, Size H) {
-  for (Size h = 0; h < H; h += kLanes<S>) {
-    const Size some = H - h;
+void project(const S* codes, const S* weights, const S* bias, S sign, S* out, Size n, Size width, Size H,
+             Size row_step, Size step) {
+  for (Size h = 0; h < H; h += kLanes<S>, out += step) {
     by_rows(0, n, [&](Size i, auto count) {
       constexpr int R = decltype(count)::value;
       Vec<S> sums[R];
-      for (auto& sum : sums) sum = bias ? load(bias + h, some) : Vec<S>{};
+      for (auto& sum : sums) sum = bias ? load(bias + h, H - h) : Vec<S>{};
       for (Size k = 0; k < width; k++) {
-        const Vec<S> weight = load(weights + k * H + h, some);
+        const Vec<S> weight = load(weights + k * H + h, H - h);
         for (int r = 0; r < R; r++) sums[r] += spread(codes[(i + r) * width + k]) * weight;
       }
-      for (int r = 0; r < R; r++) store(out + (i + r) * H + h, sums[r], some);
+      for (int r = 0; r < R; r++) store(out + (i + r) * row_step, sums[r] * sign);
     });
   }
 }
 
-// Adds the gradient of weights [width, H] (and of a bias) from that of `codes weights` [n, H].
+// Adds the gradient of weights [width, H] (and of a bias) from that of their product [H / lanes, n, lanes].
 template <class S>
 void project_back(const S* codes, const S* d, S* d_weights, S* d_bias, Size n, Size width, Size H) {
-  for (Size h = 0; h < H; h += kLanes<S>) {
-    const Size some = H - h;
+  for (Size h = 0; h < H; h += kLanes<S>, d += n * kLanes<S>) {
     by_rows(0, width, [&](Size k, auto count) {
       constexpr int R = decltype(count)::value;
       Vec<S> sums[R];
-      for (int r = 0; r < R; r++) sums[r] = load(d_weights + (k + r) * H + h, some);
+      for (int r = 0; r < R; r++) sums[r] = load(d_weights + (k + r) * H + h, H - h);
       for (Size i = 0; i < n; i++) {
-        const Vec<S> row = load(d + i * H + h, some);
+        const Vec<S> row = load(d + i * kLanes<S>);
         for (int r = 0; r < R; r++) sums[r] += spread(codes[i * width + k + r]) * row;
       }
-      for (int r = 0; r < R; r++) store(d_weights + (k + r) * H + h, sums[r], some);
+      for (int r = 0; r < R; r++) store(d_weights + (k + r) * H + h, sums[r], H - h);
     });
-    if (d_bias) {
-      Vec<S> sum = load(d_bias + h, some);
-      for (Size i = 0; i < n; i++) sum += load(d + i * H + h, some);
-      store(d_bias + h, sum, some);
-    }
+    if (!d_bias) continue;
+    Vec<S> sum = load(d_bias + h, H - h);
+    for (Size i = 0; i < n; i++) sum += load(d + i * kLanes<S>);
+    store(d_bias + h, sum, H - h);
   }
 }
 
-// Rows [first, first + n) of A in a tile, or of B: those in memory, or made in `buffer`.
-template <class S>
-const S* rows_of_A(const Sides<S>& s, const Grid& g, Size tile, Size first, Size n, S* buffer) {
-  if (s.A) return s.A + (tile * g.tile_rows + first) * g.hidden;
-  project(s.X + tile * s.X_step + first * s.p, s.U + tile * s.p * g.hidden, s.u + tile * g.hidden, buffer, n, s.p, g.hidden);
-  return buffer;
-}
-
-template <class S>
-const S* rows_of_B(const Sides<S>& s, const Grid& g, Size tile, Size first, Size n, S* buffer) {
-  if (s.B) return s.B + (tile * g.tile_cols + first) * g.hidden;
-  project(s.Y + tile * s.Y_step + first * s.q, s.V + tile * s.q * g.hidden, (const S*)nullptr, buffer, n, s.q, g.hidden);
-  return buffer;
-}
-
-// Sums of R rows and K vectors of columns: a [R, H], Bt [H, width] -> out [R, width].
+// Sums of R rows and K vectors of columns: a [R, step], Bt [H, width] -> out [R, width].
 template <class S, int R, int K>
-void weights(const S* a, const S* Bt, const S* v, S b, S* out, Size hidden, Size width) {
+void weights(const S* a, Size step, const S* Bt, const S* v, S b, S* out, Size hidden, Size width) {
   Vec<S> sums[R][K];
   for (auto& row : sums)
     for (auto& sum : row) sum = spread(b);
@@ -146,7 +132,7 @@ void weights(const S* a, const S* Bt, const S* v, S b, S* out, Size hidden, Size
     for (int k = 0; k < K; k++) column[k] = load(Bt + h * width + k * kLanes<S>);
     const Vec<S> scale = spread(v[h]);
     for (int r = 0; r < R; r++) {
-      const Vec<S> row = spread(a[r * hidden + h]);
+      const Vec<S> row = spread(a[r * step + h]);
       for (int k = 0; k < K; k++) sums[r][k] += relu<S>(row + column[k]) * scale;
     }
   }
@@ -157,28 +143,29 @@ void weights(const S* a, const S* Bt, const S* v, S b, S* out, Size hidden, Size
 // Sides, v [T, H], b [T] -> W [rows, cols].
 template <class S>
 void forward(Sides<S> s, const S* v, const S* b, S* W, Grid g, int threads) {
-  const Size H = g.hidden, lanes = kLanes<S>, width = round_up(std::min(g.tile_cols, kColumns), lanes);
+  const Size H = g.hidden, lanes = kLanes<S>, step = round_up(H, lanes);
+  const Size width = round_up(std::min(g.tile_cols, kColumns), lanes);
   prefer_large_pages(W, g.rows * g.cols * sizeof(S));
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<S> Bt(H * width), out(kRows * width), A_made(s.A ? 0 : g.tile_rows * H), B_made(s.B ? 0 : width * H);
+    std::vector<S> A(g.tile_rows * step), B(width * step), Bt(H * width), out(kRows * width);
 #pragma omp for schedule(dynamic)
     for (Size index = 0; index < g.tiles() * g.parts; index++) {
       const Item it = item_of(g, index);
       const S* vt = v + it.tile * H;
-      const S* At = rows_of_A(s, g, it.tile, it.first, it.end - it.first, A_made.data());
+      project(s.X_of(it), s.U + it.tile * s.p * H, s.u + it.tile * H, S(1), A.data(), it.end - it.first, s.p, H, step, lanes);
       for (Size left = 0; left < it.cols; left += kColumns) {
         const Size cols = std::min(kColumns, it.cols - left), padded = round_up(cols, lanes);
-        const S* rows = rows_of_B(s, g, it.tile, left, cols, B_made.data());
+        project(s.Y_of(it, left), s.V + it.tile * s.q * H, (S*)nullptr, S(1), B.data(), cols, s.q, H, step, lanes);
         for (Size h = 0; h < H; h++)
-          for (Size j = 0; j < cols; j++) Bt[h * width + j] = rows[j * H + h];
+          for (Size j = 0; j < cols; j++) Bt[h * width + j] = B[j * step + h];
         by_rows(it.first, it.end, [&](Size i, auto count) {
           constexpr int R = decltype(count)::value;
-          const S* a = At + (i - it.first) * H;
+          const S* a = &A[(i - it.first) * step];
           Size j = 0;
           for (; j + 2 * lanes <= padded; j += 2 * lanes)
-            weights<S, R, 2>(a, &Bt[j], vt, b[it.tile], &out[j], H, width);
-          if (j < padded) weights<S, R, 1>(a, &Bt[j], vt, b[it.tile], &out[j], H, width);
+            weights<S, R, 2>(a, step, &Bt[j], vt, b[it.tile], &out[j], H, width);
+          if (j < padded) weights<S, R, 1>(a, step, &Bt[j], vt, b[it.tile], &out[j], H, width);
           for (int r = 0; r < R; r++) std::copy_n(&out[r * width], cols, W + it.corner + (i + r) * g.cols + left);
         });
       }
@@ -207,55 +194,45 @@ void active_sums(const S* a, const S* minus_b, const S* g, Size stride, S* row_s
   for (int r = 0; r < R; r++) store(row_sums + r * kLanes<S>, load(row_sums + r * kLanes<S>) + sums[r]);
 }
 
-// [rows, H] to [H / lanes, rows, lanes], padded by zeros.
+// Sums [H / lanes, rows, lanes] of A (or B, by a sign) to its gradient in place, `sums v`, adding `sum_i A sums` to that of v.
 template <class S>
-void by_vectors(const S* from, S sign, S* to, Size rows, Size hidden) {
-  for (Size h = 0; h < hidden; h += kLanes<S>)
-    for (Size i = 0; i < rows; i++, to += kLanes<S>) store(to, load(from + i * hidden + h, hidden - h) * sign);
-}
-
-// Gradient of A (or B) from its sums [H / lanes, rows, lanes], and its part of that of v: `sums v` and `sum_i A sums`.
-template <class S>
-void finish(const S* sums, const S* A, const S* v, S* dA, S* dv, Size rows, Size hidden) {
+void finish(S* sums, const S* A, S sign, const S* v, S* dv, Size rows, Size hidden) {
   for (Size h = 0; h < hidden; h += kLanes<S>) {
     const Vec<S> scale = load(v + h, hidden - h);
-    Vec<S> total = load(dv + h, hidden - h);
-    for (Size i = 0; i < rows; i++, sums += kLanes<S>) {
-      total += load(sums) * load(A + i * hidden + h, hidden - h);
-      store(dA + i * hidden + h, load(sums) * scale, hidden - h);
+    Vec<S> total = {};
+    for (Size i = 0; i < rows; i++, sums += kLanes<S>, A += kLanes<S>) {
+      total += load(sums) * load(A);
+      store(sums, load(sums) * scale);
     }
-    store(dv + h, total, hidden - h);
+    store(dv + h, load(dv + h, hidden - h) + total * sign, hidden - h);
   }
 }
 
-// Gradients of what is there of `Sides`, but for codes: A [T, r, H], of which each item has rows, and [P, T, ...].
 template <class S>
 struct Gradients {
-  S *A, *B, *X, *Y, *U, *V, *u, *v, *b;
+  S *U, *V, *u, *v, *b;  // [P, T, ...]: parts of a tile have sums of their own
 };
 
-// Gradient of W [rows, cols] -> those of the sides, of v and of b; all start at zero.
+// Gradient of W [rows, cols] -> those of the leaves; all start at zero.
 template <class S>
 void backward(const S* dW, Sides<S> s, const S* v, Gradients<S> d, Grid g, int threads) {
   const Size H = g.hidden, lanes = kLanes<S>, padded = round_up(H, lanes), vectors = padded / lanes;
-  const Size tile_columns = std::min(g.tile_cols, kColumns);
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<S> a(g.tile_rows * padded), SA(a.size()), minus_b(tile_columns * padded), SB(minus_b.size());
-    std::vector<S> A_made(s.A ? 0 : g.tile_rows * H), dA_made(A_made), B_made(s.B ? 0 : tile_columns * H), dB_made(B_made);
+    // All [H / lanes, rows or columns, lanes].
+    std::vector<S> a(g.tile_rows * padded), SA(a.size()), minus_b(std::min(g.tile_cols, kColumns) * padded), SB(minus_b.size());
 #pragma omp for schedule(dynamic)
     for (Size index = 0; index < g.tiles() * g.parts; index++) {
       const Item it = item_of(g, index);
       const Size rows = it.end - it.first, offset = it.part * g.tiles() + it.tile;
-      const S *At = rows_of_A(s, g, it.tile, it.first, rows, A_made.data()), *vt = v + it.tile * H;
+      const S *vt = v + it.tile * H, *gt = dW + it.corner + it.first * g.cols;
       S* dvt = d.v + offset * H;
-      by_vectors(At, S(1), a.data(), rows, H);
+      project(s.X_of(it), s.U + it.tile * s.p * H, s.u + it.tile * H, S(1), a.data(), rows, s.p, H, lanes, rows * lanes);
       std::fill(SA.begin(), SA.end(), S(0));
-      for (Size left = 0; left < it.cols; left += kColumns) {
+      for (Size left = 0; left < it.cols; left += kColumns, gt += kColumns) {
         const Size cols = std::min(kColumns, it.cols - left);
-        const S* gt = dW + it.corner + it.first * g.cols + left;
-        const S* Bt = rows_of_B(s, g, it.tile, left, cols, B_made.data());
-        by_vectors(Bt, S(-1), minus_b.data(), cols, H);
+        project(s.Y_of(it, left), s.V + it.tile * s.q * H, (S*)nullptr, S(-1), minus_b.data(), cols, s.q, H, lanes,
+                cols * lanes);
         std::fill(SB.begin(), SB.end(), S(0));
         for (Size k = 0; k < vectors; k++) {
           S *ak = &a[k * rows * lanes], *bk = &minus_b[k * cols * lanes];
@@ -265,9 +242,8 @@ void backward(const S* dW, Sides<S> s, const S* v, Gradients<S> d, Grid g, int t
                                                    cols);
           });
         }
-        S* dBt = s.B ? d.B + (offset * g.tile_cols + left) * H : dB_made.data();
-        finish(SB.data(), Bt, vt, dBt, dvt, cols, H);
-        if (!s.B) project_back(s.Y + it.tile * s.Y_step + left * s.q, dBt, d.V + offset * s.q * H, (S*)nullptr, cols, s.q, H);
+        finish(SB.data(), minus_b.data(), S(-1), vt, dvt, cols, H);
+        project_back(s.Y_of(it, left), SB.data(), d.V + offset * s.q * H, (S*)nullptr, cols, s.q, H);
         for (Size i = 0; i < rows; i++) {
           Vec<S> sum = {};
           Size j = 0;
@@ -278,10 +254,8 @@ void backward(const S* dW, Sides<S> s, const S* v, Gradients<S> d, Grid g, int t
           d.b[offset] += total;
         }
       }
-      S* dAt = s.A ? d.A + (it.tile * g.tile_rows + it.first) * H : dA_made.data();
-      finish(SA.data(), At, vt, dAt, dvt, rows, H);
-      if (!s.A)
-        project_back(s.X + it.tile * s.X_step + it.first * s.p, dAt, d.U + offset * s.p * H, d.u + offset * H, rows, s.p, H);
+      finish(SA.data(), a.data(), S(1), vt, dvt, rows, H);
+      project_back(s.X_of(it), SA.data(), d.U + offset * s.p * H, d.u + offset * H, rows, s.p, H);
     }
   }
 }

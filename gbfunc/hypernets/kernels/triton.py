@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gbfunc.hypernets.kernels.eager import compute_dtype
 from gbfunc.tiling import TileGrid
 
 # Block of a program: rows and columns forward; `_COLS` rows (or columns) and hidden units backward. Its sums take 8 or
@@ -109,10 +108,10 @@ def gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> tup
     hidden, results = A.shape[2], []
     for by_rows, x, y in ((True, A, B), (False, B, A)):
         parts, dx = -(-x.shape[1] // _COLS), torch.empty_like(x)
-        dv_TPH = x.new_empty(grid.n_tiles, parts, hidden, dtype=compute_dtype(x.dtype))
+        dv_TPH = x.new_empty(grid.n_tiles, parts, hidden)
         db_TP = torch.empty_like(dv_TPH[..., 0])
         programs = (grid.n_tiles * parts, -(-hidden // _HIDDEN))
         _launch(backward_kernel, programs, (g, x, y, v, dx, dv_TPH, db_TP), grid, by_rows, _COLS, _HIDDEN)
         results.append((dx, dv_TPH.sum(1), db_TP.sum(1)))
     (dA, dv_rows, db), (dB, dv_cols, _) = results
-    return dA, dB, (dv_rows + dv_cols).to(A.dtype), db.to(A.dtype)
+    return dA, dB, dv_rows + dv_cols, db
