@@ -445,7 +445,6 @@ def test_help_names_every_option_with_its_default(command: str, capsys: pytest.C
 
 @pytest.mark.process
 def test_python_dash_m() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gbfunc", "plan", "--nope"], check=False, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "gbfunc", "plan", "--nope"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 2 and "nope" in done.stderr and not done.stdout

@@ -51,9 +51,8 @@ def noise_of(hypernet: Hypernet, dims: TileDims) -> Params:
 
 def tile_of(hypernet: Hypernet, leaves: Params, row: Tensor, col: Tensor, noise: Params | None = None) -> Tensor:
     """The tile of one g-net: a stack of one."""
-    constants = Constants.make(
-        hypernet, TileDims(*map(len, (row, col)), row.shape[1], col.shape[1]), "auto", row[None], col[None]
-    )
+    dims = TileDims(len(row), len(col), row.shape[1], col.shape[1])
+    constants = Constants.make(hypernet, dims, "auto", row[None], col[None])
     one = [{k: v[None] for k, v in x.items()} for x in (leaves, noise or {})]
     return dense_tiles(Evaluation(constants, one[0], one[1] or None).tiles())[0]
 

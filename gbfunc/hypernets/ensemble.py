@@ -8,7 +8,7 @@ Suffixes: T tiles, r rows and c columns of a tile, R and C of a matrix, p and q 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,14 +158,17 @@ class Evaluation(NamedTuple):
         constants, parts, first = self.constants, [], 0
         specs = {} if constants.groups is None else constants.hypernet.leaves(constants.dims)
         shared = [k for k, leaf in specs.items() if leaf.scope == "group"]
+
         # One split node has one backward; slices would each fill a gradient of all tiles.
-        leaves = {k: v if k in shared else v.split(list(counts)) for k, v in self.leaves.items()}
-        made = None if self.made is None else [x.split(list(counts)) for x in self.made]
+        def cut(x: Tensor) -> Sequence[Tensor]:
+            return x.split(list(counts))
+
+        leaves = {k: [v] * len(counts) if k in shared else cut(v) for k, v in self.leaves.items()}
+        made = [None] * len(counts) if self.made is None else [*map(Factors, *map(cut, self.made))]
         for i, count in enumerate(counts):
             span = slice(first, first + count)
-            own = {k: v if k in shared else v[i] for k, v in leaves.items()}
             noise = self.noise and {k: v[span] for k, v in self.noise.items()}
-            parts.append(Evaluation(constants.of(span), own, noise, made and Factors(made[0][i], made[1][i])))
+            parts.append(Evaluation(constants.of(span), {k: v[i] for k, v in leaves.items()}, noise, made[i]))
             first += count
         return parts
 
@@ -180,13 +183,13 @@ def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     """Scaled factors [T, r, k] and [T, c, k] of each evaluation of periodic or bilinear g-nets, by one operator."""
+    hypernets: list[Any] = [one.constants.hypernet for one in evaluations]
     leaves, sides = [one.all_leaves() for one in evaluations], []
-    for own, (c, *_) in zip(leaves, evaluations, strict=True):
-        assert isinstance(c.hypernet, Waves)
-        sides += c.hypernet.sides(own, c.row, c.col, c.scale, c.groups, c.periods)
+    for hypernet, own, (c, *_) in zip(hypernets, leaves, evaluations, strict=True):
+        sides += hypernet.sides(own, c.row, c.col, c.scale, c.groups, c.periods)
     made = waves(sides, kernel=evaluations[0].constants.kernel) if evaluations else []
-    pairs = zip(evaluations, leaves, made[::2], made[1::2], strict=True)
-    return [one.constants.hypernet.factors(own, left, right, one.constants.scale) for one, own, left, right in pairs]
+    every = zip(hypernets, leaves, made[::2], made[1::2], evaluations, strict=True)
+    return [hypernet.factors(own, left, right, c.scale) for hypernet, own, left, right, (c, *_) in every]
 
 
 def dense_tiles(tiles: Tensor | Factors) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import cycle
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -164,6 +164,8 @@ class NaiveGNet(GNet):
 
     This is the arithmetic of the published implementations.
     """
+
+    batched: ClassVar[bool] = False
 
     def matrix(self, *args: Any) -> None:
         """The matrix is made of tiles."""
