@@ -1,10 +1,8 @@
-"""Genomes that evolve: problems for EvoTorch's algorithms, whose solutions are genomes and need no gradient.
+"""Genomes that evolve: problems for the algorithms of EvoTorch (N. E. Toklu et al., 2023), without a gradient.
 
 A solution z is the genome `start + steps * z`, where `start` is the vector of `gb.flatten`. A standard deviation of 1
 therefore suits every algorithm, and the steps say what 1 means for code weights, linear coefficients and direct
 parameters. The members of a generation grow and are judged by one `vmap`.
-
-EvoTorch: N. E. Toklu et al., 2023 (https://docs.evotorch.ai).
 
 Suffixes: n members, z numbers of a solution, P of a genome, E episodes, N environments, O numbers of an observation.
 """
@@ -68,9 +66,8 @@ class GenomeProblem(Problem):
         options: EvoTorch's (https://docs.evotorch.ai/latest/reference/evotorch/core/#evotorch.core.Problem).
 
     Raises:
-        TypeError: if `start` is no genome.
-        ValueError: if `start`, the p-net or the subspace does not fit the plan; for steps that are not positive or of
-            unknown roles; from the algorithm's step, if batches are at an end, or a forward changes buffers in place.
+        ValueError: if `start`, the p-net, the steps or the subspace does not fit the plan; from the algorithm's step,
+            if the batches are at an end, or a forward changes buffers in place.
         FloatingPointError: from the algorithm's step, if no member of a generation has a finite loss.
     """
 
@@ -126,11 +123,11 @@ class GenomeProblem(Problem):
     @torch.no_grad()
     def losses(self, solutions_nz: Tensor, batch: Any) -> Tensor:
         """The losses [n] of some solutions [n, z] on a batch, by one `vmap`."""
-        if self._loss_fn is None:
+        if (loss_fn := self._loss_fn) is None:
             raise TypeError("a problem of control has no losses: see its method returns")
 
         def loss(weights: Params, buffers: Params) -> Tensor:
-            return loss_and_aux(self._call.run(weights, buffers, self._loss_fn, batch))[0].reshape(())
+            return loss_and_aux(self._call.run(weights, buffers, loss_fn, batch))[0].reshape(())
 
         grow = self._grower(loss)
         one = vmap(lambda z: loss(grow(z), dict(self._buffers)), randomness="different", chunk_size=self._chunk)
@@ -199,16 +196,12 @@ class ControlProblem(GenomeProblem):
     environments in episodes that had not ended.
 
     Args:
-        plan: the plan.
+        plan: the plan, as for `GenomeProblem`.
         pnet: `net(observations [E, O])` gives a number for each choice [E, A], of which the largest is taken, or the
             numbers of an action [E, A], which are clipped to the environment's range.
         env: the environment's name.
         episodes: episodes of each member in a generation.
         options: options of `GenomeProblem` except `sense`.
-
-    Raises:
-        ImportError: without gymnasium, or what the environment needs.
-        ValueError: for an unknown environment or one without vectors as observations, or what `GenomeProblem` refuses.
     """
 
     def __init__(self, plan: Plan, pnet: nn.Module, env: str, *, episodes: int = 1, **options: Any) -> None:

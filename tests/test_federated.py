@@ -23,7 +23,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, 
 from flwr.clientapp import ClientApp, mod  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import strategy as strategies  # pyright: ignore[reportMissingImports]
 
-from gbfunc.federated import FORMATS, GenomeStrategy, LocalGrid, Wire, client_app, identity, partition
+from gbfunc.federated import FORMATS, GenomeStrategy, LocalGrid, Wire, client_app, partition
 from gbfunc.federated.client import ARRAYS, IDENTITY, METRICS, RATE, SENT_AS
 from gbfunc.federated.wire import CODES, NUMBERS, PLACES, difference
 
@@ -287,9 +287,11 @@ def test_another_plan_base_or_library_is_refused_by_name(problem: Problem, app: 
         assert strategy.rounds[0].used == N - 1 and node == 4 and f"another {what}" in words
     after = task.evaluate(gb.materialize(plans[1], own.genome, task.build(0)), task.train)
     assert after != task.evaluate(task.build(0), task.train)
-    here = identity(plans[1])
+    here = own.wire.identity
     assert difference(here, here) is None
-    assert "another library: gbfunc 0.1.0 here, 0.0.9 at the server" in str(difference(here, f"0.0.9{here[5:]}"))
+    assert "another library: 0.1.0 here, 0.0.9 at the server: all sides need the same version of gbfunc" in str(
+        difference(here, f"0.0.9{here[5:]}")
+    )
 
 
 FAULTS = {"nan": "not finite", "weight": "-5", "records": METRICS, "error": "out of memory"}

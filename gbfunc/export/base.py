@@ -46,9 +46,8 @@ def export(
 ) -> Exported:
     """Write the network that a genome makes as a file that other programs run without gbfunc.
 
-    With `weights="genome"` the file holds the genome, in kilobytes, and generates the weights by standard operations
-    where it is loaded or run. With `"dense"` the file holds the weights. The network is in evaluation mode; stochastic
-    g-nets give their mean. The file appears whole or not at all, after its program gave the p-net's outputs.
+    The network is in evaluation mode; stochastic g-nets give their mean. The file appears whole or not at all, after
+    its program gave the p-net's outputs.
 
     Args:
         path: the file; an existing one is replaced.
@@ -56,7 +55,8 @@ def export(
         genome: a `Genome` or `TrainState`.
         pnet: the p-net, of which a genome needs the architecture alone.
         example: inputs of a call: a tensor, a tuple of inputs, or a dict of inputs by name; none for `"safetensors"`.
-        weights: `"genome"` or `"dense"`; None is the genome, but for safetensors and for a genome that changes a base.
+        weights: `"genome"`: the file holds the genome, in kilobytes, and generates the weights by standard operations;
+            or `"dense"`, also the default for safetensors and for a genome that changes a base.
         to: the format, by default that of the path's suffix: `"onnx"`; `"pt2"` (`torch.export.load(path).module()`);
             `"aoti"` (machine code, compiled in a minute, for `torch._inductor.aoti_load_package(path)` and C++);
             `"iree"` (`.vmfb`, for IREE's runtime on CPUs); `"safetensors"`, the state dict of dense weights.
@@ -68,7 +68,7 @@ def export(
 
     Raises:
         ImportError: if a package is missing, naming the extra that installs it.
-        TypeError: for arguments in another order.
+        TypeError: for a plan, genome or p-net of another type.
         ValueError: for an unknown format, a p-net that cannot be traced, or a program whose outputs differ.
         OSError: if the file cannot be written.
     """

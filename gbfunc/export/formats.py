@@ -7,7 +7,6 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,6 @@ from gbfunc.extras import import_extra
 
 _FOLDED = 16
 """Entries of a constant up to which it may stand in the place of what computes it: sizes and indices, no weights."""
-
-_LARGEST_ONNX = 2**31 - 1
-
-_ONNX_PASSES = ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes",
-                "ClearMetadataAndDocString")  # fmt: skip
 
 _IREE_FLAGS = (
     # Constants that are computed stay computed: the file holds the genome, not the weights.
@@ -40,12 +34,10 @@ def _to_pt2(traced: Traced) -> bytes:
     raw, packed = io.BytesIO(), io.BytesIO()
     with quiet():
         torch.export.save(traced.program, raw)
-    # torch does not compress the description. The date is fixed: the same program gives the same bytes.
+    # torch does not compress. The date is fixed: the same program gives the same bytes.
     with zipfile.ZipFile(raw) as source, zipfile.ZipFile(packed, "w") as target:
         for entry in source.infolist():
-            info = zipfile.ZipInfo(entry.filename)
-            info.compress_type = zipfile.ZIP_DEFLATED if entry.filename.endswith(".json") else zipfile.ZIP_STORED
-            target.writestr(info, source.read(entry))
+            target.writestr(zipfile.ZipInfo(entry.filename), source.read(entry), zipfile.ZIP_DEFLATED)
     return packed.getvalue()
 
 
@@ -85,8 +77,13 @@ def _to_onnx(traced: Traced) -> bytes:
     model = made.model
     # Not `optimize`, whose rule for a product between reshapes made other weights of a tiled MLP g-net (0.7.2).
     optimizer.fold_constants(model, input_size_limit=_FOLDED, output_size_limit=_FOLDED)
-    for name in _ONNX_PASSES:
-        getattr(passes, f"{name}Pass")()(model)
+    for change in (
+        passes.DeduplicateInitializersPass(),
+        passes.CommonSubexpressionEliminationPass(),
+        passes.RemoveUnusedNodesPass(),
+        passes.ClearMetadataAndDocStringPass(),
+    ):
+        change(model)
     # Computed values are numbered; inputs, outputs and weights keep their names.
     outputs = set(model.graph.outputs)
     for number, value in enumerate(x for node in model.graph for x in node.outputs if x not in outputs):
@@ -97,7 +94,7 @@ def _to_onnx(traced: Traced) -> bytes:
     proto.graph.ClearField("value_info")
     if traced.dynamic_shapes is None:
         _name_sizes(proto.graph)
-    if (size := proto.ByteSize()) > _LARGEST_ONNX:
+    if (size := proto.ByteSize()) >= 2**31:
         raise ValueError(f"one ONNX file holds less than 2 GiB, this model has {size:,} bytes: weights='genome'")
     return proto.SerializeToString(deterministic=True)
 
@@ -160,12 +157,9 @@ class Format(NamedTuple):
     read: Callable[[bytes, Path], Run]
 
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        "onnx": Format(".onnx", _to_onnx, _run_onnx),
-        "pt2": Format(".pt2", _to_pt2, _run_pt2),
-        "aoti": Format("", _to_aoti, _run_aoti),  # .pt2 is torch.export's
-        "iree": Format(".vmfb", _to_iree, _run_iree),
-    }
-)
-"""Every kind of program by name."""
+FORMATS: Mapping[str, Format] = {
+    "onnx": Format(".onnx", _to_onnx, _run_onnx),
+    "pt2": Format(".pt2", _to_pt2, _run_pt2),
+    "aoti": Format("", _to_aoti, _run_aoti),  # .pt2 is torch.export's
+    "iree": Format(".vmfb", _to_iree, _run_iree),
+}

@@ -19,13 +19,13 @@ def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
     """Draw the code of `PAGE#genome` as a PNG or an SVG, by the suffix of its path.
 
     Args:
-        path: where to.
+        path: the picture.
         genome: a genome's file.
         page: address of a page that `gbfunc export --out net.html` wrote.
 
     Raises:
         ImportError: without segno.
-        ValueError: if a code cannot hold so much, the address has a fragment of its own, or for another suffix.
+        ValueError: for a genome too large for a code, an address with a fragment of its own, or another suffix.
     """
     place = Path(path)
     if place.suffix.lower() not in (".png", ".svg"):
@@ -36,21 +36,18 @@ def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
     text = f"{page}#{in_address(genome)}"
     if len(text) > _MOST:
         most = (_MOST - len(page) - 1) * 3 // 4
-        raise ValueError(
-            f"a QR code holds genomes of up to {max(0, most):,} bytes with this address, the genome has {len(genome):,}"
-        )
+        more = f"with this address, the genome has {len(genome):,}"
+        raise ValueError(f"a QR code holds genomes of up to {max(0, most):,} bytes {more}")
     drawn = io.BytesIO()
     segno.make_qr(text, mode="byte", error="L").save(drawn, kind=place.suffix[1:].lower(), scale=4)
     replace_file(place, drawn.getvalue())
 
 
 def read_qr(path: str | os.PathLike[str]) -> bytes:
-    """The genome's file in a picture of such a code, bit for bit.
+    """Read the genome's file from a picture of such a code, bit for bit.
 
-    Raises:
-        ImportError: without zxing-cpp or Pillow.
-        FileNotFoundError: if there is no such picture.
-        ValueError: if it has no code, or one without a genome.
+    Raises `ImportError` without zxing-cpp or Pillow, `FileNotFoundError` without the picture, `ValueError` for another
+    picture.
     """
     zxing, image = (import_extra(x, "reading a QR code", "gbfunc[qr]") for x in ("zxingcpp", "PIL.Image"))
     if not Path(path).exists():

@@ -9,16 +9,6 @@ from gbfunc.federated.client import client_app
 from gbfunc.federated.partition import partition
 from gbfunc.federated.server import GenomeStrategy, Round
 from gbfunc.federated.simulation import LocalGrid, Traffic
-from gbfunc.federated.wire import FORMATS, Wire, identity
+from gbfunc.federated.wire import FORMATS, Wire
 
-__all__ = [
-    "FORMATS",
-    "GenomeStrategy",
-    "LocalGrid",
-    "Round",
-    "Traffic",
-    "Wire",
-    "client_app",
-    "identity",
-    "partition",
-]
+__all__ = ["FORMATS", "GenomeStrategy", "LocalGrid", "Round", "Traffic", "Wire", "client_app", "partition"]

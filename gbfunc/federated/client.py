@@ -68,9 +68,6 @@ def client_app(
         seed: seed of the order of the examples and of dropout, with the number of the node and of the round.
         mods: mods of Flower (`flwr.clientapp.mod`) around training: `fixedclipping_mod`, `LocalDpMod(...)`. They
             compare the genome that comes with the one that goes, so messages without plain numbers are refused.
-
-    Raises:
-        ValueError: if plan and p-net do not fit together, or for options out of range.
     """
     if steps < 1 or batch_size < 1:
         raise ValueError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}")

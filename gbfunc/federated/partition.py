@@ -14,17 +14,11 @@ LEAST = 10
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:
     """Split the examples over clients; give the indices of each client's, the same for a seed on every machine.
 
-    With a finite `alpha` every class is spread over the clients in parts drawn from a Dirichlet distribution of that
-    concentration (Hsu, Qi and Brown, 2019): at 0.3 a client of MNIST has most of its examples from some three classes.
+    With a finite `alpha` every class [N] is spread over the clients in parts drawn from a Dirichlet distribution of
+    that concentration (Hsu, Qi and Brown, 2019): at 0.3 a client of MNIST has most of its examples from some three
+    classes. `math.inf` spreads examples alike, in parts of equal size.
 
-    Args:
-        labels: class of each example [N].
-        clients: number of clients.
-        alpha: concentration, above 0; `math.inf` spreads examples alike, in parts of equal size.
-        seed: seed of the draw.
-
-    Raises:
-        ValueError: for arguments out of range, or if not every client can have `LEAST` examples.
+    Raises `ValueError` for arguments out of range, or if not every client can have `LEAST` examples.
 
     >>> [len(part) for part in partition([0, 1] * 50, clients=4)]
     [25, 25, 25, 25]

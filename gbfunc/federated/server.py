@@ -47,7 +47,8 @@ class GenomeStrategy(Strategy):
 
     The strategy inside sees genomes in float32 alone: the genome that it sends is rounded to `down`, and a change that
     comes back is added to the genome before rounding. Where both dtypes are float32, the strategy inside works without
-    this class too, with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config.
+    this class too, with `Wire.pack` for the arrays and `client.IDENTITY`, `RATE` and `SENT_AS` in the config. `rounds`
+    lists what came back, `done` counts the rounds before a checkpoint too.
 
     Args:
         strategy: FedAvg, FedAdam, FedProx, ..., also a strategy of differential privacy.
@@ -59,10 +60,6 @@ class GenomeStrategy(Strategy):
         checkpoint: a file that holds, after every round, all that the next round needs; if the file exists, `train`
             goes on from it. No part of the file is code.
         seed: seed of the choice of clients; None leaves the choice to chance.
-
-    Attributes:
-        rounds: what came back, round by round, since this object was made.
-        done: number of finished rounds, including those before a checkpoint.
     """
 
     def __init__(
@@ -99,10 +96,7 @@ class GenomeStrategy(Strategy):
     def train(self, grid: Grid, rounds: int, **options: Any) -> Result:
         """Train until so many rounds are done in all, from the checkpoint if there is one.
 
-        Args:
-            grid: the nodes, as Flower gives them to a server's app.
-            rounds: rounds in all.
-            **options: other options of `Strategy.start`: `timeout`, `evaluate_fn`, ...
+        `grid` are the nodes, as Flower gives them to a server's app; `options` are those of `Strategy.start`.
 
         Raises:
             ValueError: for a checkpoint of another plan, library or strategy, or a damaged one; if all clients of a
@@ -211,9 +205,8 @@ class GenomeStrategy(Strategy):
                 # Numbers that change are state, others are options.
                 state |= {at: value} if value != self._options[at][1] else {}
             else:
-                items = (
-                    value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-                )
+                items = dict(enumerate(value)) if isinstance(value, list) else value
+                items = items.items() if isinstance(items, dict) else ()
                 tensors |= {f"{at}/{k}": np.array(x) for k, x in items if isinstance(x, np.ndarray)}
         about = {"round": self.done, "id": self.wire.identity, "strategy": _name(self.strategy), "state": state}
         about |= {} if self._grid is None else {"traffic": self._grid.traffic}

@@ -34,12 +34,8 @@ class LocalGrid(Grid):
     takes longer than rounds of genomes do on few cores. Flower's messages take their sender from the process, which
     the context manager sets.
 
-    Args:
-        app: the client's app.
-        nodes: the config of each node, as `flower-supernode --node-config` has it.
-
-    Attributes:
-        traffic: bytes sent so far, including those before a checkpoint from which a `GenomeStrategy` goes on.
+    `nodes` are the configs of the nodes, as `flower-supernode --node-config` has them. `traffic` counts the bytes sent
+    so far, including those before a checkpoint from which a `GenomeStrategy` goes on.
     """
 
     def __init__(self, app: ClientApp, nodes: Iterable[Mapping[str, str | int | float | bool]]) -> None:

@@ -37,27 +37,15 @@ FORMATS = ("float32", "float16", *BITS)
 
 _TOP = re.compile(r"top([1-9]\d*)")
 
-_CURES = {
-    "library": "gbfunc {here} here, {there} at the server: install the same version on both sides",
-    "base": "{here} here, {there} at the server: load the pretrained network that the genome file names",
-    "plan": "{here} here, {there} at the server: start all sides from the same genome file",
-}
-"""What is compared, in this order: a plan names its base, so another base also makes another plan."""
-
-
-def identity(plan: Plan) -> str:
-    """What both sides must have in common: version of the library, digests of base and plan, separated by `/`."""
-    base = "none" if plan.base is None else plan.base.digest[:16]
-    return f"{__version__}/{base}/{plan.digest()[:16]}"
+_CURE = "all sides need the same version of gbfunc and genome file, and the pretrained network that the file names"
 
 
 def difference(here: str, there: str) -> str | None:
     """Name the first difference of two identities and its cure; None if they are equal."""
-    if here.count("/") != there.count("/"):
-        return f"expected an identity such as {here!r} from the server, got {there!r}"
-    for (name, cure), a, b in zip(_CURES.items(), here.split("/"), there.split("/"), strict=True):
+    # A plan names its base, so another base also makes another plan.
+    for name, a, b in zip(("library", "base", "plan"), here.split("/"), f"{there}//".split("/"), strict=False):
         if a != b:
-            return f"another {name}: {cure.format(here=a, there=b)}"
+            return f"another {name}: {a} here, {b or 'none'} at the server: {_CURE}"
     return None
 
 
@@ -71,19 +59,17 @@ def check_format(dtype: str, what: str = "dtype", *, change: bool = True) -> Non
 class Wire:
     """Converts genomes of one plan to vectors, and vectors to records of a message.
 
-    Buffers of floating point (running statistics) travel with the genome; others, such as counts of batches, do not.
+    Buffers of floating point (running statistics) travel with the genome; others, such as counts of batches, are those
+    of the genome `like`. `identity` is what both sides must have in common: version of the library, digests of base and
+    plan.
 
-    Args:
-        plan: the plan.
-        like: a genome of the plan, whose other buffers every genome gets.
-
-    Raises:
-        ValueError: if they do not fit together, or for complex numbers, which messages do not hold.
+    Raises `ValueError` if the plan and the genome `like` do not fit together, or for complex numbers.
     """
 
     def __init__(self, plan: Plan, like: GenomeLike) -> None:
         check_genome(plan, like)
-        self.plan, self.identity = plan, identity(plan)
+        base = "none" if plan.base is None else plan.base.digest[:16]
+        self.plan, self.identity = plan, f"{__version__}/{base}/{plan.digest()[:16]}"
         self._like, self._named = Genome(like.gnets, like.direct, like.buffers), stored_tensors(like)
         if left := [k for k, x in self._named.items() if x.is_complex()]:
             raise ValueError(f"messages hold real numbers, and of the genome {', '.join(left)} are complex")
@@ -109,16 +95,10 @@ class Wire:
         return {k: p.reshape(x.shape).to(x.dtype) for (k, x), p in zip(self._sent.items(), parts, strict=True)}
 
     def pack(self, vector: Vector, dtype: str) -> ArrayRecord:
-        """Pack a vector [P] into a record.
+        """Pack a vector [P] into a record; `ValueError` for numbers that the dtype does not hold.
 
-        Args:
-            vector: finite numbers.
-            dtype: one of `FORMATS`, `"int2"` to `"int8"` being codes as in a genome's file; or `"topK"` for the K
-                numbers of largest magnitude in float16 and their places (sparsification with memory: Stich et al.,
-                2018).
-
-        Raises:
-            ValueError: for another dtype, or numbers that the dtype does not hold.
+        `dtype` is one of `FORMATS`, where `"int2"` to `"int8"` are codes as in a genome's file; or `"topK"` for the K
+        numbers of largest magnitude in float16 and their places (sparsification with memory: Stich et al., 2018).
         """
         check_format(dtype)
         _check_finite(vector)
@@ -134,11 +114,7 @@ class Wire:
         return ArrayRecord({NUMBERS: Array(_narrow(vector[places], "float16")), PLACES: Array(np.packbits(bits))})
 
     def unpack(self, arrays: ArrayRecord) -> Vector:
-        """Unpack a record into a vector [P], float32.
-
-        Raises:
-            ValueError: for a record of another form, another genome's or a damaged one, or numbers that are not finite.
-        """
+        """Unpack a record into a vector [P], float32; `ValueError` for one that is damaged or of another genome."""
         found = {name: array.numpy() for name, array in arrays.items()}
         if [*found] == [CODES]:
             codes = found[CODES]

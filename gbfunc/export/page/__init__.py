@@ -27,14 +27,12 @@ from gbfunc.plan.serial import VERSION
 from gbfunc.types import JSON
 
 NETWORK = ("read.js", "steps.js", "grow.js", "networks.js")
-"""What needs no browser."""
+"""Scripts that need no browser."""
+
 PNETS = ("mlp", "convnet", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
-"""P-nets that it runs."""
-DTYPES = ("float32", "float64")
-MOST_WEIGHTS = 64_000_000
-"""Weights that it grows."""
 TYPES = ("periodic", "bilinear", "low_rank", "xox", "constant", "gnet", "stochastic")
-"""Types of g-net that it grows."""
+DTYPES, MOST_WEIGHTS = ("float32", "float64"), 64_000_000
+"""P-nets that the page runs; types of g-net, dtypes and number of weights that the page grows."""
 
 
 def check(plan: Plan) -> None:
@@ -57,12 +55,10 @@ def page(
     alphabets: Mapping[str, str] = MappingProxyType({}),
     networks: Mapping[str, JSON] = MappingProxyType({}),
 ) -> str:
-    """The page with a genome in it.
+    """The page with a genome, which is shown if the page's address has none in its fragment.
 
-    Args:
-        genome: what it shows where its address has no genome in its fragment.
-        alphabets: characters that language models write, by what their files say of them.
-        networks: descriptions of p-nets that it does not know, of `network`, by their names in files.
+    `alphabets` are the characters that language models write, by their names in genomes' files; `networks` are
+    descriptions (`network`) of p-nets that the page does not know, by their names in files.
     """
     contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
     held = json.dumps(contents).replace("<", "\\u003c")
@@ -71,12 +67,12 @@ def page(
 
 
 def network(layers: Sequence[Layer], said: Mapping[str, Any]) -> JSON:
-    """A p-net for a page: its `layers_in_a_row`, with the options of which genomes' files say that it was made."""
+    """Describe a p-net for a page by its `layers_in_a_row` and the options in the metadata of its genomes' files."""
     return {"layers": list(layers), "options": {k: said.get(k, {}) for k in ("task_config", "pnet_config")}}
 
 
 def embedded(text: str) -> tuple[bytes, dict[str, str]]:
-    """The genome's file and the alphabets in a page; `ValueError` for a text that is none, or has no genome."""
+    """Read the genome's file and the alphabets from a page; `ValueError` for a text without a genome."""
     found = re.search(r'<script type="application/json" id="embedded">(.+)</script>', text)
     held = json.loads(found[1]) if found else {}
     if not held.get("genome"):

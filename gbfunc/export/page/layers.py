@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -13,13 +12,9 @@ Layer = list[Any]
 
 
 def layers_in_a_row(pnet: nn.Module) -> list[Layer]:
-    """Describe an `nn.Sequential`, nested ones included, of stock layers, as it is in evaluation mode.
+    """Describe an `nn.Sequential`, nested or not, of the stock layers in `_LAYERS`, in evaluation mode.
 
-    It may have linear layers, convolutions of images, batch and layer norms, pooling, `nn.Flatten()`, dropout, and the
-    activations ReLU, tanh, GELU, SiLU and sigmoid.
-
-    Raises:
-        ValueError: for any other p-net, naming the module that has no description.
+    Raises `ValueError` for any other p-net, naming the module that has no description.
     """
     return list(_walk(pnet, "", {module: name for name, module in pnet.named_modules()}))
 
@@ -35,10 +30,9 @@ def _walk(module: nn.Module, name: str, names: Mapping[nn.Module, str]) -> Itera
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
     if describe is None or hooked or not name:
         what = f"the p-net is of type {type(module).__name__}" if not name else f"{name!r} is {module}"
+        what += ", with a hook" if hooked else ""
         known = ", ".join(kind.__name__ for kind in _LAYERS)
-        raise ValueError(
-            f"a page runs an nn.Sequential of {known} without hooks; {what}{', with a hook' if hooked else ''}"
-        )
+        raise ValueError(f"a page runs an nn.Sequential of {known} without hooks; {what}")
     layer = describe(module, name)
     if layer is None:
         raise ValueError(f"{name!r} is {module}, of which a page knows the usual options alone")
@@ -76,25 +70,23 @@ def _avg_pool(pool: nn.AvgPool2d, name: str) -> Layer | None:
     return ["avg_pool", pool.kernel_size, pool.stride, pool.padding] if usual else None
 
 
-_LAYERS: Mapping[type[nn.Module], Callable[[Any, str], Layer | None]] = MappingProxyType(
-    {
-        nn.Linear: lambda m, name: ["linear", name],
-        nn.Conv2d: _conv,
-        nn.BatchNorm1d: _norm,
-        nn.BatchNorm2d: _norm,
-        nn.LayerNorm: _layer_norm,
-        nn.MaxPool2d: _max_pool,
-        nn.AvgPool2d: _avg_pool,
-        nn.AdaptiveAvgPool2d: lambda m, name: ["means"] if m.output_size in (1, (1, 1)) else None,
-        nn.Flatten: lambda m, name: ["flatten"] if (m.start_dim, m.end_dim) == (1, -1) else None,
-        nn.ReLU: lambda m, name: ["relu"],
-        nn.Tanh: lambda m, name: ["tanh"],
-        nn.Sigmoid: lambda m, name: ["sigmoid"],
-        nn.SiLU: lambda m, name: ["silu"],
-        nn.GELU: lambda m, name: ["gelu" if m.approximate == "none" else "gelu_tanh"],
-        nn.Dropout: lambda m, name: [],
-        nn.Dropout2d: lambda m, name: [],
-        nn.Identity: lambda m, name: [],
-    }
-)
+_LAYERS: Mapping[type[nn.Module], Callable[[Any, str], Layer | None]] = {
+    nn.Linear: lambda m, name: ["linear", name],
+    nn.Conv2d: _conv,
+    nn.BatchNorm1d: _norm,
+    nn.BatchNorm2d: _norm,
+    nn.LayerNorm: _layer_norm,
+    nn.MaxPool2d: _max_pool,
+    nn.AvgPool2d: _avg_pool,
+    nn.AdaptiveAvgPool2d: lambda m, name: ["means"] if m.output_size in (1, (1, 1)) else None,
+    nn.Flatten: lambda m, name: ["flatten"] if (m.start_dim, m.end_dim) == (1, -1) else None,
+    nn.ReLU: lambda m, name: ["relu"],
+    nn.Tanh: lambda m, name: ["tanh"],
+    nn.Sigmoid: lambda m, name: ["sigmoid"],
+    nn.SiLU: lambda m, name: ["silu"],
+    nn.GELU: lambda m, name: ["gelu" if m.approximate == "none" else "gelu_tanh"],
+    nn.Dropout: lambda m, name: [],
+    nn.Dropout2d: lambda m, name: [],
+    nn.Identity: lambda m, name: [],
+}
 """The description of each layer: [] for one that does nothing in evaluation, None for options that a page lacks."""
