@@ -30,11 +30,11 @@ from gbfunc.tasks.pnets.mlp import mlp
 from gbfunc.trees import flat_genome
 
 CPU = Setting(torch.device("cpu"), None, 1)
-KEYS = {"case", "variant", "step_ms", "ratio_to_dense", "ratio_to_naive", "peak_mb", "counted_mb", "weights"}
+KEYS = {"case", "variant", "step_ms", "ratio_to_dense", "ratio_to_naive", "peak_mb", "weights"}
 KEYS |= {"weights_mb", "features", "gflops", "gb_s", "repeats", "first_ms", "ratios_to_dense"}
 
 
-def tiny(variants: tuple[str, ...], width: int = 12, name: str = "tiny", counted: int = 0) -> Case:
+def tiny(variants: tuple[str, ...], width: int = 12, name: str = "tiny") -> Case:
     return Case(
         name,
         partial(mlp, (8, width, 3), 0),
@@ -43,7 +43,6 @@ def tiny(variants: tuple[str, ...], width: int = 12, name: str = "tiny", counted
         Genes(gb.periodic(2)),
         Genes(gb.gnet((3,)), {"max_tile": 5}),
         Genes(gb.bilinear(1, share="shapes")),
-        counted=counted,
     )
 
 
@@ -77,8 +76,7 @@ def test_naive_generates_what_the_library_does_and_its_gradients() -> None:
 # Every variant is the same training.
 
 
-SERVING = [v for v, (gnets, *_) in VARIANTS.items() if gnets == "adapter" and v not in ("adapter", "lora rank 1")]
-TRAINING = [v for v in VARIANTS if "compiled" not in v and v not in SERVING]
+TRAINING = [v for v in VARIANTS if "compiled" not in v]
 
 
 @pytest.mark.parametrize("variant", TRAINING)
@@ -122,13 +120,6 @@ def test_genomes_together_are_those_one_by_one() -> None:
     together, one_by_one = (build(tiny(()), f"16 genomes {how}", CPU).step for how in ("together", "one by one"))
     for _ in range(3):
         torch.testing.assert_close(together(), one_by_one(), rtol=1e-5, atol=1e-6)
-
-
-def test_serving_gives_each_row_its_genome() -> None:
-    base, together, one_by_one, merged = (build(tiny((v,)), v, CPU).step() for v in SERVING)
-    torch.testing.assert_close(together, torch.cat(one_by_one), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(merged, together[:1], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(base, together, rtol=1e-3)
 
 
 def test_generation_alone_returns_gradients_of_all_leaves() -> None:
@@ -187,7 +178,7 @@ def test_results_are_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFix
         (case.name, v) for bench in benches.values() for case in bench for v in case.variants
     ]
     for row in rows:
-        assert row.keys() == KEYS and row["step_ms"] > 0 and row["repeats"] == 2 and row["counted_mb"] is None
+        assert row.keys() == KEYS and row["step_ms"] > 0 and row["repeats"] == 2
         assert row["weights_mb"] == 4e-6 * row["weights"]
     assert [row["ratio_to_dense"] is None for row in rows] == [False] * 4 + [True] * 2
     assert rows[0]["ratio_to_dense"] == rows[5]["ratio_to_naive"] == 1

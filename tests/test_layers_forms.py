@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from gbfunc.costs import thin_rows
-from gbfunc.lab.bench.memory import LiveBytes
 from gbfunc.layers.factored import FactoredWeight
 from gbfunc.layers.install import formable, install
 from gbfunc.pnet import PureNet
@@ -28,6 +27,7 @@ from tests.support.forms import (
     on_form,
     vectors,
 )
+from tests.support.live import LiveBytes
 
 call = Formed.__call__
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)

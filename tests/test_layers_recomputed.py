@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gbfunc.lab.bench.memory import LiveBytes
 from gbfunc.layers.recomputed import RecomputedWeight
 from tests.support.forms import assert_close, on_form, vectors
+from tests.support.live import LiveBytes
 
 
 def doubled(made: Counter[str], inputs: tuple[str, ...] = ("half",), transposed: bool = False) -> RecomputedWeight:

@@ -153,8 +153,6 @@ def print_results(results: Mapping[str, Any]) -> None:
 
     def notes(row: Mapping[str, Any]) -> str:
         words = []
-        if row["counted_mb"] is not None:
-            words.append(f"counted {row['counted_mb']:,.0f} MB, weights {row['weights_mb']:,.0f} MB")
         if row["gflops"] is not None:
             share = row["gflops"] / ceilings["gflops"]
             words.append(f"{row['gflops']:.1f} GFLOP/s ({share:.0%}), {row['gb_s']:.2f} GB/s")

@@ -217,7 +217,7 @@ class Bench(Command):
 
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     """Only these: demo, small_mlp, population, mlp_2048, mlp_4096, jax, generation, gpt, resnet18, remat, checkpoint,
-    adapter, serving, growth_weights, growth_features."""
+    adapter, growth_weights, growth_features."""
 
     repeat: Annotated[int, arg(metavar="N")] = 1
     """Runs of all these cases, one after the other: ratios are then the median over the runs, with their range."""

@@ -218,7 +218,7 @@ def run_rank(rank: int, order: dict[str, Any]) -> list[Any]:
             if scheme.startswith("tensor") or scheme in PLACEMENTS:
                 case = replace(case, net=lambda make=case.net: on_meta(make))
             make = lambda c, scheme=scheme: build(c, scheme, rank, ranks)[0]  # noqa: E731
-            rows.append({"peak_mb": steps_memory(case, make, torch.device("cpu")).peak / 1e6})
+            rows.append({"peak_mb": steps_memory(case, make, torch.device("cpu")) / 1e6})
             continue
         step, plan, mesh = build(case, scheme, rank, ranks)
         for _ in range(2):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import gbfunc as gb
-from gbfunc.lab.bench.memory import LiveBytes
 from gbfunc.parallel import CollectiveError
 from gbfunc.parallel.styles import tensor_styles
 from gbfunc.plan import Plan
 from gbfunc.tasks.pnets.gpt import GPT
+from tests.support.live import LiveBytes
 from tests.support.ranks import PATIENCE
 from tests.support.tensor_cases import next_token
 

@@ -38,10 +38,8 @@ class Case:
     relu: Genes | None = None  # the genome of the variants with ReLU g-nets, and of the naive one
     adapter: Genes | None = None  # the genome of deltas of the p-net, which is then frozen
     generation: bool = False  # whether to measure the weights' generation alone, forward and backward
-    counted: int = 0  # bytes from which a tensor's memory is counted beside the process's peak; 0 counts nothing
 
 
-_MERGED = "one genome merged, one row"
 _PERIODIC = ("dense", "periodic materialised", "periodic lazy", "periodic auto")
 _RELU = ("relu eager", "relu compiled")
 _ALONE = ("periodic materialised", *_RELU, "naive")
@@ -107,23 +105,15 @@ def resnet_case(batch: int, width: int, *more: str) -> Case:
 
 
 def _remat(layers: int, width: int, batch: int) -> Case:
-    counted = 4 * width * width
-    return mlp_case((width,) * (layers + 1), batch, _REMAT, name=f"remat {layers}x{width}", counted=counted)
+    return mlp_case((width,) * (layers + 1), batch, _REMAT, name=f"remat {layers}x{width}")
 
 
-def _adapter(layers: int, width: int, batch: int, length: int) -> Case:
+def adapter_case(layers: int, width: int, batch: int, length: int) -> Case:
     """Make training steps of an adapter of a GPT; the texts are as short as questions, dense is full fine-tuning."""
     net = partial(GPT, 1_000, length, layers, width, width // 32, 4 * width, bias=True)
     variants, genes = ("dense", "adapter", "lora rank 1"), Genes(bilinear(5, share="shapes"))
     batches = partial(sequences, batch, length, 1_000)
     return Case(f"adapter of gpt {layers}x{width}", net, batches, variants, adapter=genes)
-
-
-def _serving(layers: int, width: int, rows: int, length: int) -> Case:
-    """Make forward passes of a GPT with an adapter for each row, and of its base."""
-    variants = ("base, all rows", "a genome per row, together", "a genome per row, one by one", _MERGED)
-    name = f"{rows} genomes on gpt {layers}x{width}"
-    return replace(_adapter(layers, width, rows, length), name=name, variants=variants)
 
 
 def _checkpoint(h: int, tile: int) -> Case:
@@ -183,8 +173,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "remat": (_remat(24, 2048, 256),),
         # 81,418 parameters (103x), and 1,041,610.
         "checkpoint": (_checkpoint(32, 256), _checkpoint(36, 64)),
-        "adapter": (_adapter(6, 384, 32, 16),),
-        "serving": (_serving(6, 384, 100, 16),),
+        "adapter": (adapter_case(6, 384, 32, 16),),
         **_growth((704, 1440, 2880, 5664), 2048, (8, 16, 32, 64, 128, 256), 256, 256),
     },
     "quick": {
@@ -196,8 +185,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "gpt": (gpt_case(2, 64, 2_000, 2, 2, 128, (*_PERIODIC, "relu eager")),),
         "resnet18": (resnet_case(4, 16),),
         "remat": (_remat(12, 512, 64),),
-        "adapter": (_adapter(2, 128, 8, 16),),
-        "serving": (_serving(2, 128, 10, 16),),
+        "adapter": (adapter_case(2, 128, 8, 16),),
         **_growth((352, 1408), 704, (8, 128), 256, 64),
     },
     "cuda": {
@@ -209,8 +197,7 @@ BENCHES: Mapping[Scale, Mapping[str, Bench]] = {
         "gpt": (gpt_case(32, 512, 30_000, 4, 8, 512, (*_PERIODIC, "relu compiled")),),
         "resnet18": (resnet_case(512, 64, "relu compiled"),),
         "remat": (_remat(24, 8192, 1024),),
-        "adapter": (_adapter(12, 1024, 64, 128),),
-        "serving": (_serving(12, 1024, 100, 128),),
+        "adapter": (adapter_case(12, 1024, 64, 128),),
         **_growth((704, 1440, 2880, 5664, 11328), 8192, (8, 16, 32, 64, 128, 256), 1024, 1024),
     },
 }

@@ -13,12 +13,9 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from gbfunc.lab.bench.cases import Case, features
 from gbfunc.lab.bench.variants import Setting, Step, build
@@ -32,50 +29,10 @@ _M_MMAP_THRESHOLD = -3
 _MAPPED_BYTES = 2**17
 
 
-class LiveBytes(TorchDispatchMode):
-    """Follows the memory of the results of all operations while it is active, until that memory is freed.
+def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
+    """Measure the peak memory (B) of some steps of a variant in a new process, which never outlives this call.
 
-    Tensors whose memory has `at_least` so many bytes count. Views share memory, which counts once; the memory of older
-    tensors counts from their first view on.
-
-    Attributes:
-        peak: most bytes alive after any operation.
-        peak_tensors: most tensors' memories alive after any operation.
-    """
-
-    def __init__(self, at_least: int) -> None:
-        super().__init__()
-        self.peak = self.peak_tensors = 0
-        self._at_least = at_least
-        # By address, which weak references keep from being used again.
-        self._seen: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count."""
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            # Absent tensors of a pipeline have a size, and no memory.
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= self._at_least and tensor.data_ptr():
-                storage = tensor.untyped_storage()
-                self._seen.setdefault(storage._cdata, StorageWeakRef(storage))
-        kept = {k: torch.UntypedStorage._new_with_weak_ptr(seen.cdata) for k, seen in self._seen.items()}
-        self._seen = {k: seen for k, seen in self._seen.items() if kept[k] is not None}
-        alive = [storage.nbytes() for storage in kept.values() if storage is not None]
-        self.peak, self.peak_tensors = max(self.peak, sum(alive)), max(self.peak_tensors, len(alive))
-        return result
-
-
-class Memory(NamedTuple):
-    """Memory of a variant in bytes."""
-
-    peak: int  # most of the process during its steps, beyond what it had before the variant was built
-    counted: int | None  # most of large tensors alive at once in a step (see `Case.counted`), None if not asked for
-
-
-def measure_memory(case: Case, variant: str, setting: Setting) -> Memory | None:
-    """Run some steps of a variant in a new process; None if the system ends it, as it does when memory runs out.
-
-    The process never outlives this call.
+    None if the system ends the process, as it does when memory runs out.
     """
     # A server that starts before all else: a child of this process would begin with this one's peak.
     context = multiprocessing.get_context("forkserver")
@@ -110,10 +67,10 @@ def _send_memory(writer: Connection, case: Case, variant: str, setting: Setting)
         writer.send(measured)
 
 
-def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> Memory:
-    """Measure the steps of a case in this process, which has done little else.
+def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> int:
+    """Measure the peak memory (B) of the steps of a case in this process, beyond what it had before.
 
-    Steps of a tiny case go first, so that libraries and compilers are there already.
+    The process has done little else. Steps of a tiny case go first, so that libraries and compilers are there already.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         # Otherwise glibc learns from each array that is freed, and keeps later ones of up to 32 MiB in its heap.
@@ -132,12 +89,7 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
             Path("/proc/self/clear_refs").write_text("5")
     for _ in range(_STEPS):
         step()
-    peak = _peak(device) - before
-    if not case.counted:
-        return Memory(peak, None)
-    with LiveBytes(case.counted) as live:
-        step()
-    return Memory(peak, live.peak)
+    return _peak(device) - before
 
 
 def _peak(device: torch.device) -> int:

@@ -109,7 +109,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
     for (name, variant), case in pairs.items():
         (seconds, first, repeats), (weights, features) = times[name, variant], sizes[name, variant]
         dense, naive = (times.get((name, other)) for other in ("dense", "naive"))
-        used = measure_memory(case, variant, setting) if memory else None
+        peak = measure_memory(case, variant, setting) if memory else None
         flops = _FLOPS["periodic" if variant.startswith("periodic") else "relu"]
         row: Row = {
             "case": name,
@@ -118,9 +118,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
             "first_ms": first * 1e3,  # time of the first step, with whatever it compiles
             "ratio_to_dense": dense and seconds / dense.seconds,
             "ratio_to_naive": naive and seconds / naive.seconds,
-            "peak_mb": used and used.peak / _MEGA,  # of the steps in another process, in 10^6 bytes
-            # Weight-sized tensors alive at once in a step.
-            "counted_mb": None if used is None or used.counted is None else used.counted / _MEGA,
+            "peak_mb": peak and peak / _MEGA,  # of the steps in another process, in 10^6 bytes
             "weights": weights,  # of the matrices that are generated, or trained themselves
             "weights_mb": 4 * weights / _MEGA,  # as float32
             "features": features,

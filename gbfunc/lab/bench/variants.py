@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import cycle
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -62,19 +61,6 @@ class Setup(NamedTuple):
                 return loss_fn(net, self.batch)
 
         return plain_step(loss, [p for p in net.parameters() if p.requires_grad], self.setting.lr)
-
-    def genomes(self, n: int) -> list[gb.Genome]:
-        """Different genomes of the plan."""
-        found = []
-        for seed in range(n):
-            genome, draw = gb.init_genome(self.plan, self.pnet, seed), torch.Generator().manual_seed(seed)
-            # Adapters start without deltas.
-            gnets = {
-                e: {k: x + 0.1 * torch.randn(x.shape, generator=draw).to(x) for k, x in leaves.items()}
-                for e, leaves in genome.gnets.items()
-            }
-            found.append(genome._replace(gnets=gnets))
-        return found
 
 
 class Built(NamedTuple):
@@ -208,30 +194,6 @@ def _lora(setup: Setup) -> Step:
     return setup.plain(get_peft_model(setup.pnet, config))  # pyright: ignore[reportArgumentType]
 
 
-def _base(setup: Setup) -> Step:
-    net = setup.pnet.eval()
-    return torch.no_grad()(lambda: net(setup.batch[0]))
-
-
-def _together(setup: Setup) -> Step:
-    x = setup.batch[0]
-    many, index = gb.materialize_many(setup.plan, setup.genomes(len(x)), setup.pnet), torch.arange(len(x))
-    return torch.no_grad()(lambda: many(index, x))
-
-
-def _one_by_one(setup: Setup) -> Step:
-    """Make a module per genome, one row each: ten modules in turn, as the weights of more would not fit in memory."""
-    plan, pnet = setup.plan, setup.pnet
-    nets = [gb.materialize(plan, genome, pnet, factored=True).eval() for genome in setup.genomes(10)]
-    rows = setup.batch[0].split(1)
-    return torch.no_grad()(lambda: [net(row) for net, row in zip(cycle(nets), rows, strict=False)])
-
-
-def _merged(setup: Setup) -> Step:
-    (genome,), row = setup.genomes(1), setup.batch[0][:1]
-    return torch.no_grad()(lambda: gb.materialize(setup.plan, genome, setup.pnet).eval()(row))
-
-
 def _periodic(**options: Any) -> Variant:
     return Variant("periodic", partial(_genome, **options))
 
@@ -257,10 +219,6 @@ VARIANTS: Mapping[str, Variant] = {
     "naive": _relu(kernel="eager", lazy=False),
     "adapter": Variant("adapter", _genome),
     "lora rank 1": Variant("adapter", _lora, "peft"),
-    "base, all rows": Variant("adapter", _base),
-    "a genome per row, together": Variant("adapter", _together),
-    "a genome per row, one by one": Variant("adapter", _one_by_one),
-    "one genome merged, one row": Variant("adapter", _merged),
     "16 genomes together": Variant("periodic", partial(_population, together=True)),
     "16 genomes one by one": Variant("periodic", partial(_population, together=False)),
     "jax dense": Variant("periodic", partial(jax_step, thin=False), "jax"),
