@@ -22,25 +22,26 @@ STEP = gb.make_train_step(
 )
 A_PLAN, A_GENOME, A_STEP, A_MODULE = "of gb.make_plan", "a Genome or", "of gb.make_train_step", "must be an nn.Module"
 X: Any = None
+api: Any = gb
 SWAPPED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "make_plan": (lambda path: gb.make_plan(gb.periodic(2), PNET), A_MODULE),
-    "init_genome": (lambda path: gb.init_genome(PNET, PLAN), A_PLAN),
-    "fit_genome": (lambda path: gb.fit_genome(PNET, PLAN), A_PLAN),
-    "export a genome": (lambda path: gb.export(path, GENOME, PLAN, PNET, X), A_PLAN),
-    "export a p-net": (lambda path: gb.export(path, PLAN, PNET, GENOME, X), A_MODULE),
-    "save_lora without a folder": (lambda path: gb.save_lora(PLAN, path, GENOME, PNET), A_PLAN),
-    "save_lora": (lambda path: gb.save_lora(path, GENOME, PLAN, PNET), A_PLAN),
-    "Checkpointer": (lambda path: gb.Checkpointer(STEP, path), A_STEP),
-    "Checkpointer of a plan": (lambda path: gb.Checkpointer(path, PLAN), A_STEP),
-    "load_checkpoint": (lambda path: gb.load_checkpoint(STEP, path, X), A_STEP),
-    "save without a path": (lambda path: gb.save(PLAN, path, GENOME), A_PLAN),
-    "save": (lambda path: gb.save(path, GENOME, PLAN), A_PLAN),
-    "flatten": (lambda path: gb.flatten(PLAN), A_GENOME),
-    "generate": (lambda path: gb.generate(GENOME, PLAN), A_PLAN),
-    "materialize": (lambda path: gb.materialize(GENOME, PLAN, PNET), A_PLAN),
-    "materialize_many": (lambda path: gb.materialize_many(GENOME, PLAN, PNET), A_PLAN),
-    "a script": (lambda path: gb.make_plan(torch.jit.script(PNET)), "is a ScriptModule"),
-    "a trace": (lambda path: gb.make_plan(torch.jit.trace(PNET, torch.ones(1, 6))), "is a ScriptModule"),
+    "make_plan": (lambda path: api.make_plan(gb.periodic(2), PNET), A_MODULE),
+    "init_genome": (lambda path: api.init_genome(PNET, PLAN), A_PLAN),
+    "fit_genome": (lambda path: api.fit_genome(PNET, PLAN), A_PLAN),
+    "export a genome": (lambda path: api.export(path, GENOME, PLAN, PNET, X), A_PLAN),
+    "export a p-net": (lambda path: api.export(path, PLAN, PNET, GENOME, X), A_MODULE),
+    "save_lora without a folder": (lambda path: api.save_lora(PLAN, path, GENOME, PNET), A_PLAN),
+    "save_lora": (lambda path: api.save_lora(path, GENOME, PLAN, PNET), A_PLAN),
+    "Checkpointer": (lambda path: api.Checkpointer(STEP, path), A_STEP),
+    "Checkpointer of a plan": (lambda path: api.Checkpointer(path, PLAN), A_STEP),
+    "load_checkpoint": (lambda path: api.load_checkpoint(STEP, path, X), A_STEP),
+    "save without a path": (lambda path: api.save(PLAN, path, GENOME), A_PLAN),
+    "save": (lambda path: api.save(path, GENOME, PLAN), A_PLAN),
+    "flatten": (lambda path: api.flatten(PLAN), A_GENOME),
+    "generate": (lambda path: api.generate(GENOME, PLAN), A_PLAN),
+    "materialize": (lambda path: api.materialize(GENOME, PLAN, PNET), A_PLAN),
+    "materialize_many": (lambda path: api.materialize_many(GENOME, PLAN, PNET), A_PLAN),
+    "a script": (lambda path: api.make_plan(torch.jit.script(PNET)), "is a ScriptModule"),
+    "a trace": (lambda path: api.make_plan(torch.jit.trace(PNET, torch.ones(1, 6))), "is a ScriptModule"),
 }
 
 

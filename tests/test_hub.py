@@ -64,7 +64,7 @@ def test_options_that_have_no_effect_are_refused(module: gb.GenomeModule, tmp_pa
             module.save_pretrained(tmp_path / "x", **options)
     for call in (module.push_to_hub, partial(module.save_pretrained, push_to_hub=True, repo_id="a/b")):
         with pytest.raises(TypeError, match="unexpected keyword argument 'Dtype'"):
-            call(tmp_path / "x", Dtype="float16")
+            call(str(tmp_path / "x"), Dtype="float16")
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,20 @@
-"""A genome in codes of 2 to 8 bits as a file with little beside them.
+"""A genome in codes of 2 to 8 bits, or in codes with steps, as a file with little beside them.
 
-Format 5 holds, one after the other:
+A file holds, one after the other:
 
     3 bytes    "GB5"
     1 byte     bits of a code; plus 16 where running means are float16, and variances bfloat16; plus 32 for runs
     4 bytes    CRC-32 of the byte before and of all that follows
     document   the plan as JSON, and the metadata: one stream of raw deflate
     plain      leaves that are not in codes, wider dtypes first, in the order of `names_by_dtype`
-    runs       in one stream (`symbols`), of the leaves in codes, in the order of their names: exponents and mantissas
-               of their scales (bfloat16), zero points, and the codes of each leaf around its zero points
+    runs       one stream (`symbols`) of the leaves in codes, in the order of their names: exponents and mantissas of
+               their scales (bfloat16), zero points, and the codes of each leaf around its zero points
 
-Codes whose steps training found (`steps`) have 9 in place of their bits. Their stream, of all trained leaves of
-floating point, begins with two bytes, in how many pieces it is. Plus 64, running statistics of norms and counters of
-batches are in it, too (`statistics`).
+Instead of runs, where runs would hold too many codes: the scales; then zero points and codes in as many bits each, or
+in a stream of deflate (Huffman's codes only, so at least one bit each) if that is shorter.
 
-In place of runs, where there are too many for them: the scales; zero points and codes in so many bits each, or in a
-stream of deflate (Huffman's codes alone, so at least one bit each), where that is shorter.
+Codes whose steps training found (`steps`) have 9 instead of their bits, and their own stream (`step_stream`) instead of
+runs. Plus 64, the stream includes running statistics of norms and counters of batches (`statistics`).
 """
 
 from __future__ import annotations
@@ -43,19 +42,17 @@ MAGIC = b"GB5"
 _HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
-_DEAD = 4096
-"""Numbers of a feature without amplitude, at most: they take no bits."""
+_DEAD = 4096  # Most numbers of a feature without amplitude, which take no bits
 _EMPTY = np.empty(0, np.uint8)
 EXPONENT = 122
 """Centre of the scales' exponents: 2^-5."""
 _MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
-"""Centres of what has so many bits."""
 
 
 class Sizes(NamedTuple):
-    """Bytes of a compact file: of its head, its document, its plain leaves, and the scales and codes of the others.
+    """Bytes of a compact file: of its head, its document, its plain leaves, and the codes of the others.
 
-    `bits` are what each number of a leaf [n] takes of the last, or all of them alike; `scales` what scales take.
+    `scales` are the bits of scales within the codes; `bits` those of each number of a leaf [n], or one mean for all.
     """
 
     head: int
@@ -67,65 +64,60 @@ class Sizes(NamedTuple):
 
 
 def pack(document: str, leaves: TensorMap, bits: int, most: int = MAX_SYMBOLS) -> tuple[bytes, Sizes]:
-    """The file of a document and of all leaves of its plan, in runs where these have at most `most` symbols.
+    """Write a document and all leaves of its plan, in runs where these have at most `most` symbols.
 
     Runs are shorter by some percent, and a hundred times as slow. `ValueError` for numbers that are too large.
     """
-    dtype = f"int{bits}"
     narrow = narrow_stats(leaves)
-    plain = stored_leaves(leaves, dtype, narrow)
-    coded: dict[str, Codes] = {}
-    for name in sorted(leaves.keys() - plain.keys()):
-        coded[name] = encode(leaves[name], bits)
-        if not bool(torch.isfinite(coded[name].scales).all()):
-            raise ValueError(f"{name!r} holds {float(leaves[name].abs().max()):g}, too large a number for {dtype}")
+    plain = stored_leaves(leaves, f"int{bits}", narrow)
+    coded = {name: encode(leaves[name], bits) for name in sorted(leaves.keys() - plain.keys())}
+    for name, codes in coded.items():
+        if not bool(torch.isfinite(codes.scales).all()):
+            raise ValueError(f"{name!r} holds {float(leaves[name].abs().max()):g}, too large a number for int{bits}")
     runs = _fits_runs([leaves[name] for name in coded], most)
-    codes, scales, costs = (_pack_runs if runs else _pack_symbols)(coded, bits)
-    return _joined(document, plain, bits + _NARROW * narrow + _RUNS * runs, codes, scales, costs)
+    stream = (_pack_runs if runs else _pack_symbols)(coded, bits)
+    return _joined(document, plain, bits + _NARROW * narrow + _RUNS * runs, *stream)
 
 
 def pack_with_steps(document: str, plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, Sizes]:
-    """The file of a document and of all leaves of its plan, those of floating point in codes with these steps."""
+    """Write a document and all leaves of its plan, those of floating point in codes with these steps."""
     narrow = narrow_stats(leaves)
-    codes, about, costs = pack_steps(plan, leaves, steps)
     plain = _beside_steps(plan, leaves, narrow, steps.statistics)
-    return _joined(document, plain, STEPS + _NARROW * narrow + _STATISTICS * steps.statistics, codes, about, costs)
+    flags = STEPS + _NARROW * narrow + _STATISTICS * steps.statistics
+    return _joined(document, plain, flags, *pack_steps(plan, leaves, steps))
 
 
 def _beside_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
     coded = {part.leaf for part in parts_of(plan, statistics)}
     coded |= {*counters_of(plan)} if statistics else set()
-    # Of a dtype of codes only running statistics are changed.
+    # A dtype of codes changes running statistics only.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
 
 
 def _joined(
-    document: str, plain: TensorMap, flag: int, codes: bytes, scales: float, costs: Mapping[str, Any]
+    document: str, plain: TensorMap, flags: int, codes: bytes, scales: float, costs: Mapping[str, Any]
 ) -> tuple[bytes, Sizes]:
     text = deflate(document)
     numbers = b"".join(_bytes(plain[name]) for names in names_by_dtype(plain).values() for name in names)
-    flags = bytes([flag])
-    rest = text + numbers + codes
-    head = MAGIC + flags + zlib.crc32(flags + rest).to_bytes(4, "little")
-    sizes = Sizes(len(head), len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), scales, costs)
-    return head + rest, sizes
+    checked = bytes([flags]) + text + numbers + codes
+    sizes = Sizes(_HEAD, len(text), {name: x.nbytes for name, x in plain.items()}, len(codes), scales, costs)
+    return MAGIC + checked[:1] + zlib.crc32(checked).to_bytes(4, "little") + checked[1:], sizes
 
 
 def most_bytes(document: str, leaves: TensorMap, bits: int) -> Sizes:
-    """The most that a file of a document and of leaves of these shapes takes, running statistics narrow."""
-    plain = stored_leaves(leaves, f"int{bits}")
+    """The largest file of a document and of leaves of these shapes, with narrow running statistics."""
+    plain = {name: x.nbytes for name, x in stored_leaves(leaves, f"int{bits}").items()}
     coded = {name: x for name, x in leaves.items() if name not in plain}
     blocks, numbers = sum(map(_blocks, coded.values())), sum(x.numel() for x in coded.values())
     if _fits_runs(list(coded.values())):
         size = most_runs_bytes((15 + bits) * blocks + bits * numbers, 3 * blocks + numbers, 3 + len(coded))
     else:
         size = 2 * blocks + math.ceil(bits * (blocks + numbers) / 8)
-    sizes = {name: x.nbytes for name, x in plain.items()}
-    return Sizes(_HEAD, len(deflate(document)), sizes, size, 8.0 * size - bits * numbers, dict.fromkeys(coded, bits))
+    return Sizes(_HEAD, len(deflate(document)), plain, size, 8.0 * size - bits * numbers, dict.fromkeys(coded, bits))
 
 
 def expected_bytes(document: str, plan: Any) -> Sizes:
-    """What a file with steps is expected to take, by the shapes of its plan."""
+    """The expected file with steps, by the shapes of its plan."""
     leaves, parts = plan.leaves, parts_of(plan)
     plain = {k: x.nbytes for k, x in _beside_steps(plan, leaves, True, True).items()}
     costs = dict.fromkeys((*(part.leaf for part in parts), *counters_of(plan)), EXPECTED_BITS)
@@ -135,17 +127,15 @@ def expected_bytes(document: str, plan: Any) -> Sizes:
 
 
 def _blocks(leaf: Tensor) -> int:
-    """Numbers of a leaf that have a scale, and a zero point, of their own."""
     return leaf.numel() // max(1, block_size(tuple(leaf.shape)))
 
 
 def _fits_runs(coded: list[Tensor], most: int = MAX_SYMBOLS) -> bool:
-    """Whether leaves in codes, by their shapes, are few enough symbols for runs."""
     return sum(x.numel() + 3 * _blocks(x) for x in coded) <= most
 
 
 def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
-    """Bytes of all codes, with the bits that scales take, and each number of a leaf."""
+    """The stream of all codes, the bits of scales, and the bits of each number of a leaf."""
     scales = np.concatenate([_EMPTY, *(x.scales.view(torch.int16).numpy() for x in coded.values())])
     zeros = np.concatenate([_EMPTY, *(x.zeros.numpy() for x in coded.values())])
     about = [
@@ -155,13 +145,13 @@ def _pack_runs(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dic
     ]
     runs = [Run(x.codes.numpy().reshape(-1), bits, x.zeros.numpy().repeat(x.codes.shape[1])) for x in coded.values()]
     data, costs = pack_runs(about + runs)
-    # Each begins with its spread.
+    # Each run begins with its spread.
     spreads = 4.0 * (len(about) + len(runs))
     return data, spreads + sum(float(x.sum()) for x in costs[:3]), dict(zip(coded, costs[3:], strict=True))
 
 
 def _pack_symbols(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, dict[str, float]]:
-    """As `_pack_runs`, for more of them."""
+    """As `_pack_runs`, for more codes."""
     scales = b"".join(_bytes(code.scales) for code in coded.values())
     symbols = np.concatenate([x.numpy().reshape(-1) for code in coded.values() for x in (code.zeros, code.codes)])
     digits = np.unpackbits(symbols[:, None], axis=1)[:, 8 - bits :]
@@ -173,7 +163,7 @@ def _pack_symbols(coded: Mapping[str, Codes], bits: int) -> tuple[bytes, float, 
 
 
 class Compact(NamedTuple):
-    """What such a file holds: the document and, unread, the numbers after it."""
+    """The content of a compact file: the document and, unread, the numbers after it."""
 
     document: str
     bits: int
@@ -183,22 +173,23 @@ class Compact(NamedTuple):
     @staticmethod
     def parse(data: bytes) -> Compact:
         """Read a file that begins with `MAGIC`; `ValueError` for a damaged one."""
-        flags, rest = data[len(MAGIC) : len(MAGIC) + 1], data[_HEAD:]
-        if len(data) < _HEAD or data[_HEAD - 4 : _HEAD] != zlib.crc32(flags + rest).to_bytes(4, "little"):
+        checked = data[len(MAGIC) : len(MAGIC) + 1] + data[_HEAD:]
+        if len(data) < _HEAD or data[_HEAD - 4 : _HEAD] != zlib.crc32(checked).to_bytes(4, "little"):
             raise ValueError("its checksum does not fit its content: the file is damaged")
-        bits = flags[0] & ~(_NARROW | _RUNS)
+        flags, rest = checked[0], checked[1:]
+        bits = flags & ~(_NARROW | _RUNS)
         bits = STEPS if bits == STEPS + _STATISTICS else bits
         if bits not in (*BITS.values(), STEPS):
             raise ValueError(f"it has codes of {bits} bits, known here are 2 to 8")
         document, n = inflate(rest)
-        return Compact(document, bits, flags[0], rest[len(rest) - n :])
+        return Compact(document, bits, flags, rest[len(rest) - n :])
 
     def max_params(self, dtype: torch.dtype) -> int:
-        """The most parameters of g-nets that it can hold, of any dtype."""
+        """The most parameters of g-nets that the file can hold, whatever their dtype."""
         return int(8 / LEAST_BITS) * (_DEAD if self.bits == STEPS else 1) * len(self.numbers)
 
     def leaves(self, plan: Any) -> Params:
-        """The leaves of its plan; `ValueError` if it holds others."""
+        """The leaves of the file's plan; `ValueError` if the file holds others."""
         expected, (plain, codes) = plan.leaves, self._split(plan)
         at, flat = 0, {}
         for dtype, names in names_by_dtype(plain).items():
@@ -215,7 +206,7 @@ class Compact(NamedTuple):
         return {name: x.reshape(expected[name].shape).to(expected[name].dtype) for name, x in flat.items()}
 
     def stored(self, read_plan: Callable[[str], Any]) -> str | Steps:
-        """What it stores trained numbers in, as `dtype` of `save`; raises as `leaves`."""
+        """The `dtype` of `save` that the file has; raises as `leaves`."""
         if self.bits != STEPS:
             return f"int{self.bits}"
         plan = read_plan(self.document)
@@ -278,7 +269,7 @@ def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
 
 
 def _unpack_symbols(data: bytes, count: int, bits: int) -> NDArray[np.uint8]:
-    """The symbols of `_pack_symbols`; `ValueError` for what does not hold `count` of them."""
+    """The symbols of `_pack_symbols`; `ValueError` for data that does not hold `count` of them."""
     if len(data) == math.ceil(count * bits / 8):
         digits = np.unpackbits(np.frombuffer(data, np.uint8), count=count * bits).reshape(count, bits)
         return np.packbits(np.pad(digits, ((0, 0), (8 - bits, 0))), axis=1).reshape(-1)
