@@ -1,11 +1,11 @@
-"""The layout of `genome.safetensors`; of leaves on the meta device it gives the size of a file that is not yet there.
+"""The layout of `genome.safetensors`; leaves on the meta device give the size of a file before it exists.
 
     8 bytes    length of the header
     header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and place of every tensor
     data       one tensor [n] per dtype, wider ones first: its leaves in the order of their names
 
-The plan in the header is compressed JSON, in an alphabet that JSON need not escape. Genomes in codes of 2 to 8 bits are
-other files: `compact`.
+The plan in the header is compressed JSON, in an alphabet that JSON need not escape. `compact` has the layout of genomes
+in codes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gbfunc.types import DTYPES, JSON, Params, TensorMap, dtype_name
 
 FORMAT = "gbfunc-genome-2"
 
-# What is read at most: a few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON,
-# takes 64 bytes; a leaf, of one number perhaps, takes 20 us.
+# Limits of what is read: a few kB of zeros, unpacked, fill any memory; an empty dict or list, three characters of JSON,
+# takes 64 bytes; a leaf, even of one number, takes 20 us.
 MAX_PLAN_BYTES, _MAX_DICTS, _MAX_LISTS = 4 << 20, 1 << 16, 1 << 18
 _MAX_PACKED = MAX_PLAN_BYTES // 2
 MAX_HEADER_BYTES = _MAX_PACKED + (1 << 12)
@@ -29,14 +29,13 @@ MAX_LEAVES = 1 << 15
 _MAX_TENSORS, _MAX_DIMS, _MAX_LAYERS = 1 << 14, 64, 256
 
 _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"), strict=True))
-"""What safetensors calls the dtypes."""
+"""Names of the dtypes in safetensors."""
 
 
 def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
-    """The leaves as they are stored, but for those in codes: trained ones of a wider floating-point dtype in `dtype`.
+    """The leaves that a file stores without codes, each in its dtype there (`stored_dtype`).
 
-    `narrow` is whether running statistics, where others are codes, are in 16 bits. Raises `ValueError` for more leaves
-    than are read.
+    Raises `ValueError` for more leaves than are read.
     """
     if len(leaves) > MAX_LEAVES:
         raise ValueError(f"the genome has {len(leaves):,} leaves; a file holds at most {MAX_LEAVES:,}")
@@ -45,7 +44,7 @@ def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> 
 
 
 def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
-    """Leaves in the order of a file: by the dtype that they are stored in, wider ones first, and then by name."""
+    """Leaves in the order of a file: by their dtype there, wider dtypes first, and then by name."""
     names: dict[str, list[str]] = {dtype: [] for dtype in DTYPES}
     for name in sorted(stored):
         names[dtype_name(stored[name].dtype)].append(name)
@@ -53,9 +52,9 @@ def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
 
 
 def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
-    """All that stands before the data, from the plan and its leaves in the plan's dtypes and as they are stored.
+    """The bytes before the data, from a plan and its leaves in the plan's dtypes and in those of the file.
 
-    Their narrower dtype is named only where some leaf has it. Raises `ValueError` for a plan larger than what is read.
+    The header names a narrower dtype only if some leaf has it. Raises `ValueError` for a plan too large to read.
     """
     check_limits(json.loads(plan_json))
     narrowed = {dtype_name(x.dtype) for k, x in stored.items() if x.dtype != leaves[k].dtype}
@@ -85,8 +84,8 @@ Nothing of either may change, or files that exist cannot be read; deflate looks 
 def pack_plan(text: str) -> str:
     """Base85 (the alphabet of `base64.b85encode`) of zlib of a plan's JSON; about a fifth as long.
 
-    The same text gives the same result wherever the same zlib is in use; any result is read everywhere. Raises
-    `ValueError` for one that is longer than what is read.
+    Results depend on the version of zlib, and every version reads them. Raises `ValueError` for a result that is too
+    long to read.
     """
     return _checked(base64.b85encode(_compressed(text, 15, WORDS))).decode()
 
@@ -107,13 +106,13 @@ def unpack_plan(packed: str) -> str:
 
 
 def deflate(text: str) -> bytes:
-    """A plan's JSON as a raw deflate stream, which says itself where it ends; raises as `file_header`."""
+    """A plan's JSON as a raw deflate stream, which marks its own end; raises as `file_header`."""
     check_limits(json.loads(text))
     return _checked(_compressed(text, -15, DOCUMENTS))
 
 
 def inflate(data: bytes) -> tuple[str, int]:
-    """Undo `deflate`, and count the bytes that follow; `ValueError` for anything else, as `unpack_plan`."""
+    """Undo `deflate`, and count the bytes that follow; `ValueError` as `unpack_plan`."""
     try:
         return _decompressed(data, -15, DOCUMENTS)
     except (ValueError, zlib.error) as error:

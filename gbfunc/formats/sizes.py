@@ -43,19 +43,19 @@ def file_bytes(
 ) -> dict[str, int]:
     """Where the bytes of a genome's file go; their sum is the size of the file that `save` writes of the same.
 
-    Codes take as many bytes as their values need. With a genome the bytes are exact; without one those of `"int2"` to
-    `"int8"` are the most that any has, and those of `"auto"` what is to be expected. Where several tensors share a
-    byte, or a stream of codes, each gets its part of it.
+    The bytes of codes depend on their values. With a genome the bytes are exact; without one those of `"int2"` to
+    `"int8"` are upper bounds, and those of `"auto"` expectations. Tensors that share a byte, or a stream of codes,
+    share its size in proportion to their bits.
 
     Args:
         plan: the plan.
-        dtype: as of `save`.
-        genome: what would be saved, where its values matter.
-        metadata: as of `save`.
+        dtype: as in `save`.
+        genome: the genome, for codes.
+        metadata: as in `save`.
 
     Returns:
-        Bytes by name: tensors and buffers of the p-net, `(ensemble)` for what tiles share, and `(plan)`, `(metadata)`,
-        `(scales)` of codes, and `(container)`, which is all that is left.
+        Bytes by name: tensors and buffers of the p-net, `(ensemble)` for leaves that tiles share, `(plan)`,
+        `(metadata)`, `(scales)` of codes, and `(container)` for the rest.
 
     Raises:
         ValueError: as `save`, for a plan that cannot be saved or a genome that does not fit it.
@@ -105,7 +105,7 @@ def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
 
 
 def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
-    """Whose the numbers of each leaf are, and how many of each, in their order."""
+    """For each leaf, the owners of its numbers in order, each with how many."""
     owners = {f"{DIRECT}{t.name}": [(t.name, t.numel)] for t in plan.direct}
     owners |= {f"{BUFFERS}{b.name}": [(b.name, math.prod(b.shape))] for b in plan.buffers}
     for e in plan.ensembles:
@@ -122,6 +122,5 @@ def _whole_bytes(parts: Iterable[tuple[str, float]], total: int) -> Iterable[tup
     parts = list(parts)
     ends = np.cumsum([0.0, *(bits for _, bits in parts)])
     places = np.round(ends / (ends[-1] or 1.0) * total).astype(int)
-    # Where nothing takes any, the first has it.
     places[-1] = total
     return [(owner, int(size)) for (owner, _), size in zip(parts, np.diff(places), strict=True)]

@@ -1,13 +1,13 @@
-"""Running statistics of norms in codes with steps, beside what is trained (`steps`).
+"""Running statistics of norms in codes with steps, like trained numbers (`steps`).
 
-A norm divides by its deviation sigma, so what counts is the error of a mean in deviations and of a deviation by its
-ratio. Both are coded in such numbers, with a step each as trained numbers have:
+A norm divides by its deviation sigma, so the relevant errors are those of a mean in deviations, and the ratio of a
+deviation. Means and variances are coded in such numbers, with a step each:
 
     variance   u = ln(variance + 2^-16) / 2
     mean       u = mean / e^(u of its variance, as it is read)
 
-An error of one u changes the norm's output as much as the same error of its shift does where its scale is 1. Counters
-of batches [] follow the codes: each as its difference from the one before, in as many bits as that has.
+An error of one u changes the norm's output as much as the same error of its shift does at scale 1. Counters of batches
+[] follow the codes: each as its difference from the previous one, in as many bits as the difference has.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
 LEAST_VARIANCE = 2.0**-16
 _WORD, _SIZE = 16, 64
 FARTHEST = 128.0
-"""Deviations that a mean is from zero, at most: farther ones are not coded."""
+"""Most deviations of a coded mean from zero."""
 
 
 def statistics_of(plan: Any) -> list[str]:
-    """Leaves of statistics that can be coded, variances first: of norms that have both."""
+    """Statistics that can be coded, variances first: those of norms with a mean and a variance."""
     names = {f"{BUFFERS}{b.name}" for b in plan.buffers if b.dtype.startswith(("float", "bfloat"))}
     variances = [k for k in sorted(names) if kind_of(k) == VARIANCE and sibling(k, MEAN) in names]
     return variances + [sibling(k, MEAN) for k in variances]
@@ -53,7 +53,7 @@ def sibling(name: str, kind: str) -> str:
 
 
 def codable(plan: Any, leaves: TensorMap) -> bool:
-    """Whether the statistics are there and can be coded; those of broken norms cannot."""
+    """Whether leaves include statistics, and all of them can be coded; those of broken norms cannot."""
     names = statistics_of(plan)
     if not names or not leaves.keys() >= {*names}:
         return False
@@ -68,7 +68,7 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
 
 
 def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
-    """Mean squares of the gradients of a statistic's numbers, by those of the norm's shift; None where it has none."""
+    """Mean squares of the gradients of a statistic, from those of the norm's shift; None without a shift."""
     module = name.removeprefix(BUFFERS)
     shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
     if shift not in squares or squares[shift].shape != leaves[name].shape:
@@ -77,7 +77,7 @@ def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | Non
 
 
 def coded(name: str, leaf: Tensor, variances: Mapping[str, Tensor]) -> Tensor:
-    """The numbers of a statistic that are coded, in float64; `variances` are those of variances, as they are read."""
+    """The coded numbers of a statistic, in float64, by the rounded coded numbers of variances."""
     x = leaf.double()
     if kind_of(name) == VARIANCE:
         return (x.clamp(min=0) + LEAST_VARIANCE).log() / 2

@@ -1,4 +1,4 @@
-"""The integers of all parts of a genome as a stream of symbols (`steps`), and steps with which it has so many bits."""
+"""The integers of all parts of a genome as a stream of symbols (`steps`), and steps for a given number of bits."""
 
 from __future__ import annotations
 
@@ -36,24 +36,21 @@ from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, geom
 from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 
-_BALANCE = math.log(2) / 12
-"""A bit more halves `step^2` of two numbers in the loss's sum."""
-_STATISTIC = -32
-"""The largest index of a statistic's step, 1/16 of a deviation: nothing is trained around their rounding."""
-_FROZEN_ERROR = 1 / 64
-"""The largest, relative to the largest number of a parameter that is not trained."""
+_BALANCE = math.log(2) / 12  # One more bit halves `step^2` of two numbers in the loss's sum.
+_STATISTIC = -32  # Largest index of a statistic's step, 1/16 of a deviation: training cannot make up for its rounding.
+_FROZEN_ERROR = 1 / 64  # Largest error of a parameter that is not trained, relative to its largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
 
 def _stored(found: Quantised) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The integers [n] of a part that are stored, and how much finer their steps are [n]."""
+    """The stored integers [n] of a part, and their shifts [n]."""
     live = found.live.numpy()
     shifts = np.broadcast_to(found.shifts.numpy(), live.shape)
     return found.integers.numpy().astype(np.int64)[live], shifts[live]
 
 
 def _width_and_bits(found: Quantised) -> tuple[int, float]:
-    """The width with which a part's integers take the fewest bits, and these."""
+    """The width with which a part's integers take the fewest bits, and these bits."""
     integers, shifts = _stored(found)
     if not integers.any():
         return NARROWEST, 0.0
@@ -72,42 +69,42 @@ def _width_and_bits(found: Quantised) -> tuple[int, float]:
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Bits of the integers 0 .. `LARGEST` at each of the widths [W, n], 0 past its reach, and how many it has [W]."""
+    """Bits of the integers 0 .. `LARGEST` at each width [W, n], 0 past its reach, and its number of integers [W]."""
     rows = [geometric_bits(int(width), LARGEST) for width in _WIDTHS]
     return np.stack([np.pad(row, (0, LARGEST + 1 - len(row))) for row in rows]), np.array([*map(len, rows)])
 
 
 def _bits(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """What so many integers of each absolute value take at each of the widths [W]."""
+    """Bits at each width [W] of integers, given how many have each absolute value."""
     bits_Wn, reach_W = _table()
     return np.where(len(counts) <= reach_W, bits_Wn[:, : len(counts)] @ counts, np.inf)
 
 
 def _width_at(width: NDArray[np.int64] | int, shift: NDArray[np.int64] | int) -> NDArray[np.int64]:
-    """The widths of integers whose steps are finer."""
+    """The widths of integers with shifts."""
     return np.clip(width + 2 * shift, NARROWEST + 1, WIDEST - 1)
 
 
 def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
-    """Bits of all integers of leaves on the CPU."""
+    """Bits of the integers of all parts; leaves are on the CPU."""
     return sum(_width_and_bits(found)[1] for found, _ in quantise(plan, leaves, steps))
 
 
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
-    """Steps with which all integers take at most so many bits, or the largest ones.
+    """Find the finest steps with which all integers take at most `bits`, or the largest steps.
 
     Args:
         plan: the plan.
-        leaves: trained leaves on the CPU, and running statistics, where these shall be in codes, too.
+        leaves: trained leaves on the CPU, and running statistics, if these are to have steps.
         squares: mean squares of their gradients; leaves without any get the smallest steps.
-        bits: of all integers.
-        examples: of a batch, whose gradients these are; with them, a bit's weight is that at which a bit more, spent on
-            smaller steps, lowers the loss as much.
+        bits: bits of all integers.
+        examples: examples of the batch that the gradients are means over; with them, the rate is the price at which
+            one more bit, spent on smaller steps, lowers the loss as much as the bit costs.
 
     Raises:
-        ValueError: for a parameter that is not trained, of numbers too large or too small for any steps.
+        ValueError: for a parameter that is not trained, and whose numbers are too large or too small for any steps.
     """
-    # Far beyond what gradients of a training that goes well need: squares may have grown by a spike of the loss.
+    # Far beyond the needs of a normal training: a spike of the loss may have increased the squares.
     low, high = -40.0, 88.0
     for _ in range(21):
         middle = (low + high) / 2
@@ -115,14 +112,14 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
             low = middle
         else:
             high = middle
-    # The noise h step^2 / 24 of each number, with h the examples times the mean square of their mean gradient.
-    # Bounded: after a spike of the gradients the bits' own would be the next one.
+    # The noise of each number is h step^2 / 24, where h is `examples` times the mean square of the mean gradient.
+    # Bounded: otherwise the rate after a spike of the gradients would cause the next spike.
     rate = _BALANCE * examples * 4.0 ** min(high, 0.0)
     return Steps(_steps_at(plan, leaves, squares, high)[0].indices, rate)
 
 
 def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float) -> tuple[Steps, float]:
-    """Steps of which each, times the root mean square of the gradient, is about 2^log_noise, and their bits."""
+    """Steps that are about 2^log_noise over the root mean square of the gradient, and their bits."""
     parts = parts_of(plan, codable(plan, leaves))
     seen, indices, bits = Seen({}, {}), [], 0.0
     for part in parts:
@@ -133,7 +130,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
         if found is not None:
-            # What the mean square would be, were all steps equal.
+            # The mean square for equal steps.
             even = (part.of(found).double() * torch.exp2(-shifts.double()))[alive.expand(part.shape)]
             mean = float(even.mean()) if even.numel() else 0.0
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
@@ -149,7 +146,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
 
 
 def _least(part: Part, numbers: Tensor, shifts: Tensor, alive: Tensor) -> int:
-    """The smallest index with which no number of a part is past the largest integer of its step."""
+    """The smallest index with which no number of a part exceeds `LARGEST` steps."""
     least = OCTAVE * (in_period(part, numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
     stored = least[alive.expand(part.shape)]
     most = float(stored.max()) if stored.numel() else -math.inf
@@ -157,7 +154,7 @@ def _least(part: Part, numbers: Tensor, shifts: Tensor, alive: Tensor) -> int:
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, float, dict[str, NDArray[np.float64]]]:
-    """The stream of all parts, with the bits of steps and widths, and of each number of a leaf."""
+    """The stream of all parts, the bits of steps and widths, and the bits of each number of a leaf."""
     found = [one for one, _ in quantise(plan, leaves, steps)]
     parts, widths = [one.part for one in found], [_width_and_bits(one)[0] for one in found]
     entries = _header(steps.of_parts(parts), LEAST, MOST) + _header(widths, NARROWEST, WIDEST)
@@ -191,14 +188,14 @@ def _entry(integer: int, table: tuple[int, list[int]]) -> Entry:
 
 
 def _tables(found: Quantised, width: int) -> Iterator[tuple[int, list[int]]]:
-    """What `geometric` gives for each integer of a part that is stored."""
+    """The results of `geometric` for each stored integer of a part."""
     if width == WIDEST:
         return (geometric(WIDEST, most) for most in limits_of(found))
     return (geometric(w, LARGEST) for w in _width_at(width, _stored(found)[1]).tolist())
 
 
 def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
-    """Numbers of `least .. most`: their median, the width of the differences from it, and these."""
+    """Numbers of `least .. most`: their median, the width of the differences from the median, and the differences."""
     median = sorted(numbers)[len(numbers) // 2] if numbers else 0
     counts = np.bincount([abs(n - median) for n in numbers], minlength=1)
     width = int(_WIDTHS[np.argmin(_bits(counts))])
@@ -208,7 +205,7 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
 
 
 def unpack_steps(plan: Any, data: bytes, statistics: bool) -> tuple[Params, Steps]:
-    """The leaves in float32 that `pack_steps` packed, and their steps; `ValueError` for any other data."""
+    """Undo `pack_steps`: the leaves in float32, and their steps; `ValueError` for any other data."""
     parts = parts_of(plan, statistics)
     reader = Reader(data[2:], PIECE * int.from_bytes(data[:2], "little"))
     indices = _read_header(reader, len(parts), LEAST, MOST)

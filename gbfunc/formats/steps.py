@@ -1,17 +1,17 @@
-"""Steps of quantisation, one for each tensor's part of each leaf: `number = integer * 2^(index / 8)`.
+"""Steps of quantisation: each part of a leaf is stored as `number = integer * 2^(index / 8)`.
 
-Where bits go: the loss grows by the sum of `h step^2 / 24` over all numbers, h being its curvature, for which the mean
-square of the gradient stands (the diagonal of Fisher's information). It grows least, for as many bits, where
-`sqrt(h) step` is the same everywhere (reverse water-filling: T. Cover, J. Thomas, Elements of Information Theory,
-10.3.3). Within a leaf, too: a code weight of a periodic g-net moves weights by as much as its feature's amplitude and
-the code say. Both are known where it is read, so its step is finer by powers of sqrt(2); what belongs to a feature of
-amplitude 0 takes no bits.
+A part is the stretch of a leaf that belongs to one tensor of the p-net. The loss grows by the sum of `h step^2 / 24`
+over all numbers, where h is the curvature; the mean square of the gradient stands for h (the diagonal of Fisher's
+information). For a given number of bits, the loss grows least where `sqrt(h) step` is the same everywhere (reverse
+water-filling: T. Cover, J. Thomas, Elements of Information Theory, 10.3.3). This holds within a leaf too: a code weight
+of a periodic g-net moves weights by its feature's amplitude times the code. A reader knows both, so the code weight's
+step is finer by powers of sqrt(2); numbers of a feature with amplitude 0 take no bits.
 
-Integers have two-sided geometric distributions (`symbols.geometric`), one width a part; one of them takes about
+Integers have two-sided geometric distributions (`symbols.geometric`), one width a part. An integer takes about
 `log2(1 + e |q|)` bits on average, and the derivative of this is the gradient of the rate.
 
-A file has, of all parts: the width of the differences of the steps' indices from their median, and both; as much of the
-widths; then the integers of each part, those of amplitudes first and running statistics of norms last (`statistics`).
+A file holds the steps' indices as their median and the width of the differences, then the differences; the widths of
+all parts likewise; then the integers of each part, amplitudes first and running statistics last (`statistics`).
 
 Suffixes: T tiles, H features.
 """
@@ -37,33 +37,33 @@ from gbfunc.types import DTYPES, Params, TensorMap
 V = TypeVar("V")
 
 AUTO = "auto"
-"""In place of a dtype: in codes whose steps training finds."""
+"""The name of codes whose steps training finds, where a dtype is expected."""
 
 OCTAVE, LEAST, MOST = 8, -128, 127
-"""Indices of an octave; the least and the most."""
+"""Indices in an octave; the smallest index, and the largest."""
 LARGEST = 2047
 """Largest integer."""
 _REACH = 400
+# Limits of the half octaves by which codes make steps finer: all indices, with the largest amplitude, stay in `_STEPS`.
 _COARSEST, _FINEST = -68, 44
-"""Half octaves by which codes make steps finer: within reach of all indices, beside those of the largest amplitude."""
-# Not of the user's default dtype and device, as whatever a file is made of or read with.
+# Dtype and device are explicit: files do not depend on the user's defaults.
 _STEPS = torch.tensor(
     [math.ldexp(2 ** (i % OCTAVE / OCTAVE), i // OCTAVE) for i in range(-_REACH, _REACH + 1)],
     dtype=torch.float32,
     device="cpu",
 )
 EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
-"""Of a number and a part, for plans of a size: what MNIST's networks train best with."""
+"""Expected bits of a number, and of a part, when a plan is made for bytes: MNIST's networks train best with these."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How each part of the trained leaves is stored, and what a bit of it costs beside the loss.
+    """The steps of all parts of a genome, and the price of a bit.
 
     Attributes:
-        indices: `(leaf, (index, ...))`: a step is `2^(index / 8)`; a part is what a tensor of the p-net has of a leaf.
-            Running statistics of norms have steps, too, or are all stored in 16 bits.
-        rate: weight of a bit in what is minimised: `loss + rate * bits`.
+        indices: `(leaf, (index, ...))`, an index for each part: a step is `2^(index / 8)`. Running statistics of norms
+            either have steps, or are stored in 16 bits.
+        rate: weight of a bit in the objective `loss + rate * bits`.
     """
 
     indices: tuple[tuple[str, tuple[int, ...]], ...]
@@ -71,7 +71,7 @@ class Steps:
 
     @property
     def statistics(self) -> bool:
-        """Whether running statistics are in codes."""
+        """Whether running statistics have steps."""
         return any(name.startswith(BUFFERS) for name, _ in self.indices)
 
     def of_parts(self, parts: Sequence[Part]) -> list[int]:
@@ -94,7 +94,7 @@ def stored_as(stored: Stored, what: str = "dtype") -> str:
 
 
 def bytes_each(stored: Stored) -> float:
-    """Bytes of a number in a file, about where codes have steps; raises as `stored_as`."""
+    """Bytes of a number in a file, on average for codes with steps; raises as `stored_as`."""
     name = stored_as(stored)
     if name == AUTO:
         return EXPECTED_BITS / 8
@@ -109,9 +109,9 @@ class Part(NamedTuple):
     last: int | None
     shape: tuple[int, ...]
     gain: str | None = None
-    """The leaf [T, H] that multiplies what this one [T, ..., H] makes."""
+    """The leaf [T, H] that multiplies the features made by this leaf [T, ..., H]."""
     finer: tuple[int, ...] = ()
-    """Half octaves by which the steps of each code's weights are finer; () for none."""
+    """Half octaves by which the steps of each code's weights are finer; () for no codes."""
     period: float | None = None
     statistic: bool = False
 
@@ -121,12 +121,12 @@ class Part(NamedTuple):
 
     @property
     def gain_key(self) -> tuple[str | None, int]:
-        """Where its gain is."""
+        """The leaf and first row of its gain."""
         return self.gain, self.first
 
 
 def by_leaf(parts: Sequence[Part], values: Sequence[V]) -> dict[str, list[V]]:
-    """A value of each part, by their leaves."""
+    """Values of parts, grouped by leaf."""
     found: dict[str, list[V]] = {}
     for part, value in zip(parts, values, strict=True):
         found.setdefault(part.leaf, []).append(value)
@@ -134,14 +134,14 @@ def by_leaf(parts: Sequence[Part], values: Sequence[V]) -> dict[str, list[V]]:
 
 
 def joined(parts: Sequence[Part], values: Sequence[Tensor]) -> Params:
-    """Whole leaves, from those of their parts."""
+    """Whole leaves from the values of their parts."""
     return {k: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for k, pieces in by_leaf(parts, values).items()}
 
 
 class Quantised(NamedTuple):
-    """A part in integers, their steps, in half octaves how much finer these are, and which integers are stored.
+    """A part in integers, with steps, the half octaves by which these are finer, and which integers are stored.
 
-    The last three are of a shape that broadcasts.
+    Steps, shifts and alive broadcast to the integers' shape.
     """
 
     part: Part
@@ -152,13 +152,13 @@ class Quantised(NamedTuple):
 
     @property
     def live(self) -> Tensor:
-        """Which integers are stored, in the part's shape."""
+        """`alive` in the part's shape."""
         return self.alive.expand(self.part.shape)
 
 
 @lru_cache(maxsize=16)
 def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
-    """The parts of all trained leaves, and of statistics, those first on which others depend."""
+    """The parts of all trained leaves and of statistics; parts that others depend on come first."""
     found = []
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():
@@ -176,7 +176,7 @@ def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
 
 
 def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
-    """Half octaves, rounded, of the root mean square of each code that a leaf's rows multiply."""
+    """The root mean square of each code that a leaf's rows multiply, in rounded half octaves."""
     if leaf.codes is None:
         return ()
     squares = np.asarray(ensemble.codes[leaf.codes == "col"], np.float64) ** 2
@@ -185,7 +185,7 @@ def _finer(ensemble: Any, leaf: Any) -> tuple[int, ...]:
 
 
 def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device: Any) -> tuple[Tensor, Tensor]:
-    """Half octaves by which steps are finer, and what is alive, by the integers of the gains."""
+    """`shifts` and `alive` of a part (`Quantised`), by the integers of the gains."""
     ndim = len(part.shape)
     shifts = torch.zeros((1,) * ndim, dtype=torch.long, device=device)
     if part.finer:
@@ -194,7 +194,7 @@ def shifts_of(part: Part, gains: Mapping[tuple[str | None, int], Tensor], device
         return shifts, torch.ones((1,) * ndim, dtype=torch.bool, device=device)
     gain_TH = gains[part.gain_key]
     shape = (part.shape[0], *(1,) * (ndim - 2), part.shape[-1])
-    # Bits of the square: 2 log2 |gain|, rounded down, and 1.
+    # The exponent of the square: 2 log2 |gain|, rounded down, plus 1.
     return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
 
@@ -204,34 +204,34 @@ def _table(device: torch.device) -> Tensor:
 
 
 def sizes_of(index: int, shifts: Tensor) -> Tensor:
-    """Steps by their index, finer by so many half octaves."""
+    """Steps by their index, finer by `shifts` half octaves."""
     return _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
 
 
 def _limit(part: Part, steps: Tensor) -> Tensor:
-    """The largest integers of a part whose numbers have a period: no number is past half of it."""
+    """The largest integers of a part with a period: numbers are at most half of the period."""
     assert part.period is not None
     return (part.period / 2 / steps.double()).floor()
 
 
 def in_period(part: Part, x: Tensor) -> Tensor:
-    """Numbers of a part; where they have a period, those that are the same and nearest to 0."""
+    """Numbers of a part, moved by multiples of their period, if any, towards 0."""
     return x if part.period is None else x - part.period * (x / part.period).round()
 
 
 def limits_of(found: Quantised) -> list[int]:
-    """The same of integers that are stored."""
+    """The largest integer for each stored integer of a part with a period."""
     return _limit(found.part, found.steps).clamp(max=LARGEST).expand(found.part.shape)[found.live].long().tolist()
 
 
 class Seen(NamedTuple):
-    """What parts depend on: integers of parts before, by leaf and first row, and numbers of variances."""
+    """The state between parts: integers of earlier parts, by leaf and first row, and numbers of variances."""
 
     gains: dict[tuple[str | None, int], Tensor]
     variances: dict[str, Tensor]
 
     def add(self, part: Part, integers: Tensor, steps: Tensor) -> Tensor:
-        """The numbers that a part's integers stand for; it is seen from now on."""
+        """Record a part, and return the numbers that its integers stand for."""
         self.gains[part.leaf, part.first] = integers
         if not part.statistic:
             return integers * steps
@@ -241,7 +241,7 @@ class Seen(NamedTuple):
 
 
 def quantise_part(part: Part, leaf: Tensor, index: int, seen: Seen) -> tuple[Quantised, Tensor]:
-    """A part with a step, and the numbers that it then stands for."""
+    """Quantise a part: its integers, and the numbers that these stand for."""
     x = part.of(leaf.detach()).float()
     x = coded(part.leaf, x, seen.variances) if part.statistic else x
     shifts, alive = shifts_of(part, seen.gains, x.device)
@@ -255,7 +255,7 @@ def quantise_part(part: Part, leaf: Tensor, index: int, seen: Seen) -> tuple[Qua
 
 
 def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quantised, Tensor]]:
-    """Every part in integers, and as it is read, on the leaves' device; of statistics those that are there."""
+    """Quantise every part on the leaves' device; statistics that are not among the leaves are left out."""
     parts = [part for part in parts_of(plan, steps.statistics) if part.leaf in leaves or not part.statistic]
     seen = Seen({}, {})
     for part, index in zip(parts, steps.of_parts(parts), strict=True):
@@ -263,7 +263,7 @@ def quantise(plan: Any, leaves: TensorMap, steps: Steps) -> Iterator[tuple[Quant
 
 
 def check_steps(plan: Any, steps: Steps) -> None:
-    """Raise `ValueError` for steps of another plan."""
+    """Raise `ValueError` if steps do not belong to a plan."""
     counts = Counter(part.leaf for part in parts_of(plan, steps.statistics))
     if {name: len(indices) for name, indices in steps.indices} != counts:
         raise ValueError("the steps are those of another plan: expected what gb.allocate_steps gives for this one")
@@ -274,10 +274,10 @@ def check_steps(plan: Any, steps: Steps) -> None:
 def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Params]:
     """Leaves and buffers as they come back from a file; gradients go straight through the rounding.
 
-    What belongs to features of amplitude 0 stays as it is, for which a file has zeros: the weights are the same.
+    Numbers of features with amplitude 0 keep their values, for which a file has zeros: the weights are equal.
 
     Returns:
-        The leaves, and the gradient of `rate * bits` with respect to them; {} where there is none.
+        The leaves, and the gradient of `rate * bits` with respect to them, {} without a rate.
     """
     if not isinstance(stored, Steps):
         return rounded(leaves, stored), {}
@@ -297,7 +297,7 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
 def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Params:
     """The gradient of `rate * bits`, where n numbers of a part take `n log2(1 + e mean|x| / step)` bits.
 
-    Of amplitudes also that of the bits which their features take: one fewer for each number where they are half.
+    An amplitude also has the gradient of its feature's bits: halving the amplitude saves a bit of each number.
     """
     gradients: list[Tensor] = []
     owned: dict[tuple[str | None, int], Tensor | float] = {}

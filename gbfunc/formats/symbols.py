@@ -1,14 +1,14 @@
 """Small integers as few bytes: asymmetric numeral systems (J. Duda, 2013) with bell curves for frequencies.
 
-A run of symbols 0 .. 2^b - 1, each with a centre, begins with 4 bits for their `spread`: 0 where all are as likely;
-else the frequency of a symbol at a distance d from its centre is `1 + 2^12 * 2^(-q / 16)`, q `64 d^2 >> (spread - 1)`,
-the power rounded for the fraction of its exponent and cut for the rest: a normal distribution in integers, the same on
-every machine. No table is stored.
+A run of symbols 0 .. 2^b - 1, each with a centre, begins with 4 bits for their `spread`. With spread 0 all symbols are
+equally likely; otherwise the frequency of a symbol at a distance d from its centre is `1 + 2^12 * 2^(-q / 16)`, with
+q = `64 d^2 >> (spread - 1)`. The power is rounded for the fraction of its exponent and cut for the rest: a normal
+distribution in integers, the same on every machine. No table is stored.
 
-Symbols of all runs are one integer x, which is 1 at first. The encoder takes them from the last to the first: with
-frequency f out of F, and c of what is less, `x = x // f * F + c + x % f`. A decoder undoes it, from the first on, and
-ends at 1. Every 2,048 symbols are an integer of their own, little-endian, behind two bytes with its length unless it
-is the last.
+The symbols of all runs are one integer x, which starts at 1. The encoder takes symbols from the last to the first: with
+frequency f out of F, and c the sum of the frequencies below, `x = x // f * F + c + x % f`. The decoder undoes this from
+the first symbol on, and ends at 1. Every 2,048 symbols have an integer, little-endian, after two bytes with its length;
+the last integer has no length.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ Entry = tuple[int, int, int]
 
 PIECE = 2048
 MAX_SYMBOLS = 1 << 18
-"""Of a stream: each takes some microseconds."""
+"""Most symbols of a stream: each takes some microseconds."""
 
-_MOST_BYTES = 4
-"""Of a symbol: no frequency is less than 1 of 2^21."""
-
+_MOST_BYTES = 4  # Of a symbol: no frequency is less than 1 of 2^21.
 LEAST_BITS = 1 / 12
-"""Of a symbol: the most frequent one, of spread 1 with its centre at an end, is 4,097 of 4,356."""
+"""Fewest bits of a symbol: the most frequent one, of spread 1 with its centre at an end, is 4,097 of 4,356."""
 
 _ENDS = "its codes do not end where they should"
 
@@ -43,7 +41,7 @@ POWERS = (4096, 3922, 3756, 3597, 3444, 3298, 3158, 3025, 2896, 2774, 2656, 2543
 
 @lru_cache(maxsize=4096)
 def _limits(bits: int, centre: int, spread: int) -> list[int]:
-    """What is less than each symbol in the sum of all frequencies, and that sum."""
+    """Cumulative frequencies: the sum below each symbol, and the sum of all."""
     if not spread:
         return list(range(2**bits + 1))
     limits = [0]
@@ -55,20 +53,20 @@ def _limits(bits: int, centre: int, spread: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _bits_of(bits: int, centre: int, spread: int) -> NDArray[np.float64]:
-    """What each symbol takes [2^bits]."""
+    """Bits of each symbol [2^bits]."""
     limits = np.array(_limits(bits, centre, spread), np.float64)
     return np.log2(limits[-1]) - np.log2(np.diff(limits))
 
 
 class Run(NamedTuple):
-    """Symbols [n] of so many bits, each with a centre [n]; or one for all [1]."""
+    """Symbols [n] of `bits` bits, each with a centre [n], or with a common one [1]."""
 
     symbols: Symbols
     bits: int
     centres: Symbols
 
     def costs(self) -> tuple[int, NDArray[np.float64]]:
-        """The spread that takes the fewest bits, and what each symbol then takes [n]."""
+        """The spread that takes the fewest bits, and the bits of each symbol with it [n]."""
         centres, index = np.unique(self.centres, return_inverse=True)
         index = np.broadcast_to(index, self.symbols.shape)
         tables = (np.stack([_bits_of(self.bits, int(c), spread) for c in centres]) for spread in range(16))
@@ -77,7 +75,7 @@ class Run(NamedTuple):
 
 
 def pack_runs(runs: list[Run]) -> tuple[bytes, list[NDArray[np.float64]]]:
-    """The stream of some runs, and the bits that their symbols take [n] each."""
+    """The stream of some runs, and the bits of their symbols [n] each."""
     entries: list[Entry] = []
     costs = []
     for run in runs:
@@ -92,7 +90,7 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, list[NDArray[np.float64]]]:
 
 
 def join(entries: list[Entry]) -> bytes:
-    """The stream of symbols, given as what is less than each, its frequency, and the sum of all frequencies."""
+    """The stream of symbols, each given by the frequencies below it, its frequency, and the sum of all."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1
@@ -104,17 +102,16 @@ def join(entries: list[Entry]) -> bytes:
 
 
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
-    """The most bytes of so many runs, with so many symbols together of so many bits."""
+    """The most bytes of `runs` runs, with `symbols` symbols of `bits` bits in all."""
     pieces = -(-(symbols + runs) // PIECE)
     # An integer is at least as long as the largest sum of frequencies has bits, less than 3 bytes.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
 
 
 class Reader:
-    """Symbols from a stream, one after the other; `ValueError` for what is none."""
+    """Reads symbols from a stream of `symbols` symbols, one by one; `ValueError` for damaged streams."""
 
     def __init__(self, data: bytes, symbols: int) -> None:
-        """A stream of so many symbols, the last piece of which may be shorter."""
         self._data, self._left = data, symbols
         self._x, self._in_piece = 1, 0
 
@@ -124,7 +121,7 @@ class Reader:
             raise ValueError(_ENDS)
 
     def next(self, limits: Sequence[int]) -> int:
-        """The next symbol, of what is less than each in the sum of all frequencies, and that sum."""
+        """The next symbol, by its cumulative frequencies."""
         if not self._in_piece:
             self._open_piece()
         self._in_piece -= 1
@@ -155,13 +152,13 @@ class Reader:
 ROOTS = (16777216, 14107901, 11863283, 9975792)
 """2^24 * 2^(-i / 4)."""
 NARROWEST, WIDEST = -9, 31
-"""Of the widths of geometric runs: at the first one all integers are 0, at the last all are as likely."""
+"""Widths of geometric runs: all integers are 0 at the first, and equally likely at the last."""
 HALVINGS = 22
 
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Integers in -D .. D, whose frequencies halve every 2^(width / 4): D, at most `most`, and limits [2 D + 2]."""
+    """Integers -D .. D, whose frequencies halve every 2^(width / 4): D, at most `most`, and limits [2 D + 2]."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:
@@ -169,7 +166,7 @@ def geometric(width: int, most: int) -> tuple[int, list[int]]:
     reach = min(most, math.ceil(HALVINGS * 2 ** (width / 4)))
     distance = np.abs(np.arange(-reach, reach + 1, dtype=np.int64))
     fine = distance * 16 * ROOTS[width % 4]
-    # Sixteenths of a halving; of a width below 0 there are more of them.
+    # Sixteenths of a halving; a width below 0 has more of them.
     sixteenths = fine >> (24 + width // 4)
     powers = np.array(POWERS, np.int64)[sixteenths % 16] << 8
     frequencies = 1 + (powers >> np.minimum(sixteenths // 16, 40))
@@ -178,7 +175,7 @@ def geometric(width: int, most: int) -> tuple[int, list[int]]:
 
 @lru_cache(maxsize=4096)
 def geometric_bits(width: int, most: int) -> NDArray[np.float64]:
-    """What the integers 0 .. D take each [D + 1]."""
+    """Bits of each of the integers 0 .. D [D + 1]."""
     reach, limits = geometric(width, most)
     frequencies = np.diff(np.array(limits, np.float64))[reach:]
     return np.log2(limits[-1]) - np.log2(frequencies)
