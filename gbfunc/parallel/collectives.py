@@ -2,7 +2,7 @@
 
 A gather stacks the rows of all ranks; a reduce-scatter sums over ranks and leaves each its rows; each is the gradient
 of the other. Ranks have uneven, maybe empty numbers of rows, sent without padding. One autograd node exchanges many
-tensors, in one order on every rank, under `vmap`, forward mode (which Dynamo refuses) and double backward too.
+tensors, in one order on every rank, under `vmap` and in double backward too.
 
 On gloo ranks send to each other: gloo's reduce-scatter sends twice the bytes, and its all-to-all, which a compiled
 graph has in its place, takes twice the time.
@@ -149,25 +149,14 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         kind: Kind = "reduce_scatter" if ctx.exchange.kind == "gather" else "gather"
-        return (None, *_apply(ctx.exchange._replace(kind=kind), grads))
+        return (None, *_Node.apply(ctx.exchange._replace(kind=kind), *grads))  # pyright: ignore[reportGeneralTypeIssues]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], exchange: _Exchange, *xs: Tensor) -> tuple[Any, Any]:
         # Rows stay first, the batch comes second.
         n, both = info.batch_size, zip(xs, in_dims[1:], strict=True)
         moved = [x.unsqueeze(1).expand(len(x), n, *x.shape[1:]) if d is None else x.movedim(d, 1) for x, d in both]
-        return _apply(exchange, moved), (1,) * len(xs)
-
-
-class _ForwardModeNode(_Node):
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return _apply(ctx.exchange, tangents)
-
-
-def _apply(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    node: Any = _Node if torch.compiler.is_compiling() else _ForwardModeNode
-    return node.apply(exchange, *xs)
+        return _Node.apply(exchange, *moved), (1,) * len(xs)
 
 
 def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName) -> list[Tensor]:
@@ -176,7 +165,8 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
         return xs
     nccl = dist.get_backend(ranks.group) == "nccl"
     transport: Transport = "nccl" if nccl else "all_to_all" if compiling else "p2p"
-    return list(_apply(_Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh), xs))
+    node: Any = _Node.apply(_Exchange(kind, tuple(sizes), ranks, transport, None if compiling else mesh), *xs)
+    return list(node)
 
 
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:

@@ -100,16 +100,11 @@ def _gather_in_buckets(layout: Layout, pieces: list[Tensor], sizes: list[Sizes])
 
 
 def _buckets(pieces: list[tuple[torch.dtype, int]]) -> list[list[int]]:
-    """Which tensors travel together: the large alone, the small of a dtype, in order, until they are a bucket."""
-    buckets: list[list[int]] = []
-    small: dict[torch.dtype, list[int]] = {}
+    """The tensors that travel together: large ones alone, small ones of a dtype."""
+    buckets: dict[Any, list[int]] = {}
     for i, (dtype, size) in enumerate(pieces):
-        bucket = [i] if size >= BUCKET_BYTES else [*small.pop(dtype, []), i]
-        if sum(pieces[k][1] for k in bucket) >= BUCKET_BYTES:
-            buckets.append(bucket)
-        else:
-            small[dtype] = bucket
-    return [*buckets, *small.values()]
+        buckets.setdefault(i if size >= BUCKET_BYTES else dtype, []).append(i)
+    return [*buckets.values()]
 
 
 def zero_uncounted(layout: Layout, gradients: Params) -> Params:

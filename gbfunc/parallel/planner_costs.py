@@ -251,12 +251,9 @@ class Model:
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))
-        n, rows, how = (
-            sum(map(len, mine)),
-            math.ceil(self.rows / (sizes["data"] * gnets * m)),
-            (t, factored, remat, gnets),
-        )
+        n, rows = sum(map(len, mine)), math.ceil(self.rows / (sizes["data"] * gnets * m))
         cells, hidden, of_stage = self.cells(t, factored, rows), [rows * x for x in self.crossing(n)], self.stages(n)
+        how = t, factored, remat, gnets
         stages = [total(cells[c] for c in of) for of in of_stage]
         parts, of_ranks = [], [frozenset().union(*(of_stage[s] for s in own)) for own in mine]
         for rank, (own, used) in enumerate(zip(mine, of_ranks, strict=True)):

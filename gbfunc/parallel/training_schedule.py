@@ -113,28 +113,25 @@ def make_schedule(
         raise ValueError(f"expected sizes of at least 1, got {sizes}")
     recipe, costs = RECIPES[kind], costs or ScheduleCosts()
     depth = (layers if recipe.gathers == "all" else 1) if recipe.data_parallel else ranks
-    if kind in ("basic", "accumulation") and ranks != 1:
-        raise ValueError(f"{kind!r} expects 1 rank, got {ranks}")
-    if recipe.data_parallel and microbatches != 1:
-        raise ValueError(f"{kind!r} expects one microbatch per rank, got {microbatches=}")
-    if ranks % depth:
-        raise ValueError(f"{kind!r} expects ranks in multiples of its {depth} layers, got {ranks}")
-    virtual = SCHEDULES[recipe.order][1]
-    stages = stage_ranks(recipe.order, depth, virtual)
-    if layers % len(stages):
-        raise ValueError(f"{kind!r} expects layers in multiples of its {len(stages)} stages, got {layers}")
-    for name, cost in costs._asdict().items():
-        expected = layers + (name == "activation")
-        if isinstance(cost, Sequence) and len(cost) != expected:
-            raise ValueError(f"expected one number or {expected} for {name} of {layers} layers, got {len(cost)}")
+    stages = stage_ranks(recipe.order, depth, SCHEDULES[recipe.order][1])
     together = microbatches if recipe.together else 1
+    for expected, fits in {
+        "1 rank": ranks == 1 or kind not in ("basic", "accumulation"),
+        "one microbatch per rank": microbatches == 1 or not recipe.data_parallel,
+        f"ranks in multiples of its {depth} layers": ranks % depth == 0,
+        f"layers in multiples of its {len(stages)} stages": layers % len(stages) == 0,
+    }.items():
+        if not fits:
+            raise ValueError(f"{kind!r} expects {expected}, got {sizes}")
+    for name, cost in costs._asdict().items():
+        n = layers + (name == "activation")
+        if isinstance(cost, Sequence) and len(cost) != n:
+            raise ValueError(f"expected one number or {n} for {name} of {layers} layers, got {len(cost)}")
     programs = [_Program(rank, ranks, recipe, weights, costs, layers, stages, together) for rank in range(ranks)]
     for program in programs:
-        actions = pipeline_order(recipe.order, program.place, depth, microbatches // together, virtual)
-        if program.everywhere:
-            # All ranks help to gather and reduce every layer, between their messages.
-            actions = [Action("F", s, 0) for s in range(depth)] + [Action("B", s, 0) for s in reversed(range(depth))]
-        program.run(actions)
+        program.run(
+            pipeline_order(recipe.order, program.place, depth, microbatches // together, SCHEDULES[recipe.order][1])
+        )
     return Schedule([program.events for program in programs], [program.stored for program in programs])
 
 
@@ -167,62 +164,60 @@ class _Program:
         self.known = {*self.stored}
 
     def run(self, actions: Sequence[Action]) -> None:
+        if self.everywhere:  # All ranks help to gather and reduce every layer, between their messages.
+            stages = range(len(self.stages))
+            actions = [*(Action("F", s, 0) for s in stages), *(Action("B", s, 0) for s in reversed(stages))]
         for op, stage, i in actions:
             mine, layers = self.stages[stage] == self.place, range(stage * self.each, (stage + 1) * self.each)
             # A stage goes from one end to the other, forward or back.
-            ends = (layers[0], layers[-1] + 1) if op == "F" else (layers[-1] + 1, layers[0])
-            ahead, d = (1, "") if op == "F" else (-1, "d")
+            start, end, ahead, d = layers[0], layers[-1] + 1, 1, ""
+            if op != "F":
+                start, end, ahead, d = end, start, -1, "d"
             messages = mine and op != "W"
             if messages and op != "F" and stage == len(self.stages) - 1:
-                self.emit(
-                    "loss", None, i, reads=(f"activation[{ends[0]}, {i}]",), stores=self.activation(ends[0], i, d)
-                )
+                self.emit("loss", None, i, reads=self.activation(start, i), stores=self.activation(start, i, d))
             elif messages:
-                self.message("receive", stage - ahead, self.activation(ends[0], i, d), i)
+                self.message("receive", stage - ahead, self.activation(start, i, d), i)
             for layer in layers if op == "F" else reversed(layers):
-                self.acquire(op, layer, i)
+                if op != "W":
+                    self.acquire(layer, i)
                 if mine:
                     self.compute(op, layer, i)
                 if op in "BW":
                     self.reduce(layer, i, mine)
             if messages:
-                self.message("send", stage + ahead, self.activation(ends[1], i, d), i)
-                self.ends += self.activation(ends[1], i, d) if self.recipe.keeps_ends else ()
+                self.message("send", stage + ahead, self.activation(end, i, d), i)
+                self.ends += self.activation(end, i, d) if self.recipe.keeps_ends else ()
         for layer in self.kept[::-1] if self.weights == "generated" else ():
             self.generate_backward(layer)
         # Ends that are kept are read once more, by the last events.
-        if self.weights != "stored":
-            if self.ranks > 1:
-                self.emit("all_reduce", reads=("dgenome",), ranks=self.world, tag="dgenome")
-            self.emit("update", reads=("dgenome", *self.ends))
-            return
-        for layer in self.kept:
-            name = f"dweight[{layer}]"
-            if len(self.group) > 1 and not self.recipe.scatters:
-                self.emit("all_reduce", layer, reads=(name,), ranks=self.group, tag=name)
+        updates = {n: f"dweight[{n}]" for n in self.kept} if self.weights == "stored" else {None: "dgenome"}
+        group = self.world if self.weights != "stored" else () if self.recipe.scatters else self.group
+        for layer, name in updates.items():
+            if len(group) > 1:
+                self.emit("all_reduce", layer, reads=(name,), ranks=group, tag=name)
             self.emit("update", layer, reads=(name, *self.ends))
 
-    def acquire(self, op: str, layer: int, i: int) -> None:
+    def acquire(self, layer: int, i: int) -> None:
         """Gather or generate a layer's whole weight, unless it is stored."""
         name = f"weight[{layer}]"
         weight = {name: _at(self.costs.weight, layer)}
-        if op != "W" and self.sharded:
+        if self.sharded:
             self.emit("all_gather", layer, stores=weight, ranks=self.group, tag=name)
-        elif op != "W" and self.weights != "stored" and (self.weights == "remat" or name not in self.known):
+        elif self.weights == "remat" or name not in self.known:
             self.emit("generate", layer, i, stores=weight)
 
     def compute(self, op: str, layer: int, i: int) -> None:
         x, y, dx, dy = (self.activation(n, i, d) for d in ("", "d") for n in (layer, layer + 1))
-        weight = () if op == "W" else (f"weight[{layer}]",)
+        weight, name = () if op == "W" else (f"weight[{layer}]",), f"dweight[{layer}]"
         if op == "F":
             self.emit("forward", layer, i, reads=(*weight, *x), stores=y | ({} if layer else x))
             return
-        name, summands = f"dweight[{layer}]", 1 if self.recipe.sums or self.weights == "remat" else i + 1
-        gradient = {} if op == "I" else {name: _at(self.costs.weight, layer) * summands}
-        added = () if op == "I" or self.weights == "remat" else (name,)
         kinds: dict[str, Kind] = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
-        stores = gradient if op == "W" else dx | gradient
-        self.emit(kinds[op], layer, i, reads=(*weight, *x, *dy, *added), stores=stores)
+        summands = 1 if self.recipe.sums or self.weights == "remat" else i + 1
+        gradient = {} if op == "I" else {name: _at(self.costs.weight, layer) * summands}
+        added = () if self.weights == "remat" else gradient
+        self.emit(kinds[op], layer, i, (*weight, *x, *dy, *added), stores=gradient if op == "W" else dx | gradient)
 
     def reduce(self, layer: int, i: int, mine: bool) -> None:
         """Scatter a layer's gradient over the ranks, or take the gradient of the genome, where that is done at once."""
@@ -230,26 +225,26 @@ class _Program:
         if self.sharded and self.recipe.scatters:
             part = {name: _at(self.costs.weight, layer) / len(self.group)}
             # A pipeline frees activations before, other ranks after.
-            late = () if self.everywhere else (*self.activation(layer, i, ""), *self.activation(layer + 1, i, "d"))
+            late = () if self.everywhere else (*self.activation(layer, i), *self.activation(layer + 1, i, "d"))
             reads = (name, f"weight[{layer}]", *late) if mine else ()
-            self.emit("reduce_scatter", layer, i, reads=reads, stores=part, ranks=self.group, tag=name)
+            self.emit("reduce_scatter", layer, i, reads, stores=part, ranks=self.group, tag=name)
         elif self.weights == "remat":
             self.generate_backward(layer, i)
 
     def generate_backward(self, layer: int, i: int | None = None) -> None:
         """Add to the genome's gradient the part of a layer's gradient."""
         weight = () if self.weights == "remat" else (f"weight[{layer}]",)
-        reads = (f"dweight[{layer}]", *weight, "dgenome")
-        self.emit("generate_backward", layer, i, reads=reads, stores={"dgenome": self.costs.genome})
+        reads, stores = (f"dweight[{layer}]", *weight, "dgenome"), {"dgenome": self.costs.genome}
+        self.emit("generate_backward", layer, i, reads, stores=stores)
 
-    def activation(self, layer: int, i: int, d: str) -> dict[str, float]:
+    def activation(self, layer: int, i: int, d: str = "") -> dict[str, float]:
         """A layer's input, or its gradient."""
         return {f"{d}activation[{layer}, {i}]": _at(self.costs.activation, layer) * self.together}
 
     def message(self, kind: Literal["send", "receive"], stage: int, entry: Mapping[str, float], i: int) -> None:
         """Send an entry to another rank's stage or receive it from there, unless it stays here."""
         if 0 <= stage < len(self.stages) and self.stages[stage] != self.place:
-            rest: Any = {"stores": entry} if kind == "receive" else {"reads": tuple(entry)}
+            rest: Any = {"stores": entry} if kind == "receive" else {"reads": entry}
             peer = self.rank - self.place + self.stages[stage]
             self.emit(kind, None, i, peer=peer, tag=next(iter(entry)), **rest)
 

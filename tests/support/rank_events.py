@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 from torch.nn.parallel import DistributedDataParallel
 
 import gbfunc as gb
@@ -77,8 +77,6 @@ def gather_laws(mesh: Mesh, backend: str = "aot_eager") -> dict[str, float]:
     found["vmap grad"] = off(vmap(grad(local))(stacked), vmap(grad(joined))(many)[:, own])
     back = vmap(lambda x: reduce_scatter(mesh, [x], [sizes], "world")[0], 1)(many.movedim(0, 1))
     found["vmap reduce_scatter"] = off(back, n * many[:, own])
-    tangent = jvp(lambda x: all_gather(mesh, [x], [sizes], "world")[0], (mine,), (u[own].clone(),))[1]
-    found["jvp"] = off(tangent, u)
     x = mine.clone().requires_grad_()
     (g,) = torch.autograd.grad(local(x), x, create_graph=True)
     (second,) = torch.autograd.grad((g * u[own]).sum(), x)
