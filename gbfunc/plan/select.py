@@ -52,11 +52,11 @@ class Targets(NamedTuple):
         return named and (kind.selected or kind.name == "embedding")
 
     def cannot_change(self, name: str, weight: Tensor, kind: LayerKind = KINDS["matrix"]) -> bool:
-        """Whether a weight is among the modules that change, but is of a class or dtype without deltas."""
+        """Whether a weight of the base is in a module that changes, but is of a class or dtype without deltas."""
         layer = name.rpartition(".")[0].partition(".parametrizations")[0]
         asked = self.modules is None or self.modules == "all-linear" or _named(self.modules, layer)
         other = kind.name == "matrix" or (kind.selected and not weight.is_floating_point())
-        return asked and other and weight.ndim > 1 and weight.numel() > 0
+        return asked and other and weight.ndim > 1 and weight.numel() > 0 and not self.saved(name)
 
 
 def _named(patterns: list[re.Pattern[str]], module: str) -> bool:
@@ -186,10 +186,12 @@ def choose(
     if targets is not None and not choices:
         raise ValueError("nothing of the p-net has a delta or is new: name layers by target_modules or include")
     if targets is not None:
-        # Quantised layers of other libraries keep their weights in buffers.
-        packed = ((k, b) for k, b in pnet.named_buffers() if b.dtype in _PACKED and not targets.saved(k))
-        left += [name for name, b in packed if targets.cannot_change(name, b)]
-    return choices, tuple(left)
+        # Quantised layers of other libraries keep their weights in buffers, or out of sight.
+        left += [k for k, b in pnet.named_buffers() if b.dtype in _PACKED and targets.cannot_change(k, b)]
+        sized = (k for k, m in pnet.named_modules() if isinstance(getattr(m, "in_features", None), int))
+        bare = [k for k in sized if not any(p.ndim > 1 for p in pnet.get_submodule(k).parameters())]
+        left += [f"{k}.weight" for k in bare if targets.cannot_change(f"{k}.weight", torch.empty(1, 1, device="meta"))]
+    return choices, tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in left))
 
 
 def _matches(what: str, patterns: Sequence[str], infos: list[ParameterInfo]) -> list[set[str]]:

@@ -30,7 +30,7 @@ class Plan:
         buffers: every buffer; with a base, those that the genome holds.
         target: the size target it was made for, in words, or "".
         base: whose deltas the genome holds, None where it holds all of the p-net.
-        left_out: weights of a base that would have a delta but for their class or dtype; no file holds the names.
+        left_out: layers of a base without a delta because of the class or dtype of their weights; no file names them.
     """
 
     tensors: tuple[TensorPlan, ...]
